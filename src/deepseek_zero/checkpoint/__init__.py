@@ -1,6 +1,6 @@
-"""Bytes on a disk that outlive the run.
+"""Save, load, export and convert checkpoints.
 
-The names below load on first use: a run that neither saves nor loads needs none of them.
+The names below are loaded on first use, so a run that neither saves nor loads imports nothing.
 """
 
 from __future__ import annotations

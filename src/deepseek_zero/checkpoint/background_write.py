@@ -1,8 +1,8 @@
-"""Writes a rank's file of a checkpoint, at once or in a thread while training goes on.
+"""Write a rank's checkpoint file, immediately or in a thread during training.
 
-The thread reads states where they lie, since only a step changes them.  A step that is about to
-change states which are still unwritten copies them first, up to `snapshot_bytes`, and waits for the
-thread beyond that: the file has the values of the moment the save began.
+The thread reads the states in place, because only a step changes them. Before a step changes
+unwritten states, it copies them, up to `snapshot_bytes`, and waits for the thread if more are left.
+The file therefore has the values at the start of the save.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .safetensors_file import TensorInfo, encode_header
 from .state import WriteGroup, WriteItem
 from .writebehind import StreamingWriter
 
-BLOCK_NUMEL = 1 << 20  # elements that are read, and joined or decoded, at once
+BLOCK_NUMEL = 1 << 20  # elements that are read, and joined or decoded, at a time
 
 
 @dataclass(eq=False)
 class ItemProgress:
-    """How far the writing of one item is."""
+    """Progress of writing one item."""
 
     item: WriteItem
-    copy: Tensor | None = None  # its values, copied because a step was about to change them
-    is_begun: bool = False  # the writer has begun with it
-    crc: int | None = None  # the writer is done with it
+    copy: Tensor | None = None  # values that were copied before a step changed them
+    is_begun: bool = False  # the writer has started on it, or its values are copied
+    crc: int | None = None  # set when the item has been written
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +45,7 @@ class ItemProgress:
 
 
 class BackgroundWrite:
-    """Writes this rank's file, at once (`write`) or in a thread (`start`)."""
+    """Write this rank's file, immediately (`write`) or in a thread (`start`)."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class BackgroundWrite:
         self._error: Exception | None = None
         self._is_over = False
         self.blocked_seconds = self.seconds = 0.0
-        self.head_crc = 0  # of the file's header
+        self.head_crc = 0  # CRC-32 of the file's header
 
     def start(self) -> None:
-        """Begin to write in a thread; only where `is_resident`."""
+        """Start writing in a thread; requires `is_resident`."""
         for group in self._of_group:
             group.guard.reader = partial(self._copy_before_change, group)
         self._thread = threading.Thread(
@@ -96,19 +96,20 @@ class BackgroundWrite:
 
     @property
     def is_resident(self) -> bool:
-        """Return whether no state rests on a disk, so that a thread may read all of them."""
+        """Return whether all states are in memory, so that a thread may read them."""
         return not any(
             part.storage.is_offloaded for write_group in self._groups for part in write_group.ranges
         )
 
     @property
     def is_over(self) -> bool:
-        """Return whether the file is finished, or has failed."""
+        """Return whether the file is finished or has failed."""
         return self._is_over
 
     def chunks(self) -> list[SavedChunk]:
-        """Wait for the thread and return the chunks with their checksums; raises the error that
-        ended it.
+        """Wait for the thread, and return the chunks with their checksums.
+
+        An error of the thread is raised here.
         """
         if self._thread is not None:
             self._thread.join()
@@ -169,12 +170,10 @@ class BackgroundWrite:
             state.crc = crc
             self._progress.notify_all()
 
-    # -- in the thread that trains
+    # -- in the training thread
 
     def _copy_before_change(self, group: ParamGroup) -> None:
-        """Copy, or wait for, the unwritten states of a group that the training thread is about to
-        change.
-        """
+        """Copy a group's unwritten states, or wait for them, before a step changes them."""
         began = time.perf_counter()
         for state in self._of_group[group]:
             with self._progress:
@@ -194,8 +193,9 @@ def _slices_of(values: Tensor) -> Callable[[int, int], Tensor]:
 
 
 def by_element_size(groups: Sequence[WriteGroup]) -> list[WriteGroup]:
-    """Order items as the file has them: larger dtypes first, so that every tensor lies at a
-    multiple of its elements' size; else as they come.
+    """Order items as they are written: larger element sizes first.
+
+    This aligns every tensor to its element size. Otherwise the order is kept.
     """
     found = [(item, write_group) for write_group in groups for item in write_group.items]
     found.sort(key=lambda item: -item[0].dtype.itemsize)

@@ -1,9 +1,8 @@
-"""Where the elements of a part of a parameter are in the whole one: arithmetic on boxes, and copies
-between parts.
+"""Compute which elements of a parameter belong to a part, and copy between parts.
 
-A rank's part of a parameter (planner/split.py) has its elements in memory, and in files, in its own
-order: flat, as if the part were the tensor.  A range of that order is a few boxes of the whole
-parameter, and what two parts share is the intersections of their boxes.
+A part of a parameter (planner/split.py) stores its elements flat in its own order, as if the part
+were the tensor. A range of that order is a few boxes of the whole parameter. The elements that two
+parts share are the intersections of their boxes.
 """
 
 from __future__ import annotations
@@ -20,19 +19,24 @@ from ..planner.layout import Shape
 from ..planner.split import Ranges, Split
 
 FlatBox = tuple[Shape, Shape, int]  # offset, size, flat start
-READ_NUMEL = 1 << 24  # elements that are read at once
+READ_NUMEL = 1 << 24  # elements that are read at a time
 
 PlacedValues = Iterator[tuple[int, Tensor]]  # (position, flat values)
-# Of the elements [start, stop) of something
+# Reads the elements [start, stop)
 FlatRead = Callable[[int, int], Iterable[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True)
 class ParamPart:
-    """Of a parameter of that shape these ranges of dimension `dim`, one after another, and all of
-    its other dimensions.
+    """A part of a parameter: ranges of one dimension, and all of the other dimensions.
 
-    A range may end behind the parameter: what is beyond is padding, which only this part has.
+    A range may end beyond the parameter. The elements beyond it are padding, which only this part
+    has.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        dim: The dimension that is divided.
+        ranges: The ranges [start, stop) of that dimension, in the order of the part.
     """
 
     shape: Shape
@@ -41,8 +45,14 @@ class ParamPart:
 
     @classmethod
     def of(cls, split: Split | None, coordinate: int) -> ParamPart | None:
-        """Return what the rank at a coordinate along "tp" holds; None where that is the whole
-        parameter.
+        """Return the part of the rank at a coordinate along "tp".
+
+        Args:
+            split: How the parameter is divided.
+            coordinate: The rank's coordinate.
+
+        Returns:
+            The part, or None if it is the whole parameter.
         """
         if (
             split is None
@@ -54,13 +64,13 @@ class ParamPart:
 
     @classmethod
     def whole(cls, shape: Shape) -> ParamPart:
-        """Return the part that is a whole parameter of that shape."""
+        """Return the part that contains a whole parameter of the given shape."""
         ranges = ((0, shape[0]),) if shape else ()
         return cls(shape, 0, ranges)
 
     @property
     def local_shape(self) -> Shape:
-        """The shape of the part, padding included."""
+        """The shape of the part, including padding."""
         if not self.shape:
             return ()
         width = sum(stop - start for start, stop in self.ranges)
@@ -68,7 +78,7 @@ class ParamPart:
 
     @property
     def numel(self) -> int:
-        """The number of its elements, padding included."""
+        """The number of elements, including padding."""
         return prod(self.local_shape)
 
     def __str__(self) -> str:
@@ -78,20 +88,25 @@ class ParamPart:
         )
 
     def to_json(self) -> list[Any]:
-        """Return the part as a manifest has it."""
+        """Return the part in the form that a manifest stores."""
         return [list(self.shape), self.dim, [list(each) for each in self.ranges]]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> ParamPart:
-        """Return the part that a manifest has."""
+        """Create the part from its form in a manifest."""
         shape, dim, ranges = values
         return cls(tuple(shape), dim, tuple((start, stop) for start, stop in ranges))
 
 
 @dataclass(frozen=True)
 class Box:
-    """Elements [low, high) of a whole parameter, by dimension.  at, strides: where they are in a
-    range of a part.
+    """An axis-aligned box of a whole parameter.
+
+    Attributes:
+        low: First index of each dimension.
+        high: End of each dimension.
+        at: Position of the first element within a range of a part.
+        strides: Strides of the dimensions within that range.
     """
 
     low: Shape
@@ -108,16 +123,20 @@ class Box:
         return prod(self.size)
 
     def place(self, corner: Shape) -> int:
-        """Return where an element of the whole parameter is in that range."""
+        """Return the position of an element of the parameter within the range."""
         steps = zip(corner, self.low, self.strides, strict=True)
         return self.at + sum((here - low) * stride for here, low, stride in steps)
 
 
 def boxes_of(part: ParamPart, start: int, stop: int) -> list[Box]:
-    """Return elements [start, stop) of a part, in its own order, as boxes of the whole parameter;
-    padding is left out.
+    """Return elements [start, stop) of a part as boxes of the whole parameter.
 
-    At most 2d - 1 for each of its ranges, in d dimensions.
+    Padding is omitted. In d dimensions there are at most 2d - 1 boxes for each range of the part.
+
+    Args:
+        part: The part.
+        start: First element, in the order of the part.
+        stop: End of the range.
     """
     shape = part.local_shape
     dim = part.dim
@@ -147,9 +166,7 @@ def boxes_of(part: ParamPart, start: int, stop: int) -> list[Box]:
 
 
 def first_gap(parts: Sequence[ParamPart]) -> int | None:
-    """Return the first index, of the dimension that parts of one parameter are cut along, that none
-    of them has.
-    """
+    """Return the first index of the divided dimension that no part contains, if any."""
     dim = parts[0].dim
     reached = 0
     for start, stop in sorted(each for part in parts if part.dim == dim for each in part.ranges):
@@ -161,8 +178,14 @@ def first_gap(parts: Sequence[ParamPart]) -> int | None:
 def copy_shared(
     target: Tensor, to: Iterable[Box], source: Tensor, of: Iterable[Box], filled: Tensor
 ) -> None:
-    """Copy what two sets of boxes share from one flat tensor to another; `filled` becomes true
-    there.
+    """Copy the elements that two sets of boxes share, and mark them in `filled`.
+
+    Args:
+        target: Flat tensor to copy into.
+        to: Boxes of `target`.
+        source: Flat tensor to copy from.
+        of: Boxes of `source`.
+        filled: Boolean mask of the shape of `target`; set to true for copied elements.
     """
     sources = list(of)
     for here in to:
@@ -177,10 +200,16 @@ def copy_shared(
 
 
 def read_part(part: ParamPart, start: int, stop: int, read: FlatRead) -> PlacedValues:
-    """Yield (position, flat values) of the elements [start, stop) of a part, with zeros for padding
-    among them.
+    """Yield the elements [start, stop) of a part; padding is filled with zeros.
 
-    read: yields elements of the whole parameter, flat, in order and without gaps.
+    Args:
+        part: The part.
+        start: First element, in the order of the part.
+        stop: End of the range.
+        read: Yields elements of the whole parameter, flat, in order and without gaps.
+
+    Yields:
+        Pairs of position and flat values.
     """
     whole_strides = _strides(part.shape)
     for low in range(start, stop, READ_NUMEL):
@@ -211,8 +240,15 @@ def _strided(flat: Tensor, size: Shape, strides: Shape, at: int) -> Tensor:
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> list[FlatBox]:
-    """Flat [start, stop) of a C-order tensor as axis-aligned boxes (offset, size, flat start), each
-    element once.
+    """Divide elements [start, stop) of a C-order tensor into axis-aligned boxes.
+
+    Args:
+        shape: Shape of the tensor.
+        start: First element.
+        stop: End of the range.
+
+    Returns:
+        Triples of offset, size and flat start; each element is in exactly one box.
     """
     if start >= stop:
         return []
@@ -225,7 +261,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[FlatBox]:
         offset = (first, *[0] * (len(shape) - 1))
         size = ((stop - start) // row, *shape[1:])
         return [(offset, size, start)]
-    if first == last:  # inside one row: describe it one dimension down
+    if first == last:  # the range is inside one row: use one dimension less
         place = first * row
         inner = flat_boxes(shape[1:], start - place, stop - place)
         return [((first, *offset), (1, *size), place + flat) for offset, size, flat in inner]

@@ -1,19 +1,19 @@
-"""A directory of checkpoints: which it holds, which one a load means, and which may go.
+"""List, select and remove the checkpoints of a directory.
 
     <tag>/              a checkpoint; the text file `latest` names one
-    .<tag>.saving/      a save that is under way, or one that never finished
-    .<tag>.replaced/    the previous checkpoint of the same tag, until the new one has its name
+    .<tag>.saving/      a save in progress, or an unfinished one
+    .<tag>.replaced/    the previous checkpoint of the same tag, until the new one is renamed
     .<tag>.pruned/      a checkpoint that is being removed
     .latest.saving      `latest` while it is being written
-    .writer             says which job saves here (writer_lock.py)
+    .writer             the job that saves here (writer_lock.py)
 
-A hidden name is no checkpoint, with one exception: a crash between the two renames of a save leaves
-a tag as `.<tag>.replaced` alone.  It counts as that tag, and cleaning gives it its name back.
+Hidden names are not checkpoints, with one exception. A crash between the two renames of a save
+leaves only `.<tag>.replaced`, which counts as that tag; `clean` renames it back.
 
-The job that saves holds an flock on `.<tag>.saving/.writing` until it is done, and the kernel
-releases it when that process ends, on whichever host.  Where the file system knows no locks,
-nothing is removed.  A folder without that file was left by an older version or by a crash before
-the first byte, once nothing in it has changed for an hour.
+The saving job holds an flock on `.<tag>.saving/.writing`, and the kernel releases it when that
+process ends, on any host. If the file system does not support locks, nothing is removed. A folder
+without the lock file was left by an older version or an early crash. It counts as unused after an
+hour without changes.
 """
 
 from __future__ import annotations
@@ -40,18 +40,24 @@ from .lockstep import run_and_gather
 from .staging import STAGING_LOCK
 from .verify import NO_FILES, Fault, FileSubset, check_headers, verify
 
-MOST_NAMED = 3  # directories that a message suggests
+MOST_NAMED = 3  # directories suggested in a message
 
 STALE_SAVE_SECONDS = 3600.0
-MAX_FAULTS_SHOWN = 3  # faults named of one checkpoint that is passed over
+MAX_FAULTS_SHOWN = 3  # faults shown for each skipped checkpoint
 
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<state>saving|replaced|pruned)")
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint of a directory, in any layout.  manifest: None where it cannot be read.
-    faults: those found so far.
+    """A checkpoint of a directory, in any layout.
+
+    Attributes:
+        tag: Its tag.
+        folder: Its path.
+        manifest: Its manifest; None if it cannot be read.
+        saved_at: Modification time in seconds since the epoch.
+        faults: The faults found so far.
     """
 
     tag: str
@@ -62,7 +68,7 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int:
-        """Return the optimizer step at which it was saved; -1 where the manifest does not say."""
+        """Return the optimizer step of the checkpoint; -1 if the manifest has none."""
         try:
             return int(self.manifest.plain["trainer"]["global_steps"])  # type: ignore[union-attr]
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -70,25 +76,30 @@ class CheckpointInfo:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether its manifest can be read and no fault has been found."""
+        """Return whether the manifest can be read and no fault has been found."""
         return self.manifest is not None and not self.faults
 
     @property
     def layout(self) -> CheckpointLayout | None:
-        """Return the layout that its folder has now; None where it is gone.  Looks at the disk."""
+        """Return the layout of the folder, read from the disk; None if it is gone."""
         return layout_of(self.folder)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of its files.  Looks at the disk."""
+        """Return the total size of the files in bytes, read from the disk."""
         paths = self.folder.iterdir() if self.folder.is_dir() else [self.folder]
         return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden path of a save or a removal that has not finished.  is_in_use: the job that writes
-    it still runs.
+    """A hidden path of an unfinished save or removal.
+
+    Attributes:
+        path: The path.
+        tag: The tag in its name.
+        state: "saving", "replaced" or "pruned".
+        is_in_use: Whether the job that writes it is still running.
     """
 
     path: Path
@@ -99,8 +110,11 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept.  last: so many of the newest complete ones (None: all).  every:
-    those of each so many steps too.
+    """Rules for keeping checkpoints.
+
+    Attributes:
+        last: Number of newest complete checkpoints to keep; None keeps all.
+        every: Also keep checkpoints whose step is a multiple of this number.
     """
 
     last: int | None = None
@@ -109,24 +123,29 @@ class Retention:
 
 @dataclass
 class PruneResult:
-    """The checkpoints that `prune` removed and kept, and the hidden paths that it cleaned."""
+    """The result of `prune`: removed and kept checkpoints, and cleaned hidden paths."""
 
     removed: list[CheckpointInfo] = field(default_factory=list)
     kept: list[CheckpointInfo] = field(default_factory=list)
     cleaned: list[Path] = field(default_factory=list)
 
 
-# -- what there is
+# -- listing
 
 
 def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[CheckpointInfo]:
-    """List all tags, newest first: by step, then by time; those of unknown step come last.
+    """List the checkpoints of a directory, newest first.
 
-    Reads manifests and, if `reads_headers`, the headers of their files.
+    They are ordered by step, then by time. Checkpoints without a readable manifest come first, and
+    those without a step last.
+
+    Args:
+        directory: The directory.
+        reads_headers: Also check the headers of the files.
     """
     found = []
     for tag in tags_in(directory):
-        with suppress(FileNotFoundError):  # it went while we looked
+        with suppress(FileNotFoundError):  # removed in the meantime
             found.append(info_of(directory, tag, reads_headers=reads_headers))
     return sorted(
         found, key=lambda info: (info.manifest is None, info.step, info.saved_at), reverse=True
@@ -134,9 +153,10 @@ def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[Checkpoi
 
 
 def latest_tag(directory: Path) -> str | None:
-    """Read the tag that the file `latest` names; None where the file is missing or empty.
+    """Return the tag in the file `latest`; None if the file is missing or empty.
 
-    CheckpointError where it cannot be read.
+    Raises:
+        CheckpointError: The file cannot be read.
     """
     try:
         return (directory / LATEST).read_text(encoding="utf-8", errors="replace").strip() or None
@@ -151,12 +171,24 @@ def latest_tag(directory: Path) -> str | None:
 
 
 def info_of(directory: Path, tag: str, *, reads_headers: bool = True) -> CheckpointInfo:
-    """Describe one tag, which must exist."""
+    """Describe the checkpoint of an existing tag.
+
+    Args:
+        directory: The directory.
+        tag: The tag.
+        reads_headers: Also check the headers of the files.
+    """
     return info_at(tag_folder(directory, tag), tag, reads_headers=reads_headers)
 
 
 def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointInfo:
-    """Describe the checkpoint or export at a path, which must exist."""
+    """Describe the checkpoint or export at an existing path.
+
+    Args:
+        path: The path.
+        tag: The tag to record.
+        reads_headers: Also check the headers of the files.
+    """
     manifest, faults = check_headers(path) if reads_headers else check_headers(path, NO_FILES)
     saved = path / MANIFEST
     return CheckpointInfo(
@@ -165,8 +197,11 @@ def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointIn
 
 
 def tag_folder(directory: Path, tag: str) -> Path:
-    """Return the folder of a tag, whether or not it exists: its own name, or the hidden one that a
-    crash left.
+    """Return the folder of a tag, or its hidden replaced folder after a crash.
+
+    Args:
+        directory: The directory.
+        tag: The tag; its folder need not exist.
     """
     folder = directory / tag
     replaced = replaced_path(folder)
@@ -174,8 +209,14 @@ def tag_folder(directory: Path, tag: str) -> Path:
 
 
 def existing_folder(directory: Path, tag: str) -> Path:
-    """Return the folder of a tag.  CheckpointError, which lists the tags there are, where it does
-    not exist.
+    """Return the folder of an existing tag.
+
+    Args:
+        directory: The directory.
+        tag: The tag.
+
+    Raises:
+        CheckpointError: The tag does not exist; the message lists the existing ones.
     """
     folder = tag_folder(directory, checked_tag(tag))
     if folder.exists():
@@ -189,14 +230,12 @@ def existing_folder(directory: Path, tag: str) -> Path:
 
 
 def replaced_path(folder: Path) -> Path:
-    """Return the hidden path that the previous checkpoint of the same tag takes while it is
-    replaced.
-    """
+    """Return the hidden path of the previous checkpoint during a replacement."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
 def leftovers(directory: Path) -> list[Leftover]:
-    """List every hidden path of ours that is no checkpoint."""
+    """List the hidden paths of this library that are not checkpoints."""
     found = []
     for path, tag, state in _hidden(directory):
         if state == "replaced" and tag_folder(directory, tag) == path:
@@ -208,8 +247,9 @@ def leftovers(directory: Path) -> list[Leftover]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Return whether a process still writes there, or may; the head of this file says how it is
-    known.
+    """Return whether a process is or may be writing to a hidden folder.
+
+    The module docstring describes the criteria.
     """
     try:
         with open(path / STAGING_LOCK, "rb") as file:
@@ -217,12 +257,12 @@ def is_being_written(path: Path) -> bool:
             return False
     except (FileNotFoundError, NotADirectoryError):
         return _seconds_since_change(path) < STALE_SAVE_SECONDS
-    except OSError:  # somebody holds it, or the file system knows no locks
+    except OSError:  # the lock is held, or the file system does not support locks
         return True
 
 
 def tags_in(directory: Path) -> list[str]:
-    """List every tag of a directory, in no particular order."""
+    """List the tags of a directory, in no particular order."""
     if not directory.is_dir():
         return []
     visible = [
@@ -238,18 +278,19 @@ def tags_in(directory: Path) -> list[str]:
 
 
 def is_single_checkpoint(path: Path) -> bool:
-    """Return whether a path is one checkpoint or export, not a directory of them (which may hold an
-    export, too).
+    """Return whether a path is one checkpoint or export, not a directory of them.
+
+    A directory of checkpoints may also contain an export.
     """
     layout = layout_of(path)
     return layout is not None and (layout.has_states or not tags_in(path))
 
 
 def near_directories(directory: Path) -> list[Path]:
-    """List directories of checkpoints that may be meant by `directory`, which holds none: inside
-    it, or spelled alike.
+    """List directories of checkpoints that the user may have meant.
 
-    Names are compared at the first part of the path that does not exist, and at the last part.
+    They are subdirectories of `directory`, or have a similar name. Names are compared at the first
+    path component that does not exist, and at the last one.
     """
     missing = directory.absolute()
     found = _subdirectories(missing)
@@ -274,7 +315,7 @@ def _subdirectories(directory: Path) -> list[Path]:
 
 
 def _hidden(directory: Path) -> list[tuple[Path, str, str]]:
-    """List (path, tag, state) of every hidden name of ours."""
+    """List (path, tag, state) of every hidden path of this library."""
     if not directory.is_dir():
         return []
     matches = [(path, _HIDDEN.fullmatch(path.name)) for path in sorted(directory.iterdir())]
@@ -282,7 +323,7 @@ def _hidden(directory: Path) -> list[tuple[Path, str, str]]:
 
 
 def _seconds_since_change(path: Path) -> float:
-    """Return how long ago a folder or a file in it changed; 0 where there is none."""
+    """Return the seconds since a folder or a file in it changed; 0 if it is gone."""
     newest = 0.0
     with suppress(FileNotFoundError, NotADirectoryError):
         newest = path.stat().st_mtime
@@ -290,14 +331,17 @@ def _seconds_since_change(path: Path) -> float:
     return time.time() - newest if newest else 0.0
 
 
-# -- which one to load
+# -- selecting the checkpoint to load
 
 
 def newest_good(directory: Path) -> str | None:
-    """Find the newest tag of which every byte is right; None where there is no checkpoint.
+    """Return the newest undamaged tag; None if the directory has no checkpoint.
 
-    Logs each one that it passes over.  CheckpointError where there are checkpoints and none is
-    good: a run that starts anew then should do so on purpose.
+    Every skipped checkpoint is logged.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged. Starting from scratch must then be a
+            deliberate decision.
     """
     tags = [info.tag for info in checkpoints(directory, reads_headers=False)]
     return _first_good(
@@ -306,8 +350,20 @@ def newest_good(directory: Path) -> str | None:
 
 
 def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
-    """Find what `newest_good` finds, each rank reading its part of the files.  Collective; all
-    ranks get the same answer, or the same error.
+    """Return the result of `newest_good`, with the files divided among all ranks.
+
+    Args:
+        comm: The communicator.
+        directory: The directory.
+
+    Returns:
+        The same tag on every rank.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged. It is raised on every rank.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
 
     def listed() -> str:
@@ -337,8 +393,9 @@ def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
 def _first_good(
     directory: Path, tags: Iterable[str], check: Callable[[str], list[str]]
 ) -> str | None:
-    """Return the first tag without a fault; None without tags.  CheckpointError where every one has
-    faults.
+    """Return the first tag without a fault; None if there are no tags.
+
+    CheckpointError if all of them have faults.
     """
     passed_over = []
     for tag in tags:
@@ -358,18 +415,22 @@ def _first_good(
     return None
 
 
-# -- which ones go
+# -- removing
 
 
 def outdated(
     infos: Sequence[CheckpointInfo], latest: str | None, retention: Retention
 ) -> list[CheckpointInfo]:
-    """Select the checkpoints that need not be kept, of infos newest first.
+    """Select the checkpoints that may be removed.
 
-    Only complete ones count as kept, and nothing is selected unless a complete one is newer.  The
-    one that `latest` names is never selected, nor a folder whose manifest cannot be read, which may
-    be no checkpoint at all, nor one in another layout than ours, which another program may have
-    written.
+    Only complete checkpoints count as kept, and only those older than the newest complete one are
+    selected. The following are never selected: the tag in `latest`, a folder without a readable
+    manifest, and a checkpoint in another layout.
+
+    Args:
+        infos: All checkpoints, newest first.
+        latest: The tag in the file `latest`.
+        retention: The rules.
     """
     infos = [info for info in infos if info.layout in (SLICES, None)]
     complete = [info for info in infos if info.is_complete]
@@ -382,10 +443,15 @@ def outdated(
 
 
 def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> PruneResult:
-    """Clean the directory, then remove the checkpoints that need not be kept.
+    """Clean a directory, then remove the checkpoints that need not be kept.
 
     A crash at any moment leaves each checkpoint whole or under a hidden name, which the next call
     removes.
+
+    Args:
+        directory: The directory.
+        retention: The rules.
+        dry_run: Only report what would be removed.
     """
     result = PruneResult(cleaned=clean(directory, dry_run=dry_run))
     infos = checkpoints(directory)
@@ -398,10 +464,14 @@ def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> Pr
 
 
 def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
-    """Remove what unfinished saves have left, and give a tag that a crash left hidden its name
-    back.
+    """Remove leftovers of unfinished saves, and rename hidden checkpoints back.
 
-    Returns the hidden paths that are gone; with `dry_run` those that would go.
+    Args:
+        directory: The directory.
+        dry_run: Only report what would be changed.
+
+    Returns:
+        The hidden paths that were, or would be, removed or renamed.
     """
     unused = [leftover for leftover in leftovers(directory) if not leftover.is_in_use]
     in_use = {leftover.tag for leftover in leftovers(directory) if leftover.is_in_use}
@@ -423,16 +493,19 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def remove_replaced(folder: Path) -> None:
-    """Remove the previous checkpoint of the same tag, if it is still there under its hidden
-    name.
-    """
+    """Remove the previous checkpoint of the same tag if its hidden folder exists."""
     if replaced_path(folder).exists():
         files.remove_folder(replaced_path(folder))
 
 
 def apply_retention(folder: Path, retention: Retention) -> None:
-    """Remove older checkpoints after a save into `folder`.  Rank 0 alone calls it; a directory that
-    refuses is logged, and never stops the training.
+    """Remove older checkpoints after a save to `folder`; only rank 0 calls it.
+
+    Errors of the disk are logged and do not stop training.
+
+    Args:
+        folder: The new checkpoint.
+        retention: The rules.
     """
     try:
         remove_replaced(folder)
@@ -445,8 +518,9 @@ def apply_retention(folder: Path, retention: Retention) -> None:
 
 
 def _remove(folder: Path, tag: str) -> None:
-    """Remove a checkpoint: it takes a hidden name first, so that a crash leaves no half of it under
-    its tag.
+    """Remove a checkpoint after renaming it to a hidden name.
+
+    After a crash, no partial checkpoint is left under its tag.
     """
     pruned = folder.with_name(f".{tag}.pruned")
     if folder != pruned:
@@ -454,5 +528,5 @@ def _remove(folder: Path, tag: str) -> None:
             files.remove_folder(pruned)
         files.rename(folder, pruned)
         files.sync_folder(folder.parent)
-    with suppress(FileNotFoundError):  # somebody else removes it too
+    with suppress(FileNotFoundError):  # another process removes it, too
         files.remove_folder(pruned)

@@ -1,8 +1,6 @@
-"""What an engine hands to a layout and what it gets back: the states, how they are saved and
-loaded, the plain values.
+"""Define the data that an engine and a checkpoint layout exchange.
 
-Every layout that an engine can save in speaks in these words (`EngineLayout`, and save.py and
-load.py for our own).
+Every layout that an engine can save to uses these classes.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Any
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.runtime import Runtime
 
-# What a group says about how to compute, not about what was learnt: the running program decides.
+# Options that say how to compute, not what was learned: the running program sets them.
 IMPLEMENTATION_OPTIONS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 )
@@ -22,10 +20,13 @@ IMPLEMENTATION_OPTIONS = frozenset(
 
 @dataclass
 class Contents:
-    """The states that a checkpoint is made of.
+    """The states of a checkpoint.
 
-    trainer: counters, scaler and schedule.  client: the caller's own.  Both are plain values and
-    tensors.
+    Attributes:
+        runtime: The runtime with the model's parameters and buffers.
+        optimizer: The optimizer, if any.
+        trainer: Counters, loss scaler and schedule, as plain values and tensors.
+        client: The caller's own plain values and tensors.
     """
 
     runtime: Runtime
@@ -36,14 +37,17 @@ class Contents:
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """How a checkpoint is saved.
+    """Settings of a save.
 
-    latest: point `latest` at it.  exclude_frozen: leave out parameters that are not trained.
-    tag_validation: Ignore, Warn or Fail when ranks name different tags.  wait: return when it is on
-    the disk; else write while training goes on, where no state rests on a disk.  snapshot_bytes:
-    how much each rank may copy meanwhile of states that a step is
-    about to change.  folders: the folder that each rank names, if they differ; empty if all ranks
-    name one.
+    Attributes:
+        latest: Write the tag into the file `latest`.
+        exclude_frozen: Omit parameters that are not trained.
+        tag_validation: "Ignore", "Warn" or "Fail" if ranks pass different tags.
+        wait: Return after the checkpoint is on the disk. Otherwise it is written during training,
+            unless a state is stored on a disk.
+        snapshot_bytes: Maximum bytes per rank for copies of unwritten states that a step is about
+            to change.
+        folders: The folder of each rank if they differ; empty if all ranks use the same folder.
     """
 
     latest: bool = True
@@ -56,12 +60,14 @@ class SaveSettings:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What a load restores, and what it compares first.
+    """Settings of a load.
 
-    strict: names of the model and of the checkpoint must be the same.  moments: restore the
-    optimizer's state.  rng: restore random generators, at the world size they were saved with.
-    verify: compare every byte with its checksum before anything changes; each rank reads its part
-    of the files, and moments twice only where they replace others.
+    Attributes:
+        strict: Require the same names in the model and the checkpoint.
+        moments: Restore the optimizer's state.
+        rng: Restore random generators if the data are divided among as many ranks as when saving.
+        verify: Compare every byte with its checksum before anything changes. Each rank reads its
+            part of the files; moments are read twice only if they replace existing ones.
     """
 
     strict: bool = True
@@ -72,7 +78,13 @@ class LoadSettings:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The plain values of a checkpoint that was loaded, as they were saved."""
+    """The plain values of a loaded checkpoint.
+
+    Attributes:
+        folder: Its path.
+        trainer: Counters, loss scaler and schedule.
+        client: The caller's own values.
+    """
 
     folder: Path
     trainer: dict[str, Any]

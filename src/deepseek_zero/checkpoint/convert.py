@@ -1,7 +1,7 @@
-"""Turns a checkpoint folder into files that other programs read, on one process and with little
-memory.
+"""Convert a checkpoint to files that other programs read, in one process.
 
-The checkpoint may be of any known layout (layouts.py); any number of ranks may have written it.
+The checkpoint may have any known layout (layouts.py) and may have been written by any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,23 @@ def convert_to_safetensors(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     exclude_frozen: bool = False,
 ) -> list[str]:
-    """Write a checkpoint's weights and buffers as a folder that `from_pretrained` loads; returns
-    the files' names.
+    """Write a checkpoint's weights and buffers as a folder for `from_pretrained`.
 
-    path: one checkpoint, or a directory of them and `tag` (None: the one that `latest` names).
-    dtype: of floating-point tensors; None: the most precise form that was saved.  Holds at most
-    `READ_NUMEL` elements of one tensor in memory.  CheckpointError where the source is damaged or
-    the disk refuses; then `out` stays as it was.
+    At most `READ_NUMEL` elements of a tensor are in memory at a time.
+
+    Args:
+        path: A checkpoint, or a directory of checkpoints.
+        out: The folder to write; it is unchanged if an error occurs.
+        dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
+        tag: The checkpoint in the directory; None selects the one named by `latest`.
+        max_shard_bytes: Maximum size of one file in bytes.
+        exclude_frozen: Omit parameters that are not trained.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the disk returned an error.
     """
     with ExitStack() as stack:
         tensors = tensors_of(
@@ -75,11 +85,20 @@ def convert_to_pth(
     tag: str | None = None,
     exclude_frozen: bool = False,
 ) -> None:
-    """Write a checkpoint's weights and buffers as one file for `torch.load`, tied weights under
-    each name.
+    """Write a checkpoint's weights and buffers as one file for `torch.load`.
 
-    Arguments and errors are those of `convert_to_safetensors`.  Holds the whole model in `dtype` in
-    memory, since torch.save wants everything at once.
+    Tied weights appear under each of their names. The whole model is in memory in `dtype`, because
+    torch.save needs all tensors at the same time.
+
+    Args:
+        path: A checkpoint, or a directory of checkpoints.
+        out: The file to write; it is unchanged if an error occurs.
+        dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
+        tag: The checkpoint in the directory; None selects the one named by `latest`.
+        exclude_frozen: Omit parameters that are not trained.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the disk returned an error.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)

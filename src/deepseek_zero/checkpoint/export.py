@@ -1,9 +1,8 @@
-"""Writes the whole weights of a live engine as files that other programs read: safetensors by all
-ranks, or one file.
+"""Write the full weights of a live engine to files that other programs read.
 
-Weights are gathered group by group, each rank writes the tensors of its own files, and no rank ever
-holds the model; only a torch file (`.pth`) needs it whole, on rank 0.  The files are the same bytes
-on every mesh.
+Weights are gathered group by group, and each rank writes the tensors of its own files, so no rank
+holds the whole model. Only a torch file (`.pth`) needs the whole model, on rank 0. The files have
+the same bytes on every mesh.
 """
 
 from __future__ import annotations
@@ -41,18 +40,19 @@ from .safetensors_file import SafetensorsWriter, TensorInfo, cast, dtype_name, d
 from .staging import StagedOutput
 from .state import exact_storages
 
-Companions = Callable[[Path], None]  # writes what else belongs into an exported folder
-# That mean one file; anything else is a folder
+Companions = Callable[[Path], None]  # writes additional files into an exported folder
+# Suffixes that select a single file; any other path is a folder
 FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """How whole weights are written.
+    """Settings of an export.
 
-    dtype: of floating-point tensors; None: the one that they compute in.  max_shard_bytes: of one
-    file.
-    exclude_frozen: leave out parameters that are not trained.
+    Attributes:
+        dtype: Dtype of floating-point tensors; None keeps the dtype in which they compute.
+        max_shard_bytes: Maximum size of one file in bytes.
+        exclude_frozen: Omit parameters that are not trained.
     """
 
     dtype: torch.dtype | None = None
@@ -60,21 +60,25 @@ class ExportSettings:
     exclude_frozen: bool = False
 
     def dtype_for(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in the file of a tensor whose dtype here is `own`."""
+        """Return the dtype in the file of a tensor that has dtype `own` in the model."""
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
 
-# -- what there is
+# -- tensors of the whole model
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """The tensors of the whole model, of which each rank's wrapped model is a piece; the same on
-    every rank.
+    """The tensors of the whole model, of which each rank's model is a piece.
 
-    stages: by coordinate along "pp", what its ranks hold, with the dtype that it is gathered in, in
-    the order in which they gather it.  A parameter that is tied to one of an earlier stage is that
-    stage's.
+    It is the same on every rank.
+
+    Attributes:
+        runtime: This rank's runtime.
+        settings: Settings of the export.
+        stages: For each coordinate along "pp", the tensors of that stage in gather order, with the
+            dtype in which they are gathered. A tied parameter belongs to the first stage that has
+            it.
     """
 
     runtime: Runtime
@@ -83,7 +87,15 @@ class WholeModel:
 
     @classmethod
     def of(cls, runtime: Runtime, settings: ExportSettings) -> WholeModel:
-        """Look at what all stages hold.  Collective in the world where there are several."""
+        """Collect the tensors of all stages.
+
+        Args:
+            runtime: This rank's runtime.
+            settings: Settings of the export.
+
+        Note:
+            Collective over the world if there are several stages.
+        """
         own = _held(runtime, settings)
         stages = runtime.comm.along.get("pp")
         if stages is None:
@@ -103,9 +115,7 @@ class WholeModel:
 
     @property
     def tensors(self) -> list[TensorInfo]:
-        """Every tensor to write, tied ones once under their first name, as a file will have
-        them.
-        """
+        """List the tensors to write, tied ones once under their first name."""
         kept = {
             info.name: replace(info, dtype=self.settings.dtype_for(info.dtype))
             for infos in self.stages
@@ -114,14 +124,17 @@ class WholeModel:
         return [kept[name] for name in whole_names(self.runtime.model) if name in kept]
 
     def values(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (name, start, flat values) of each tensor, on every rank; valid until the next one
-        is asked for. Collective in the world.
+        """Yield every tensor of the model on every rank.
 
-        A tensor is whole and starts at 0, but for tiles of rows (cut_layers.py), which come one
-        after another.
+        A tensor is yielded whole and starts at 0, except tiles of rows (cut_layers.py), which
+        follow each other. Floating-point values come from the weight if they are requested in the
+        weight's own dtype, and from the main weight otherwise. Buffers come from the first rank.
 
-        A weight asked for in its own dtype is the weight itself, in any other dtype the master.
-        Buffers are the first rank's.
+        Yields:
+            Triples of name, start and flat values; each is valid until the next one is requested.
+
+        Note:
+            Collective: every rank of the world must iterate.
         """
         stages = self.runtime.comm.along.get("pp")
         with torch.no_grad():
@@ -144,7 +157,7 @@ class WholeModel:
 
 
 def _held(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
-    """List what `_own_values` yields: whole shapes, and the dtypes they come in."""
+    """List the tensors that `_own_values` yields, with their shapes and dtypes."""
     piece = ModelPiece.of(runtime)
     found = list[TensorInfo]()
     for group in runtime.groups:
@@ -160,14 +173,15 @@ def _held(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
     ]
 
 
-# -- whole values, one group at a time
+# -- gathering, one group at a time
 
 
 def _own_values(
     runtime: Runtime, settings: ExportSettings, names: Collection[str]
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (name, start, flat values) of these tensors, which the ranks of this stage hold, joined
-    over "tp". Collective among them.
+    """Yield (name, start, flat values) of tensors of this stage, joined over "tp".
+
+    Collective over the ranks of the stage.
     """
     piece = ModelPiece.of(runtime)
     tp = runtime.comm.along.get("tp")
@@ -191,15 +205,12 @@ def _own_values(
 
 
 def _source_dtype(group: ParamGroup, settings: ExportSettings) -> torch.dtype:
-    """Return the dtype of `_source`."""
     own = group.weight.spec.dtype
     return own if group.master is None or settings.dtype_for(own) == own else group.master.dtype
 
 
 def _source(group: ParamGroup, settings: ExportSettings) -> FlatBuffer:
-    """Return the buffer that a group's tensors are written from: the weight, or the master for
-    another dtype.
-    """
+    """Return the main weight if the export needs another dtype, or else the weight."""
     own = group.weight.spec.dtype
     if group.master is None or settings.dtype_for(own) == own:
         return group.weight
@@ -207,13 +218,14 @@ def _source(group: ParamGroup, settings: ExportSettings) -> FlatBuffer:
 
 
 def _evict(group: ParamGroup) -> None:
-    """Give up the copies that were fetched from another memory to be read."""
+    """Drop the copies that were fetched from another memory for reading."""
     for storage in (group.weight.storage, *exact_storages(group)):
         storage.evict(0, storage.memory.numel())
 
 
 def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
-    """Return the values that a buffer has on the first rank of a communicator, flat, in new memory.
+    """Return the first rank's values of a buffer, flat, in new memory.
+
     Collective.
     """
     flat = buffer.detach().reshape(-1).clone()
@@ -226,8 +238,10 @@ def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
 
 
 class _RankFiles:
-    """The files that this rank writes.  An error of the disk is kept until `close`, so that the
-    rank still takes part in every gather.
+    """The files that this rank writes.
+
+    A write error is kept until `checksums` is called, so that the rank still takes part in every
+    gather.
     """
 
     def __init__(self, folder: Path, shards: dict[str, list[TensorInfo]]) -> None:
@@ -239,7 +253,11 @@ class _RankFiles:
         self._problem: Exception | None = None
 
     def open(self) -> str:
-        """Create the files.  CheckpointError where the disk refuses."""
+        """Create the files.
+
+        Raises:
+            CheckpointError: The disk returned an error.
+        """
         for name, infos in self.shards.items():
             file = self._stack.enter_context(SafetensorsWriter(self.folder / name, infos))
             self._files.append(file)
@@ -247,8 +265,12 @@ class _RankFiles:
         return ""
 
     def put(self, name: str, start: int, values: Tensor) -> None:
-        """Write a tensor's elements from `start` on, if it is in one of this rank's files; keeps an
-        error for `close`.
+        """Write elements of a tensor if one of this rank's files contains it.
+
+        Args:
+            name: Name of the tensor.
+            start: Position of the first element.
+            values: The elements, flat.
         """
         file = self._file_of.get(name)
         if file is None or self._problem is not None:
@@ -259,16 +281,20 @@ class _RankFiles:
             self._problem = error
 
     def checksums(self) -> str:
-        """Return the checksums of all tensors in these files, as JSON; raises the first error of a
-        `put`.
+        """Return the checksums of all tensors in these files, as JSON.
+
+        Raises:
+            CheckpointError: An earlier `put` failed; its error is raised.
         """
         if self._problem is not None:
             raise self._problem
         return json.dumps([each for file in self._files for each in file.checksums])
 
     def close(self, run: str) -> str:
-        """Complete the files and have them on the disk.  run: the identity of the export they
-        belong to.
+        """Complete the files and sync them.
+
+        Args:
+            run: Identity of the export, which is stored in every file.
         """
         for file in self._files:
             file.run = run
@@ -287,12 +313,25 @@ def export_safetensors(
     settings: ExportSettings,
     companions: Companions | None = None,
 ) -> list[str]:
-    """Write the whole weights into the folder `directory` and return the files' names.  Collective.
+    """Write the full weights as safetensors files into a folder.
 
-    File k is rank k's (modulo the number of ranks), so with as many files as ranks all of them
-    write at once. `directory` changes only when everything is on the disk.  CheckpointError on
-    every rank where one of them cannot
-    write.  companions: called on rank 0 with the folder, to write further files into it.
+    File k is written by rank k modulo the number of ranks, so all ranks write at the same time if
+    there are enough files. The folder changes only after everything is on the disk.
+
+    Args:
+        runtime: This rank's runtime.
+        directory: The folder.
+        settings: Settings of the export.
+        companions: Called on rank 0 with the staging folder, to write additional files into it.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        CheckpointError: A rank cannot write. It is raised on every rank.
+
+    Note:
+        Collective: every rank must call it.
     """
     comm = runtime.comm.whole
     output = StagedOutput(directory)
@@ -321,12 +360,21 @@ def export_safetensors(
 
 
 def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
-    """Write the whole weights as one file of rank 0's: safetensors by its suffix, otherwise
-    torch's.  Collective.
+    """Write the full weights to one file on rank 0.
 
-    A safetensors file is written tensor by tensor.  torch.save wants everything at once, so rank 0
-    then holds the whole model in host memory, in the dtype asked for.  CheckpointError on every
-    rank where rank 0 cannot write.
+    The suffix selects the format: safetensors or torch. A safetensors file is written tensor by
+    tensor. For torch.save, rank 0 holds the whole model in host memory, in the requested dtype.
+
+    Args:
+        runtime: This rank's runtime.
+        path: The file.
+        settings: Settings of the export.
+
+    Raises:
+        CheckpointError: Rank 0 cannot write. It is raised on every rank.
+
+    Note:
+        Collective: every rank must call it.
     """
     comm = runtime.comm.whole
     output = StagedOutput(path)
@@ -353,7 +401,7 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
 
 
 def _begin(output: StagedOutput) -> None:
-    """Open the staging folder.  Rank 0 alone calls it."""
+    """Open the staging folder; only rank 0 calls it."""
     if output.final.is_dir() and output.final.suffix in FILE_SUFFIXES:
         raise CheckpointError(
             f"{output.final} is a folder.", "Its name is that of a file.", "name another file."
@@ -368,7 +416,10 @@ def _begin(output: StagedOutput) -> None:
 
 
 def _write(model: WholeModel, own_files: _RankFiles) -> None:
-    """Gather every tensor on every rank, and write those of this rank's files."""
+    """Gather every tensor, and write those of this rank's files.
+
+    Collective.
+    """
     comm = model.runtime.comm.whole
     try:
         run_and_gather(comm, "export: this rank's files", own_files.open)
@@ -376,7 +427,7 @@ def _write(model: WholeModel, own_files: _RankFiles) -> None:
             for name, start, values in model.values():
                 own_files.put(name, start, values)
                 work.advance(values.numel() * model.settings.dtype_for(values.dtype).itemsize)
-                del values  # or its group would stay while the next one is gathered
+                del values  # release the group before the next one is gathered
         found = run_and_gather(comm, "export: this rank's tensors", own_files.checksums)
         run = run_of(checksum for each in found for checksum in json.loads(each))
         run_and_gather(comm, "export: this rank's headers", lambda: own_files.close(run))
@@ -385,8 +436,19 @@ def _write(model: WholeModel, own_files: _RankFiles) -> None:
 
 
 def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] | None:
-    """Gather the whole state dict into rank 0's host memory, tied weights under each name; None on
-    other ranks. Collective.
+    """Gather the whole state dict into rank 0's host memory.
+
+    Tied weights appear under each of their names.
+
+    Args:
+        runtime: This rank's runtime.
+        settings: Settings of the export.
+
+    Returns:
+        The state dict on rank 0, None on the other ranks.
+
+    Note:
+        Collective: every rank must call it.
     """
     found: dict[str, list[Tensor]] = {}
     model = WholeModel.of(runtime, settings)
@@ -412,8 +474,14 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
 
 
 def save_torch(state: dict[str, Any], path: Path) -> str:
-    """Write `state` with torch.save into a new file, readable by its owner alone and on the disk
-    when this returns.
+    """Write a state dict with torch.save into a new private file, and sync it.
+
+    Args:
+        state: The state dict.
+        path: The file, which must not exist.
+
+    Returns:
+        An empty string, for `run_and_gather`.
     """
     with files.describing_errors(f"writing '{path}'"), files.new_file(path) as stream:
         torch.save(state, stream)
@@ -421,7 +489,7 @@ def save_torch(state: dict[str, Any], path: Path) -> str:
 
 
 def _on_first_rank(comm: Comm, action: Callable[[], None]) -> str:
-    """Call `action` on rank 0; other ranks do nothing."""
+    """Call `action` on rank 0 only."""
     if comm.rank == 0:
         action()
     return ""

@@ -1,8 +1,8 @@
-"""Every change that a checkpoint, an export or a conversion makes to a disk, in a dozen verbs.
+"""Contain every function by which saves, exports and conversions change a disk.
 
-What must survive a power cut is synced before anything points at it; a test replays every prefix of
-these calls, without what was not synced.  Files are 0600, folders 0700.  A test finds whoever
-changes a disk without these verbs.
+Data that must survive a power failure is synced before a name points to it. A test replays every
+prefix of these calls without unsynced data, and another test finds code that changes a disk without
+them. Files are created with mode 0600 and folders with 0700.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ ADVICE = {
 
 @contextmanager
 def describing_errors(what: str) -> Iterator[None]:
-    """Raise an OSError of the block as a CheckpointError that says what was being done and what
-    helps.
+    """Convert an OSError of the block to a CheckpointError with advice.
+
+    Args:
+        what: The failed activity, as the first part of the message.
     """
     try:
         yield
@@ -45,41 +47,55 @@ def describing_errors(what: str) -> Iterator[None]:
 
 
 def create(path: Path, flags: int = 0) -> int:
-    """Create a file for writing, which must not exist; returns its descriptor."""
+    """Create a new file for writing and return its descriptor.
+
+    Args:
+        path: The file, which must not exist.
+        flags: Additional flags for `os.open`.
+    """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
 
 
 def open_to_lock(path: Path) -> int:
-    """Open a file that serves as a lock and names its holder, creating it if need be; returns its
-    descriptor.
-    """
+    """Open a lock file, creating it if necessary, and return its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def touch(path: Path) -> None:
-    """Set a file's time of change to now, as a sign of life."""
+    """Set a file's modification time to now."""
     os.utime(path)
 
 
 def write(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`."""
+    """Write all of `data` at an offset.
+
+    Args:
+        descriptor: Descriptor of the file.
+        data: The bytes.
+        offset: Position in the file, in bytes.
+    """
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 def truncate(descriptor: int, length: int) -> None:
-    """Cut or extend an open file to a length."""
+    """Cut or extend an open file.
+
+    Args:
+        descriptor: Descriptor of the file.
+        length: The new length in bytes.
+    """
     os.ftruncate(descriptor, length)
 
 
 def sync(descriptor: int) -> None:
-    """Have the file's bytes on the disk when this returns."""
+    """Sync an open file's data to the disk."""
     os.fsync(descriptor)
 
 
 def sync_file(path: Path) -> None:
-    """Have a file's bytes on the disk when this returns, whoever has written them."""
+    """Sync a file's data to the disk, regardless of which process wrote it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -88,7 +104,12 @@ def sync_file(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new file of text; it is on the disk when this returns."""
+    """Write a new text file and sync it.
+
+    Args:
+        path: The file, which must not exist.
+        text: Its content.
+    """
     descriptor = create(path)
     try:
         write(descriptor, memoryview(text.encode()), 0)
@@ -98,19 +119,22 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file of text in place of an older one, if any, which stays until the new one is on
-    the disk.
+    """Replace a text file atomically; the old one is kept until the new one is synced.
+
+    Args:
+        path: The file, which may be missing.
+        text: Its new content.
     """
     hidden = path.with_name(f".{path.name}.saving")
     if hidden.exists():
-        remove(hidden)  # of a save that never finished
+        remove(hidden)  # left by an unfinished save
     write_text(hidden, text)
     rename(hidden, path)
     sync_folder(path.parent)
 
 
 class Stream(io.RawIOBase):
-    """A new file as an object to write into from front to back, for torch.save."""
+    """A new file as an append-only stream, for torch.save."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -120,7 +144,7 @@ class Stream(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
+        """Append bytes and return their number."""
         view = memoryview(data).cast("B")
         write(self._descriptor, view, self._offset)
         self._offset += len(view)
@@ -129,7 +153,7 @@ class Stream(io.RawIOBase):
 
 @contextmanager
 def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file to write into; it is on the disk when the block ends."""
+    """Open a new file for writing, and sync it at the end of the block."""
     descriptor = create(path)
     try:
         yield cast(IO[bytes], Stream(descriptor))
@@ -139,31 +163,34 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def make_folder(path: Path, mode: int = 0o700) -> None:
-    """Make one folder, which must not exist."""
+    """Create a folder, which must not exist.
+
+    Args:
+        path: The folder.
+        mode: Its permissions.
+    """
     os.mkdir(path, mode)
 
 
 def make_folders(path: Path) -> None:
-    """Make a directory that the user has named, and those above it, with the user's own
-    permissions; nothing where it exists.
-    """
+    """Create a directory that the user named, and its parents, with the user's umask."""
     missing = []
     while not path.exists():
         missing.append(path)
         path = path.parent
     for each in reversed(missing):
-        with suppress(FileExistsError):  # another rank's, or another job's
+        with suppress(FileExistsError):  # another rank or job has created it
             make_folder(each, 0o777)
         sync_folder(each.parent)
 
 
 def make_private(path: Path) -> None:
-    """Make a file readable by its owner alone."""
+    """Set a file's mode to 0600."""
     os.chmod(path, 0o600)
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk when this returns."""
+    """Sync the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -172,7 +199,12 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder; a file may replace another one, a folder must not."""
+    """Rename a file or folder.
+
+    Args:
+        source: The old path.
+        target: The new path. A file may replace another file; a folder must not exist.
+    """
     os.rename(source, target)
 
 
@@ -182,10 +214,10 @@ def remove(path: Path) -> None:
 
 
 def remove_empty_folder(path: Path) -> None:
-    """Remove a folder that is empty."""
+    """Remove an empty folder."""
     os.rmdir(path)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it."""
+    """Remove a folder and its contents."""
     shutil.rmtree(path)

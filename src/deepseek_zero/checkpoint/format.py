@@ -1,14 +1,12 @@
-"""The format of a checkpoint directory: the manifest, the chunks it lists, tags, and the JSON form
-of plain values.
+"""Define the format of a checkpoint directory.
 
     <directory>/latest                           text: the tag to load
     <directory>/<tag>/manifest.json              names, shapes, chunks, counters, client state
     <directory>/<tag>/rank_00000.safetensors     rank 0's chunks, one tensor each
 
-A chunk is elements [start, stop) of one state of one parameter, or of a part of it (boxes.py), so
-ranks of any mesh can read what those of any other wrote.  Names and shapes are the whole model's.
-Plain Python values and tensors become JSON without pickle, so that reading a checkpoint never runs
-code:
+A chunk is a range [start, stop) of one state of one parameter or of a part of it (boxes.py). Names
+and shapes are those of the whole model, so ranks of any mesh can read the chunks. Python values and
+tensors are encoded as JSON without pickle, so reading a checkpoint never executes code:
 
     None, bool, int, str, float, list, dict with text keys: themselves
     tuple, other dicts, inf and nan     {"__tuple__": ...}, {"__items__": ...}, {"__float__": ...}
@@ -38,35 +36,36 @@ from .safetensors_file import dtype_named
 
 FORMAT = "deepseek-zero checkpoint"
 VERSION = 2
-SPLIT_VERSION = 3  # of one with chunks of parts, which older releases cannot read
+SPLIT_VERSION = 3  # version of a manifest with chunks of parts, which older releases cannot read
 LATEST = "latest"
 MANIFEST = "manifest.json"
-NEWEST = "newest"  # the tag that a load is asked for where it shall choose
-LATEST_UNIVERSAL = "latest_universal"  # of DeepSpeed's conversion, as `latest`
-# What has another meaning in a directory
+NEWEST = "newest"  # special tag: load the newest undamaged checkpoint
+# DeepSpeed's counterpart of `latest` for converted checkpoints
+LATEST_UNIVERSAL = "latest_universal"
+# Names with another meaning in a directory
 RESERVED_TAGS = (LATEST, NEWEST, LATEST_UNIVERSAL, "zero_to_fp32.py")
-MAX_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save add
-# Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the
+MAX_TAG_BYTES = 200  # a file system's 255, less what hidden names add
+# Kinds of chunk. A weight is saved in its most precise form: the main weight if there is one. The
 # live weight is its cast.
 WEIGHT = "weight"
 BUFFER = "buffer"
 MOMENT = "moment"
 WHOLE = "whole"
-# In the key of a whole state, before the name of a tensor that a tensor subclass is made of
+# Separates the key of a whole state from the name of a tensor inside a tensor subclass
 INNER = "::"
-CLIENT = "client_state"  # how the paths of the caller's values begin
-REPLICA = "replica"  # a live weight that follows its master by differences, and is not its cast
-OWN = "own"  # what codes have left out of a rank's gradients or momenta, each rank's own
-# a tensor among the manifest's plain values; a random generator's state, each rank's own
+CLIENT = "client_state"  # prefix of the paths of the caller's values
+# a live weight that is updated by differences, so it is not the cast of its main weight
+REPLICA = "replica"
+OWN = "own"  # error feedback of a rank's gradients or momenta, specific to that rank
+# A tensor among the manifest's plain values, and the state of a random generator, specific to each
+# rank
 VALUE = "value"
 RNG = "rng"
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Bytes [start, stop) of a file under a name, and their CRC-32; None where the file has
-    none.
-    """
+    """A named byte range [start, stop) of a file; `crc` is None if it has no CRC-32."""
 
     name: str
     start: int
@@ -76,14 +75,22 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SavedChunk:
-    """Elements [start, stop) of one state of one parameter or buffer.  key: the optimizer's name of
-    a moment, else empty.
+    """Elements [start, stop) of one state of one parameter or buffer.
 
-    One of kind "own" is of a whole group, named by its first parameter; its key says what it is and
-    how the group lies. A chunk of kind "whole" is an optimizer state with a shape of its own
-    (Adafactor's rows), never cut.  One of kind "owed" belongs to a gradient whose update comes a
-    step late.  rank: of the world, whose file it is in.  part: of what these are the elements, in
-    its own order; None: of the whole parameter.
+    Kind "own" belongs to a whole parameter group and has the name of its first parameter; the key
+    contains the state and a checksum of the group's layout. Kind "whole" is an optimizer state with
+    a shape of its own (Adafactor's rows), which is never divided. Kind "owed" belongs to a gradient
+    whose update is delayed by one step.
+
+    Attributes:
+        kind: Kind of state.
+        name: Name in the whole model.
+        key: The optimizer's name of a moment; empty for other kinds.
+        start: First element.
+        stop: End of the range.
+        rank: Global rank whose file has the chunk.
+        crc: CRC-32 of its bytes in the file; None if it was not computed.
+        part: The part in whose order elements are counted; None means the whole parameter.
     """
 
     kind: str
@@ -92,43 +99,45 @@ class SavedChunk:
     start: int
     stop: int
     rank: int
-    crc: int | None = None  # zlib's CRC-32 of its bytes in the file; None: nobody has it
+    crc: int | None = None  # zlib's CRC-32 of its bytes in the file
     part: ParamPart | None = None
 
     def to_json(self) -> list[Any]:
-        """Return the chunk as a manifest has it: its fields in their order, without a part where it
-        has none.
-        """
+        """Return the chunk as a list of its fields; the part is omitted if it is None."""
         found = [self.kind, self.name, self.key, self.start, self.stop, self.rank, self.crc]
         return found if self.part is None else [*found, self.part.to_json()]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> SavedChunk:
-        """Return the chunk that a manifest has."""
+        """Create the chunk from its form in a manifest."""
         part = ParamPart.from_json(values[7]) if len(values) > 7 else None
         return replace(cls(*values[:7]), part=part)
 
     @property
     def file(self) -> str:
-        """Return the name of the file that it lies in."""
+        """Return the name of the file that contains the chunk."""
         return f"rank_{self.rank:05d}.safetensors"
 
     @property
     def tensor_name(self) -> str:
-        """Return the chunk's name inside its file."""
+        """Return the name of the chunk's tensor in its file."""
         return f"{self.kind}|{self.key}|{self.start}|{self.name}"
 
 
 @dataclass
 class Manifest:
-    """The JSON beside the tensors.
+    """The JSON file next to the tensors.
 
-    parameters, buffers: name -> shape and dtype.  scalars: name -> the optimizer's numbers.  extra:
-    what version 2 did not have from the start, by name, so that older releases of the library still
-    read the file: "names" of the state dict, "groups" of parameters, "heads" (checksums of the
-    files' headers), "mesh", "ranks_per_host" (of sums by host), "codes" (that measurement chose:
-    bits and block by state, null for none), "clients" (encoded, by rank: client_state of ranks that
-    passed another one than rank 0).
+    Attributes:
+        parameters: Shape, dtype and `trained` of each parameter.
+        buffers: Shape and dtype of each buffer.
+        scalars: The optimizer's numbers of each parameter.
+        extra: Entries that were added during version 2; older releases still read the file. "names"
+            maps names of the state dict to first names; "groups" has the names of each optimizer
+            group; "heads" has the checksums of the files' headers; "mesh" has the sizes of the
+            axes; "ranks_per_host" is set if sums are formed per host first; "codes" has bits and
+            block of codecs that were chosen by measurement (null for none); "clients" has encoded
+            client states that differ from rank 0's, by rank.
     """
 
     world_size: int
@@ -142,30 +151,30 @@ class Manifest:
     excluded: list[str]
     lifted: list[str] = field(default_factory=list)  # units that precision "auto" computes in fp32
     plain: Any = None  # encoded: {"groups": ..., "trainer": ..., "client": ...}
-    run: str = ""  # the identity of this save; every file of it has it, too
+    run: str = ""  # identity of this save, also stored in every file
     format: str = FORMAT
     version: int = VERSION
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """Return the sizes of the axes of the mesh it was saved on; None where the file does not
-        say.
+        """Return the sizes of the mesh axes of the run that saved; None if unknown.
 
-        A load needs it only to know whose random numbers and buffers a rank goes on with: states
-        are found by name.
+        States are found by name. A load needs the mesh only to choose the random states and buffers
+        that a rank continues.
         """
         return self.extra.get("mesh")
 
     @property
     def ranks_per_host(self) -> int:
-        """Return how many ranks its sums were formed over first; 1: in the order of ranks."""
+        """Return how many ranks are summed first; 1 means plain rank order."""
         return self.extra.get("ranks_per_host") or 1
 
     @property
     def codes(self) -> dict[str, tuple[int, int] | None]:
-        """Return the codes that the run had chosen by measurement, by state: bits and block, None:
-        as it is.
+        """Return the codecs that were chosen by measurement, as (bits, block) by state.
+
+        None means that the state is sent uncompressed.
         """
         return {
             state: (codec[0], codec[1]) if codec else None
@@ -173,7 +182,7 @@ class Manifest:
         }
 
     def text(self) -> str:
-        """Return the manifest as JSON, with its own checksum."""
+        """Return the manifest as JSON, including its own checksum."""
         document = asdict(replace(self, chunks=[]))
         document["chunks"] = [chunk.to_json() for chunk in self.chunks]
         document["version"] = (
@@ -183,8 +192,10 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read the manifest of a checkpoint.  CheckpointError, whatever is wrong with the file or
-        the disk under it.
+        """Read a manifest.
+
+        Raises:
+            CheckpointError: The file is missing, damaged, or of an unknown version.
         """
         try:
             return cls._parse(path, json.loads(path.read_text(encoding="utf-8")))
@@ -231,8 +242,10 @@ def _crc(document: dict[str, Any]) -> int:
 
 
 def checked_tag(tag: Any) -> str:
-    """Return the tag as text.  CheckpointError unless it can only be the name of one folder in its
-    directory.
+    """Return a tag as text if it is a valid folder name.
+
+    Raises:
+        CheckpointError: It is not.
     """
     text = str(tag) if _is_plain(tag) else ""
     if not text or text.startswith(".") or Path(text).name != text:
@@ -249,8 +262,10 @@ def checked_tag(tag: Any) -> str:
 
 
 def tag_to_save(tag: Any) -> str:
-    """Return the tag as `checked_tag` does.  CheckpointError also for one that a load would read as
-    something else.
+    """Return a tag as `checked_tag` does, refusing tags that a load would misread.
+
+    Raises:
+        CheckpointError: The tag is invalid, reserved, or has surrounding blanks.
     """
     text = checked_tag(tag)
     if text in RESERVED_TAGS:
@@ -280,8 +295,11 @@ def _invalid_tag(tag: Any, why: str, fix: str) -> CheckpointError:
 
 
 def missing_elements(folder: Path, what: str) -> CheckpointError:
-    """Return the error of a reader that asks for elements which no file has.  what: which
-    elements.
+    """Return the error for elements that no file contains.
+
+    Args:
+        folder: The checkpoint.
+        what: Description of the elements, as the subject of the message.
     """
     return CheckpointError(
         f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag."
@@ -292,11 +310,15 @@ RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Turn `value` into JSON values, and copy its tensors and arrays into `tensors` under their
-    path.
+    """Encode a value as JSON values, and copy its tensors into `tensors`.
 
-    path: names the value in errors.  CheckpointError for an object that is neither a plain value
-    nor a tensor.
+    Args:
+        value: Nested containers of plain values, tensors and numpy arrays.
+        path: Names the value in errors; prefix of the tensors' names.
+        tensors: Receives a CPU copy of each tensor, by path.
+
+    Raises:
+        CheckpointError: The value contains an object of another type.
     """
     if is_storable(value):
         return {key: encode(item, path, tensors) for key, item in to_plain(value).items()}
@@ -340,7 +362,12 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tens
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Turn the JSON values that `encode` returned back into the value it was given."""
+    """Decode JSON values that `encode` returned.
+
+    Args:
+        value: The JSON values.
+        tensors: The tensors by path.
+    """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -1,8 +1,10 @@
-"""A folder of safetensors files as Hugging Face lays it out.
+"""Read and plan folders of safetensors files in the layout of Hugging Face.
 
-model.safetensors                                 where everything fits one file
-model-00001-of-00003.safetensors ...              otherwise, and
-model.safetensors.index.json                      which tensor is in which
+A folder has one of two forms:
+
+    model.safetensors                            one file, if everything fits into it
+    model-00001-of-00003.safetensors ...         several files, and
+    model.safetensors.index.json                 an index that maps each tensor to its file
 """
 
 from __future__ import annotations
@@ -23,16 +25,25 @@ from .safetensors_file import SafetensorsReader, TensorInfo
 
 STEM = "model"
 INDEX = "model.safetensors.index.json"
-# What an export before this one may have left
+# File patterns that an earlier export may have written
 EXPORT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
 MAX_SHARD_BYTES = 5_000_000_000
 
 
 def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
-    """Cut tensors, in their order, into files of at most `most` bytes; a larger tensor gets a file
-    of its own.
+    """Assign tensors to files of limited size, in the given order.
 
-    CheckpointError where `most` is below 1.
+    A tensor larger than `most` gets its own file.
+
+    Args:
+        infos: The tensors to write.
+        most: Maximum size of one file in bytes.
+
+    Returns:
+        The tensors of each file.
+
+    Raises:
+        CheckpointError: `most` is below 1.
     """
     if most < 1:
         raise CheckpointError(
@@ -51,14 +62,26 @@ def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]
 
 
 def shard_names(count: int, stem: str = STEM, suffix: str = "safetensors") -> list[str]:
-    """Return the names of `count` files, as transformers expects them."""
+    """Return the file names that transformers expects for a number of files.
+
+    Args:
+        count: Number of files.
+        stem: First part of each name.
+        suffix: File name extension, without the dot.
+    """
     if count == 1:
         return [f"{stem}.{suffix}"]
     return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
 
 
 def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> None:
-    """Write the JSON file that says which tensor is in which file."""
+    """Write the JSON index that maps each tensor to its file.
+
+    Args:
+        path: Path of the index.
+        shards: The tensors of each file, as `plan_shards` returns them.
+        names: The file names, in the same order.
+    """
     total = sum(info.nbytes for shard in shards for info in shard)
     where = {info.name: name for shard, name in zip(shards, names, strict=True) for info in shard}
     text = json.dumps(
@@ -68,9 +91,13 @@ def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Seque
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Return the safetensors files that a path means: itself, those of its index, or its only one.
+    """Return the safetensors files that a path stands for.
 
-    CheckpointError where there is none, or the index cannot be understood or leads elsewhere.
+    The path may be a file, a folder with one file, or a folder with an index.
+
+    Raises:
+        CheckpointError: There is no such file, or the index is invalid or names a file outside its
+            folder.
     """
     if path.is_file():
         return [path]
@@ -98,8 +125,10 @@ def _files_in_index(index: Path) -> list[str]:
 
 
 def _checked_file_name(name: Any, index: Path) -> str:
-    """Return a file's name from an index.  CheckpointError unless it stays in the index's own
-    folder.
+    """Return a file name from an index if it stays in the folder of the index.
+
+    Raises:
+        CheckpointError: It does not.
     """
     if (
         not isinstance(name, str)
@@ -116,18 +145,20 @@ def _checked_file_name(name: Any, index: Path) -> str:
 
 
 class SafetensorsFolder:
-    """Tensors by name over the safetensors files of a folder; nothing but headers is read before it
-    is asked for.
+    """Read tensors by name from the safetensors files of a folder.
 
-    CheckpointError where a file is missing or damaged, or where two files have a tensor of the same
-    name.
+    Opening reads only the headers.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or two files contain a tensor of the same
+            name.
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        """Open the files until `stack` closes."""
+        """Open the files; they are closed together with `stack`."""
         self._file_of: dict[str, SafetensorsReader] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.metadata: dict[str, str] = {}  # of all the files
+        self.metadata: dict[str, str] = {}  # merged from all files
         for file in safetensors_files(path):
             try:
                 reader = stack.enter_context(SafetensorsReader(file))
@@ -152,8 +183,18 @@ class SafetensorsFolder:
     def read(
         self, name: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop) of a tensor, or of a
-        part of it: mapped and one, where the tensor is whole.
+        """Yield the elements [start, stop) of a tensor, or of a part of it.
+
+        Without a part, the values are one memory-mapped view.
+
+        Args:
+            name: Name of the tensor in the files.
+            start: First element, counted in the order of the part.
+            stop: End of the range.
+            part: The part of the parameter; None means the whole tensor.
+
+        Yields:
+            Pairs of position and flat values, in order.
         """
         if part is not None:
             yield from read_part(part, start, stop, partial(self.read, name))
@@ -161,5 +202,5 @@ class SafetensorsFolder:
             yield start, self._file_of[name].mapped(name)[start:stop]
 
     def whole(self, name: str) -> Tensor:
-        """Read a tensor in its own shape and dtype, into memory of its own."""
+        """Read a tensor in its own shape and dtype into new memory."""
         return self._file_of[name].whole(name)

@@ -1,12 +1,11 @@
-"""The layouts in which checkpoints and weights lie on a disk: how each is recognised, checked and
-opened.
+"""Define how each layout of checkpoints is recognised, checked and opened.
 
     slices         a folder with manifest.json: a checkpoint in this library's own layout
-    safetensors    a folder as Hugging Face lays it out, or one such file: weights alone
-    torch          one file of torch.save (.pth, .pt, .bin): weights alone
+    safetensors    a folder in the layout of Hugging Face, or one such file: weights only
+    torch          one file written by torch.save (.pth, .pt, .bin): weights only
 
-A package above that knows another layout makes an object of it and calls `register_layout` in a
-module that it contributes to the topic `CHECKPOINT_LAYOUTS` (base/plugins.py).
+A higher package adds a layout by calling `register_layout` in a module that it contributes to the
+topic `CHECKPOINT_LAYOUTS` (base/plugins.py).
 """
 
 from __future__ import annotations
@@ -29,48 +28,90 @@ from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
 from .safetensors_file import RUN_KEY, dtype_name, read_header
 from .torch_file import read_state_dict, torch_records
 
-# Kind, name, key, and elements [start, stop) of a part
+# Kind, name, key, start, stop, and the part in whose order elements are counted
 StateRange = tuple[str, str, str, int, int, ParamPart | None]
 
 
 class StateReader(Protocol):
-    """Reads ranges of the states of a checkpoint, by kind, parameter and the optimizer's name of
-    the state.
+    """Read ranges of a checkpoint's states by kind, parameter name and optimizer key.
 
-    Elements are counted in the order of a part of the parameter (boxes.py), or of the whole one
-    (None).
+    Elements are counted in the order of a part of the parameter (boxes.py). If the part is None,
+    they are counted in the order of the whole parameter.
     """
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether there is anything of a state."""
+        """Return whether the checkpoint contains any elements of a state.
+
+        Args:
+            kind: Kind of state, such as `WEIGHT` or `MOMENT`.
+            name: Name of the parameter or buffer.
+            key: The optimizer's name of the state; empty for other kinds.
+        """
         ...
 
     def keys(self, kind: str, name: str) -> list[str]:
-        """Return the optimizer's names of the states of one parameter."""
+        """Return the optimizer's names of the states of one parameter.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+        """
         ...
 
     def read(
         self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop), in order; each is
-        valid until the next is asked for.  CheckpointError if some are missing.
+        """Yield the elements [start, stop) of a state, in order.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            start: First element.
+            stop: End of the range.
+            part: The part in whose order elements are counted; None means the whole parameter.
+
+        Yields:
+            Pairs of position and flat values; each is valid until the next one is requested.
+
+        Raises:
+            CheckpointError: Some elements are missing.
         """
         ...
 
     def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
-        """Read an optimizer state with a shape of its own.  CheckpointError where the layout has
-        none of that part.
+        """Read an optimizer state that has a shape different from its parameter.
+
+        Args:
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            part: The part of the parameter that the state belongs to; None means all of it.
+
+        Raises:
+            CheckpointError: The checkpoint does not contain the state for this part.
         """
         ...
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """Read a rank's buffer, flat; rank 0's where that rank wrote none."""
+        """Read the buffer that a rank saved, as a flat tensor.
+
+        Args:
+            name: Name of the buffer.
+            rank: The rank that saved it. If that rank saved no value, rank 0's is returned.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """An open checkpoint.  plain: {"groups": ..., "trainer": ..., "client": ...}, decoded."""
+    """An open checkpoint.
+
+    Attributes:
+        folder: Its path.
+        manifest: Names, shapes and dtypes.
+        plain: The decoded plain values, with the keys "groups", "trainer" and "client".
+        values: Reads the tensors.
+    """
 
     folder: Path
     manifest: Manifest
@@ -79,7 +120,7 @@ class OpenCheckpoint:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Return the further names of tied parameters, each with the first one."""
+        """Map every further name of a tied parameter to its first name."""
         return {
             name: first
             for name, first in self.manifest.extra.get("names", {}).items()
@@ -88,8 +129,11 @@ class OpenCheckpoint:
 
 
 class CheckpointLayout(ABC):
-    """One way to lay out a checkpoint.  has_states: it holds optimizer states and counters, not
-    weights alone.
+    """A layout of checkpoints.
+
+    Attributes:
+        name: Identifies the layout.
+        has_states: Whether it stores optimizer states and counters in addition to weights.
     """
 
     name: str
@@ -97,13 +141,14 @@ class CheckpointLayout(ABC):
 
     @abstractmethod
     def is_at(self, path: Path) -> bool:
-        """Return whether `path` is a checkpoint in this layout, or one that lost some of its
-        files.
-        """
+        """Return whether `path` has this layout, even if some of its files are missing."""
 
 
 class SlicesLayout(CheckpointLayout):
-    """This library's own layout, which read.py, verify.py, save.py and load.py implement."""
+    """The library's own layout.
+
+    It is implemented in read.py, verify.py, save.py and load.py.
+    """
 
     name = "slices"
     has_states = True
@@ -113,34 +158,46 @@ class SlicesLayout(CheckpointLayout):
 
 
 class ForeignLayout(CheckpointLayout):
-    """A layout without a manifest of ours.  Errors of its methods are CheckpointErrors."""
+    """A layout without this library's manifest.
+
+    All errors of its methods are of type `CheckpointError`.
+    """
 
     @abstractmethod
     def files(self, path: Path) -> list[Path]:
-        """Return the files that can be compared with checksums; missing ones are left out."""
+        """Return the existing files that can be compared with checksums."""
 
     @abstractmethod
     def records(self, file: Path) -> list[FileRecord]:
-        """Return the parts of a file, each with its checksum if it has one."""
+        """Return the byte ranges of a file, with their checksums if it has any."""
 
     @abstractmethod
     def manifest(self, path: Path) -> Manifest:
-        """Return names, shapes and dtypes, in the words of our manifest."""
+        """Return the names, shapes and dtypes as a `Manifest`."""
 
     @abstractmethod
     def checksum_coverage(self, path: Path) -> str:
-        """Say what a verdict rests on where not every chunk has a checksum of its own; empty where
-        each has one.
+        """Explain what is verified if not every chunk has a checksum.
+
+        Returns:
+            The explanation; empty if every chunk has a checksum.
         """
 
     @abstractmethod
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
-        """Open the checkpoint for reading until `stack` closes."""
+        """Open a checkpoint for reading.
+
+        Args:
+            path: The checkpoint.
+            stack: Closes the checkpoint.
+        """
 
 
 class EngineLayout(ForeignLayout):
-    """A foreign layout in which an engine can save, and from which it can load.  title: its name in
-    a sentence.
+    """A foreign layout that an engine can save and load.
+
+    Attributes:
+        title: Name of the layout in messages.
     """
 
     has_states = True
@@ -148,21 +205,48 @@ class EngineLayout(ForeignLayout):
 
     @abstractmethod
     def unsupported_reason(self, contents: Contents) -> str:
-        """Say which of this rank's states the layout has no place for; empty where it holds all."""
+        """Explain which of this rank's states the layout cannot store; empty if none."""
 
     @abstractmethod
     def save(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-        """Write `directory/tag` and return it when it is on the disk.  Collective.
+        """Write the checkpoint `directory/tag` to the disk.
 
-        CheckpointError on every rank where one cannot write; the checkpoint before stays.
+        Args:
+            directory: Directory of checkpoints.
+            tag: Name of the new checkpoint.
+            contents: The states to save.
+            settings: How to save them.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointError: A rank cannot write. It is raised on every rank, and the previous
+                checkpoint is kept.
+
+        Note:
+            Collective: every rank must call it.
         """
 
     @abstractmethod
     def load(self, directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-        """Fill an engine from `directory/tag`, at any world size and stage.  Collective.
+        """Load the checkpoint `directory/tag` into an engine of any world size and stage.
 
-        CheckpointError on every rank, and an unchanged engine, where the checkpoint does not fit or
-        (settings.verify) is damaged.
+        Args:
+            directory: Directory of checkpoints.
+            tag: Name of the checkpoint.
+            contents: The states to overwrite.
+            settings: What to load and verify.
+
+        Returns:
+            The plain values of the checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint does not fit the engine, or `settings.verify` is set and
+                it is damaged. It is raised on every rank, and the engine is unchanged.
+
+        Note:
+            Collective: every rank must call it.
         """
 
 
@@ -180,8 +264,9 @@ class SafetensorsLayout(ForeignLayout):
         return []
 
     def records(self, file: Path) -> list[FileRecord]:
-        """Return the tensors with the CRC-32s that an export of ours has in its header; other
-        programs' have none.
+        """Return the tensors of a file with their checksums.
+
+        Only exports of this library have checksums; they are in the header.
         """
         header = read_header(file)
         return [
@@ -267,7 +352,7 @@ class TorchLayout(ForeignLayout):
 
 @dataclass(frozen=True)
 class WeightsReader:
-    """The `StateReader` of an export, which has weights alone."""
+    """The `StateReader` of an export, which contains only weights."""
 
     files: SafetensorsFolder
 
@@ -289,7 +374,7 @@ class WeightsReader:
         return self.files.whole(name).reshape(-1)
 
 
-# -- which there are
+# -- registry
 
 SLICES = SlicesLayout()
 SAFETENSORS = SafetensorsLayout()
@@ -298,30 +383,32 @@ _registered: list[CheckpointLayout] = []
 
 
 def register_layout(layout: CheckpointLayout) -> None:
-    """Have a layout recognised from now on, in this process; nothing where one of its name is
-    known.
-    """
+    """Register a layout in this process, unless its name is already registered."""
     if layout.name not in {each.name for each in (SLICES, *_registered, SAFETENSORS, TORCH)}:
         _registered.append(layout)
 
 
 def known_layouts() -> Sequence[CheckpointLayout]:
-    """Return all layouts, in the order in which a path is compared with them: folders of states
-    before weights.
+    """Return all layouts in the order in which `layout_of` tries them.
 
-    Imports the modules that contribute layouts, which register theirs.
+    Layouts with states come before layouts that contain only weights. The call imports the modules
+    that contribute layouts, so that they can register them.
     """
     contributions(CHECKPOINT_LAYOUTS)
     return [SLICES, *_registered, SAFETENSORS, TORCH]
 
 
 def layout_of(path: Path) -> CheckpointLayout | None:
-    """Return the layout of one checkpoint or export; None where the path is neither."""
+    """Return the layout of a checkpoint or export; None if the path is neither."""
     return next((layout for layout in known_layouts() if layout.is_at(path)), None)
 
 
 def layout_named(name: str) -> CheckpointLayout:
-    """Return the layout of that name.  CheckpointError where none is registered."""
+    """Return the layout with the given name.
+
+    Raises:
+        CheckpointError: No layout of that name is registered.
+    """
     found = next((layout for layout in known_layouts() if layout.name == name), None)
     if found is None:
         known = ", ".join(layout.name for layout in known_layouts())
@@ -330,6 +417,6 @@ def layout_named(name: str) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a checkpoint with states, or one that lost some of its files."""
+    """Return whether a folder is a checkpoint with states, possibly incomplete."""
     layout = layout_of(path)
     return path.is_dir() and layout is not None and layout.has_states

@@ -1,8 +1,7 @@
-"""Loads a checkpoint into an engine of any mesh and stage: by name, by intersection of what was
-saved and what is held.
+"""Load a checkpoint into an engine of any mesh and stage, by parameter name.
 
-Each rank reads only the elements it will hold.  Every rank checks everything that can be refused
-before any rank changes anything; then the `restore_*` functions write weights, masters, moments and
+Each rank reads only the elements that it holds. Every rank completes its checks before any rank
+changes anything. After that, the `restore_*` functions write weights, main weights, moments and
 buffers, group by group.
 """
 
@@ -62,13 +61,27 @@ NEW_MOMENTS = "moments into new memory"
 
 
 def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Fill an engine's weights, masters, moments, buffers and random generators from
-    `directory/tag`.  Collective.
+    """Load the checkpoint `directory/tag` into an engine.
 
-    Any number of ranks on any mesh may have saved it: each rank reads the elements that it holds.
-    Shapes, names, the optimizer and (settings.verify) checksums are compared on every rank before
-    any rank changes anything: CheckpointError on all of them, and an unchanged engine, where one
-    finds a fault.  Returns counters and the caller's own values.
+    Weights, main weights, moments, buffers and random generators are restored. Any number of ranks
+    on any mesh may have saved the checkpoint. Shapes, names, the optimizer and (if
+    `settings.verify`) checksums are checked on every rank before any rank changes anything.
+
+    Args:
+        directory: Directory of checkpoints.
+        tag: Name of the checkpoint.
+        contents: The states to overwrite.
+        settings: What to load and verify.
+
+    Returns:
+        The counters and the caller's values.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the engine or is damaged. It is raised on every
+            rank, and the engine is unchanged.
+
+    Note:
+        Collective: every rank must call it.
     """
     runtime = contents.runtime
     loaded = []
@@ -134,8 +147,14 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
 
 
 def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
-    """Let matrices be sent as the run that saved had chosen, where this one has chosen by
-    measurement too.  Local, and alike on every rank.
+    """Use the codecs of the saved run instead of those that this run measured.
+
+    Only states whose codec this run chose by measurement are affected. Local; every rank makes the
+    same change.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        runtime: The runtime to change.
     """
     here = runtime.settings.compression
     saved = {state: codec for state, codec in manifest.codes.items() if state in here.left_open}
@@ -157,14 +176,24 @@ def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
 def replace_states(
     contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] | None = None
 ) -> None:
-    """Run `fill` on every rank, which writes new weights, masters and moments, and bring the run
-    into the state between two steps.  Collective.
+    """Replace the engine's weights, main weights and moments by calling `fill`.
 
-    Gathered weights, gradients and updates that were deferred belong to the old values and are
-    dropped; weights follow
-    their masters afterwards.  lifted: the units that compute in fp32 from now on; None: those that
-    do.  CheckpointError
-    on every rank where `fill` fails on one: then the engine's values are undefined.
+    Gathered weights, gradients and deferred updates belong to the old values and are dropped.
+    Weights are updated from their main weights afterwards. The engine is then in the state between
+    two steps.
+
+    Args:
+        contents: The states to overwrite.
+        tag: Name of the checkpoint in error messages.
+        fill: Writes the new values of this rank.
+        lifted: Units that compute in fp32 from now on; None keeps the current ones.
+
+    Raises:
+        CheckpointError: `fill` failed on a rank. It is raised on every rank, and the engine's
+            values are undefined.
+
+    Note:
+        Collective: every rank must call it.
     """
     runtime = contents.runtime
     optimizer = contents.optimizer
@@ -187,12 +216,10 @@ def replace_states(
 
 
 def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: ExitStack) -> None:
-    """Set this process's random generators, where data are shared out among as many ranks as saved
-    it.
-    """
+    """Restore this process's random generators if a saved rank had the same data."""
     rank = predecessor(manifest, runtime.plan.mesh)
     if rank is None:
-        return  # nobody's sequence here goes on one of those
+        return  # no saved random sequence continues on this rank
     own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == rank]
     reader = CheckpointReader(folder, own, stack)
     restore_rng(
@@ -203,8 +230,9 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: Exit
 def _restore_own_states(
     folder: Path, manifest: Manifest, optimizer: ShardedOptimizer, stack: ExitStack
 ) -> None:
-    """Restore what codes had left out of this rank's gradients or momenta, where the same rank of
-    the same mesh saved it; elsewhere it is dropped, with a line.
+    """Restore this rank's error feedback if the same rank of the same mesh saved it.
+
+    Otherwise it is dropped and a message is logged.
     """
     runtime = optimizer.runtime
     saved = [chunk for chunk in manifest.chunks if chunk.kind == OWN]
@@ -230,11 +258,11 @@ def _restore_own_states(
         )
 
 
-# -- what is refused
+# -- checks
 
 
 def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> str:
-    """Verify this rank's part of the files; CheckpointError where one is damaged."""
+    """Verify this rank's share of the files; CheckpointError if one is damaged."""
     raise_faults(folder, verify(folder, subset, read_again=True, except_kind=except_kind))
     return ""
 
@@ -242,10 +270,18 @@ def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> str:
 def check(
     manifest: Manifest, contents: Contents, settings: LoadSettings, names: Collection[str]
 ) -> None:
-    """Raise CheckpointError if the checkpoint does not fit the engine; the same on every rank of a
-    stage.
+    """Raise an error if the checkpoint does not fit the engine.
 
-    names: of the whole model's parameters (`names_of_all`).
+    The result is the same on every rank of a stage.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        contents: The states to overwrite.
+        settings: What to load.
+        names: Names of the whole model's parameters (`names_of_all`).
+
+    Raises:
+        CheckpointError: Names, shapes or the optimizer do not match.
     """
     piece = ModelPiece.of(contents.runtime)
     own = {
@@ -283,7 +319,7 @@ def check(
 
 
 def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
-    """Raise CheckpointError if the saved optimizer states are not this optimizer's."""
+    """Raise CheckpointError if the saved optimizer states belong to another optimizer."""
     mine = type(optimizer.inner).__name__
     fix = "load with load_optimizer_states=False, or use the optimizer that was saved."
     if manifest.optimizer != mine:
@@ -320,10 +356,10 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
 
 
 def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> bool:
-    """Return whether this rank's moments come, chunk by chunk, into memory that holds nothing yet.
+    """Return whether this rank's moments can be read as whole chunks into new memory.
 
-    Then they are compared with their checksums as they are read: until all ranks have theirs,
-    nothing has changed.
+    In that case they are verified while they are read, because nothing changes until all ranks have
+    read theirs.
     """
     optimizer = contents.optimizer
     if (
@@ -342,7 +378,7 @@ def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> 
 def _read_new_moments(
     folder: Path, manifest: Manifest, contents: Contents
 ) -> Iterator[GroupStates]:
-    """Read this rank's moments, group by group.  CheckpointError where a checksum differs."""
+    """Read this rank's moments group by group; CheckpointError if a checksum differs."""
     assert contents.optimizer is not None
     with ExitStack() as stack:
         reader = CheckpointReader(folder, manifest.chunks, stack, verifies=True)
@@ -358,8 +394,9 @@ def _restore_all(
     settings: LoadSettings,
     states: list[GroupStates] | None,
 ) -> str:
-    """Read everything into the engine.  states: the optimizer's, where they have been read
-    already.
+    """Read everything into the engine.
+
+    `states` are the optimizer's states if they have been read already.
     """
     with ExitStack() as stack:
         reader = CheckpointReader(folder, manifest.chunks, stack)
@@ -379,12 +416,15 @@ def _restore_all(
     return ""
 
 
-GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # by number of the shard
+GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # states by shard number
 
 
 def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRange]:
-    """Yield the elements of weights that this rank holds, in the order in which `restore_weights`
-    reads them.
+    """Yield the weight ranges of this rank in the order of `restore_weights`.
+
+    Args:
+        reader: The open checkpoint.
+        contents: The states to overwrite.
     """
     piece = ModelPiece.of(contents.runtime)
     for group in contents.runtime.groups:
@@ -396,8 +436,11 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
 
 
 def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
-    """Yield the elements of moments that this rank holds, in the order in which `read_states` reads
-    them.
+    """Yield the moment ranges of this rank in the order of `read_states`.
+
+    Args:
+        reader: The open checkpoint.
+        optimizer: The optimizer.
     """
     piece = ModelPiece.of(optimizer.runtime)
     for _, shard in _shards_by_group(optimizer):
@@ -409,14 +452,12 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
 
 
 def member_of(overlap: ParamOverlap) -> ParamInfo:
-    """Return the parameter that a shard covers a range of."""
+    """Return the parameter of which a shard covers a range."""
     return overlap.shard.group.members[overlap.number]
 
 
 def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard]]:
-    """Return the optimizer's shards with their numbers, those of one group together: in the order
-    of the files.
-    """
+    """Return the numbered shards ordered by group, which is the order of the files."""
     order = {id(group): number for number, group in enumerate(optimizer.runtime.groups)}
     return sorted(enumerate(optimizer.shards()), key=lambda item: order[id(item[1].group)])
 
@@ -427,10 +468,13 @@ def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap], piece: Model
 
 
 def restore_weights(reader: StateReader, contents: Contents) -> None:
-    """Write masters, and weights without one, from the ranges that this rank holds.  Local; ranks
-    on any mesh may have saved them.
+    """Write this rank's ranges of main weights, or of weights without a main weight.
 
-    Weights with a master follow in `ParamGroup.refresh`.
+    Weights with a main weight are updated later by `ParamGroup.refresh`. The function is local.
+
+    Args:
+        reader: The open checkpoint.
+        contents: The states to overwrite.
     """
     piece = ModelPiece.of(contents.runtime)
     for group in contents.runtime.groups:
@@ -448,8 +492,9 @@ def _write_replica(
     member: ParamInfo,
     piece: ModelPiece,
 ) -> None:
-    """Write this rank's part of a weight that follows its master by differences; the master's cast
-    where none was saved.
+    """Write this rank's slice of a weight that is updated by differences.
+
+    If none was saved, the weight becomes the cast of its main weight.
     """
     slot = member.slot
     group = weight.group
@@ -467,11 +512,13 @@ def _write_replica(
 def write_weight(
     group: ParamGroup, member: ParamInfo, read: Callable[[int, int], Iterator[tuple[int, Tensor]]]
 ) -> None:
-    """Write this rank's elements of one parameter into its master, or into its weight where it has
-    none.
+    """Write this rank's elements of a parameter into its main weight or weight.
 
-    read(start, stop): yields (position, flat values) parts of these elements of the parameter, on
-    any device; they are cast as an update casts.
+    Args:
+        group: The parameter group.
+        member: The parameter.
+        read: Yields (position, flat values) for elements [start, stop) of the parameter, on any
+            device. They are cast with the rounding of an update.
     """
     device = group.comm_ctx.pool.device
     rank = group.comm_ctx.comm.rank
@@ -489,16 +536,23 @@ def write_weight(
 
 
 def store_weights(group: ParamGroup) -> None:
-    """Send what was written of a group to the memory where it rests, and wait, so that one group at
-    a time is here.
+    """Store a group's new weights in their offload memory, and wait.
+
+    Waiting keeps only one group on the device at a time.
     """
     for pending in [storage.store(0, storage.memory.numel()) for storage in exact_storages(group)]:
         pending.wait()
 
 
 def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents) -> None:
-    """Write the buffers of the rank that saw this rank's data, or the first rank's where there is
-    none.  Local.
+    """Write the buffers of the saved rank that processed the same data.
+
+    If there is no such rank, rank 0's buffers are used. The function is local.
+
+    Args:
+        reader: The open checkpoint.
+        manifest: Its manifest.
+        contents: The states to overwrite.
     """
     rank = predecessor(manifest, contents.runtime.plan.mesh) or 0
     for name, buffer in persistent_buffers(contents.runtime.model).items():
@@ -512,8 +566,13 @@ def read_states(
     optimizer: ShardedOptimizer,
     before: dict[Tensor, dict[str, Any]],
 ) -> Iterator[GroupStates]:
-    """Yield the states that the optimizer will have, group by group.  before: its old ones, whose
-    memory is reused.
+    """Yield the new optimizer states, group by group.
+
+    Args:
+        reader: The open checkpoint.
+        manifest: Its manifest.
+        optimizer: The optimizer.
+        before: The old states by parameter; their memory is reused, and used entries are removed.
     """
     for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
         found = {}
@@ -527,10 +586,10 @@ def read_states(
 def _with_subclasses(
     state: dict[str, Any], optimizer: ShardedOptimizer, shard: MasterShard, before: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a state in which tensor subclasses have the tensors that were saved of them.
+    """Return a state in which saved inner tensors are put back into tensor subclasses.
 
-    A file names no class: the optimizer makes the objects. CheckpointError if their tensors are not
-    those saved.
+    Files contain no classes, so the optimizer creates the objects. CheckpointError if their inner
+    tensors have other names, dtypes or shapes than the saved ones.
     """
     keys = {key.partition(INNER)[0] for key in state if INNER in key}
     if not keys:
@@ -561,7 +620,7 @@ def _with_subclasses(
 
 
 def _kinds_of(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Return the dtype and shape of each tensor."""
+    """Return the dtype and shape of each tensor as text."""
     return {
         name: f"{dtype_name(each.dtype)} {list(each.shape)}"
         for name, each in sorted(tensors.items())
@@ -575,11 +634,16 @@ def restore_optimizer(
     optimizer: ShardedOptimizer,
     states: Iterable[GroupStates] | None = None,
 ) -> None:
-    """Load the optimizer's states and hyper-parameters through the inner optimizer's own
-    load_state_dict.  Local.
+    """Load states and hyperparameters through the inner optimizer's load_state_dict.
 
-    It goes group by group, so that at most one group's states exist twice.  states: those that have
-    been read already.
+    It proceeds group by group, so at most one group's states exist twice. The function is local.
+
+    Args:
+        reader: The open checkpoint.
+        manifest: Its manifest.
+        groups: The saved parameter groups of the optimizer.
+        optimizer: The optimizer.
+        states: The states, if they have been read already.
     """
     count = 0
     restored = []
@@ -591,7 +655,7 @@ def restore_optimizer(
     before = reset_states(optimizer.shard_set)
     load_inner(
         optimizer.shard_set, {"state": {}, "param_groups": restored}
-    )  # a rank may have no state at all
+    )  # a rank may have no state
     for group, found in (
         states if states is not None else read_states(reader, manifest, optimizer, before)
     ):
@@ -606,9 +670,15 @@ def restore_optimizer(
 def split_as_saved(
     manifest: Manifest, keys: Callable[[str], Iterable[str]], optimizer: ShardedOptimizer
 ) -> None:
-    """Cut shards where the parameters in them were saved with different counters or kinds of
-    moments: some of them were frozen for a time, or their gradients dropped.  Local.  keys: maps a
-    parameter's name to the kinds of its moments.
+    """Split shards whose parameters were saved with different counters or moments.
+
+    This happens if some parameters were frozen for a time or their gradients were dropped. The
+    function is local.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        keys: Returns the names of a parameter's moments.
+        optimizer: The optimizer.
     """
 
     piece = ModelPiece.of(optimizer.runtime)
@@ -621,8 +691,13 @@ def split_as_saved(
 
 
 def restore_kept_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> None:
-    """Write the gradients that an update still needs; the trainer's own values say whether one is
-    due.
+    """Restore the gradients that a later update needs.
+
+    The trainer's saved values record whether such an update is pending.
+
+    Args:
+        reader: The open checkpoint.
+        optimizer: The optimizer.
     """
     piece = ModelPiece.of(optimizer.runtime)
     for group in optimizer.runtime.trained_groups:
@@ -653,7 +728,7 @@ def _restore_kept_gradient(
 def _shard_state(
     reader: StateReader, manifest: Manifest, shard: MasterShard, before: dict[str, Any]
 ) -> dict[str, Any]:
-    """Read the inner optimizer's state of one shard: moments, states of other shapes, counters."""
+    """Read the state of one shard: moments, states of other shapes, and counters."""
     overlaps = list(shard.overlaps())
     piece = ModelPiece.of(shard.group.runtime())
     state: dict[str, Any] = {}
@@ -675,7 +750,7 @@ def _moment(
     key: str,
     before: Any,
 ) -> Tensor:
-    """Read one state of a shard from what was saved of its parameters, with zeros between them."""
+    """Read one moment of a shard; gaps between its parameters are zero."""
     value: Tensor | None = None
     for overlap in overlaps:
         member = member_of(overlap)
@@ -686,7 +761,7 @@ def _moment(
                     piece.part(member) is not None
                     or sum(each.stop - each.start for each in overlaps) < shard.numel
                 ):
-                    value.zero_()  # padding of a part, too
+                    value.zero_()  # also clears the padding of a part
             at = overlap.offset + low - overlap.start
             value[at : at + values.numel()].copy_(values)
     assert value is not None
@@ -694,8 +769,9 @@ def _moment(
 
 
 def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tensor:
-    """Return the memory for a moment: that of the moment before it where it lies here as it is,
-    since new pages cost as much as the copy does.
+    """Return memory for a moment, reusing the old moment if it is suitable.
+
+    Allocating new pages takes as long as the copy.
     """
     if (
         isinstance(before, Tensor)
@@ -708,8 +784,9 @@ def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tenso
 
 
 def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
-    """Return the counters that a shard's parameters share (`split_as_saved`).  CheckpointError
-    where they differ.
+    """Return the counters that a shard's parameters share after `split_as_saved`.
+
+    CheckpointError if they differ.
     """
     saved = [manifest.scalars.get(name, {}) for name in names]
     different = next((k for k, each in enumerate(saved) if each != saved[0]), None)

@@ -1,4 +1,4 @@
-"""Ranks save and load in lockstep: a step that fails on one rank fails on all of them."""
+"""Run the steps of a save or load so that an error on one rank fails all ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from ..comm.collectives import Comm
 
 
 def run_and_gather(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:
-    """Run `action` on every rank, and return what each rank's action returned, in the order of
-    ranks.  Collective.
+    """Run `action` on every rank and return the results of all ranks, in rank order.
 
-    what: the step, in errors.  CheckpointError on every rank where the action of one failed, so
-    that no rank goes on alone or waits for ever.
+    Args:
+        comm: The communicator.
+        what: Name of the step in error messages.
+        action: Called once on every rank; returns text.
+
+    Raises:
+        CheckpointError: The action failed on a rank. It is raised on every rank, so no rank
+            continues or waits forever.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     return gather_outcomes(comm, what, action, str, CheckpointError)[1]

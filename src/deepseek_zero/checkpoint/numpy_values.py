@@ -1,11 +1,12 @@
-"""numpy arrays and scalars as plain values and one tensor of bytes, so that reading them back never
-runs code.
+"""Convert numpy arrays and scalars to plain values and a tensor of bytes.
+
+Reading the plain form never executes code:
 
     {"__ndarray__": tensor of bytes or None, "dtype": numpy's description, "shape": [...],
     "is_scalar": bool}
 
-Arrays of Python objects have no such form. The bytes are in C order; byte order and fields are part
-of the description.
+The bytes are in C order. Byte order and fields are part of the description. Arrays of Python
+objects cannot be stored.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _KEYS = {ARRAY, "dtype", "shape", "is_scalar"}
 
 
 def is_storable(value: Any) -> bool:
-    """Return whether a value is a numpy array or scalar that can be stored; a masked array, for
-    example, cannot.
+    """Return whether a value is a numpy array or scalar that can be stored.
+
+    Subclasses such as masked arrays and arrays of objects cannot.
     """
     if not isinstance(value, np.generic) and type(value) not in (np.ndarray, np.memmap):
         return False
@@ -32,7 +34,7 @@ def is_storable(value: Any) -> bool:
 
 
 def to_plain(value: Any) -> dict[str, Any]:
-    """Return the plain form of a numpy array or scalar for which `is_storable` is true."""
+    """Return the plain form of a numpy array or scalar that `is_storable` accepts."""
     data = np.frombuffer(bytearray(value.tobytes()), np.uint8)
     return {
         ARRAY: torch.from_numpy(data) if data.size else None,
@@ -43,7 +45,7 @@ def to_plain(value: Any) -> dict[str, Any]:
 
 
 def from_plain(value: Mapping[str, Any]) -> Any:
-    """Return the array or scalar of which `to_plain` made this.
+    """Return the array or scalar that was passed to `to_plain`.
 
     Raises:
         ValueError: The description does not match the number of bytes.
@@ -59,9 +61,7 @@ def from_plain(value: Mapping[str, Any]) -> Any:
 
 
 def all_to_plain(value: Any) -> Any:
-    """Return a value of lists, tuples and dicts in which numpy's arrays and scalars have their
-    plain form.
-    """
+    """Replace numpy arrays and scalars in nested containers by their plain form."""
     if is_storable(value):
         return to_plain(value)
     return _inside(value, all_to_plain)
@@ -75,7 +75,7 @@ def all_from_plain(value: Any) -> Any:
 
 
 def with_python_numbers(value: Any) -> Any:
-    """Return a value of lists, tuples and dicts in which numpy's scalars are numbers of Python."""
+    """Replace numpy scalars in nested containers by Python numbers."""
     if isinstance(value, np.generic) and is_storable(value):
         return value.item()
     return _inside(value, with_python_numbers)

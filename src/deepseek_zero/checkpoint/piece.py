@@ -1,8 +1,8 @@
-"""What the model that one rank runs is of the whole one: names, shapes, parts, and whose random
-numbers go on where.
+"""Relate the piece of the model that one rank runs to the whole model.
 
-Files speak of the whole model alone.  Ranks along "tp" hold parts of its parameters, ranks along
-"pp" some of its parameters.
+Checkpoints describe only the whole model. A rank along "tp" has parts of its parameters, and a rank
+along "pp" has some of its parameters. This module translates names, shapes and ranges, and finds
+the saved rank whose random state a rank continues.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ SAME_NAMES = "_zero_same_names"
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """The piece of the model that one rank holds.  coordinate: along "tp".
+    """The piece of the model that one rank runs.
 
-    names: by its name here, the first name that the whole model has for a parameter; what is left
-    out keeps its own. A parameter here may be rows of one of the whole model (planner/rows.py):
-    several have its name then.
+    A local parameter may be some rows of a parameter of the whole model (planner/rows.py). In that
+    case several local parameters map to the same name.
+
+    Attributes:
+        names: Maps a local name to the first name of the parameter in the whole model. A parameter
+            that is missing here has the same name in both.
+        coordinate: The rank's coordinate along "tp".
     """
 
     names: Mapping[str, str]
@@ -45,16 +49,16 @@ class ModelPiece:
 
     @classmethod
     def of(cls, runtime: Runtime) -> ModelPiece:
-        """Return the piece that a rank's wrapped model is."""
+        """Return the piece that a rank's wrapped model represents."""
         names = runtime.model.__dict__.get(OWN_NAMES) or {}
         return cls(names, runtime.plan.mesh.coordinates["tp"])
 
     def name(self, member: ParamInfo) -> str:
-        """Return a parameter's first name in the whole model."""
+        """Return the first name of a parameter in the whole model."""
         return self.names.get(member.name, member.name)
 
     def part(self, member: ParamInfo) -> ParamPart | None:
-        """Return what this rank holds of a parameter; None where that is all of it."""
+        """Return the part of a parameter on this rank; None if it is the whole parameter."""
         return ParamPart.of(split_of(member.param), self.coordinate)
 
     def shape(self, member: ParamInfo) -> Shape:
@@ -66,19 +70,39 @@ class ModelPiece:
         return member.slot.shape if split is None else split.shape
 
     def start(self, member: ParamInfo) -> int:
-        """Return where a parameter's elements begin among those of the one that files have."""
+        """Return the position of a local parameter's first element in the saved parameter."""
         rows = rows_of(member.param)
         return 0 if rows is None else rows.start
 
     def range_of(self, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> StateRange:
-        """Return elements [start, stop) of a parameter's state here, as files have them."""
+        """Translate elements [start, stop) of a local state to a range in a checkpoint.
+
+        Args:
+            kind: Kind of state.
+            member: The local parameter.
+            key: The optimizer's name of the state.
+            start: First element of the local parameter.
+            stop: End of the range.
+        """
         at = self.start(member)
         return kind, self.name(member), key, at + start, at + stop, self.part(member)
 
     def read(
         self, reader: StateReader, kind: str, member: ParamInfo, key: str, start: int, stop: int
     ) -> PlacedValues:
-        """Yield (position, flat values) of elements [start, stop) of a parameter's state here."""
+        """Yield elements [start, stop) of a local parameter's state.
+
+        Args:
+            reader: The open checkpoint.
+            kind: Kind of state.
+            member: The local parameter.
+            key: The optimizer's name of the state.
+            start: First element of the local parameter.
+            stop: End of the range.
+
+        Yields:
+            Pairs of local position and flat values, in order.
+        """
         at = self.start(member)
         for low, values in reader.read(*self.range_of(kind, member, key, start, stop)):
             yield low - at, values
@@ -87,24 +111,33 @@ class ModelPiece:
 def remember_names(
     model: nn.Module, names: dict[str, str], tiles: Mapping[str, str] | None = None
 ) -> None:
-    """Let a model know the whole model's names (`whole_names`) for good, before other stages are
-    taken out or layers cut.  Local.
+    """Store the whole model's names in a model, for `whole_names`.
 
-    tiles: by the name of a tile's parameter, that of the whole one.
+    It must be called before other stages are removed or layers are cut.
+
+    Args:
+        model: The model of this rank.
+        names: Maps each name in the whole state dict to the first name of the same tensor.
+        tiles: Maps the name of a tile's parameter to the name of the whole parameter.
     """
     model.__dict__[WHOLE_NAMES], model.__dict__[OWN_NAMES] = names, {**names, **(tiles or {})}
 
 
 def remember_same_names(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Let a model know which of its parameters have a name that another stage's parameter has too.
-    Local.
+    """Store the names that untied parameters of several stages share.
+
+    Args:
+        model: The model of this rank.
+        names: The names.
     """
     model.__dict__[SAME_NAMES] = names
 
 
 def refuse_same_names(model: nn.Module) -> None:
-    """Raise NotBuiltError where two stages have parameters of one name that are not tied: on every
-    rank.
+    """Raise an error if several stages have an untied parameter of the same name.
+
+    Raises:
+        NotBuiltError: There is such a parameter. It is raised on every rank.
     """
     if names := model.__dict__.get(SAME_NAMES):
         raise NotBuiltError(
@@ -117,16 +150,15 @@ def refuse_same_names(model: nn.Module) -> None:
 
 
 def whole_names(model: nn.Module) -> dict[str, str]:
-    """Map each name in the state dict of the whole model, in its order, to the first name of the
-    same tensor.
-    """
+    """Map each name in the whole model's state dict to the first name of its tensor."""
     found: dict[str, str] | None = model.__dict__.get(WHOLE_NAMES)
     return state_names(model) if found is None else found
 
 
 def state_names(model: nn.Module) -> dict[str, str]:
-    """Map each name in the state dict, in its order, to the first name of the same parameter:
-    itself, unless it is tied.
+    """Map each name in a model's state dict to the first name of the same tensor.
+
+    A name maps to itself unless the tensor is tied. The order is that of the state dict.
     """
     first: dict[int, str] = {}
     found: dict[str, str] = {}
@@ -141,7 +173,7 @@ def state_names(model: nn.Module) -> dict[str, str]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Map names to the buffers that a state dict would hold, each once."""
+    """Map names to the buffers that a state dict would contain, each buffer once."""
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -151,19 +183,25 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def names_of(runtime: Runtime) -> list[str]:
-    """Return the first names of the parameters that this rank's stage has."""
+    """Return the first names of the parameters of this rank's stage."""
     piece = ModelPiece.of(runtime)
     return [piece.name(member) for group in runtime.groups for member in group.members]
 
 
 def names_of_all(runtime: Runtime) -> frozenset[str]:
-    """Return the first names of the parameters of all pieces.  Collective in the world."""
+    """Return the first names of the parameters of all stages.
+
+    Note:
+        Collective: every rank of the world must call it.
+    """
     return _of_all(runtime, names_of(runtime), "the names of all stages")
 
 
 def frozen_names(runtime: Runtime) -> frozenset[str]:
-    """Return the names in the whole model's state dict of parameters that are not trained.
-    Collective in the world.
+    """Return the names of frozen parameters in the whole model's state dict.
+
+    Note:
+        Collective: every rank of the world must call it.
     """
     piece = ModelPiece.of(runtime)
     members = [member for group in runtime.groups for member in group.members]
@@ -173,8 +211,9 @@ def frozen_names(runtime: Runtime) -> frozenset[str]:
 
 
 def _of_all(runtime: Runtime, own: list[str], what: str) -> frozenset[str]:
-    """Return the names that the stages say, all together.  Collective in the world where there are
-    several.
+    """Return the union of the names of all stages.
+
+    Collective over the world if there are several stages.
     """
     if "pp" not in runtime.comm.along:
         return frozenset(own)
@@ -183,22 +222,28 @@ def _of_all(runtime: Runtime, own: list[str], what: str) -> frozenset[str]:
 
 
 def earlier_stages(mesh: Mesh) -> list[int]:
-    """Return the first rank of each stage before this rank's."""
+    """Return the first rank of each stage before this rank's stage."""
     return [replace(mesh, rank=0).rank_at(pp=stage) for stage in range(mesh.coordinates["pp"])]
 
 
 def predecessor(manifest: Manifest, mesh: Mesh) -> int | None:
-    """Return the saved rank whose random numbers and buffers this rank goes on with: the one that
-    saw the same data.
+    """Return the saved rank whose random state and buffers this rank continues.
 
-    None where data were shared out among another number of ranks, or there were other stages.
-    Along "tp" random states are equal.
+    It is the rank that processed the same part of the data. Random states are equal along "tp".
+
+    Args:
+        manifest: The manifest of the checkpoint.
+        mesh: The mesh of this run.
+
+    Returns:
+        The saved rank, or None if the data were divided among another number of ranks or the number
+        of stages differs.
     """
     try:
         saved = mesh_of(manifest.mesh or {"dp_shard": manifest.world_size}).on_world(
             manifest.world_size
         )
-    except UsageError:  # axes of a later version
+    except UsageError:  # the axes of a later version
         return None
     if (saved.pp, saved.data_size, saved.sp) != (mesh.pp, mesh.data_size, mesh.sp):
         return None

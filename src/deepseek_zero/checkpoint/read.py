@@ -1,11 +1,9 @@
-"""Reads a checkpoint folder, whoever wrote it: names, shapes and flat ranges of every state, by
-name.
+"""Read the states of a checkpoint folder by name, for any number of saving ranks.
 
-`CheckpointReader` reads the slices of this library's own layout over the files of all ranks; files
-open on first use, and ranges that are known in advance are read ahead (readahead.py).  What was
-saved as other parts of a parameter than those asked for is put together from mapped files
-(boxes.py).  `open_checkpoint` opens a folder of any layout for one process.  Nothing is read before
-it is asked for, and never more than `READ_NUMEL` elements at a time.
+`CheckpointReader` reads the library's own layout over the files of all ranks. Ranges that are known
+in advance are read ahead (readahead.py). If a parameter was saved in other parts than requested,
+the result is assembled from mapped files (boxes.py). `open_checkpoint` opens a folder of any layout
+in one process. Data are read on request, at most `READ_NUMEL` elements at a time.
 """
 
 from __future__ import annotations
@@ -51,10 +49,15 @@ from .verify import compare_checksum, raise_faults, verify
 
 
 class CheckpointReader:
-    """Reads ranges of states over the slices of all ranks, in the order of any part; files open on
-    first use.
+    """Read ranges of states from the slices of all ranks, in the order of any part.
 
-    verifies: whether a chunk that is read from end to end is compared with its checksum.
+    Files are opened on first use.
+
+    Args:
+        folder: The checkpoint.
+        chunks: The chunks to read from.
+        stack: Closes the files.
+        verifies: Compare a chunk with its checksum if it is read from start to end.
     """
 
     def __init__(
@@ -74,16 +77,28 @@ class CheckpointReader:
             self._keys.setdefault((chunk.kind, chunk.name), {})[chunk.key] = None
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether there is a chunk of a state."""
+        """Return whether a state has any chunk.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter or buffer.
+            key: The optimizer's name of the state.
+        """
         return (kind, name, key) in self._chunks
 
     def keys(self, kind: str, name: str) -> list[str]:
-        """Return the optimizer's names of the states of one parameter."""
+        """Return the optimizer's names of the states of one parameter.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+        """
         return list(self._keys.get((kind, name), ()))
 
     def prefetch(self, wanted: Iterable[StateRange]) -> None:
-        """Read ahead the ranges that `read` will be asked for next, in this order; another order
-        only costs time.
+        """Read ahead the ranges that the next calls of `read` will request.
+
+        A different order of these calls is correct but slower.
         """
         spans = [
             self._byte_range(chunk, low, high)
@@ -98,9 +113,21 @@ class CheckpointReader:
     def read(
         self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop) of a part of a
-        parameter, in order, each valid until the next is asked for.  CheckpointError if some are
-        missing, or cannot be read.
+        """Yield the elements [start, stop) of a part of a state, in order.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            start: First element.
+            stop: End of the range.
+            part: The part in whose order elements are counted; None means the whole parameter.
+
+        Yields:
+            Pairs of position and flat values; each is valid until the next one is requested.
+
+        Raises:
+            CheckpointError: Elements are missing or cannot be read.
         """
         if not self._is_saved_so(kind, name, key, part):
             yield from self._put_together(kind, name, key, start, stop, part)
@@ -126,7 +153,7 @@ class CheckpointReader:
     def _put_together(
         self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield elements of a part out of chunks of other parts, with zeros for padding."""
+        """Yield elements of a part, assembled from chunks of other parts; padding is zero."""
         saved = self._chunks.get((kind, name, key), {})
         if not saved:
             raise missing_elements(
@@ -158,7 +185,7 @@ class CheckpointReader:
             yield low, into
 
     def reads_whole(self, wanted: Iterable[StateRange]) -> bool:
-        """Return whether these ranges are whole chunks, which can be compared as they are read."""
+        """Return whether the ranges are whole chunks, which can be verified while reading."""
         wanted = list(wanted)
         if not all(
             self._is_saved_so(kind, name, key, part) for kind, name, key, _, _, part in wanted
@@ -168,18 +195,14 @@ class CheckpointReader:
         return all((low, high) == (chunk.start, chunk.stop) for chunk, low, high in cuts)
 
     def _is_saved_so(self, kind: str, name: str, key: str, part: ParamPart | None) -> bool:
-        """Return whether the chunks of a state have the order of this part: they are read as they
-        lie.
-        """
+        """Return whether a state was saved in the order of this part."""
         saved = self._chunks.get((kind, name, key), {})
         return part in saved or not (saved or part)
 
     def _chunks_of(
         self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None
     ) -> Iterator[tuple[SavedChunk, int, int]]:
-        """Yield the chunks that have elements [start, stop) of a part, and which of them, up to the
-        first gap.
-        """
+        """Yield chunks with elements [start, stop) and their ranges, up to the first gap."""
         reached = start
         for chunk in self._chunks.get((kind, name, key), {}).get(part, []):
             low = max(chunk.start, reached)
@@ -213,18 +236,34 @@ class CheckpointReader:
             raise damaged_file(
                 self.folder / chunk.file, f"cannot be read: {error.strerror or error}"
             ) from None
-        is_aligned = data.data_ptr() % dtype.itemsize == 0  # other writers' files need not be
+        # files of other programs need not be aligned
+        is_aligned = data.data_ptr() % dtype.itemsize == 0
         return (data if is_aligned else data.clone()).view(dtype)
 
     def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
-        """Read an optimizer state with a shape of its own.  CheckpointError where it was saved of
-        another part.
+        """Read an optimizer state that has a shape different from its parameter.
+
+        Args:
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            part: The part of the parameter that the state belongs to; None means all of it.
+
+        Raises:
+            CheckpointError: The state was saved for another part.
         """
         return self.value(WHOLE, name, key, part)
 
     def value(self, kind: str, name: str, key: str = "", part: ParamPart | None = None) -> Tensor:
-        """Read a state that was never cut, in its own shape.  CheckpointError where it was saved of
-        another part.
+        """Read a state that is stored whole, in its own shape.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter or value.
+            key: The optimizer's name of the state.
+            part: The part of the parameter that the state belongs to; None means all of it.
+
+        Raises:
+            CheckpointError: The state was saved for another part.
         """
         saved = self._chunks[kind, name, key]
         if part not in saved:
@@ -238,8 +277,12 @@ class CheckpointReader:
         return self._file(chunk).whole(chunk.tensor_name)
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """Read a rank's buffer, flat; the first rank's that wrote one where that rank wrote
-        none.
+        """Read the buffer that a rank saved, as a flat tensor.
+
+        Args:
+            name: Name of the buffer.
+            rank: The rank that saved it. If that rank saved no value, the first saved one is
+                returned.
         """
         chunks = self._chunks[BUFFER, name, ""][None]
         chunk = next((chunk for chunk in chunks if chunk.rank == rank), chunks[0])
@@ -254,13 +297,13 @@ class CheckpointReader:
 
 
 def _described(*parts: ParamPart | None) -> str:
-    """Return which part of a parameter is meant, in an error."""
+    """Describe parts of a parameter for an error message."""
     return ", ".join("the whole parameter" if each is None else str(each) for each in parts)
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """One weight or buffer of a checkpoint, read when it is asked for."""
+    """A weight or buffer of a checkpoint that is read on request."""
 
     source: OpenCheckpoint
     name: str
@@ -268,9 +311,7 @@ class LazyTensor:
     dtype: torch.dtype
 
     def parts(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of its elements, in order, in the dtype they were
-        saved in.
-        """
+        """Yield (position, flat values) in order, in the saved dtype."""
         if self.name in self.source.manifest.buffers:
             yield 0, self.source.values.of_rank(self.name, 0)
             return
@@ -281,8 +322,9 @@ class LazyTensor:
             )
 
     def contiguous(self) -> Tensor:
-        """Read the whole tensor, in its own shape, into new memory; DeepSpeed's lazy tensors have
-        this method too.
+        """Read the whole tensor in its own shape into new memory.
+
+        DeepSpeed's lazy tensors have a method of this name.
         """
         whole = torch.empty(self.shape.numel(), dtype=self.dtype)
         for low, part in self.parts():
@@ -291,17 +333,23 @@ class LazyTensor:
 
     @property
     def entry(self) -> TensorInfo:
-        """Return its name, shape and dtype, as a file will have them."""
+        """Return the name, shape and dtype for writing it to a file."""
         return TensorInfo(self.name, tuple(self.shape), self.dtype)
 
 
 def open_checkpoint(
     path: Path, tag: str | None, stack: ExitStack, *, checks: bool = True
 ) -> OpenCheckpoint:
-    """Open the checkpoint or export at `path` for reading until `stack` closes.  path: one of them,
-    or a directory of several, of which `tag` (None: the file `latest`) names one.
+    """Open a checkpoint or export for reading.
 
-    checks: read every byte first; CheckpointError where one differs from what was saved.
+    Args:
+        path: A checkpoint or export, or a directory of checkpoints.
+        tag: The checkpoint in the directory; None selects the one named by `latest`.
+        stack: Closes the checkpoint.
+        checks: Verify every byte first.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
     """
     folder = resolve_checkpoint(path, tag)
     if checks:
@@ -319,9 +367,14 @@ def open_checkpoint(
 
 
 def resolve_checkpoint(path: Path, tag: str | None) -> Path:
-    """Return the folder of a checkpoint: `path` itself if it is one, else that of the tag in it.
+    """Return the folder of a checkpoint.
 
-    CheckpointError where there is neither.
+    Args:
+        path: A checkpoint or export, or a directory of checkpoints.
+        tag: The checkpoint in the directory; None selects the one named by `latest`.
+
+    Raises:
+        CheckpointError: `path` is not a checkpoint and no tag is given or named by `latest`.
     """
     refuse_url(f"'{path}'", path)
     if tag is None and is_single_checkpoint(path):
@@ -338,9 +391,14 @@ def resolve_checkpoint(path: Path, tag: str | None) -> Path:
 def tensors_of(
     source: OpenCheckpoint, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
 ) -> dict[str, LazyTensor]:
-    """Map the first name of every weight and buffer to a lazy tensor, in the model's order where
-    the files say it.
-    dtype: of floating-point tensors; None: the most precise form that was saved.
+    """Map the first name of every weight and buffer to a lazy tensor.
+
+    The order is that of the model if the checkpoint records it.
+
+    Args:
+        source: The open checkpoint.
+        dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
+        exclude_frozen: Omit parameters that are not trained.
     """
     manifest = source.manifest
     found = {}
@@ -366,16 +424,27 @@ def _lazy_tensor(
 
 
 def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Read the values that were saved beside the slices: {"groups": ..., "trainer": ..., "client":
-    ...}.
+    """Read the plain values of a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+
+    Returns:
+        A dict with the keys "groups", "trainer" and "client".
     """
     found: dict[str, Any] = decode(manifest.plain, _values_of_rank(folder, manifest, 0))
     return found
 
 
 def client_of_rank(folder: Path, manifest: Manifest, rank: int, first: Any) -> Any:
-    """Return the client_state that a rank passed.  first: rank 0's, which supplies the missing
-    values.
+    """Return the client state that a rank passed to the save.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        rank: The rank.
+        first: Rank 0's client state, which supplies missing values.
     """
     own = manifest.extra.get("clients", {}).get(str(rank))
     if own is None:

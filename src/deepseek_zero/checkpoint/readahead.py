@@ -1,12 +1,13 @@
-"""Reads ranges of files in the order they are wanted, a few blocks ahead of the consumer.
+"""Read ranges of files in a given order, a few blocks ahead of the consumer.
 
-    in the page cache already     copied from there
-    wanted once, or a fast disk   read past the page cache: finding and filling its pages costs
-                                  more than such a disk
-    wanted again, a slow disk     read through it, so that the second read costs no disk access
+    already in the page cache     copied from there
+    read once, or a fast disk     read past the page cache: allocating and filling its pages
+                                  costs more than reading from such a disk
+    read again, on a slow disk    read through the page cache, so that the second read needs
+                                  no disk access
 
-The consumer sees the bytes in the block that they were read into: another copy would cost as much
-as the page cache.
+The consumer gets a view of the block that was read. A further copy would cost as much as the page
+cache does.
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ from ..base.memory import PAGE, is_cached, private_pages
 from ..base.progress import LongWork
 from .writebehind import BLOCK_BYTES, BLOCKS, THREADS
 
-FAST = 0.8e9  # bytes per second; a CPU fills the page cache with about as many
-_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
+FAST = 0.8e9  # bytes per second; about the rate at which a CPU fills the page cache
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # only on Linux
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Bytes [start, stop) of an open file.  read_again: they will be read once more soon."""
+    """Bytes [start, stop) of an open file.
+
+    Attributes:
+        descriptor: Descriptor of the open file.
+        start: First byte.
+        stop: End of the range.
+        read_again: Whether the range will be read again soon.
+    """
 
     descriptor: int
     start: int
@@ -43,7 +51,10 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class ReadPart:
-    """A part of a byte range that came in one request, which other parts may share."""
+    """A part of a byte range that was read in one request.
+
+    Several parts may share a request.
+    """
 
     range: ByteRange
     start: int
@@ -52,14 +63,16 @@ class ReadPart:
 
     @property
     def data(self) -> Tensor:
-        """Wait for its bytes, uint8, valid until the next part is asked for.  OSError where they
-        cannot be read.
+        """Wait for the bytes (uint8), which are valid until the next part is requested.
+
+        Raises:
+            OSError: The bytes cannot be read.
         """
         return self.request.bytes_of(self)
 
 
 class ReadRequest:
-    """One request of a thread: the parts that it reads, and the block that it reads into."""
+    """One read of a worker thread: its parts and the block that it fills."""
 
     def __init__(self, path: ReadPath) -> None:
         self.parts = list[ReadPart]()
@@ -68,39 +81,60 @@ class ReadRequest:
         self._job = Future[None]()
 
     def begin(self, pool: ThreadPoolExecutor, block: Tensor) -> None:
-        """Have a thread read the parts into `block`."""
+        """Start reading the parts in a thread.
+
+        Args:
+            pool: Runs the read.
+            block: Receives the bytes.
+        """
         self._block = block
         first = self.parts[0]
         last = self.parts[-1]
         self._job = pool.submit(self._path.fill, block, first.range, first.start, last.stop)
 
     def end(self) -> Tensor:
-        """Wait until the thread has done with the block, and return it."""
+        """Wait until the thread no longer uses the block, and return the block."""
         self._job.exception()
         return self._block
 
     def bytes_of(self, part: ReadPart) -> Tensor:
-        """Wait, and return the bytes of one of the parts; OSError where these cannot be read."""
+        """Wait for the request, and return the bytes of one of its parts.
+
+        Raises:
+            OSError: These bytes cannot be read.
+        """
         first = self.parts[0].start
         if self._job.exception() is not None:
             if len(self.parts) == 1:
                 self._job.result()
-            first = part.start  # perhaps another part of the request is the one that cannot be read
+            first = part.start  # the unreadable part may be another part of the request
             self._path.fill(self._block, part.range, part.start, part.stop)
         low = first % PAGE + part.start - first
         return self._block[low : low + part.stop - part.start]
 
 
 class ReadPath:
-    """Fills a block past the page cache or through it, as the table above says."""
+    """Fill blocks past the page cache or through it (see the module docstring)."""
 
     def __init__(self) -> None:
-        # that direct reads took, `THREADS` of them at once
+        # total of all direct reads; `THREADS` of them run at the same time
         self._num_bytes = 0
         self._seconds = 0.0
 
     def fill(self, block: Tensor, byte_range: ByteRange, start: int, stop: int) -> None:
-        """Read bytes [start, stop) into a block, `start` at its offset within a page."""
+        """Read bytes [start, stop) into a block.
+
+        The bytes begin in the block at the offset of `start` within its page.
+
+        Args:
+            block: Receives the bytes.
+            byte_range: The range that the bytes belong to.
+            start: First byte.
+            stop: End of the bytes to read.
+
+        Raises:
+            OSError: The bytes cannot be read.
+        """
         low = start - start % PAGE
         target = block.numpy().data[: stop - low]
         is_slow = byte_range.read_again and self._num_bytes * THREADS < FAST * self._seconds
@@ -110,7 +144,7 @@ class ReadPath:
         ):
             return
         with suppress(OSError):
-            # At once, not 128 KiB a time
+            # Request everything at once instead of 128 KiB at a time
             os.posix_fadvise(byte_range.descriptor, low, len(target), os.POSIX_FADV_WILLNEED)
         while len(target):
             count = os.preadv(byte_range.descriptor, [target], low)
@@ -120,7 +154,11 @@ class ReadPath:
             target = target[count:]
 
     def _read_direct(self, descriptor: int, block: memoryview, low: int, stop: int) -> bool:
-        """Read past the page cache; False where the file system cannot, or the file ends early."""
+        """Read past the page cache.
+
+        Returns:
+            False if that is not possible or the file is too short.
+        """
         began = time.perf_counter()
         try:
             direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
@@ -129,7 +167,7 @@ class ReadPath:
         try:
             count = os.preadv(direct, [block[: -(-(stop - low) // PAGE) * PAGE]], low)
         except OSError:
-            return False  # read through the cache, it says what is wrong
+            return False  # the read through the page cache raises the error
         finally:
             os.close(direct)
         self._num_bytes, self._seconds = (
@@ -140,10 +178,14 @@ class ReadPath:
 
 
 def read_ahead(ranges: Iterable[ByteRange], what: str = "") -> Generator[ReadPart, None, None]:
-    """Yield the bytes of ranges, in order and in parts; each part is valid until the next is asked
-    for.
+    """Yield the bytes of ranges in order, in parts.
 
-    what: names the work if its progress is to be shown.
+    Args:
+        ranges: The ranges to read.
+        what: Name of the work in progress messages; no progress is shown if it is empty.
+
+    Yields:
+        Parts; each is valid until the next one is requested.
     """
     wanted = list(ranges)
     total = sum(each.stop - each.start for each in wanted)
@@ -173,7 +215,7 @@ def _read_ahead(ranges: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
 
 
 def _requests(ranges: Iterable[ByteRange]) -> Iterator[ReadRequest]:
-    """Cut ranges into requests of at most a block; adjacent ranges share one."""
+    """Split ranges into requests of at most one block, shared by adjacent ranges."""
     path = ReadPath()
     read = ReadRequest(path)
     for byte_range in ranges:

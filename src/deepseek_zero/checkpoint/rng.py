@@ -1,6 +1,4 @@
-"""The random generators of a process as tensors, and back: torch's, CUDA's, Python's and
-numpy's.
-"""
+"""Capture and restore the random generators of torch, CUDA, Python and numpy."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ from torch import Tensor
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """Copy the states of this process's random generators (of CUDA's, that of `device`), for
-    `restore_rng`.
+    """Copy the states of this process's random generators into tensors.
+
+    The CUDA generator is that of `device`.
     """
     found = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
@@ -33,7 +32,12 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the random generators to captured states; one without a state stays as it is."""
+    """Set the random generators to captured states.
+
+    Args:
+        states: The result of `capture_rng`; a generator without a state is not changed.
+        device: The device whose CUDA generator is set.
+    """
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and device.type == "cuda":

@@ -1,14 +1,14 @@
-"""Safetensors files, read and written piece by piece, so that no process needs to hold a whole file
-or whole tensor.
+"""Read and write safetensors files piece by piece.
+
+No process needs to hold a whole file or tensor.
 
     8 bytes     length of the header
-    header      JSON: tensor name -> dtype, shape, place in the data; "__metadata__": text by name
-    data        tensor after tensor, without holes, larger dtypes first, so that each is aligned
+    header      JSON: tensor name -> dtype, shape, offsets; "__metadata__": text by name
+    data        the tensors without gaps, larger dtypes first, so that each is aligned
 
-A file whose tensors come in its own order is its header (`encode_header`) and a stream after it
-(writebehind.py): a rank's slices of a checkpoint.  `SafetensorsWriter` takes ranges of several
-tensors in any order and keeps a checksum of
-each for the header, which it writes last: exports and conversions.
+A rank's file of a checkpoint is written sequentially: the header (`encode_header`), then the
+tensors (writebehind.py). `SafetensorsWriter` serves exports and conversions. It accepts ranges of
+several tensors in any order and writes the header last, with a checksum of each tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..base.errors import CheckpointError
 from ..precision.policy import cast_master
 from . import files
 
-# The format's names of what torch calls its dtypes.
+# The names that the format uses for torch dtypes.
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -55,8 +55,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 if hasattr(torch, "float8_e8m0fnu"):
     DTYPE_NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# The dtypes that a file may name in torch's words: a name from a file is looked up here, never in
-# torch.
+# The torch dtypes that a file may name. A name from a file is looked up here, never with getattr.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
@@ -66,15 +65,14 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     )
     if hasattr(torch, name)
 }
-# Of an export, in the metadata of its header: which export it is of; the CRC-32 of the header, with
-# zeros in its own place; the CRC-32 of each tensor's bytes.  Readers that know nothing of them pass
-# them over.
+# Metadata of an export: its identity; the CRC-32 of the header, computed with zeros in the place of
+# the CRC itself; the CRC-32 of each tensor's bytes. Other readers ignore these keys.
 RUN_KEY = "deepseek_zero.run"
 HEADER_CRC_KEY = "deepseek_zero.header"
 TENSOR_CRCS_KEY = "deepseek_zero.crc32"
 NO_CRC = "0" * 8
 NO_RUN = "0" * 16
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 DTYPE_ALIASES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -85,7 +83,7 @@ DTYPE_ALIASES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that a file will have: its name, shape and dtype."""
+    """Name, shape and dtype of a tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,20 +91,24 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """Return the number of its elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it takes in the file."""
+        """Return the size in the file, in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """Encode the header of a file of these tensors, one after another, padded so that they begin at
-    a multiple of 8.
+    """Encode the header of a file, padded to a multiple of 8 bytes.
 
-    CheckpointError for a dtype that the format has no name for.
+    Args:
+        infos: The tensors, in file order.
+        metadata: Text by name.
+
+    Raises:
+        CheckpointError: The format has no name for a dtype.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -124,13 +126,15 @@ def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> b
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype, as manifests have it: "bfloat16"."""
+    """Return torch's name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """Return the dtype that a file names in torch's words.  CheckpointError where it is none that a
-    file may name.
+    """Return the dtype for a torch name that was read from a file.
+
+    Raises:
+        CheckpointError: It is not the name of a permitted dtype.
     """
     found = TORCH_DTYPES.get(name) if isinstance(name, str) else None
     if found is None:
@@ -144,7 +148,7 @@ def dtype_named(name: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where the bytes of a tensor lie in its file, and what they mean."""
+    """Byte range, dtype and shape of a tensor in a file."""
 
     start: int
     stop: int
@@ -162,7 +166,13 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """The header of a safetensors file.  crc: CRC-32 of its own bytes, the length included."""
+    """The header of a safetensors file.
+
+    Attributes:
+        locations: The location of each tensor.
+        metadata: Text by name.
+        crc: CRC-32 of the header's bytes, including the length.
+    """
 
     locations: dict[str, TensorLocation]
     metadata: dict[str, str]
@@ -170,17 +180,21 @@ class SafetensorsHeader:
 
     @property
     def tensor_crcs(self) -> dict[str, int]:
-        """Return the CRC-32 of the tensors' bytes, as far as the file has them; ValueError if they
-        are unreadable.
+        """Return the CRC-32 of each tensor that has one in the metadata.
+
+        Raises:
+            ValueError: The metadata cannot be parsed.
         """
         crcs = json.loads(self.metadata.get(TENSOR_CRCS_KEY, "{}"))
         return {name: int(text, 16) for name, text in crcs.items()}
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Read the header of a safetensors file.
+    """Read and check the header of a safetensors file.
 
-    CheckpointError unless the file exists and has exactly the length that its header says.
+    Raises:
+        CheckpointError: The file is missing, the header is invalid, or the length of the file does
+            not match the header.
     """
     try:
         with open(path, "rb") as file:
@@ -224,9 +238,7 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 
 def _without_crc(size: int, text: bytes, own: str) -> bytes:
-    """Return a header's bytes with zeros in the place of its own checksum, as they were when it was
-    computed.
-    """
+    """Return a header's bytes with zeros in place of its own checksum."""
     field = f'"{HEADER_CRC_KEY}": "{{}}"'
     return size.to_bytes(8, "little") + text.replace(
         field.format(own).encode(), field.format(NO_CRC).encode(), 1
@@ -244,8 +256,11 @@ def _location(begin: int, facts: dict[str, Any]) -> TensorLocation:
 
 
 def damaged_file(path: Path, problem: str) -> CheckpointError:
-    """Return the error of a file that cannot be used.  problem: what is wrong, as the rest of a
-    sentence.
+    """Return the error for a file that cannot be used.
+
+    Args:
+        path: The file.
+        problem: What is wrong, as the end of a sentence that starts with the file name.
     """
     return CheckpointError(
         f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy."
@@ -253,10 +268,14 @@ def damaged_file(path: Path, problem: str) -> CheckpointError:
 
 
 class SafetensorsReader:
-    """An open safetensors file: its header, its descriptor for those who read ahead, and its
-    tensors.
+    """An open safetensors file.
 
-    Nothing but the header is read before it is asked for.  Errors are CheckpointErrors.
+    Opening reads only the header. Errors are of type `CheckpointError`.
+
+    Attributes:
+        path: The file.
+        header: Its header.
+        descriptor: An open descriptor, for reading ahead.
     """
 
     def __init__(self, path: Path) -> None:
@@ -266,7 +285,7 @@ class SafetensorsReader:
         self._map: Tensor | None = None
 
     def whole(self, name: str) -> Tensor:
-        """Read a tensor in its own shape and dtype, into memory of its own."""
+        """Read a tensor in its own shape and dtype into new memory."""
         location = self.header.locations[name]
         values = torch.empty(location.numel, dtype=location.dtype)
         offset = location.start
@@ -285,18 +304,20 @@ class SafetensorsReader:
         return values.view(location.shape)
 
     def mapped(self, name: str) -> Tensor:
-        """Return a tensor, flat, mapped into memory: only pages that are read come from the disk,
-        nothing is copied.
+        """Return a memory-mapped tensor, flat.
+
+        Only the pages that are accessed are read from the disk. A tensor that is not aligned to its
+        element size is copied.
         """
         location = self.header.locations[name]
         if not location.numel:
             return torch.empty(0, dtype=location.dtype)
-        if self._map is None:  # private: a write would stay in this process
+        if self._map is None:  # private, so a write does not reach the file
             self._map = torch.frombuffer(
                 mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8
             )
         data = self._map[location.start : location.stop]
-        # Other writers' files need not be
+        # Files of other programs need not be aligned
         is_aligned = location.start % location.dtype.itemsize == 0
         return (data if is_aligned else data.clone()).view(location.dtype)
 
@@ -308,24 +329,21 @@ class SafetensorsReader:
 
 
 def run_of(checksums: Iterable[str]) -> str:
-    """Return the identity of an export of tensors with these checksums: two that hold the same have
-    the same.
-    """
+    """Return the identity of an export, a hash of its tensors' checksums."""
     return hashlib.sha256("\n".join(sorted(checksums)).encode()).hexdigest()[: len(NO_RUN)]
 
 
 class SafetensorsWriter:
-    """A safetensors file under construction; complete and on the disk when its block ends without
-    an error.
+    """A safetensors file under construction.
 
-    The header is written last, since it has the checksums of the tensors, and the identity of the
-    export that the file belongs to (`run`, which is to be set before).  Errors are
-    CheckpointErrors.
+    The file is complete and synced when the `with` block ends without an error. The header is
+    written last, because it contains the tensors' checksums and the identity of the export. Set
+    `run` before the block ends. Errors are of type `CheckpointError`.
     """
 
     def __init__(self, path: Path, infos: Sequence[TensorInfo]) -> None:
-        # Wide elements first: then each tensor starts at a multiple of its element's size, as a
-        # mapped view must.
+        # Larger elements first, so that each tensor starts at a multiple of its element size. A
+        # mapped view requires this.
         self._tensors = sorted(infos, key=lambda each: -each.dtype.itemsize)
         self.path = path
         self.run = NO_RUN
@@ -341,9 +359,15 @@ class SafetensorsWriter:
             self._descriptor = files.create(path)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write the elements of a tensor from `start` on, flat, in C order, cast to the file's
-        dtype.  Each tensor is written from its first element to its last; different tensors may be
+        """Write elements of a tensor, cast to the dtype of the file.
+
+        Each tensor must be written from its first element to its last. Different tensors may be
         interleaved.
+
+        Args:
+            name: Name of the tensor.
+            start: Position of the first element.
+            values: The elements, flattened in C order.
         """
         info, offset = self._locations[name]
         if start != self._written[name]:
@@ -361,7 +385,7 @@ class SafetensorsWriter:
 
     @property
     def checksums(self) -> list[str]:
-        """Return what each tensor is and the checksum of its bytes, as far as they are written."""
+        """Return a description of each tensor, with the checksum of the bytes so far."""
         return [
             f"{info.name} {info.dtype} {info.shape} {self._crcs[info.name]:08x}"
             for info in self._tensors
@@ -379,7 +403,7 @@ class SafetensorsWriter:
         self.close(is_complete=kind is None)
 
     def close(self, *, is_complete: bool = True) -> None:
-        """Close the file; if it is complete, write its header and have it on the disk."""
+        """Close the file; if it is complete, write its header and sync it."""
         if self._descriptor < 0:
             return
         descriptor = self._descriptor
@@ -405,8 +429,14 @@ class SafetensorsWriter:
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast flat values to another dtype, fp32 to bf16 as an update casts; the same tensor where
-    nothing changes.
+    """Cast flat values to a dtype with the rounding of an optimizer update.
+
+    Args:
+        values: The flat values.
+        dtype: The new dtype.
+
+    Returns:
+        The cast values; the same tensor if the dtype does not change.
     """
     if values.dtype == dtype:
         return values
@@ -416,10 +446,12 @@ def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype by any of its names: torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16";
-    None stays None.
+    """Return a dtype by one of its names, such as "bfloat16" or "bf16".
 
-    CheckpointError where it has no such name.
+    A dtype or None is returned unchanged.
+
+    Raises:
+        CheckpointError: The name is unknown.
     """
     if asked is None or isinstance(asked, torch.dtype):
         return asked

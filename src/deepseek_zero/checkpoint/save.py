@@ -1,11 +1,9 @@
-"""Writes a checkpoint: every rank its slices, then one rename, then `latest`.
+"""Write a checkpoint: one file per rank, then one rename, then the file `latest`.
 
-A crash at any moment leaves the previous checkpoint loadable: files are written into a hidden
-directory and synced to the disk, and the directory takes its final name when every rank is done.
-All ranks must see the same directory, or
-each names one of its own: then the checkpoint is what the folders of all ranks hold together.
-
-A rank's file is written at once, or behind the training (background_write.py).
+Files are written to a hidden directory and synced, and the directory is renamed after every rank
+has finished. A crash at any moment therefore leaves the previous checkpoint loadable. All ranks
+must see the same directory, or each rank names its own; in that case the checkpoint is the union of
+all folders. A rank's file is written immediately or during training (background_write.py).
 """
 
 from __future__ import annotations
@@ -58,10 +56,13 @@ RANK_FILE = re.compile(r"rank_\d+\.safetensors")
 
 
 class PendingSave:
-    """One checkpoint under way.  Making one, and `commit`, are collective; in between each rank
-    writes its file.
+    """A checkpoint that is being saved.
 
-    CheckpointError on every rank where one of them cannot write; the one before stays loadable.
+    The constructor and `commit` are collective. Between them, each rank writes its file.
+
+    Raises:
+        CheckpointError: A rank cannot write. It is raised on every rank, and the previous
+            checkpoint stays loadable.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class PendingSave:
         self._comm = contents.runtime.comm.whole
         self._tensors: dict[str, Tensor] = {}
         self._plain: dict[str, Any] = {}
-        self._own_client: Any = None  # encoded, if it is not rank 0's
+        self._own_client: Any = None  # encoded client state if it differs from rank 0's
         self._own_tensors: dict[str, Tensor] = {}
 
         def encode_values() -> str:
@@ -121,15 +122,19 @@ class PendingSave:
 
     @property
     def is_over(self) -> bool:
-        """Return whether this rank has written its file, or failed to."""
+        """Return whether this rank has written its file or failed to."""
         return self.write.is_over
 
     def commit(self) -> Path:
-        """Wait for every rank's file, make the checkpoint visible, and return its folder.
-        Collective.
+        """Wait for the files of all ranks, publish the checkpoint and return its folder.
 
-        It is on the disk by then.  CheckpointError on every rank where one of them could not write;
-        what was written is removed.
+        Everything is on the disk when this returns. After an error, what was written is removed.
+
+        Raises:
+            CheckpointError: A rank could not write. It is raised on every rank.
+
+        Note:
+            Collective: every rank must call it.
         """
         try:
             indexes = run_and_gather(self._comm, "saving: this rank's index", self._index)
@@ -145,11 +150,11 @@ class PendingSave:
             raise
         return self.final
 
-    # -- this rank's part
+    # -- this rank's file
 
     @property
     def _tells_of_stage(self) -> bool:
-        """Return whether this is the first rank of its stage along "pp"."""
+        """Return whether this rank describes its stage: the first rank of it along "pp"."""
         return not any(
             place
             for axis, place in self.contents.runtime.plan.mesh.coordinates.items()
@@ -157,7 +162,7 @@ class PendingSave:
         )
 
     def _held(self) -> dict[str, Any]:
-        """Return what `_held` does, and a digest of the caller's values."""
+        """Return the module function's result and a digest of the caller's values."""
         digest = hashlib.sha256(json.dumps(self._plain["client"]).encode())
         for name, tensor in self._tensors.items():
             if name.startswith(CLIENT):
@@ -165,9 +170,10 @@ class PendingSave:
         return _held(self.contents) | {"client": digest.hexdigest()[:16]}
 
     def _plan_write(self, first: dict[str, tuple[int, str]]) -> str:
-        """Decide what this rank writes, and whether now or in the background.  first: of each
-        buffer the first rank that has it, which writes it for all whose values are the same, and
-        their digest.
+        """Collect what this rank writes, and decide whether to write it in the background.
+
+        `first` maps each buffer to the first rank that has it and its digest there. That rank
+        writes the buffer for all ranks with equal values.
         """
         contents = self.contents
         rank = self._comm.rank
@@ -185,12 +191,11 @@ class PendingSave:
         return NOW if self.settings.wait or not self.write.is_resident else IN_BACKGROUND
 
     def _write(self) -> str:
-        """Write this rank's file now."""
         self.write.write()
         return ""
 
     def _value_items(self, first: dict[str, tuple[int, str]]) -> list[WriteGroup]:
-        """Copy the states that change between steps: buffers, random generators, plain values."""
+        """Copy the values that change between steps: buffers, random states, plain values."""
         rank = self._comm.rank
         runtime = self.contents.runtime
         found = [
@@ -220,8 +225,10 @@ class PendingSave:
         )
 
     def _index(self) -> str:
-        """Wait for this rank's file, and return its chunks, counters, the checksum of its header,
-        and what its stage has of the model, as JSON.
+        """Wait for this rank's file and describe it as JSON.
+
+        The description has the chunks, the optimizer's scalars, the checksum of the header, the
+        facts of the stage and the client state.
         """
         chunks = [chunk.to_json() for chunk in self.write.chunks()]
         with files.describing_errors(f"syncing '{self.hidden}'"):
@@ -237,8 +244,8 @@ class PendingSave:
             }
         )
 
-    # -- the folders: rank 0's has the manifest; where ranks name several, each has a rank that
-    # opens and completes it
+    # -- folders: rank 0's has the manifest. If ranks name several folders, the first rank of each
+    # folder opens and completes it.
 
     @property
     def _sharers(self) -> list[int]:
@@ -249,9 +256,7 @@ class PendingSave:
         return [rank for rank, folder in enumerate(folders) if folder == folders[self._comm.rank]]
 
     def _open_staging(self) -> str:
-        """Make and lock a hidden directory on the first rank that writes there; return a new
-        identity for this save.
-        """
+        """Open the hidden directory on its first rank; return a new identity of the save."""
         if self._comm.rank != self._sharers[0]:
             return ""
         if self._comm.rank == 0 or not _has_only_rank_files(self.final):
@@ -260,7 +265,7 @@ class PendingSave:
         return secrets.token_hex(8)
 
     def _finish_part(self) -> str:
-        """Complete a folder that is not rank 0's: it holds files of ranks and nothing else."""
+        """Complete a folder other than rank 0's; it contains only files of ranks."""
         if self._comm.rank == self._sharers[0] != 0:
             self._refuse_missing()
             with files.describing_errors(f"completing '{self.final}'"):
@@ -270,9 +275,7 @@ class PendingSave:
         return ""
 
     def _refuse_missing(self) -> None:
-        """Raise CheckpointError if this rank does not see the files of all ranks that write into
-        its folder.
-        """
+        """Raise CheckpointError if this rank does not see all files of its folder."""
         missing = [
             rank
             for rank in self._sharers
@@ -289,7 +292,7 @@ class PendingSave:
             )
 
     def _finish(self, indexes: list[str]) -> str:
-        """Write the manifest, rename the directory, write `latest`."""
+        """Write the manifest, rename the directory, and write `latest`."""
         found = [json.loads(index) for index in indexes]
         self._refuse_missing()
         self._manifest.chunks = [
@@ -319,7 +322,11 @@ class PendingSave:
 
 
 def refuse_foreign_files(final: Path) -> None:
-    """Raise CheckpointError if `final` exists and is no checkpoint: publishing would remove it."""
+    """Raise an error if `final` exists and publishing would remove other files.
+
+    Raises:
+        CheckpointError: `final` is neither a checkpoint nor an empty folder.
+    """
     if (
         final.exists()
         and not is_checkpoint(final)
@@ -334,17 +341,20 @@ def refuse_foreign_files(final: Path) -> None:
 
 
 def _has_only_rank_files(final: Path) -> bool:
-    """Return whether a folder exists and holds what a rank with a folder of its own has saved
-    there, or nothing.
-    """
+    """Return whether a folder exists and contains only files of ranks, or nothing."""
     return final.is_dir() and all(RANK_FILE.fullmatch(each.name) for each in final.iterdir())
 
 
 def publish(hidden: Path, final: Path, *, latest: bool) -> None:
-    """Give a finished folder its name, and write that name into `latest`.
+    """Rename a finished folder, and optionally write its name into `latest`.
 
-    The previous checkpoint of the same tag stays under a hidden name until `remove_replaced`, since
-    removing gigabytes takes a while.
+    The previous checkpoint of the same tag is kept under a hidden name until `remove_replaced`,
+    because removing gigabytes takes time.
+
+    Args:
+        hidden: The finished folder.
+        final: Its final path.
+        latest: Write the name into `latest`.
     """
     if final.exists():
         remove_replaced(final)
@@ -356,18 +366,27 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
 
 
 def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-    """Write `directory/tag` and return it.  Collective; rank 0's tag, counters and client state are
-    saved.
+    """Write the checkpoint `directory/tag` and return its path.
 
-    CheckpointError on every rank where one of them cannot write.
+    Rank 0's tag, counters and client state are saved.
+
+    Args:
+        directory: Directory of checkpoints.
+        tag: Name of the checkpoint.
+        contents: The states to save.
+        settings: How to save them.
+
+    Raises:
+        CheckpointError: A rank cannot write. It is raised on every rank.
+
+    Note:
+        Collective: every rank must call it.
     """
     return PendingSave(directory, tag, contents, settings).commit()
 
 
 def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Encode the values that are not slices: hyper-parameters, counters, scaler and schedule, the
-    caller's state.
-    """
+    """Encode hyperparameters, trainer state and client state."""
     groups: list[Any] = []
     if contents.optimizer is not None:
         for group in contents.optimizer.param_groups:
@@ -380,12 +399,13 @@ def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str,
 
 
 class DifferentTagsError(CheckpointError, UsageError):
-    """Ranks save one checkpoint under different tags."""
+    """Ranks pass different tags for one checkpoint."""
 
 
 def _agreed_tag(tags: list[str], validation: str) -> str:
-    """Return rank 0's tag.  CheckpointError where it is none to save, or (validation) ranks name
-    different ones.
+    """Return rank 0's tag.
+
+    CheckpointError if it is invalid, or if ranks differ and `validation` is "Fail".
     """
     different = next((rank for rank, each in enumerate(tags) if each != tags[0]), None)
     if different is not None and validation != "Ignore":
@@ -399,11 +419,10 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
 
 
 def _held(contents: Contents) -> dict[str, Any]:
-    """Return the names of this rank's parameters where there are several stages, and digests of its
-    persistent buffers.
+    """Return this rank's parameter names and digests of its buffers.
 
-    A buffer that equals the first rank's is written once: running statistics differ between ranks,
-    masks do not.
+    The names are only needed with several stages. A buffer with equal values on several ranks is
+    written once. Running statistics differ between ranks, masks do not.
     """
     runtime = contents.runtime
     buffers = {name: _digest(buffer) for name, buffer in persistent_buffers(runtime.model).items()}
@@ -414,7 +433,7 @@ def _held(contents: Contents) -> dict[str, Any]:
 
 
 def _first_digests(by_rank: list[dict[str, str]]) -> dict[str, tuple[int, str]]:
-    """Return of each buffer the first rank that has it, and its digest there."""
+    """Map each buffer to the first rank that has it and its digest there."""
     found: dict[str, tuple[int, str]] = {}
     for rank, digests in enumerate(by_rank):
         for name, digest in digests.items():
@@ -432,7 +451,7 @@ def _digest(buffer: Tensor) -> str:
 
 
 def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
-    """Make the manifest as far as it is known before anything is written."""
+    """Create the manifest with everything that is known before writing."""
     runtime = contents.runtime
     optimizer = contents.optimizer
     plan = {}
@@ -486,9 +505,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
 
 
 def _chosen_codes(compression: Compression) -> dict[str, Any]:
-    """Return the entry of the manifest that says which codes measurement chose; none where they are
-    stated.
-    """
+    """Return the manifest entry for codecs that were chosen by measurement, if any."""
     chosen = {"weights": compression.weights, "gradients": compression.gradients}
     codes = {
         state: [codec.bits, codec.block] if codec is not None else None
@@ -502,7 +519,7 @@ def _chosen_codes(compression: Compression) -> dict[str, Any]:
 
 
 def _facts_of(manifest: Manifest) -> dict[str, Any]:
-    """Return what a manifest says of the parameters and buffers of one stage."""
+    """Return the manifest fields that describe one stage."""
     found = {
         name: getattr(manifest, name)
         for name in ("plan", "parameters", "buffers", "excluded", "lifted")
@@ -511,8 +528,9 @@ def _facts_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def _join_stages(manifest: Manifest, stages: list[dict[str, Any]]) -> None:
-    """Let the manifest of the first stage say what all stages have, in their order; a tied
-    parameter is the first's.
+    """Add the facts of the other stages to the first stage's manifest.
+
+    A tied parameter belongs to the first stage that has it.
     """
     for facts in stages[1:]:
         for mine, other in zip(

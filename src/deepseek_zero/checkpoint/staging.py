@@ -1,10 +1,10 @@
-"""What is made under a hidden name, and takes its place at once when it is on the disk.
+"""Write output to a hidden folder, and publish it with a rename.
 
     .<name>.saving/            the hidden folder
-    .<name>.saving/.writing    locked by the job that writes there, for as long as it does
+    .<name>.saving/.writing    locked by the writing job until it is done
 
-The kernel lets go of the lock when that process ends, on whichever host, so that what a dead job
-has left is nobody's.
+The kernel releases the lock when that process ends, on any host. A folder without a lock holder was
+left by a dead job and can be removed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ STAGING_LOCK = ".writing"
 
 
 def staging_path(final: Path) -> Path:
-    """Return the hidden path under which `final` is made."""
+    """Return the hidden path at which `final` is prepared."""
     return final.with_name(f".{final.name}.saving")
 
 
 class StagedOutput:
-    """A hidden folder that takes its final name when it is complete.  One process opens and
-    publishes it; others may write into `path` meanwhile.
+    """A hidden folder that is renamed to its final name when it is complete.
+
+    One process opens and publishes it. Other processes may write into `path` in between.
     """
 
     def __init__(self, final: Path) -> None:
@@ -39,27 +40,31 @@ class StagedOutput:
         self._lock = -1
 
     def open(self) -> None:
-        """Make the folder and lock it.  CheckpointError where another job writes there."""
+        """Create the folder and lock it.
+
+        Raises:
+            CheckpointError: Another job writes there, or the folder cannot be created.
+        """
         with files.describing_errors(f"saving to '{self.final}'"):
             files.make_folders(self.final.parent)
             if self.path.is_dir():
                 self._refuse_if_written()
-                files.remove_folder(self.path)  # of a save that never finished
+                files.remove_folder(self.path)  # left by an unfinished save
             elif self.path.exists():
-                files.remove(self.path)  # an older version made files so
+                files.remove(self.path)  # older versions created a file
             files.make_folder(self.path)
             self._lock = files.create(self.path / STAGING_LOCK)
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def finish(self) -> None:
-        """Have the names in the folder on the disk, once everything is written."""
+        """Remove the lock file and sync the folder, after everything has been written."""
         with suppress(FileNotFoundError):
             files.remove(self.path / STAGING_LOCK)
         files.sync_folder(self.path)
 
     def discard(self) -> None:
-        """Remove the folder; nothing where this process did not open it."""
+        """Remove the folder if this process opened it and has not published it."""
         if self._lock >= 0:
             with suppress(OSError):
                 files.remove_folder(self.path)
@@ -71,16 +76,21 @@ class StagedOutput:
             os.close(self._lock)
             self._lock = -1
 
-    # -- files for others, which are put in place among what is not ours
+    # -- exports, published into folders that may contain other files
 
     def publish_folder(self, ours: Sequence[str] = (), last: str = "") -> None:
-        """Give the folder its name; into a folder that exists its files move one by one, the one
-        named `last` last.
+        """Publish the folder under its final name.
 
-        A folder that exists may hold files that are not ours (a tokenizer), so it is not replaced.
-        A file in it that matches one of the patterns `ours`, and is not written again, was left by
-        an earlier export and is removed, or a reader would take it.  CheckpointError where the disk
-        refuses.
+        An existing folder may contain other files (a tokenizer, for example), so it is not
+        replaced. The new files are moved into it one by one. Files of an earlier export that are
+        not overwritten are removed, because a reader would use them.
+
+        Args:
+            ours: Glob patterns of files that an earlier export may have written.
+            last: Name of the file that is moved last.
+
+        Raises:
+            CheckpointError: The disk returned an error.
         """
         made = self._sync_files()
         with files.describing_errors(f"completing '{self.final}'"):
@@ -99,7 +109,7 @@ class StagedOutput:
         self.unlock()
 
     def publish_file(self) -> None:
-        """Move the only file of the folder, which has its final name already, to its place."""
+        """Move the only file of the folder, which has its final name, to its place."""
         self._sync_files()
         with files.describing_errors(f"completing '{self.final}'"):
             files.rename(self.path / self.final.name, self.final)
@@ -108,9 +118,7 @@ class StagedOutput:
         self.unlock()
 
     def _sync_files(self) -> list[str]:
-        """Make the files their owner's alone and have them on the disk, whoever wrote them; returns
-        their names.
-        """
+        """Make the files private to their owner, sync them, and return their names."""
         made = sorted(path.name for path in self.path.iterdir() if path.name != STAGING_LOCK)
         with files.describing_errors(f"completing '{self.final}'"):
             for name in made:
@@ -120,7 +128,6 @@ class StagedOutput:
         return made
 
     def _refuse_if_written(self) -> None:
-        """Raise CheckpointError if another job holds the folder's lock."""
         with suppress(FileNotFoundError), open(self.path / STAGING_LOCK, "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,18 +143,18 @@ class StagedOutput:
 
 @contextmanager
 def staged_output(out: Path) -> Iterator[StagedOutput]:
-    """Open a `StagedOutput` for `out`, and remove it again where the block does not publish it."""
+    """Open a `StagedOutput` for `out`, and remove it if the block does not publish it."""
     output = StagedOutput(out)
     output.open()
     try:
         yield output
     finally:
-        output.discard()  # nothing, once it is in place
+        output.discard()  # does nothing after publishing
 
 
 @contextmanager
 def in_turn(out: Path) -> Iterator[None]:
-    """Let processes of this host that make the same output run the block one behind the other."""
+    """Serialize the processes of this host that write the same output."""
     refuse_url(f"'{out}'", out)
     files.make_folders(out.parent)
     descriptor = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,8 +1,6 @@
-"""Lists the states of an engine that this rank saves, as chunks of flat tensors, each with a
-function that reads it.
+"""List the engine states that this rank saves, each with a function that reads it.
 
-Walks units, masters, buffers and optimizer shards.  Writes no file, and copies nothing before it is
-read.
+The module writes no file, and copies nothing before it is read.
 """
 
 from __future__ import annotations
@@ -35,16 +33,15 @@ from .safetensors_file import dtype_name
 
 
 def exact_dtype(group: ParamGroup) -> torch.dtype:
-    """Return the dtype of the most precise form of a group's weights: the master's, where there is
-    one.
+    """Return the dtype of the most precise form of a group's weights.
+
+    It is the main weight's dtype if there is one.
     """
     return group.master.dtype if group.master is not None else group.weight.spec.dtype
 
 
 def exact_storages(group: ParamGroup) -> list[Storage]:
-    """Return the storages, outside the training device, of the most precise form of a group's
-    weights: the main weight's, if there is one.
-    """
+    """Return the storages outside the device that contain the most precise weights."""
     if group.master is not None:
         return group.master.offloaded()
     return [] if group.weight.storage.on_device else [group.weight.storage]
@@ -52,10 +49,14 @@ def exact_storages(group: ParamGroup) -> list[Storage]:
 
 @dataclass(eq=False)
 class WriteItem:
-    """One chunk that this rank writes, and how its elements are read.
+    """A chunk that this rank writes.
 
-    read(low, high): returns elements [low, high) of the chunk, flat, valid until the next call.
-    group: the one whose step changes them; None where no step does.
+    Attributes:
+        chunk: Describes the elements.
+        dtype: Their dtype.
+        shape: Their shape in the file.
+        read: Returns the flat elements [low, high) of the chunk, valid until the next call.
+        group: The parameter group whose update changes them; None if no update does.
     """
 
     chunk: SavedChunk
@@ -71,7 +72,7 @@ class WriteItem:
 
 @dataclass
 class WriteGroup:
-    """Items that are written together, and the ranges of states that must be fetched meanwhile."""
+    """Items that are written together, and the state ranges to prefetch for them."""
 
     items: list[WriteItem]
     ranges: list[StorageRange] = field(default_factory=list)
@@ -80,19 +81,22 @@ class WriteGroup:
 def write_groups(
     contents: Contents, *, skip_frozen: bool, elsewhere: Collection[str] = ()
 ) -> Iterator[WriteGroup]:
-    """Yield this rank's items of weights and optimizer states, group by group in the order of their
-    update.
+    """Yield this rank's items of weights and optimizer states in update order.
 
-    Over all ranks, each element of the model is in one item: of ranks that hold the same slice, or
-    the same part of a parameter along "tp", the first one has it.  elsewhere: names of parameters
-    that an earlier stage writes.
+    Each element of the model is in exactly one item over all ranks. If several ranks have the same
+    slice or the same part along "tp", the first one writes it.
+
+    Args:
+        contents: The states to save.
+        skip_frozen: Omit parameters that are not trained.
+        elsewhere: Names of parameters that an earlier stage writes.
     """
     runtime = contents.runtime
     optimizer = contents.optimizer
     chunks = Chunks(ModelPiece.of(runtime), runtime.comm.whole.rank, frozenset(elsewhere))
     yield from (_own_items(group, chunks) for group in runtime.trained_groups)
     if runtime.comm_ctx.outer is not None and runtime.comm_ctx.outer.comm.rank > 0:
-        return  # the first replica has written the same
+        return  # the first replica writes the same
     shards_by_group: dict[int, list[MasterShard]] = {}
     for shard in optimizer.shards() if optimizer is not None else ():
         shards_by_group.setdefault(id(shard.group), []).append(shard)
@@ -109,11 +113,12 @@ def write_groups(
 
 @dataclass(frozen=True)
 class Chunks:
-    """Names what this rank writes: elements in their order here, with names, and parts, of the
-    whole model.
+    """Create the chunks of this rank, with names and parts of the whole model.
 
-    rank: of the world, whose file it is.  elsewhere: names of parameters that an earlier stage
-    writes.
+    Attributes:
+        piece: Relates local parameters to the whole model.
+        rank: Global rank whose file has the chunks.
+        elsewhere: Names of parameters that an earlier stage writes.
     """
 
     piece: ModelPiece
@@ -121,19 +126,33 @@ class Chunks:
     elsewhere: frozenset[str]
 
     def of(self, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> SavedChunk:
-        """Return the chunk of elements [start, stop) of what this rank holds of a parameter."""
+        """Return the chunk for elements [start, stop) of a local parameter.
+
+        Args:
+            kind: Kind of state.
+            member: The local parameter.
+            key: The optimizer's name of the state.
+            start: First element.
+            stop: End of the range.
+        """
         _, name, _, low, high, part = self.piece.range_of(kind, member, key, start, stop)
         return SavedChunk(kind, name, key, low, high, self.rank, part=part)
 
     def are_written(self, group: ParamGroup, member: ParamInfo) -> bool:
-        """Return whether a parameter's states are this piece's to write: other ranks along "tp" may
-        hold the same, and an earlier stage a parameter that is tied to one here.
+        """Return whether this rank's piece writes the states of a parameter.
+
+        It does not if another rank along "tp" has the same states, or if an earlier stage has a
+        parameter that is tied to it.
+
+        Args:
+            group: The parameter group.
+            member: The parameter.
         """
         return group.planned.is_counted and self.piece.name(member) not in self.elsewhere
 
 
 def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
-    """List this rank's part of a group's parameters, also where every rank holds them whole."""
+    """List this rank's slice of a group's weights, even if every rank has all of them."""
     write_group = WriteGroup([])
     rank = group.comm_ctx.comm.rank
     master = group.master
@@ -173,7 +192,7 @@ def _read_from(read: Callable[[int, int], Tensor], place: int, low: int, high: i
 
 
 def _kept_gradient_items(group: ParamGroup, kept: GradSum, chunks: Chunks) -> WriteGroup:
-    """List this rank's part of a gradient that an update still needs."""
+    """List this rank's slice of a gradient that a later update needs."""
     rank = group.comm_ctx.comm.rank
     write_group = WriteGroup([])
     buffer = kept.buffer
@@ -197,7 +216,7 @@ def _kept_gradient_items(group: ParamGroup, kept: GradSum, chunks: Chunks) -> Wr
 
 
 def _own_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
-    """List the states of a group that are this rank's own."""
+    """List the group states that belong to this rank only, such as error feedback."""
     write_group = WriteGroup([])
     (name, lies) = place_of(group, chunks.piece)
     for state, memory in group.gradient.reduction.own_states().items():
@@ -212,8 +231,14 @@ def _elements_of(memory: Tensor, low: int, high: int) -> Tensor:
 
 
 def place_of(group: ParamGroup, piece: ModelPiece) -> tuple[str, str]:
-    """Return the name under which a rank's own states of a group are saved, and a word that says
-    how it lies.
+    """Return the name and layout checksum under which a rank's own states are saved.
+
+    Args:
+        group: The parameter group.
+        piece: Relates its parameters to the whole model.
+
+    Returns:
+        The name of the group's first parameter, and a checksum of the group's layout.
     """
     planned = group.planned
     lies = f"{planned.layout} {planned.near} {planned.predivide} {feedback_of(planned.plan)}"
@@ -221,18 +246,23 @@ def place_of(group: ParamGroup, piece: ModelPiece) -> tuple[str, str]:
 
 
 class MomentCache:
-    """Keeps the moment that was read last: parameters that share a shard ask for it one after
-    another.
+    """Cache of the moment that was read last.
+
+    Parameters of one shard request the same moment one after another.
     """
 
     def __init__(self) -> None:
         self._last: tuple[tuple[int, str], Tensor] | None = (
-            None  # one attribute: two threads may ask
+            None  # a single attribute, because two threads may call `of`
         )
 
     def of(self, optimizer: ShardedOptimizer, shard: MasterShard, key: str) -> Tensor:
-        """Return a moment of a shard, flat; reads it unless it is the one that was asked for
-        last.
+        """Return a moment of a shard, flat, reading it if it is not the cached one.
+
+        Args:
+            optimizer: The optimizer.
+            shard: The shard.
+            key: The optimizer's name of the moment.
         """
         last = self._last
         if last is None or last[0] != (id(shard), key):
@@ -243,7 +273,7 @@ class MomentCache:
 def _moment_items(
     optimizer: ShardedOptimizer, shard: MasterShard, chunks: Chunks, cache: MomentCache
 ) -> WriteGroup:
-    """List this rank's part of every optimizer state of a shard that has elements."""
+    """List this rank's slice of every optimizer state of a shard that has elements."""
     ranges = [replace(each, changes=False) for each in optimizer.moments.storage_ranges(shard)]
     write_group = WriteGroup([], ranges)
     group = shard.group
@@ -269,8 +299,11 @@ def _moment_items(
 
 
 def is_scalar_state(value: Tensor, param: Tensor) -> bool:
-    """Return whether a state counts something (`step`) instead of following the parameter's
-    elements.
+    """Return whether an optimizer state is a counter such as `step`.
+
+    Args:
+        value: The state.
+        param: Its parameter.
     """
     return value.dim() == 0 and param.dim() > 0
 
@@ -283,8 +316,9 @@ def _owned_moment_items(
     chunks: Chunks,
     cache: MomentCache,
 ) -> Iterator[WriteItem]:
-    """Yield the part of a moment that this rank would own if it were sharded: at stage 0 each rank
-    holds all of it.
+    """Yield the slice of a moment that this rank would own if it were sharded.
+
+    At stage 0 every rank has the whole moment.
     """
     shard = overlap.shard
     rank = overlap.shard.rank
@@ -304,10 +338,9 @@ def _owned_moment_items(
 def _whole_state_items(
     overlap: ParamOverlap, key: str, value: Tensor, chunks: Chunks
 ) -> Iterator[WriteItem]:
-    """Yield an optimizer state with a shape of its own, on the rank that owns the parameter's first
-    element.
+    """Yield a state with its own shape on the rank that owns the first element.
 
-    CheckpointError where the shard holds part of the parameter.
+    CheckpointError if the shard has only part of the parameter.
     """
     if overlap.stop - overlap.start != overlap.slot.numel:
         raise CheckpointError(
@@ -331,10 +364,13 @@ def _whole_state_items(
 
 
 def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
-    """Collect optimizer states without elements, by parameter: {name: {"step": {"value": 3.0,
-    "dtype": "float32"}}}.
+    """Collect the optimizer states without elements by parameter name.
 
-    CheckpointError for one that is neither a number nor a tensor.
+    Returns:
+        A mapping such as ``{name: {"step": {"value": 3.0, "dtype": "float32"}}}``.
+
+    Raises:
+        CheckpointError: A state is neither a plain value nor a tensor.
     """
     names = ModelPiece.of(optimizer.runtime).names
     found = dict[str, dict[str, Any]]()
@@ -364,14 +400,22 @@ def _scalar(key: str, value: Any, name: str) -> dict[str, Any]:
 
 
 def package_of(optimizer: Optimizer) -> str:
-    """Return the name of the package that an optimizer's class is of: other packages have an AdamW,
-    too.
+    """Return the name of the package that defines an optimizer's class.
+
+    It distinguishes optimizers of the same name, such as AdamW, in different packages.
     """
     return type(optimizer).__module__.partition(".")[0]
 
 
 def value_item(kind: str, name: str, value: Tensor, rank: int) -> WriteItem:
-    """Return the item of a tensor that no step changes, whole and in its own shape."""
+    """Return the item of a tensor that no step changes.
+
+    Args:
+        kind: Kind of state.
+        name: Name in the checkpoint.
+        value: The tensor, saved whole and in its own shape.
+        rank: Global rank whose file has it.
+    """
     flat = value.reshape(-1)
     chunk = SavedChunk(kind, name, "", 0, value.numel(), rank)
     return WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])

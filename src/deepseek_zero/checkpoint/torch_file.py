@@ -1,9 +1,7 @@
-"""Files of torch.save, read without running anything in them: their records, and the tensors mapped
-into memory.
+"""Read files written by torch.save without executing code from them.
 
-Such a file is a zip archive without compression, so each record has a place in the file and a
-CRC-32, and a tensor can
-be mapped: a rank reads from the disk only what it copies.
+Such a file is an uncompressed zip archive: every record has a position and a CRC-32. Tensors are
+memory-mapped, so a rank reads only the bytes that it copies.
 """
 
 from __future__ import annotations
@@ -27,14 +25,17 @@ from .safetensors_file import dtype_name
 
 
 def torch_records(path: Path) -> list[FileRecord]:
-    """Return the records of a file of torch.save, in the order of its directory.
+    """Return the records of a file written by torch.save, in directory order.
 
-    [] for the form that torch wrote before 1.6, which has no checksums.  CheckpointError where the
-    file is missing or damaged.
+    Returns:
+        The records; empty for the format before torch 1.6, which has no checksums.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
     """
     try:
         with open(path, "rb") as file:
-            if file.read(2) == b"\x80\x02":  # the older form: a pickle from its first byte on
+            if file.read(2) == b"\x80\x02":  # the format before torch 1.6, a bare pickle
                 return []
             with zipfile.ZipFile(file) as archive:
                 return [_record(file, info) for info in archive.infolist()]
@@ -75,12 +76,17 @@ def _record(file: BinaryIO, info: zipfile.ZipInfo) -> FileRecord:
 def load_mapped(
     path: Path, stand_ins: Mapping[Any, str] | None = None, of_others: str = ""
 ) -> dict[str, Any]:
-    """Load the object in a file of torch.save with its tensors mapped; weights_only=True, so that
-    nothing in it is run.
+    """Load a file written by torch.save with memory-mapped tensors.
 
-    stand_ins: classes of our own -> the names of the classes that they replace.  of_others: what
-    they are called in the error that another class causes, a CheckpointError like every other
-    failure.
+    It calls `torch.load` with weights_only=True, so no code of the file is executed.
+
+    Args:
+        path: The file.
+        stand_ins: Maps a replacement class to the name of the class that it replaces in the file.
+        of_others: Describes the replaced classes in the error message about another class.
+
+    Raises:
+        CheckpointError: The file cannot be loaded.
     """
     try:
         with torch.serialization.safe_globals(list((stand_ins or {}).items())):
@@ -94,7 +100,7 @@ def load_mapped(
             "Every rank writes files of its own.",
             "copy the whole folder, or load another tag.",
         ) from None
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:  # a damaged pickle can raise any exception
         refused = re.search(r"GLOBAL (\S+)", str(error))
         what = f"holds a {refused[1]}" if refused else f"cannot be read: {brief(error)}"
         raise CheckpointError(
@@ -106,7 +112,12 @@ def load_mapped(
 
 @dataclass(frozen=True)
 class StorageSegment:
-    """The elements of a state from `start` on, flat, where they lie in a mapped file."""
+    """Flat elements of a state in a mapped file.
+
+    Attributes:
+        start: Position of the first element within the state.
+        values: The mapped elements.
+    """
 
     start: int
     values: Tensor
@@ -114,7 +125,10 @@ class StorageSegment:
 
 @dataclass
 class MappedCheckpoint:
-    """States that lie in mapped files, described in the words of our manifest; a `StateReader`."""
+    """States in mapped files, with a `Manifest` that describes them.
+
+    It implements `StateReader`.
+    """
 
     folder: Path
     manifest: Manifest
@@ -123,7 +137,15 @@ class MappedCheckpoint:
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
     def add(self, kind: str, name: str, key: str, start: int, values: Tensor) -> None:
-        """Add the elements from `start` on of a state; any shape, read flat."""
+        """Add elements of a state.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            start: Position of the first element within the state.
+            values: The elements, in any shape; they are flattened.
+        """
         flat = values.detach().reshape(-1)
         if flat.numel():
             self.segments.setdefault((kind, name), {}).setdefault(key, []).append(
@@ -131,8 +153,13 @@ class MappedCheckpoint:
             )
 
     def add_weights(self, state: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
-        """Add the tensors of a state dict as weights; those that share their memory are one, with
-        several names.
+        """Add the tensors of a state dict as weights.
+
+        Tensors that share memory are stored once, and the further names are recorded as tied.
+
+        Args:
+            state: The state dict; values that are not tensors are skipped.
+            leave_out: Names to skip.
         """
         places: dict[Any, str] = {}
         for name, value in state.items():
@@ -149,6 +176,13 @@ class MappedCheckpoint:
             self.add(WEIGHT, name, "", 0, value)
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
+        """Return whether a state has any elements.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter or buffer.
+            key: The optimizer's name of the state.
+        """
         return (
             name in self.buffers[0]
             if kind == BUFFER
@@ -156,13 +190,32 @@ class MappedCheckpoint:
         )
 
     def keys(self, kind: str, name: str) -> list[str]:
+        """Return the optimizer's names of the states of one parameter.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+        """
         return list(self.segments.get((kind, name), ()))
 
     def read(
         self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop), in order;
-        CheckpointError if some are missing.
+        """Yield the elements [start, stop) of a state, in order.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            start: First element.
+            stop: End of the range.
+            part: The part in whose order elements are counted; None means the whole parameter.
+
+        Yields:
+            Pairs of position and flat values.
+
+        Raises:
+            CheckpointError: Some elements are missing.
         """
         if part is not None:
             yield from read_part(part, start, stop, partial(self.read, kind, name, key))
@@ -180,24 +233,46 @@ class MappedCheckpoint:
             )
 
     def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
-        """Raise CheckpointError: no such layout has optimizer states with a shape of their own."""
+        """Raise an error: these layouts store no states with a shape of their own.
+
+        Args:
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            part: Unused.
+
+        Raises:
+            CheckpointError: Always.
+        """
         raise CheckpointError(
             f"'{name}' has no state '{key}' with a shape of its own in {self.folder}."
         )
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """Return a rank's buffer, flat; rank 0's where that rank wrote none."""
+        """Return the buffer that a rank saved, as a flat tensor.
+
+        Args:
+            name: Name of the buffer.
+            rank: The rank that saved it. If that rank saved no buffers, rank 0's is returned.
+        """
         return self.buffers[rank if rank < len(self.buffers) else 0][name].reshape(-1)
 
 
 def parameter_facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) -> dict[str, Any]:
-    """Return what a manifest says of a parameter."""
+    """Return the manifest entry of a parameter.
+
+    Args:
+        shape: Shape of the whole parameter.
+        dtype: Its dtype in the checkpoint.
+        trained: Whether it is trained.
+    """
     return {"shape": list(shape), "dtype": dtype_name(dtype), "trained": trained}
 
 
 def read_state_dict(path: Path) -> MappedCheckpoint:
-    """Map the tensors of a file of torch.save that holds a state dict.  CheckpointError where it
-    holds none.
+    """Map the tensors of a file in which torch.save stored a state dict.
+
+    Raises:
+        CheckpointError: The file contains no state dict.
     """
     state = load_mapped(path)
     if not isinstance(state, Mapping) or not any(

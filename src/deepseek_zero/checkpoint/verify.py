@@ -1,9 +1,8 @@
-"""Checks whether a checkpoint is what was saved: all files there, whole and of one run, every byte
-with its checksum.
+"""Verify that a checkpoint is complete and unchanged since it was saved.
 
-`check_headers` reads the manifest and the headers of the files; `verify` reads everything, a few
-MiB at a time.  Both return what is wrong and raise nothing, for every layout that the library
-writes (layouts.py).
+`check_headers` reads the manifest and the headers of the files. `verify` also compares every byte
+with its checksum, a few MiB at a time. Both return the faults that they find and work for every
+registered layout.
 """
 
 from __future__ import annotations
@@ -26,8 +25,12 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a checkpoint.  tensor: the parameter or buffer concerned; empty
-    where it is the file.
+    """A fault of a checkpoint.
+
+    Attributes:
+        file: Name of the file.
+        problem: Description of the fault.
+        tensor: The affected parameter or buffer; empty if the fault concerns the file itself.
     """
 
     file: str
@@ -44,23 +47,30 @@ class Fault:
 
 @dataclass(frozen=True)
 class FileSubset:
-    """Every `of`-th file from the `rank`-th on: the ones that one of several readers checks."""
+    """Every `of`-th file, starting at file number `rank`.
+
+    It divides the files of a checkpoint among several readers.
+    """
 
     rank: int = 0
     of: int = 1
 
 
 ALL_FILES = FileSubset()
-NO_FILES = FileSubset(rank=1 << 30, of=1 << 31)  # no file has such a number
+NO_FILES = FileSubset(rank=1 << 30, of=1 << 31)  # matches no file
 
 
 def check_headers(
     folder: Path, subset: FileSubset = ALL_FILES
 ) -> tuple[Manifest | None, list[Fault]]:
-    """Read the manifest and the headers of a subset of the files, and return the manifest and every
-    fault found.
+    """Check the manifest and the headers of a subset of the files.
 
-    The manifest is None where it cannot be read.  Raises nothing.
+    Args:
+        folder: The checkpoint.
+        subset: The files to check.
+
+    Returns:
+        The manifest, or None if it cannot be read, and all faults found.
     """
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
@@ -82,13 +92,14 @@ def verify(
     read_again: bool = False,
     except_kind: str = "",
 ) -> list[Fault]:
-    """Read a subset of a checkpoint's files, every byte, and return every fault found; raises
-    nothing.
+    """Read every byte of a subset of a checkpoint's files and return all faults.
 
-    on_bytes: called with the number of bytes just read.  read_again: the files will be read once
-    more soon, so the page
-    cache may keep them.  except_kind: a kind of chunk whose bytes are not read here, since the
-    caller compares them as it reads.
+    Args:
+        folder: The checkpoint.
+        subset: The files to read.
+        on_bytes: Called with the number of bytes that were just read.
+        read_again: The files will be read again soon, so the page cache may keep them.
+        except_kind: Kind of chunk that is skipped, because the caller verifies it while reading.
     """
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
@@ -118,7 +129,6 @@ def verify(
 
 
 def _manifest_or_fault(folder: Path) -> Manifest | Fault:
-    """Read the manifest of our own layout, or return what is wrong with it."""
     if not (folder / MANIFEST).exists():
         return Fault(MANIFEST, "is missing")
     try:
@@ -128,7 +138,6 @@ def _manifest_or_fault(folder: Path) -> Manifest | Fault:
 
 
 def _check_foreign(path: Path, layout: ForeignLayout) -> tuple[Manifest | None, list[Fault]]:
-    """Read the manifest of files that have none of ours, as their layout describes them."""
     try:
         found = layout.manifest(path)
     except CheckpointError as error:
@@ -137,15 +146,17 @@ def _check_foreign(path: Path, layout: ForeignLayout) -> tuple[Manifest | None, 
 
 
 def checksum_coverage(path: Path) -> str:
-    """Say what a verdict of `verify` rests on where not every chunk has a checksum; empty where
-    each has one.
+    """Explain what `verify` covers if not every chunk of a checkpoint has a checksum.
+
+    Returns:
+        The explanation; empty if every chunk has a checksum.
     """
     layout = layout_of(path)
     return layout.checksum_coverage(path) if isinstance(layout, ForeignLayout) else ""
 
 
 def _check_records(path: Path, layout: ForeignLayout, on_bytes: OnBytes) -> Iterator[Fault]:
-    """Compare every record of a file with its CRC-32; one without is only read."""
+    """Compare every record of a file with its CRC-32, if it has one."""
     try:
         records = sorted(layout.records(path), key=lambda each: each.start)
     except CheckpointError as error:
@@ -220,8 +231,10 @@ def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
 def _check_header(
     path: Path, chunks: Sequence[SavedChunk], manifest: Manifest
 ) -> tuple[SafetensorsHeader | None, list[Fault]]:
-    """Read the header of a file, None where it cannot be used, and return it with what is wrong
-    with it.
+    """Check the header of a file.
+
+    Returns:
+        The header, or None if it cannot be used, and the faults found.
     """
     try:
         header = read_header(path)
@@ -247,7 +260,7 @@ def _check_header(
                     chunk.name,
                 )
             )
-    # A dtype, perhaps, which no chunk's checksum knows
+    # For example a changed dtype, which the checksums of the chunks do not cover
     if saved is not None and header.crc != saved:
         problem = (
             f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
@@ -257,7 +270,7 @@ def _check_header(
 
 
 def _describe(chunk: SavedChunk) -> str:
-    """Return a chunk's state and elements, as the subject of a fault's sentence."""
+    """Return a chunk's state and element range, to be used at the start of a sentence."""
     return f"{chunk.kind} {chunk.key}".rstrip() + f", elements {chunk.start:,} to {chunk.stop:,},"
 
 
@@ -269,7 +282,7 @@ def _check_tensors(
     *,
     read_again: bool,
 ) -> Iterator[Fault]:
-    """Read these tensors of a file from front to back, and compare those that have a checksum."""
+    """Read these tensors in file order, and compare those that have a checksum."""
     known = {chunk.tensor_name: chunk for chunk in chunks}
     entries = sorted(locations.items(), key=lambda item: item[1].start)
     sums: dict[str, int | OSError] = dict.fromkeys(locations, 0)
@@ -293,7 +306,12 @@ def _check_tensors(
 
 
 def compare_checksum(chunk: SavedChunk, found: int) -> Iterator[Fault]:
-    """Yield a fault if a chunk whose bytes have the checksum `found` was saved with another one."""
+    """Yield a fault if a chunk's checksum differs from the saved one.
+
+    Args:
+        chunk: The chunk, with the saved checksum.
+        found: CRC-32 of the bytes that were read.
+    """
     if chunk.crc is not None and found != chunk.crc:
         problem = (
             f"{_describe(chunk)} differs from what was saved (checksum {found:08x}, saved "
@@ -303,7 +321,15 @@ def compare_checksum(chunk: SavedChunk, found: int) -> Iterator[Fault]:
 
 
 def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
-    """Raise a CheckpointError that names the first few faults, if there are any."""
+    """Raise an error that names the first few faults, if there are any.
+
+    Args:
+        folder: The checkpoint.
+        faults: The faults found in it.
+
+    Raises:
+        CheckpointError: There is at least one fault.
+    """
     descriptions = [str(fault) for fault in faults]
     if descriptions:
         raise CheckpointError(
@@ -314,14 +340,12 @@ def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Join the first few of many names."""
+    """Join the first five names; further ones are only counted."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _checksum(part: ReadPart, before: int | OSError) -> int | OSError:
-    """Continue a tensor's CRC-32 with the bytes of this part; the OSError instead where one
-    occurred.
-    """
+    """Continue a tensor's CRC-32 with this part, or return the error of a failed read."""
     if isinstance(before, OSError):
         return before
     try:

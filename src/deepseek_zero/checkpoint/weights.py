@@ -1,7 +1,7 @@
-"""Reads weights from safetensors straight into slices: each rank only the elements it will hold.
+"""Load weights from safetensors files directly into slices.
 
-The file may be one of Hugging Face's folders or a single file; weights go into masters too, cast
-where dtypes differ. Every rank refuses what it must refuse before any rank changes anything.
+Each rank reads only the elements that it holds. Main weights are written too, cast to their dtype.
+All ranks complete their checks before any rank changes its model.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
 def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
-    """Verify this rank's part of the files if an export of ours wrote them; other programs write no
-    checksums.
+    """Verify this rank's share of the files if this library exported them.
+
+    Files of other programs have no checksums.
     """
     with ExitStack() as stack:
         is_ours = RUN_KEY in SafetensorsFolder(path, stack).metadata
@@ -45,12 +46,22 @@ def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
 
 
 def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> None:
-    """Write the weights of a safetensors folder or file into a wrapped model's slices, masters and
-    persistent buffers. Collective.
+    """Load the weights of safetensors files into a wrapped model.
 
-    Each rank reads only the elements it holds.  Moments and counters stay as they are.
-    CheckpointError on every rank, and an unchanged model, where the files are damaged, or names
-    (strict) or shapes differ on one.
+    Slices, main weights and persistent buffers are replaced. Optimizer moments and counters are
+    kept.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+        path: A safetensors file, or a folder in the layout of Hugging Face.
+        strict: Require the same names in the model and the files.
+
+    Raises:
+        CheckpointError: The files are damaged, or names (if `strict`) or shapes differ. It is
+            raised on every rank, and the model is unchanged.
+
+    Note:
+        Collective: every rank must call it.
     """
     with ExitStack() as stack, torch.no_grad():
         opened: list[tuple[SafetensorsFolder, dict[str, str]]] = []
@@ -84,22 +95,30 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
 
 
 def _optimizer_of(runtime: Runtime) -> ShardedOptimizer | None:
-    """Return the optimizer of these weights, if any: what it deferred or delayed belongs to the old
-    ones.
+    """Return the optimizer of these weights, if any.
+
+    Its deferred and delayed updates belong to the old weights.
     """
     found = (optimizer_of(group.members[0].param) for group in runtime.trained_groups)
     return next((optimizer for optimizer in found if optimizer is not None), None)
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
-    """Give a model the weights of a safetensors folder or file.  Collective where ranks share the
-    model.
+    """Load the weights of safetensors files into a model.
 
-    A wrapped model takes them into slices and masters.  One that will be wrapped may be on the meta
-    device or built
-    under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.  strict:
-    CheckpointError where the model and the files do not have the same names; shapes must be equal
-    in any case.
+    The model may be wrapped, or it may be on the meta device or built under zero.Init. In the
+    latter cases, each rank reads only its slices and `initialize` uses them.
+
+    Args:
+        model: The model.
+        path: A safetensors file, or a folder in the layout of Hugging Face.
+        strict: Require the same names in the model and the files. Shapes must always match.
+
+    Raises:
+        CheckpointError: The files do not fit the model or are damaged.
+
+    Note:
+        Collective if the model is shared by several ranks.
     """
     runtime = next(
         (each for each in map(_runtime_of, model.parameters()) if each is not None), None
@@ -142,8 +161,9 @@ def _runtime_of(param: nn.Parameter) -> Runtime | None:
 
 
 def tied_names(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Map each tensor's first name in the model to all of its names.  names: maps each to the first
-    one.
+    """Map the first name of each tensor to all of its names.
+
+    `names` maps each name to the first name of the same tensor.
     """
     found: dict[str, list[str]] = {}
     for name, first in names.items():
@@ -159,11 +179,17 @@ def match_names(
     *,
     strict: bool,
 ) -> dict[str, str]:
-    """Map the names of what is held here to names in the files.  CheckpointError, which says what
-    differs, where names (strict) or shapes do.
+    """Map the names of local tensors to names in the files.
 
-    shapes: of the tensors that are held here, whole, by their first names.  tied: all names of the
-    whole model's.
+    Args:
+        files: The open files.
+        shapes: Whole shapes of the local tensors, by first name.
+        tied: All names of each tensor of the whole model, by first name.
+        path: The path in error messages.
+        strict: Require the same names in the model and the files.
+
+    Raises:
+        CheckpointError: Names (if `strict`) or shapes differ.
     """
     found = {
         name: next((each for each in tied.get(name, [name]) if each in files.shapes), "")
@@ -194,7 +220,7 @@ def match_names(
 
 
 def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> str:
-    """Write this rank's elements of weights, and buffers whole.  Local."""
+    """Write this rank's weights and all buffers."""
     piece = ModelPiece.of(runtime)
     with LongWork(
         "reading weights", sum(group.layout.numel for group in runtime.groups), "parameters"
@@ -224,10 +250,9 @@ def _read_exact(
     start: int,
     stop: int,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield a member's elements in the master's dtype; without a master in fp32, from which weights
-    are cast.
+    """Yield a parameter's elements in the main weight's dtype, or in fp32 without one.
 
-    name: of its parameter in the files.
+    `name` is the parameter's name in the files.
     """
     at = piece.start(member)
     for low, values in files.read(name, at + start, at + stop, piece.part(member)):

@@ -1,7 +1,6 @@
-"""Writes a file from front to back, a few blocks behind the producer, past the page cache.
+"""Write a file sequentially, past the page cache, in a few blocks at a time.
 
-It knows no format: what is appended is bytes.  Its memory is that of the blocks, whatever the
-length of the file.
+The module knows no file format. Its memory is that of the blocks, regardless of the file's length.
 """
 
 from __future__ import annotations
@@ -20,17 +19,23 @@ from ..base.memory import PAGE, private_pages
 from . import files
 
 BLOCK_BYTES = 8 << 20
-BLOCKS = 4  # staging of one file under way: 32 MiB, whatever its size
-THREADS = 2  # writes at once
+BLOCKS = 4  # 32 MiB per open file
+THREADS = 2  # concurrent writes
 
 
 class StreamingWriter:
-    """Writes one new file of known length from front to back.  Errors are CheckpointErrors that
-    name it.
+    """Write a new file of known length from start to end.
+
+    Errors are raised as `CheckpointError` with the file's path.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        """nbytes: the length that the file will have."""
+        """Create the file.
+
+        Args:
+            path: The file, which must not exist.
+            nbytes: Its final length in bytes.
+        """
         self.path = path
         self.nbytes = nbytes
         with self._describing_errors():
@@ -41,8 +46,14 @@ class StreamingWriter:
         self._filled = self._offset = 0
 
     def append(self, values: Tensor, crc: int = 0) -> int:
-        """Append a tensor's bytes; returns their CRC-32, continued from `crc`.  Waits where no
-        block is free.
+        """Append a tensor's bytes, waiting if no block is free.
+
+        Args:
+            values: The tensor, of any shape and device.
+            crc: CRC-32 of the preceding bytes.
+
+        Returns:
+            The CRC-32 continued with the new bytes.
         """
         data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         done = 0
@@ -58,7 +69,7 @@ class StreamingWriter:
         return crc
 
     def finish(self) -> None:
-        """Write what is left, and have the file on the disk."""
+        """Write the remaining bytes and sync the file."""
         try:
             if self._filled:
                 self._submit(-(-self._filled // PAGE) * PAGE)
@@ -71,20 +82,20 @@ class StreamingWriter:
             self.close()
 
     def close(self) -> None:
-        """Close the file as it is."""
+        """Close the file without completing it."""
         self._pool.shutdown(wait=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _current_block(self) -> Tensor:
-        """Return the block that is being filled; waits for a write where none is free."""
+        """Return the block to fill, waiting for a write if none is free."""
         while not self._free:
             self._reclaim()
         return self._free[0]
 
     def _submit(self, nbytes: int) -> None:
-        """Have a thread write the first `nbytes` of the block that was filled."""
+        """Write the first `nbytes` of the filled block in a thread."""
         block = self._current_block()
         self._free.popleft()
         data = block.numpy().data[:nbytes]
@@ -95,7 +106,7 @@ class StreamingWriter:
         self._filled = 0
 
     def _reclaim(self) -> None:
-        """Wait for the oldest write and take its block back; raises its error."""
+        """Wait for the oldest write, raise its error, or reclaim its block."""
         job, block = self._in_flight.popleft()
         with self._describing_errors():
             job.result()
@@ -106,12 +117,12 @@ class StreamingWriter:
 
 
 def _create_direct(path: Path) -> int:
-    """Create a file to write past the page cache, or through it where the file system cannot."""
+    """Create a file with O_DIRECT, or without it if the file system refuses."""
     with suppress(OSError, AttributeError):
         descriptor = files.create(path, os.O_DIRECT)
         page = private_pages(PAGE, torch.uint8)
         try:
-            # Some take the flag and refuse what follows
+            # Some file systems accept the flag and fail on the first write
             files.write(descriptor, page.numpy().data, 0)
             return descriptor
         except OSError:

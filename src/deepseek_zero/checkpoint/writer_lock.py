@@ -1,11 +1,10 @@
-"""One job saves into a directory: the lock that says which.
+"""Lock a directory of checkpoints for one job.
 
-Two jobs in one directory would overwrite each other's `latest` and prune each other's checkpoints,
-so the second one is refused.  The lock on `.writer` belongs to a process (fcntl's, not flock's):
-workers that it forks do not inherit it, a network file system knows it too, and the kernel releases
-it when the process ends, so that a dead job is no obstacle. Engines of one process share it.  Where
-the file system knows no locks, the file's text and its time of change decide, and the second job is
-only warned.
+Two jobs in one directory would overwrite each other's `latest` and remove each other's checkpoints,
+so the second job gets an error. The lock on `.writer` is a POSIX lock (fcntl, not flock). Forked
+workers do not inherit it, and network file systems support it. The kernel releases it when the
+process ends. Engines of one process share the lock. If the file system does not support locks, the
+content and modification time of `.writer` are used, and the second job only gets a warning.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from ..base.log import log_once
 from . import files
 
 WRITER = ".writer"
-STALE_WRITER_SECONDS = 3600.0  # without a save; only where the file system knows no locks
+STALE_WRITER_SECONDS = 3600.0  # seconds without a save; only used without locks
 
 
 @dataclass
 class _HeldLock:
-    """A lock on one directory that this process holds.  count: of the engines that save there."""
+    """A lock of this process on one directory; `count` engines use it."""
 
     descriptor: int
     path: Path
@@ -43,14 +42,16 @@ _held_locks: dict[str, _HeldLock] = {}
 
 
 class WriterLock:
-    """The lock of one engine on the directory that it saved into last.  Only rank 0 has it."""
+    """One engine's lock on the directory that it last saved to; used by rank 0 only."""
 
     def __init__(self) -> None:
         self._key = ""
 
     def acquire(self, directory: Path) -> None:
-        """Lock a directory and release the one before.  CheckpointError where another job writes
-        there.
+        """Lock a directory, and release the previous one.
+
+        Raises:
+            CheckpointError: Another job writes to the directory.
         """
         key = os.path.realpath(directory)
         if key != self._key or key not in _held_locks:
@@ -65,7 +66,7 @@ class WriterLock:
             files.touch(_held_locks[key].path)
 
     def release(self) -> None:
-        """Release the lock; a second call does nothing."""
+        """Release the lock; a second call has no effect."""
         held = _held_locks.get(self._key)
         self._key = ""
         if held is None or held.process != os.getpid():
@@ -80,8 +81,9 @@ class WriterLock:
 
 
 def _lock(directory: Path) -> _HeldLock:
-    """Lock a directory and write down who holds it.  CheckpointError where another process has the
-    lock.
+    """Lock a directory and record this process as the owner.
+
+    CheckpointError if another process has the lock.
     """
     path = directory / WRITER
     while True:
@@ -111,14 +113,14 @@ def _lock(directory: Path) -> _HeldLock:
                 )
         if _has_name(descriptor, path):
             break
-        os.close(descriptor)  # its owner has removed it meanwhile
+        os.close(descriptor)  # the previous owner has removed the file in the meantime
     files.truncate(descriptor, 0)
     files.write(descriptor, memoryview(json.dumps(_this_process()).encode()), 0)
     return _HeldLock(descriptor, path, os.getpid())
 
 
 def _has_name(descriptor: int, path: Path) -> bool:
-    """Return whether the open file is still the one at `path`."""
+    """Return whether the open file is still the file at `path`."""
     try:
         named = path.stat()
     except FileNotFoundError:
@@ -136,7 +138,7 @@ def _this_process() -> dict[str, str]:
 
 
 def _read_owner(path: Path) -> dict[str, str]:
-    """Read which process says that it writes there; {} where the file cannot be read."""
+    """Read the owner that is recorded in the file; empty if it cannot be read."""
     try:
         owner = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
