@@ -1,8 +1,7 @@
-"""The command `deepseek-zero`: one typer app, one line per subcommand.
+"""The command `deepseek-zero`: a typer app with one module per subcommand.
 
-What a subcommand does lives in its own module; torch is imported only by those that need it and
-only when they run, so that `--help` answers at once.  Errors of the house end the command with exit
-code 2 and their message, no traceback.
+Only subcommands that need torch import it, and only when they run, so `--help` is fast. The
+library's own errors end the command with exit code 2 and a message without a traceback.
 """
 
 from __future__ import annotations
@@ -46,15 +45,17 @@ app = typer.Typer(
 
 
 def _hyphened(word: str) -> str:
-    """--master_port is --master-port; applies to option names only, never to values or to a
-    script's arguments.
+    """Normalize --master_port to --master-port.
+
+    It is applied to option names only, not to values or the script's arguments.
     """
     return word.replace("_", "-")
 
 
 def _command_of(options: type[Options], act: Callable[[Options], int]) -> Callable[..., None]:
-    """Make a typer command whose parameters are the fields of the dataclass `options`, given to
-    `act` as one object.
+    """Create a typer command from a dataclass: each field is an option.
+
+    The command passes an instance of the dataclass to `act`.
     """
     hints = get_type_hints(options, include_extras=True)
 
@@ -76,8 +77,8 @@ def _command_of(options: type[Options], act: Callable[[Options], int]) -> Callab
 
 
 RUN_CONTEXT: dict[str, Any] = {
-    # Parsing stops at the first word that is not an option: what follows the script's name is the
-    # script's.
+    # Parsing stops at the first argument that is not an option. Everything after the script's name
+    # belongs to the script.
     "allow_interspersed_args": False,
     "token_normalize_func": _hyphened,
 }
@@ -93,12 +94,13 @@ def doctor_command(
     json: Annotated[
         bool, typer.Option("--json", help="Print the findings as JSON instead of a table.")
     ] = False,
-    hide: Annotated[  # of ds_report: there are no compiled operators to hide
+    hide: Annotated[  # ds_report's options; there are no compiled operators to hide
         bool, typer.Option("--hide_operator_status", "--hide_errors_and_warnings", hidden=True)
     ] = False,
 ) -> None:
-    """Say what this machine has, and what that means for training here."""
-    importlib.import_module("deepseek_zero.cli.doctor").show(as_json=json)  # late: it imports torch
+    """Show what this machine has, and what that means for training."""
+    # imported late because it imports torch
+    importlib.import_module("deepseek_zero.cli.doctor").show(as_json=json)
 
 
 @app.command("version")
@@ -123,7 +125,7 @@ def _before_any_command(
         ),
     ] = False,
 ) -> None:
-    """Typer reads from this function's parameters the options that stand before a command."""
+    """Define the options that precede a command; typer reads them from the parameters."""
 
 
 def _installed(distribution: str) -> str:
@@ -134,18 +136,22 @@ def _installed(distribution: str) -> str:
 
 
 def main() -> None:
-    """Run the command line and end this process; the entry point of the `deepseek-zero` script."""
+    """Run the command line and exit; the entry point of the `deepseek-zero` script."""
     try:
         answer()
     except SystemExit as end:
         if not isinstance(end.code, int | None):
-            raise  # a text, which Python prints
+            raise  # a message, which Python prints
         leave(end.code or 0)
     leave(0)
 
 
 def answer() -> None:
-    """Run the command line; SystemExit with its exit code."""
+    """Run the command line.
+
+    Raises:
+        SystemExit: The command ended with an exit code.
+    """
     speak()
     try:
         app()

@@ -1,10 +1,10 @@
-"""Our elastic agent: torch's scaffolding (rendezvous, rank numbers, restarts) around cli/ranks.py.
+"""Run the ranks of this machine within torch's elastic framework.
 
-torch's own LocalElasticAgent is not used because it waits thirty seconds for the survivors of a
-failure, orders failures by whole seconds, and leaves the children of a killed rank alone;
-SimpleElasticAgent is the extension point torch documents for this.  Several nodes tell each other
-of a failure through the store they meet at. Importing this module imports torch, so cli/run.py does
-it late.
+torch provides the rendezvous, rank numbers and restarts; cli/ranks.py runs the processes. torch's
+LocalElasticAgent is not used: it waits thirty seconds for the other ranks after a failure, orders
+failures by whole seconds, and does not end the children of a killed rank. `SimpleElasticAgent` is
+torch's documented extension point. Several nodes report failures through the store of node 0. This
+module imports torch, so cli/run.py imports it late.
 """
 
 from __future__ import annotations
@@ -61,44 +61,49 @@ ROLE = "default"
 POLL_SECONDS = 0.1
 
 MEETING_TIMEOUT = timedelta(minutes=15)
-"""How long a node waits for the others to be started."""
+"""How long a node waits for the others to start."""
 
 STILL_WAITING_SECONDS = 10.0
-"""After which a node that does not reach node 0 says so, once."""
+"""Time after which a node that cannot reach node 0 logs a warning, once."""
 
 FOLLOW_SECONDS = 2.0
-"""How long ranks may take to say what the loss of a machine did to them, and the cause of their
-failure to be heard.
+"""How long to wait for more reports after the loss of a machine.
+
+Ranks report their errors, and another machine may report the cause.
 """
 
 SAY_SECONDS = 0.5
-"""How long ranks may take to raise their own error after another's: what fails a step often fails
-it on every rank.
+"""How long to wait for the errors of other ranks after the first one.
+
+A failure of a step often affects every rank.
 """
 
 LOOK_SECONDS = 1.0
-"""Between looks whether ranks are stopped."""
+"""Interval of the checks for stopped ranks."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
-"""Passed on to ranks that save when they are asked to end (engine/preemption.py)."""
+"""Signals that are forwarded to ranks that save before they end (engine/preemption.py)."""
 
 
 def gpus_of_this_machine(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the GPUs torch can use here; counting them does not start CUDA in this
-    process.
-    """
+    """Return the names of the GPUs that torch can use, without initializing CUDA."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return visible_gpus(count, environment)
 
 
 @dataclass
 class Meeting(RendezvousHandler):
-    """Where the nodes meet: a store held by node 0; on a single node at a port the system chose
-    while opening it.
+    """A rendezvous at a store of node 0.
 
-    secret: which all nodes and ranks of the job hold. place: where its store listens, for ranks.
+    A single node uses a port that the system chooses when the store opens.
+
+    Attributes:
+        plan: What this machine runs.
+        run_id: Mark of the launch.
+        secret: Secret that all nodes and ranks of the job share.
+        place: Address and port of the store, for the ranks.
     """
 
     plan: NodePlan
@@ -108,21 +113,22 @@ class Meeting(RendezvousHandler):
     _stores: list[RendezvousStore] = field(default_factory=list)
 
     def get_backend(self) -> str:
-        """Name for torch's event log."""
+        """Return the name for torch's event log."""
         return "deepseek_zero"
 
     @property
     def use_agent_store(self) -> bool:
-        """No: at MASTER_PORT a script may open a store of torch's; our own doors take the
-        launcher's (`place`).
+        """Return False: a script may open torch's own store at MASTER_PORT.
+
+        The library's APIs use the launcher's store (`place`) instead.
         """
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open or join the store.
 
-        A restart (single node) opens a new one at a new port: in the old one the ranks would read
-        the addresses of their predecessors, and its port is still held.
+        A restart (on a single node) opens a new store at a new port. The old store contains the
+        addresses of the previous ranks, and its port is still in use.
         """
         plan = self.plan
         if plan.num_nodes > 1:
@@ -131,8 +137,7 @@ class Meeting(RendezvousHandler):
         wanted = 0 if self._stores else plan.master_port
         host, port = self._open(wanted)
         self.place = f"{host}:{port}"
-        # For scripts that call torch's own init_process_group: there rank 0 listens, and asks for
-        # no secret.
+        # For scripts that call torch's init_process_group: rank 0 listens there without a secret.
         master_port = port + 1 if plan.num_nodes > 1 else _free_port(host)
         return RendezvousInfo(
             self._stores[-1],
@@ -142,7 +147,7 @@ class Meeting(RendezvousHandler):
         )
 
     def _open(self, port: int) -> Address:
-        """Open or reach the store; return where it listens."""
+        """Open or reach the store; return its address and port."""
         plan = self.plan
         try:
             sought = _resolved(plan.master_addr)
@@ -162,11 +167,10 @@ class Meeting(RendezvousHandler):
         return host, port
 
     def _own_address(self, sought: str) -> str:
-        """Return where node 0's store listens. Raises `UsageError` where the others would look for
-        it elsewhere.
+        """Return the address at which node 0's store listens.
 
-        sought: what master_addr means on this machine; where another machine has that address, it
-        leads here.
+        `sought` is the address that `master_addr` resolves to. UsageError if the other nodes would
+        connect to a different address of this machine.
         """
         plan = self.plan
         host = listening_address(plan.num_nodes == 1, plan.master_addr)
@@ -192,33 +196,34 @@ class Meeting(RendezvousHandler):
         )
 
     def is_closed(self) -> bool:
-        """Never: the meeting lasts as long as the launcher."""
+        """Return False: the rendezvous lasts as long as the launcher."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """The number of nodes is fixed, so nobody joins later."""
+        """Return 0: the number of nodes is fixed."""
         return 0
 
     def get_run_id(self) -> str:
-        """The launch's mark."""
+        """Return the mark of the launch."""
         return self.run_id
 
     def shutdown(self) -> bool:
-        """The store goes with this process."""
+        """Return True: the store ends with this process."""
         return True
 
 
 def _resolved(host: str) -> str:
-    """Return the address of a name; OSError if it has none."""
+    """Return the address of a host name; OSError if it has none."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _reach(host: str, port: int, secret: bytes, node: int) -> RendezvousStore:
-    """Return node 0's store, as soon as it is there. Raises `Refused` if another's listens there,
-    OSError if nobody does for long.
+    """Return node 0's store as soon as it is available.
+
+    Refused if a server with another secret listens there, OSError after a timeout.
     """
     began = time.monotonic()
     is_told = False
@@ -241,7 +246,7 @@ def _reach(host: str, port: int, secret: bytes, node: int) -> RendezvousStore:
 
 
 def _free_port(host: str) -> int:
-    """Return a port that nobody listens at now."""
+    """Return a port that is currently free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))
@@ -250,8 +255,11 @@ def _free_port(host: str) -> int:
 
 @dataclass
 class EndRequest:
-    """Signals by which somebody asked this launch to end.  grace: seconds from SIGTERM to the end
-    by force.
+    """Signals that asked this launch to end.
+
+    Attributes:
+        grace: Seconds from SIGTERM until the ranks are ended by force.
+        received: The signals, in order.
     """
 
     grace: float
@@ -260,10 +268,10 @@ class EndRequest:
     _deadline: float = float("inf")
 
     def unanswered(self) -> list[signal.Signals]:
-        """Return the signals that came since the last call."""
+        """Return the signals since the last call."""
         new = self.received[self._answered :]
         self._answered += len(new)
-        if signal.SIGTERM in new:  # SIGUSR1 says beforehand that SIGTERM will come
+        if signal.SIGTERM in new:  # SIGUSR1 announces a later SIGTERM
             self._deadline = time.monotonic() + self.grace
         return new
 
@@ -274,21 +282,22 @@ class EndRequest:
 
 @dataclass
 class Standstill:
-    """Names ranks of this machine that somebody has stopped. told: of those that still are.
+    """Detect ranks of this machine that have been stopped.
 
-    A rank that is stopped at every look may run between them (a limit on its share of a core): one
-    that has had CPU time since is not the same standstill.
+    A rank with a limit on its CPU share may be stopped at every check and run in between. If it has
+    used CPU time since the last check, the waiting time restarts.
+
+    Attributes:
+        told: Ranks that have been reported and are still stopped.
     """
 
     told: set[int] = field(default_factory=set)
-    # By rank and ticks of CPU time
+    # By rank and CPU ticks
     _since: dict[tuple[int, int], float] = field(default_factory=dict)
     _looked: float = 0.0
 
     def look(self, ranks: Ranks) -> None:
-        """Look at the ranks' states, once a second at most; say who has been stopped for long, and
-        who runs again.
-        """
+        """Check the ranks at most once a second, and log stopped and resumed ranks."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -300,7 +309,7 @@ class Standstill:
 
 
 class RankAgent(SimpleElasticAgent):
-    """Runs one machine's ranks for torch's elastic scaffolding."""
+    """Run one machine's ranks for torch's elastic framework."""
 
     def __init__(
         self,
@@ -319,7 +328,8 @@ class RankAgent(SimpleElasticAgent):
         self._request = EndRequest(grace)
         self._plan = plan
         self._dead_after = dead_after
-        self._peers: PeerWatch | None = None  # where there are other machines, once all have met
+        # set after all machines have met, if there are several
+        self._peers: PeerWatch | None = None
         self._attempt = -1
         self._failed_since: float | None = None
         self._standstill = Standstill()
@@ -327,7 +337,7 @@ class RankAgent(SimpleElasticAgent):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks over all nodes, once they have met."""
+        """Return the number of ranks of all nodes, after they have met."""
         workers = self.get_worker_group().workers
         return int(workers[0].world_size) if workers else 0
 
@@ -341,7 +351,7 @@ class RankAgent(SimpleElasticAgent):
         plan = self._plan
         own = [worker.global_rank for worker in worker_group.workers]
         if plan.num_nodes > 1:
-            # All have met: how long one may be silent is `dead_after`
+            # After the rendezvous, `dead_after` limits how long a machine may be silent
             self._meeting_store.set_timeout(PATIENCE)
             self._peers = PeerWatch(
                 self._meeting_store, plan.node_rank, plan.num_nodes, own, self._dead_after
@@ -351,7 +361,7 @@ class RankAgent(SimpleElasticAgent):
         )
 
     def _rank_environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
-        """Return everything that torchrun sets for a rank, and DeepSpeed's names for the same."""
+        """Return the variables that torchrun sets for a rank, and DeepSpeed's equivalents."""
         local_world_size = str(group.spec.local_world_size)
         values = {
             "RANK": worker.global_rank,
@@ -377,8 +387,7 @@ class RankAgent(SimpleElasticAgent):
         return {**self._environment, **{name: str(value) for name, value in values.items()}}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # The scaffolding sleeps between calls; waiting here instead ends at the very moment a rank
-        # does.
+        # The framework sleeps between calls; waiting here returns as soon as a rank ends.
         self._ranks.wait(POLL_SECONDS)
         self._act_on_request()
         death = self._ranks.poll()
@@ -389,7 +398,7 @@ class RankAgent(SimpleElasticAgent):
                 self.elsewhere = heard
                 logger.warning(f"{heard.headline}; ending the ranks here")
             if death is not None and not death.secondary:
-                # Before the others here have ended
+                # Report it before the other ranks of this machine have ended
                 self._peers.begin_to_tell(self._words_of(death))
         if self._is_early(death):
             return RunResult(WorkerState.HEALTHY)
@@ -409,9 +418,7 @@ class RankAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _is_early(self, death: Death | None) -> bool:
-        """Return whether to wait a moment longer for what is still to be said of a failure, here or
-        elsewhere.
-        """
+        """Return whether to wait for further reports about a failure, here or elsewhere."""
         if death is None and self.elsewhere is None:
             return False
         now = time.monotonic()
@@ -419,8 +426,9 @@ class RankAgent(SimpleElasticAgent):
         return now - self._failed_since < self._patience_after(death)
 
     def _patience_after(self, death: Death | None) -> float:
-        """Return for how many seconds the ranks here may still speak. death: of one of them, the
-        one to act on.
+        """Return how many seconds to wait for further reports.
+
+        `death` is the failure of a rank of this machine, if any.
         """
         if (
             death is not None
@@ -428,7 +436,7 @@ class RankAgent(SimpleElasticAgent):
             and self._peers is not None
             and self.elsewhere is None
         ):
-            return FOLLOW_SECONDS  # its cause is another machine's, which tells it
+            return FOLLOW_SECONDS  # another machine has the cause and reports it
         if self._ranks.have_all_ended:
             return 0.0
         if self.elsewhere is not None:
@@ -436,18 +444,20 @@ class RankAgent(SimpleElasticAgent):
         return SAY_SECONDS if death is not None and death.report is not None else 0.0
 
     def hear(self, number: int, _: FrameType | None = None) -> None:
-        """Take a signal sent to the launcher: a request for ranks that save when asked, else the
-        end of all.
+        """Handle a signal: forward it to ranks that save, or end the launch.
+
+        Args:
+            number: The signal.
         """
         name = signal.Signals(number)
         if name in REQUESTS and self._ranks.save_on(name) and name not in self._request.received:
             self._request.received.append(name)
         elif name is not signal.SIGUSR1:
-            # Without ranks that save it means nothing, and must not end the launcher
+            # Without ranks that save, SIGUSR1 has no meaning and must not end the launcher
             _end_by(name)
 
     def _act_on_request(self) -> None:
-        """Pass signals on to the ranks; end them when they take longer than the grace."""
+        """Forward new signals to the ranks, and end the ranks after the grace period."""
         request = self._request
         for name in request.unanswered():
             logger.info(
@@ -455,7 +465,7 @@ class RankAgent(SimpleElasticAgent):
                 f"({request.grace:g} s for it)"
             )
             self._remaining_restarts = (
-                0  # whoever asks for the end wants no restart, should saving fail
+                0  # after a request to end there is no restart, even if saving fails
             )
             self._ranks.pass_on(name)
         if request.is_overdue and not (self._ranks.saved or self._ranks.finished):
@@ -475,12 +485,12 @@ class RankAgent(SimpleElasticAgent):
             self._ranks.end(death_sig)
 
     def stay_for_others(self) -> None:
-        """Let the other nodes read what one of them told."""
+        """Wait until the other nodes can have read a reported failure."""
         if self._peers is not None:
             self._peers.stay_for_others()
 
     def tell_failure(self, death: Death) -> None:
-        """Tell the other nodes, if there are any."""
+        """Report a failure to the other nodes, if there are any."""
         if self._peers is not None:
             self._peers.tell_failure(self._words_of(death))
 
@@ -496,18 +506,26 @@ def run_ranks(
     grace: float = 0.0,
     dead_after: float = math.inf,
 ) -> Outcome:
-    """Run this machine's ranks to their end; environment: what every rank gets besides its place in
-    the world.
+    """Run this machine's ranks until they end.
 
-    grace: seconds that ranks have to save after SIGTERM, where they said that they do. dead_after:
-    seconds of silence after which another machine is lost.
+    Args:
+        plan: What this machine runs.
+        command: What each rank runs.
+        environment: Variables of every rank, in addition to its place in the world.
+        max_restarts: How often to restart all ranks after a failure.
+        grace: Seconds for ranks that save on SIGTERM.
+        dead_after: Seconds of silence after which another machine is lost.
+
+    Raises:
+        UsageError: The nodes cannot meet, or --tls is set without a secret.
     """
     if uses_tls():
         require_cryptography()
     _silence_scaffolding()
     with Ranks(command) as ranks:
         secret = read_secret()
-        if secret is None and plan.num_nodes == 1:  # other nodes could not know ours
+        # only for a single node: other nodes could not get the secret
+        if secret is None and plan.num_nodes == 1:
             secret = ranks.make_secret()
             environment = {**environment, SECRET_FILE: ranks.secret_file}
         elif secret is None and uses_tls():
@@ -546,7 +564,7 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
         )
         return Outcome(SAVED_EXIT_CODE)
     death = ranks.cause()
-    # A rank here that only lost its peer says less than the node on which that peer failed.
+    # A rank that only lost its peer has less information than the node of that peer.
     if agent.elsewhere and (death is None or death.secondary):
         agent.stay_for_others()
         return agent.elsewhere
@@ -558,23 +576,21 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
 
 def _catch_signals(agent: RankAgent) -> None:
     for number in (*ENDING_SIGNALS, signal.SIGUSR1):
-        # Nohup means it: what we were started to ignore stays so
+        # Signals that are ignored at the start (nohup) stay ignored
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, agent.hear)
 
 
 def _end_by(name: signal.Signals) -> None:
-    # Once is enough: ending the ranks takes seconds at most, and an impatient second Ctrl-C must
-    # not leave orphans.
+    # Ending the ranks takes a few seconds at most. A second Ctrl-C must not interrupt it and leave
+    # orphans.
     for each in ENDING_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise SignalException(f"received {name.name}", name)
 
 
 def _silence_scaffolding() -> None:
-    """Silence torch's elastic loggers, which would tell in their words what the launcher says once
-    in ours.
-    """
+    """Silence torch's elastic loggers, which would repeat the launcher's messages."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,8 +1,8 @@
-"""`deepseek-zero checkpoint inspect | verify | convert | prune`: the command lines.
+"""Command lines of `deepseek-zero checkpoint inspect | verify | convert | prune`.
 
-What they do and print is cli/checkpoint_pages.py's, which imports torch and is therefore imported
-late.  Exit codes: 0; 1 where `verify` finds damage; 2 where the command cannot be done (nothing
-there, a file in the way, a wrong option).
+They are implemented in cli/checkpoint_pages.py, which is imported late because it imports torch.
+Exit codes: 0 for success, 1 if `verify` finds damage, 2 if the command is impossible (missing
+checkpoint, existing output, wrong option).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 class CheckpointForm(Enum):
-    """What `convert` writes."""
+    """Output format of `convert`."""
 
     SAFETENSORS = "safetensors"
     PTH = "pth"
@@ -63,15 +63,13 @@ def _pages() -> Any:
 
 @app.command("inspect")
 def inspect_command(where: Where, tag: Tag = None, json: AsJson = False) -> None:
-    """Say what is inside: checkpoints of a directory; steps, tensors, plan and sizes of one
-    checkpoint.
-    """
+    """Show the checkpoints of a directory, or the contents of one checkpoint."""
     _pages().inspect(where, tag, as_json=json)
 
 
 @app.command("verify")
 def verify_command(where: Where, tag: Tag = None, json: AsJson = False) -> None:
-    """Read every byte and compare it with its checksum. Exit code 0: all good; 1: damaged."""
+    """Compare every byte with its checksum. Exit code 0: undamaged; 1: damaged."""
     status = 0 if _pages().verify(where, tag, as_json=json) else 1
     raise typer.Exit(status)
 
@@ -104,9 +102,7 @@ def convert_command(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Write a checkpoint in another form, on one process: safetensors or pth (weights), DeepSpeed
-    (all states).
-    """
+    """Convert a checkpoint to safetensors or pth (weights), or DeepSpeed (all states)."""
     if to is CheckpointForm.DEEPSPEED and dtype is not None:
         raise UsageError(
             "--dtype does not go with --to deepspeed.",
@@ -143,7 +139,7 @@ def prune_command(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints, and what unfinished saves have left."""
+    """Remove old checkpoints and leftovers of unfinished saves."""
     if keep_every is not None and keep_last is None:
         raise UsageError(
             "--keep-every needs --keep-last.",

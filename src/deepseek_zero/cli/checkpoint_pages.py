@@ -1,6 +1,6 @@
-"""What `deepseek-zero checkpoint ...` does and prints: tables for people, JSON for programs.
+"""Implement `deepseek-zero checkpoint ...`, with output as tables or JSON.
 
-checkpoint.py imports it late, because it imports torch.
+cli/checkpoint.py imports this module late because it imports torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from deepseek_zero.checkpoint.safetensors_file import dtype_named, read_header
 from deepseek_zero.checkpoint.verify import Fault, OnBytes, checksum_coverage, num_without_checksum
 from deepseek_zero.checkpoint.verify import verify as verify_one
 
-MOST_FAULTS = 20  # named of one checkpoint in a table; --json names all
+MOST_FAULTS = 20  # shown for each checkpoint in a table; --json has all of them
 
 CONVERTERS: dict[str, Callable[..., Any]] = {
     "safetensors": convert_to_safetensors,
@@ -52,7 +52,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
-    """Print what a directory or one checkpoint holds."""
+    """Print the contents of a directory or of one checkpoint.
+
+    Args:
+        where: A directory of checkpoints, or a checkpoint.
+        tag: The checkpoint in the directory; None means all of them.
+        as_json: Print JSON instead of tables.
+    """
     if tag is None and not catalogue.is_single_checkpoint(where):
         _inspect_directory(where, as_json=as_json)
         return
@@ -128,7 +134,7 @@ def _inspect_directory(where: Path, *, as_json: bool) -> None:
 
 
 def _facts(entry: CheckpointInfo) -> dict[str, Any]:
-    """Return one checkpoint as data."""
+    """Return the description of a checkpoint as JSON values."""
     manifest = entry.manifest
     facts: dict[str, Any] = {
         "tag": entry.tag,
@@ -163,7 +169,7 @@ def _facts(entry: CheckpointInfo) -> dict[str, Any]:
 
 
 def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
-    """Return parameters and buffers by name: shape, dtype, optimizer states, bytes in the files."""
+    """Map parameters and buffers to shape, dtype, optimizer states and bytes."""
     manifest = entry.manifest
     assert manifest is not None
     found = {
@@ -191,7 +197,7 @@ def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
 def _foreign_tensors(
     entry: CheckpointInfo, found: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Of files without a manifest of ours."""
+    """Complete the entries of a checkpoint that has no manifest of this library."""
     with ExitStack() as stack:
         source = open_checkpoint(entry.folder, None, stack, checks=False)
         for name, facts in found.items():
@@ -243,7 +249,7 @@ def _tensors_table(tensors: dict[str, dict[str, Any]]) -> Table:
 
 
 def _print_plan(console: Console, manifest: Manifest) -> None:
-    """Print the plan; units that share one share a row."""
+    """Print the plan; units with the same plan share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     columns = list(dict.fromkeys(column for plan in manifest.plan.values() for column in plan))
     for unit, plan in manifest.plan.items():
@@ -264,7 +270,16 @@ def _print_plan(console: Console, manifest: Manifest) -> None:
 
 
 def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
-    """Read every byte; return whether all are right."""
+    """Verify every byte of checkpoints, and print the result.
+
+    Args:
+        where: A directory of checkpoints, or a checkpoint.
+        tag: The checkpoint in the directory; None means all of them.
+        as_json: Print JSON instead of text.
+
+    Returns:
+        Whether all of them are undamaged.
+    """
     entries = _entries(where, tag)
     found: dict[str, list[Fault]] = {}
     with _progress(sum(entry.num_bytes for entry in entries), quiet=as_json) as on_bytes:
@@ -344,7 +359,15 @@ def _convert(source: Path, out: Path, form: str, dtype: str | None) -> None:
 def convert(
     where: Path, tag: str | None, out: Path, how: tuple[str, str | None], *, as_json: bool
 ) -> None:
-    """Write one checkpoint as another format, by checkpoint/convert.py.  how: (format, dtype)."""
+    """Convert a checkpoint to another format.
+
+    Args:
+        where: A directory of checkpoints, or a checkpoint.
+        tag: The checkpoint in the directory; None selects the one named by `latest`.
+        out: The output, which must not exist.
+        how: Format and dtype.
+        as_json: Print JSON instead of text.
+    """
     form, dtype = how
     if out.exists():
         raise UsageError(
@@ -377,7 +400,15 @@ def _folder(where: Path, tag: str | None) -> Path:
 def prune(
     where: Path, last: int | None, every: int | None, *, dry_run: bool, as_json: bool
 ) -> None:
-    """Remove old checkpoints and what unfinished saves have left, and say what went."""
+    """Remove old checkpoints and leftovers of unfinished saves, and print the result.
+
+    Args:
+        where: A directory of checkpoints.
+        last: Number of newest checkpoints to keep; None keeps all.
+        every: Also keep multiples of this number of steps.
+        dry_run: Only print what would be removed.
+        as_json: Print JSON instead of text.
+    """
     if not where.is_dir():
         raise UsageError(
             f"{where} is no directory.", fix="Name the directory that save_checkpoint was given."
@@ -402,11 +433,11 @@ def prune(
     console.print(f"kept {', '.join(entry.tag for entry in done.kept) or 'none'}")
 
 
-# -- what all share
+# -- shared helpers
 
 
 def _entries(where: Path, tag: str | None) -> list[CheckpointInfo]:
-    """The checkpoints that a command line means; a UsageError where there is none."""
+    """Return the checkpoints that the arguments select; UsageError if there are none."""
     if tag is None and catalogue.is_single_checkpoint(where):
         return [catalogue.info_at(where, where.absolute().name)]
     entries = catalogue.checkpoints(where)
@@ -446,7 +477,7 @@ def _print_json(document: Any) -> None:
 
 @contextmanager
 def _progress(total: int, *, quiet: bool) -> Iterator[OnBytes]:
-    """Show a bar on stderr while something takes long; show nothing in a pipe."""
+    """Show a progress bar on stderr if it is a terminal."""
     columns = (
         TextColumn("reading"),
         BarColumn(),

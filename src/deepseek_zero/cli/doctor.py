@@ -1,7 +1,7 @@
-"""`deepseek-zero doctor`: what this machine has, and what that means for training here.
+"""The command `deepseek-zero doctor`: show what this machine has.
 
-Looks only: it starts no process group, allocates nothing on a GPU, and what it writes to a disk has
-no name. cli/__init__.py imports it late because it imports torch.
+It starts no process group, allocates nothing on a GPU, and writes only unnamed files.
+cli/__init__.py imports it late because it imports torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GIB = 2**30
 MIN_SHM_GIB = 1.0
 MIN_DISK_GIB = 5.0
 MIN_MEMORY_GIB = 4.0
-"""Below these a small training run is likely to fail; a matter of experience, not of arithmetic."""
+"""Below these limits a small training run is likely to fail; they are from experience."""
 
 MIN_OPEN_FILES = 256
 
@@ -60,7 +60,7 @@ FP16_CPU_FLAGS = ("amx_fp16", "avx512_fp16", "fphp")
 
 
 class Severity(Enum):
-    """How a finding bears on training; the value is the table's style."""
+    """Severity of a finding; the value is the style in the table."""
 
     GOOD = "green"
     NOTE = "yellow"
@@ -69,7 +69,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table: what was looked at, what was found, what it means in plain words."""
+    """A line of the table: the subject, the value, its meaning, and its severity."""
 
     name: str
     value: str
@@ -78,7 +78,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Look at everything, in the order of the table."""
+    """Return all findings, in the order of the table."""
     machine = NodeMachine(allowed_cores(), gpus_of_this_machine(os.environ))
     return [
         Finding("python", platform.python_version(), "3.11 or newer is needed"),
@@ -109,13 +109,13 @@ def _torch() -> Finding:
 
 
 def _contributed() -> list[Finding]:
-    """Return what packages above the core say about this machine."""
+    """Return the findings of packages above the core."""
     modules = contributions(COMMANDS)
     return [Finding(*row) for module in modules for row in module.findings()]
 
 
 def _world() -> Finding:
-    """Tell which rank of which world a script started here would be, and by which source."""
+    """Report the rank and world of a script that is started here, and their source."""
     try:
         found = meeting_place(os.environ, ask_mpi(os.environ, discover(os.environ)))
     except UsageError as error:
@@ -152,7 +152,7 @@ def _cpu(machine: NodeMachine) -> Iterator[Finding]:
 
 
 def _update_kernels() -> Finding:
-    """Tell what computes the optimizer's updates on a CPU."""
+    """Report the implementation of optimizer updates on the CPU."""
     try:
         chosen = available("auto")
     except UsageError as error:
@@ -168,7 +168,7 @@ def _update_kernels() -> Finding:
 
 
 def _gpu_update_kernels() -> Iterator[Finding]:
-    """Tell what computes the optimizer's updates on a GPU."""
+    """Report the implementation of optimizer updates on the GPU."""
     if not torch.cuda.is_available():
         return
     reason = cuda.why_not(torch.device("cuda", 0))
@@ -182,11 +182,11 @@ def _gpu_update_kernels() -> Iterator[Finding]:
 def _memory() -> Finding:
     total = psutil.virtual_memory().total
     free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # a container's limit, where there is one
+    with suppress(OSError, ValueError):  # the limit of a container, if any
         total = min(total, int(MEMORY_LIMIT.read_text()))
     free = min(free, total)
     verdict = Severity.GOOD if free >= MIN_MEMORY_GIB * GIB else Severity.NOTE
-    # bf16 training with fp32 master weights and Adam: 2 + 4 + 8 bytes and a 2-byte gradient for
+    # bf16 training with fp32 main weights and Adam: 2 + 4 + 8 bytes, and a 2-byte gradient, for
     # each parameter.
     millions = int(free / 16 / 1e6)
     meaning = f"states of about {millions:,} million parameters (16 bytes each), before activations"
@@ -213,7 +213,7 @@ def _capability(index: int) -> str:
 def _formats(machine: NodeMachine) -> Iterator[Finding]:
     flags = _cpu_flags()
     on_gpu = bool(machine.gpus)
-    # Compute capability 8.0 (Ampere) brought bf16 units; older ones emulate it, slower than fp16.
+    # Compute capability 8.0 (Ampere) added bf16 units; older GPUs emulate bf16, slower than fp16.
     bf16 = (
         min(map(torch.cuda.get_device_capability, range(len(machine.gpus)))) >= (8, 0)
         if on_gpu
@@ -280,8 +280,9 @@ def _space(name: str, path: Path, least_gib: float, meaning: str) -> Finding:
 
 
 def _open_files() -> Finding:
-    """Look at the limit on descriptors: sockets and shared pages between ranks, disk tiers, data
-    loader workers.
+    """Check the limit on descriptors.
+
+    Sockets and shared pages between ranks, disk tiers and data loader workers need them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "" if soft == hard else f", up to {_limit(hard)} with `ulimit -n`"
@@ -304,7 +305,7 @@ def _limit(number: int) -> str:
 
 
 def _grants() -> Iterator[Finding]:
-    """List what a run here would list as its capabilities, as far as one process can tell."""
+    """Report the capabilities of a run here, as far as one process can detect them."""
     found = memory.capabilities(keeps_freed=memory.keep_freed_memory())
     for directory in dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir()))):
         try:
@@ -340,7 +341,7 @@ def _default_launch(machine: NodeMachine) -> Iterator[Finding]:
 
 
 def show(*, as_json: bool = False) -> None:
-    """Print the findings as a table, or as JSON for programs."""
+    """Print the findings as a table or as JSON."""
     found = findings()
     console = Console(highlight=False)
     if as_json:

@@ -1,10 +1,10 @@
-"""Machines and slots: the hostfile, and --include / --exclude.
+"""Parse the hostfile and the filters --include and --exclude.
 
-A slot is the number of a GPU; on a machine without GPUs it is a place for a process.  The error
-texts begin as DeepSpeed's do, for people and scripts that know them.
+A slot is the number of a GPU, or of a process on a machine without GPUs. Error messages begin like
+DeepSpeed's, because scripts may depend on them.
 
     hostfile   one `hostname slots=N` per line; blank lines and everything after # are ignored
-    filter     NAME[:SLOT[,SLOT]...][@NAME...]; a name alone means all of its slots
+    filter     NAME[:SLOT[,SLOT]...][@NAME...]; a name without slots means all of its slots
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from pathlib import Path
 from deepseek_zero.base.errors import UsageError
 
 Slots = dict[str, tuple[int, ...]]
-"""Host name -> its slots, in the order of the hostfile: the first host is node 0."""
+"""Maps a host name to its slots in the order of the hostfile; the first host is node 0."""
 
 _HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
 
 
 def read_hostfile(path: Path) -> Slots:
-    """Parse a hostfile from disk."""
+    """Read and parse a hostfile.
+
+    Raises:
+        UsageError: The file cannot be read or parsed.
+    """
     try:
         return parse_hostfile(path.read_text().splitlines())
     except OSError as error:
@@ -33,7 +37,11 @@ def read_hostfile(path: Path) -> Slots:
 
 
 def parse_hostfile(lines: Iterable[str]) -> Slots:
-    """Return hosts and their slots 0..N-1, in the file's order."""
+    """Return the hosts in file order, each with its slots 0..N-1.
+
+    Raises:
+        UsageError: A line is invalid, a host occurs twice, or there is no host.
+    """
     hosts: Slots = {}
     for line in lines:
         text = line.partition("#")[0].strip()
@@ -62,8 +70,10 @@ def parse_hostfile(lines: Iterable[str]) -> Slots:
 
 
 def parse_filter(text: str) -> dict[str, tuple[int, ...] | None]:
-    """Return host -> slots named in an --include or --exclude text; None for a host named without
-    slots.
+    """Return the hosts and slots in a filter; None for a host without slots.
+
+    Raises:
+        UsageError: The filter is invalid.
     """
     named: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
@@ -83,8 +93,18 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...] | None]:
 def filter_slots(
     hosts: Mapping[str, tuple[int, ...]], include: str = "", exclude: str = ""
 ) -> Slots:
-    """Return the hosts and slots left by --include or --exclude, in the hostfile's order; empty
-    hosts fall out.
+    """Apply --include or --exclude to hosts, and remove hosts without slots.
+
+    Args:
+        hosts: Slots by host.
+        include: Hosts and slots to keep.
+        exclude: Hosts and slots to remove.
+
+    Returns:
+        The remaining slots, in the order of the hostfile.
+
+    Raises:
+        UsageError: Both filters are given, a host or slot is unknown, or no slot is left.
     """
     if include and exclude:
         raise UsageError("--include and --exclude are mutually exclusive.", fix="Give one of them.")
@@ -120,7 +140,15 @@ def kept_slots(
     include: bool,
     exclude: bool,
 ) -> tuple[int, ...]:
-    """Return which of a host's slots a filter leaves."""
+    """Return the slots of one host that a filter keeps.
+
+    Args:
+        slots: The host's slots.
+        host: Name of the host.
+        named: The parsed filter.
+        include: The filter is --include.
+        exclude: The filter is --exclude.
+    """
     if host not in named:
         return () if include else slots
     chosen = slots if named[host] is None else named[host] or ()

@@ -1,11 +1,9 @@
-"""Options of the `deepspeed` command that `deepseek-zero run` takes beside its own.
+"""Options of the `deepspeed` command that `deepseek-zero run` accepts.
 
-Each works, changes nothing, or is refused by name.
-
-    works             --save_pid, --log_level, --quiet
-    changes nothing   --no_ssh, --no_ssh_check (nothing is started over ssh);
-                      --launcher, --launcher_args on one machine
-    refused           the rest: REFUSED says why and what to do
+works             --save_pid, --log_level, --quiet
+has no effect     --no_ssh, --no_ssh_check (nothing is started over ssh);
+                  --launcher, --launcher_args on one machine
+is refused        all others; REFUSED has the reasons and alternatives
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ ELASTIC = (
     "Use --max_restarts, and load the last checkpoint at any world size.",
 )
 
-# option: (why, what to do)
+# option: (reason, alternative)
 REFUSED: dict[str, tuple[str, str]] = {
     "force_multi": ("There is no launcher for a remote machine.", START_EACH),
     "ssh_port": ("Nothing is started over ssh.", START_EACH),
@@ -66,9 +64,7 @@ def _option(*names: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """The options of the `deepspeed` command that `deepseek-zero run` has not as its own;
-    RunOptions adds those.
-    """
+    """Options of the `deepspeed` command in addition to those that RunOptions defines."""
 
     launcher: Annotated[
         str | None,
@@ -103,7 +99,11 @@ class LauncherOptions:
 
 
 def refuse_options(options: LauncherOptions) -> None:
-    """Raise a NotBuiltError for the first option that asks for what is not here."""
+    """Raise an error for the first option that is not supported.
+
+    Raises:
+        NotBuiltError: An option is not supported, or `log_level` is unknown.
+    """
     for name, (why, fix) in REFUSED.items():
         if getattr(options, name):
             raise NotBuiltError(f"--{name} of the deepspeed command is not here.", why, fix)
@@ -114,8 +114,14 @@ def refuse_options(options: LauncherOptions) -> None:
 
 
 def refuse_launcher(options: LauncherOptions, num_nodes: int) -> None:
-    """Raise a NotBuiltError where several machines are to be reached by DeepSpeed's starters (ssh,
-    MPI, Slurm).
+    """Refuse DeepSpeed's launchers (ssh, MPI, Slurm) for several machines.
+
+    Args:
+        options: The options.
+        num_nodes: Number of machines.
+
+    Raises:
+        NotBuiltError: A launcher was given and there are several machines.
     """
     given = [name for name in ("launcher", "launcher_args") if getattr(options, name)]
     if given and num_nodes == 1:
@@ -131,7 +137,7 @@ def refuse_launcher(options: LauncherOptions, num_nodes: int) -> None:
 
 
 def set_log_level(options: LauncherOptions) -> None:
-    """Set how much the launcher says."""
+    """Set the log level of the launcher."""
     level = "error" if options.quiet else options.log_level
     if level is not None:
         logger.setLevel(LEVELS[level])
@@ -139,10 +145,10 @@ def set_log_level(options: LauncherOptions) -> None:
 
 @contextmanager
 def pid_file(options: LauncherOptions) -> Iterator[None]:
-    """With --save_pid, keep a file from which the programs that started this one learn its process
-    id.
+    """Keep a file with this process's id while the block runs, if --save_pid is set.
 
-    Raises `UsageError` if somebody else's stands in its place.
+    Raises:
+        UsageError: The file cannot be written, for example because another user owns it.
     """
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed" if options.save_pid else None
     if path is not None:
@@ -163,9 +169,7 @@ def pid_file(options: LauncherOptions) -> Iterator[None]:
 
 
 def _write_own(path: Path, text: str) -> None:
-    """Write a new file that nobody else may open, in the place of an old one of this user's; follow
-    no link.
-    """
+    """Write a new private file, replacing an old one of this user; follow no link."""
     with suppress(FileNotFoundError):
         if path.lstat().st_uid == os.geteuid():
             path.unlink()

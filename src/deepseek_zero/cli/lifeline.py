@@ -1,16 +1,15 @@
-"""Ends the launcher when whoever started it is gone without a signal: an ssh connection that broke
-or was killed.
+"""End the launcher after the process that started it is gone.
 
-sshd tells a command without a terminal nothing; it closes the pipes.  The end of standard input
-alone says little: `ssh -n`, cron, CI and a shell's `&` give an input that has ended before the
-command begins, and `echo y | ...` one that ends soon.  So what counts is
+If an ssh connection without a terminal breaks, sshd sends no signal to the command and only closes
+its pipes. The end of standard input is not sufficient evidence. `ssh -n`, cron, CI and a shell's
+`&` start a command with an input that has already ended, and the input of `echo y | ...` ends soon.
+The launcher is ended if
 
-    asked for (--end-with-input)   standard input's other end is closed
-    else                           the same, and nobody reads standard output and error
+    with --end-with-input    the other end of standard input is closed
+    otherwise                the other ends of standard input, output and error are closed
 
-The second is a launcher that nobody can hear.  Nothing is read from standard input, which belongs
-to the first rank. A launcher that was told to survive a hang-up (nohup) does, and one with a
-terminal gets SIGHUP from the system.
+Nothing is read from standard input, which belongs to the first rank. A launcher that ignores SIGHUP
+(nohup) is not ended. A launcher with a terminal gets SIGHUP from the system.
 """
 
 from __future__ import annotations
@@ -30,35 +29,36 @@ from deepseek_zero.base.log import logger
 
 POLL_SECONDS = 0.5
 DEAF_SECONDS = 10.0
-"""How long the launcher may take to end after its signal; it may be waiting for other machines,
-deaf to signals.
+"""How long the launcher may take to end after its signal.
+
+While it waits for other machines, it does not react to signals.
 """
 
 INPUT = 0
 OUTPUTS = (1, 2)
 STREAMS = (INPUT, *OUTPUTS)
-# Of a socket; an sshd may use one for input and output
+# For sockets; sshd may use a single socket for input and output
 _NO_MORE_INPUT = getattr(select, "POLLRDHUP", 0)
 
 
 def is_connected(stream: int) -> bool:
-    """Return whether a file descriptor is an end of a pipe or a socket, of which the other end may
-    be closed.
-    """
+    """Return whether a file descriptor is a pipe or socket, whose other end may close."""
     try:
         mode = os.fstat(stream).st_mode
-    except OSError:  # closed by whoever started us
+    except OSError:  # closed by the parent process
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def are_closed(streams: Sequence[int]) -> bool:
-    """Return whether nothing comes in from, or nobody reads at, the other end of each of these
-    pipes and sockets.
+    """Return whether the other end of each pipe or socket is closed.
+
+    For standard input, this means that no more data arrive. For outputs, it means that there is no
+    reader.
     """
     watch = select.poll()
     for stream in streams:
-        # A hang-up is told unasked
+        # POLLHUP and POLLERR are always reported
         events = _NO_MORE_INPUT if stream == INPUT else 0
         watch.register(stream, events)
     return len(watch.poll(0)) == len(streams)
@@ -66,10 +66,12 @@ def are_closed(streams: Sequence[int]) -> bool:
 
 @dataclass
 class Lifeline:
-    """Watches the streams in a thread; sends this process SIGHUP once they are closed.  Use as a
-    context manager.
+    """Watch streams in a thread, and send this process SIGHUP when they are closed.
 
-    streams: none, and nothing is watched.
+    Use it as a context manager.
+
+    Attributes:
+        streams: File descriptors to watch; if empty, nothing is watched.
     """
 
     streams: tuple[int, ...]
@@ -77,8 +79,13 @@ class Lifeline:
 
     @classmethod
     def of_this_process(cls, *, needs_input: bool) -> Lifeline:
-        """Return what this process hangs on; UsageError where it needs an input, and has none that
-        can end.
+        """Choose the streams to watch for this process.
+
+        Args:
+            needs_input: --end-with-input is set: watch only standard input.
+
+        Raises:
+            UsageError: `needs_input` is set and standard input is neither a pipe nor a socket.
         """
         if needs_input:
             if not is_connected(INPUT):
@@ -116,9 +123,7 @@ class Lifeline:
 
 
 def _speak_to_nobody() -> None:
-    """Give standard output and error another place where nobody reads them: a write to them would
-    be an error.
-    """
+    """Redirect outputs without a reader to /dev/null, because writing would fail."""
     for stream in OUTPUTS:
         if is_connected(stream) and are_closed([stream]):
             with suppress(OSError, ValueError):

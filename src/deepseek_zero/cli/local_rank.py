@@ -1,9 +1,9 @@
-"""Whether a script takes the option `--local_rank=N`.
+"""Find out whether a script accepts the option `--local_rank=N`.
 
-DeepSpeed passes it always, and a script that does not know it fails in its argument parser.  Here
-it is passed if the script, or a module beside it that it imports, names the option in a call
-(add_argument, click.option, ...) or calls parse_known_args, which lets unknown options through.
-The source is read and never run.  LOCAL_RANK is in the environment in any case.
+DeepSpeed always passes it, and a script without this option fails in its argument parser. Here it
+is passed if the script, or a module next to it that it imports, names the option in a call
+(add_argument, click.option, ...) or calls parse_known_args, which accepts unknown options. The
+source is parsed and never executed. LOCAL_RANK is always in the environment.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ OPTIONS = {"--local_rank", "--local-rank"}
 TOLERANT_CALLS = {"parse_known_args", "parse_known_intermixed_args"}
 
 MAX_FILES = 200
-"""Modules beside a script that are read at most; a project larger than that keeps its parser near
-the top.
-"""
+"""Maximum number of modules that are read; larger projects have their parser near the script."""
 
 
 def accepts_local_rank(source: Path | None, args: Sequence[str] = ()) -> bool:
-    """Return whether the script at `source` takes --local_rank=N and `args` do not give it
-    already.
+    """Return whether to pass --local_rank=N to a script.
+
+    Args:
+        source: The script's source; None if there is none.
+        args: The script's arguments; the option is not passed twice.
     """
     if source is None or any(arg.partition("=")[0] in OPTIONS for arg in args):
         return False
@@ -44,8 +45,13 @@ def accepts_local_rank(source: Path | None, args: Sequence[str] = ()) -> bool:
 
 
 def find_module(name: str, folders: Sequence[str] | None = None) -> Path | None:
-    """Return the file that `python -m name` would run, found by path: importing would run the
-    parent packages.
+    """Return the file that `python -m name` would run.
+
+    It is searched for by path, because importing it would execute the parent packages.
+
+    Args:
+        name: Name of the module.
+        folders: Folders to search; None uses the current one and `sys.path`.
     """
     for folder in folders if folders is not None else [str(Path.cwd()), *sys.path]:
         base = Path(folder).joinpath(*name.split("."))
@@ -68,8 +74,8 @@ def _takes_option(node: ast.AST) -> bool:
     called = (
         node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     )
-    # A flag built by f-string or held in a variable is not seen; the environment variable serves
-    # such scripts.
+    # A flag from an f-string or a variable is not detected; such scripts can use the environment
+    # variable.
     return called in TOLERANT_CALLS or any(
         isinstance(arg, ast.Constant) and arg.value in OPTIONS for arg in node.args
     )

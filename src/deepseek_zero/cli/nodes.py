@@ -1,17 +1,15 @@
-"""From what was asked to what this machine runs: its node number, its ranks, its devices, where the
-nodes meet.
+"""Decide what this machine runs: node rank, number of ranks, devices, rendezvous.
 
-    asked                                   decides
-    --hostfile, --include, --exclude        hosts and slots; several hosts are several nodes, the
-                                            first is node 0
-    --num_nodes, --num_gpus                 how many of them
-    --nproc                                 processes on this machine; else its GPUs, else one per
-                                            pair of cores
-    --node_rank, else our own host name     which node this machine is
-    variables of an engine (base/world.py)  what no option says, where there is no hostfile
+    --hostfile, --include, --exclude        hosts and slots; each host is a node, the first is
+                                            node 0
+    --num_nodes, --num_gpus                 how many of them are used
+    --nproc                                 processes on this machine; default: its GPUs, or one
+                                            per pair of cores
+    --node_rank, or the host's own name     which node this machine is
+    scheduler variables (base/world.py)     anything that no option sets, without a hostfile
 
-Pure: `Asked`, `Nodes` and a `NodeMachine` (its cores and GPUs) in, `NodePlan` out.  Standard
-library only, so that a command line without GPUs to count needs no torch.
+The functions are pure: they compute a `NodePlan` from `Asked`, `Nodes` and a `NodeMachine`. They
+use only the standard library, so torch is not needed if there are no GPUs to count.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from deepseek_zero.cli.launcher_options import START_EACH
 
 LAST_PORT = 65_535
 DEFAULT_PORT = 29500
-"""Where several nodes meet if --master_port is not given; a single node takes any free port."""
+"""Port of node 0 with several nodes and without --master_port; a single node uses any free port."""
 
 LOCALHOST = "localhost"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of `deepseek-zero run` that decide where ranks run; None: not given."""
+    """Options of `deepseek-zero run` that place the ranks; None means not given."""
 
     nproc: int | None = None
     num_gpus: int | None = None
@@ -54,8 +52,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """This machine's part.  devices: for CUDA_VISIBLE_DEVICES, None to leave it alone; note: a line
-    to say, or none.
+    """The ranks of this machine.
+
+    Attributes:
+        nproc: Number of processes.
+        devices: Value for CUDA_VISIBLE_DEVICES; None leaves the variable unchanged.
+        note: A line to log, if any.
     """
 
     nproc: int
@@ -65,7 +67,7 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What this machine runs, as node `node_rank` of `num_nodes`; master_port 0: any free one."""
+    """What this machine runs as one of the nodes; `master_port` 0 means any free port."""
 
     share: NodeShare
     num_nodes: int = 1
@@ -77,8 +79,16 @@ class NodePlan:
 def plan_node(
     asked: Asked, machine: NodeMachine, own_names: Collection[str], said: Nodes | None = None
 ) -> NodePlan:
-    """Decide what this machine runs; own_names: the host names and addresses it is known by; said:
-    by an engine.
+    """Decide what this machine runs.
+
+    Args:
+        asked: The options.
+        machine: The cores and GPUs of this machine.
+        own_names: Host names and addresses of this machine.
+        said: Values from a scheduler's variables, if any.
+
+    Raises:
+        UsageError: The options contradict each other or the machine.
     """
     _check(asked)
     if asked.hostfile is None:
@@ -101,9 +111,9 @@ def plan_node(
 
 
 def _filled(asked: Asked, said: Nodes, machine: NodeMachine) -> Asked:
-    """Fill in what an engine's variables say; an option beats a variable."""
+    """Fill in values from a scheduler's variables; options take precedence."""
     found: dict[str, Any] = {"num_nodes": asked.num_nodes or said.num_nodes}
-    if found["num_nodes"] > 1:  # a single machine meets itself, at any free port
+    if found["num_nodes"] > 1:  # a single machine uses any free port
         found["node_rank"] = said.node_rank if asked.node_rank is None else asked.node_rank
         found["master_addr"] = asked.master_addr or said.address
         found["master_port"] = asked.master_port or said.port or 0
@@ -113,8 +123,10 @@ def _filled(asked: Asked, said: Nodes, machine: NodeMachine) -> Asked:
 
 
 def _nproc_said(said: Nodes, machine: NodeMachine) -> int | None:
-    """Return torchrun's number of processes: a number, "gpu" for the GPUs, "cpu" for the cores,
-    "auto" for ours.
+    """Return the number of processes from torchrun's variable.
+
+    It is a number, "gpu" for the number of GPUs, "cpu" for the number of cores, or "auto" for our
+    default.
     """
     if said.nproc in (None, "auto"):
         return None
@@ -206,9 +218,7 @@ def _own_place(names: list[str], node_rank: int | None, own_names: Collection[st
 
 
 def _share_of_slots(slots: tuple[int, ...], nproc: int | None, machine: NodeMachine) -> NodeShare:
-    """Take a hostfile's slots for this machine: as many processes, on the GPUs at those places if
-    it has any.
-    """
+    """Return one process for each slot, on the GPUs of these numbers if there are any."""
     if nproc is not None or not machine.gpus:
         return NodeShare(nproc or len(slots))
     if max(slots) >= len(machine.gpus):
@@ -241,7 +251,7 @@ def _local_share(asked: Asked, machine: NodeMachine) -> NodeShare:
 
 def _filtered_share(asked: Asked, machine: NodeMachine) -> NodeShare:
     numbered = _numbered(machine.gpus)
-    # Places for processes: as many as there are by default, or as the filter speaks of
+    # Slots for processes: the default number, or as many as the filter mentions
     if not numbered:
         spoken = [
             slot
@@ -261,8 +271,9 @@ def _only_local(hosts: Slots, asked: Asked) -> tuple[int, ...]:
 
 
 def _numbered(gpus: tuple[str, ...]) -> dict[int, str]:
-    """Return slot -> GPU name: the number the user knows it by, its place where names are not
-    numbers (UUIDs).
+    """Map slots to GPU names.
+
+    The slot is the GPU's number, or its position if the names are not numbers (UUIDs).
     """
     if all(name.isdecimal() for name in gpus):
         return {int(name): name for name in gpus}
@@ -270,8 +281,9 @@ def _numbered(gpus: tuple[str, ...]) -> dict[int, str]:
 
 
 def _instead_of_gpus(option: str, wanted: int, machine: NodeMachine) -> NodeShare:
-    """Start as many ranks as asked for, so that batch and sharding are those meant; more than two
-    have a core each.
+    """Start CPU ranks instead of the requested GPUs, to keep batch size and sharding.
+
+    More than two ranks run only if each has a core.
     """
     nproc = min(wanted, max(2, machine.cores))
     asks = f"{option} asks for {_count(wanted, 'GPU')} and this machine has none"
@@ -305,8 +317,11 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class NodeMachine:
-    """cores: CPU cores this process may use; gpus: names of the visible GPUs, as
-    CUDA_VISIBLE_DEVICES takes them.
+    """The resources of this machine.
+
+    Attributes:
+        cores: Number of CPU cores that this process may use.
+        gpus: Names of the visible GPUs, as used in CUDA_VISIBLE_DEVICES.
     """
 
     cores: int
@@ -314,18 +329,26 @@ class NodeMachine:
 
     @property
     def default_nproc(self) -> int:
-        """One process per GPU; without GPUs one per pair of cores, at least one."""
+        """Return one process per GPU or, without GPUs, one per pair of cores."""
         return len(self.gpus) or max(1, self.cores // 2)
 
     def thread_environment(self, nproc: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return variables by which `nproc` ranks share the cores; what the user has set stays."""
+        """Return variables that divide the cores among the ranks.
+
+        Variables that the user has set are omitted.
+
+        Args:
+            nproc: Number of ranks.
+            environment: The environment of the launcher.
+        """
         threads = max(1, self.cores // nproc)
         return {name: str(threads) for name in THREAD_VARIABLES if name not in environment}
 
 
 def allowed_cores(quota_file: Path = CPU_QUOTA) -> int:
-    """Return the CPU cores this process may use: its affinity, and the container's quota rounded
-    up.
+    """Return the number of CPU cores that this process may use.
+
+    It is limited by the CPU affinity and by the container's quota, rounded up.
     """
     affinity = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -338,8 +361,11 @@ def allowed_cores(quota_file: Path = CPU_QUOTA) -> int:
 
 
 def visible_gpus(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the visible GPUs.  count: as the driver reports it with
-    CUDA_VISIBLE_DEVICES applied.
+    """Return the names of the visible GPUs.
+
+    Args:
+        count: Number of GPUs that the driver reports with CUDA_VISIBLE_DEVICES applied.
+        environment: The environment of the launcher.
     """
     listed = [
         name.strip()

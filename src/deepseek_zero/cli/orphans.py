@@ -1,12 +1,10 @@
-"""Finds and ends every process of one launch, and runs as the guard that does so when the launcher
-itself is killed.
+"""Find and end every process of a launch, even if the launcher is killed.
 
-A launch is recognised in two ways: each rank leads its own process group, and each rank's
-environment carries the launch's mark, which its children inherit (data loader workers too, even
-those that left the group).  The guard is this
-file run as a script: its standard input says which groups there are, and the end of that input
-without "done" means that the launcher is gone.  Standard library only: the guard must start at once
-and stay small.
+A process belongs to a launch if it is in the process group of a rank, or if its environment has the
+mark of the launch. Children inherit the mark, including data loader workers that left the group.
+The guard is this file, run as a script. It reads the groups from standard input. If the input ends
+without "done", the launcher is gone and the guard ends the processes. Only the standard library is
+used, so that the guard starts quickly and stays small.
 """
 
 from __future__ import annotations
@@ -23,28 +21,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "DEEPSEEK_ZERO_LAUNCH"
-"""Environment variable that names the launch a process belongs to."""
+"""Environment variable with the mark of the launch that a process belongs to."""
 
 SWEEP_SECONDS = 1.0
-"""How long leftovers may take to end on SIGTERM; multiprocessing's resource tracker uses it to
-unlink shared memory.
+"""How long leftover processes may take to end after SIGTERM.
+
+The resource tracker of multiprocessing uses the time to unlink shared memory.
 """
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What identifies the processes of one launch: its mark and the process groups of its ranks.
+    """The mark and the process groups that identify the processes of a launch.
 
-    groups: of ranks that run or have just failed.  Never of one that ended long ago: once a group
-    is empty, its number may become that of a stranger's.
+    Attributes:
+        mark: Value of the environment variable `MARK`.
+        groups: Groups of ranks that are running or have just failed. The group of a rank that ended
+            earlier must not be included, because its number may be reused by another program.
     """
 
     mark: str
     groups: Collection[int]
 
     def living(self) -> list[int]:
-        """Return the process ids of this launch that run now, without zombies.  Without /proc (not
-        Linux): none.
+        """Return the ids of the running processes of this launch, without zombies.
+
+        Without /proc (not Linux) the list is empty.
         """
         entry = f"{MARK}={self.mark}".encode()
         return [pid for pid in _processes() if pid != os.getpid() and self._owns(pid, entry)]
@@ -57,11 +59,11 @@ class Launch:
             return group in self.groups or entry in Path(f"/proc/{pid}/environ").read_bytes().split(
                 b"\0"
             )
-        except OSError:  # it ended while we looked, or it is another user's
+        except OSError:  # it has ended in the meantime, or it is another user's
             return False
 
     def end(self, patience_seconds: float = SWEEP_SECONDS) -> None:
-        """Ask every living process to end, then kill what is left after `patience_seconds`."""
+        """Send SIGTERM to every process, then kill those left after `patience_seconds`."""
         deadline = time.monotonic() + patience_seconds
         send(self.living(), signal.SIGTERM)
         while (left := self.living()) and time.monotonic() < deadline:
@@ -76,39 +78,49 @@ def _processes() -> list[int]:
 
 
 def _state_group_and_ticks(pid: int) -> tuple[str, int, int]:
-    # The second field is the program's name in parentheses and may itself hold spaces and
+    # The second field is the program's name in parentheses and may itself contain spaces and
     # parentheses.
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[2]), int(fields[11]) + int(fields[12])
 
 
 def stopped_after(pid: int) -> int | None:
-    """Return the ticks of CPU time after which a signal has stopped a process; None where none has
-    (a debugger at work in it is no signal).
+    """Return the CPU ticks of a process that a signal has stopped, or None.
+
+    A process that a debugger traces is not counted as stopped.
     """
     try:
         state, _, ticks = _state_group_and_ticks(pid)
-    except OSError:  # it has ended, or there is no /proc
+    except OSError:  # it has ended, or /proc does not exist
         return None
     return ticks if state == "T" else None
 
 
 def send(pids: Collection[int], number: signal.Signals) -> None:
-    """Send a signal to each process; one that is already gone is fine."""
+    """Send a signal to each process, ignoring those that have already ended.
+
+    Args:
+        pids: The process ids.
+        number: The signal.
+    """
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 class Guard:
-    """The launcher's side of the guard process: tell it of groups as they come and go, dismiss it
-    at a proper end.
-    """
+    """The launcher's connection to its guard process."""
 
     def __init__(self, mark: str, folder: Path) -> None:
-        # -I and -S: nothing of the user's environment can break or slow it.  An empty environment,
-        # so that it never carries the mark of an outer launch; its own session, so that a
-        # terminal's Ctrl-C or hang-up passes it by.
+        """Start the guard process.
+
+        Args:
+            mark: Mark of the launch.
+            folder: Folder that the guard removes if the launcher is killed.
+        """
+        # -I and -S isolate it from the user's environment. The environment is empty, so that it
+        # never has the mark of an outer launch. It has its own session, so that Ctrl-C or a hang-up
+        # of the terminal does not reach it.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, mark, str(folder)],
             stdin=subprocess.PIPE,
@@ -119,22 +131,22 @@ class Guard:
         )
 
     def add(self, group: int) -> None:
-        """Tell the guard that a group belongs to the launch from now on."""
+        """Add a process group to the launch."""
         self._tell(str(group))
 
     def drop(self, group: int) -> None:
-        """Tell the guard to leave a group alone from now on: its number may become a stranger's."""
+        """Remove a process group, because its number may be reused by another program."""
         self._tell(str(-group))
 
     def _tell(self, line: str) -> None:
-        # A guard that somebody killed is not worth failing a training run.
+        # A killed guard is no reason to fail a training run.
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
     def dismiss(self) -> None:
-        """End the guard without any action: the launcher cleans up by itself."""
+        """End the guard without any action, because the launcher cleans up itself."""
         self._tell("done")
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -143,7 +155,7 @@ class Guard:
 
 
 def _stand_guard(mark: str, folder: str) -> None:
-    # Schedulers send them to every process of a job
+    # Schedulers send these signals to every process of a job
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

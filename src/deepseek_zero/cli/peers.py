@@ -1,9 +1,8 @@
-"""What the launchers of several machines know of each other: that they live, that ranks failed,
-stand still, finished.
+"""Exchange the state of ranks between the launchers of several machines.
 
-Each machine's launcher has one thread that asks the store where they meet, twice a second, and
-writes there that it lives and which of its ranks are stopped.  A store whose machine is unreachable
-can keep who asks waiting for minutes; the launcher itself asks only this thread.
+A thread of each launcher polls the store of node 0 twice a second. It writes a heartbeat and the
+list of stopped ranks, and reads those of the others. Access to a store on an unreachable machine
+can block for minutes, so the launcher itself only reads results of this thread.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from deepseek_zero.comm.net.key_value_store import GONE
 
 ASK_SECONDS = 0.5
 FAREWELL_SECONDS = 2.0
-"""How long a launcher stays after a failure of its own, so that the others can read of it."""
+"""How long a launcher stays after its own failure, so that the others can read the message."""
 
 LOST_STORY = (
     "It lost its power or its network, or this host did. --dead-after says how long a host may be "
@@ -39,7 +38,10 @@ ALIVE_KEY = "deepseek_zero/alive"
 
 
 class RendezvousKeys(Protocol):
-    """The part of torch's stores that launchers use. RuntimeError if it is gone."""
+    """The methods of torch's stores that launchers use.
+
+    They raise RuntimeError if the store is gone.
+    """
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -51,17 +53,24 @@ class RendezvousKeys(Protocol):
 
 
 class PeerWatch:
-    """Tells the launchers of the other machines of a failure, and hears of theirs and of their
-    silence.
+    """Exchange failures with the other machines' launchers, and detect lost machines.
 
-    dead_after: seconds of silence after which a machine is lost; inf: never. Clocks are this
-    machine's own: what counts is how long it has seen no change.
+    Only this machine's clock is used: a machine is lost if its entry has not changed for
+    `dead_after` seconds (inf: never).
     """
 
     def __init__(
         self, store: RendezvousKeys, node: int, nodes: int, ranks: Sequence[int], dead_after: float
     ) -> None:
-        """ranks: of this machine."""
+        """Start the thread.
+
+        Args:
+            store: The store of node 0.
+            node: Number of this node.
+            nodes: Number of nodes.
+            ranks: Global ranks of this machine.
+            dead_after: Seconds without a change after which a machine is lost.
+        """
         self._store = store
         self._node = node
         self._nodes = nodes
@@ -70,16 +79,16 @@ class PeerWatch:
         self._ranks = list(ranks)
         self.stopped: Collection[
             int
-        ] = ()  # ranks of this machine that have been stopped for TELL_AFTER
+        ] = ()  # ranks of this machine that have been stopped for TELL_AFTER seconds
         self._stopped_elsewhere: dict[int, set[int]] = {}  # by node
         self._seen: dict[
             int, tuple[str, float]
-        ] = {}  # by node: what it wrote last, and when this one saw it change
+        ] = {}  # by node: its last entry, and when this launcher first saw it
         self._names: dict[int, str] = {0: "node 0, which holds the store,"}
-        self._told: set[int] = set()  # whose silence is told
-        self._answered = time.monotonic()  # the store, last
-        self._asked: float | None = None  # when what is asked now was begun; None: nothing is
-        self._failure = ""  # to tell the others
+        self._told: set[int] = set()  # nodes whose silence has been logged
+        self._answered = time.monotonic()  # last time the store answered
+        self._asked: float | None = None  # start of the current poll; None between polls
+        self._failure = ""  # JSON of this machine's failure
         self._is_failure_told = threading.Event()
         self._has_news = threading.Event()
         self._has_finished = self._have_all_finished = self._is_store_gone = False
@@ -87,8 +96,9 @@ class PeerWatch:
         threading.Thread(target=self._serve, daemon=True, name="deepseek-zero-peers").start()
 
     def tell_failure(self, outcome: Outcome) -> None:
-        """Make a failure known to the others; the first one told stays. Waits until they can have
-        read of it.
+        """Report a failure to the others, and wait until they can have read it.
+
+        Only the first reported failure is kept.
         """
         self.begin_to_tell(outcome)
         self._is_failure_told.wait(FAREWELL_SECONDS)
@@ -96,19 +106,20 @@ class PeerWatch:
             time.sleep(FAREWELL_SECONDS)
 
     def begin_to_tell(self, outcome: Outcome) -> None:
-        """Make a failure known without waiting; of several of this machine's the first."""
+        """Report a failure without waiting; only this machine's first one is kept."""
         headline = f"{outcome.headline}, on {self._host}"
         told = {"exit_code": outcome.exit_code, "headline": headline, "story": outcome.story}
         self._failure = self._failure or json.dumps(told)
         self._has_news.set()
 
     def heard_failure(self) -> Outcome | None:
-        """Return what another machine told, if it told of a failure, went away or is silent."""
+        """Return the failure of another machine if it reported one, ended or is silent."""
         return self._heard or self._silence()
 
     def all_finished(self) -> bool:
-        """Return whether the ranks of every machine have ended well; call it repeatedly once ours
-        have.
+        """Return whether the ranks of every machine have finished successfully.
+
+        Call it repeatedly after this machine's ranks have finished.
         """
         if not self._has_finished:
             self._has_finished = True
@@ -116,7 +127,7 @@ class PeerWatch:
         return self._have_all_finished or self._is_store_gone
 
     def stay_for_others(self) -> None:
-        """Keep the store until other machines can have read of a failure that one of them told."""
+        """Keep the store open until other machines can have read a reported failure."""
         if self._node == 0 and self._nodes > 2 and self._heard is not None:
             time.sleep(2 * ASK_SECONDS)
 
@@ -126,8 +137,8 @@ class PeerWatch:
         asked = self._asked
         silent = {node: answered - at for node, (_, at) in self._seen.items()}
         if asked is not None and now - asked > 2 * ASK_SECONDS:
-            # What it says of the others is as old.  Not from before it was asked: this launcher may
-            # have stood still.
+            # If the store does not answer, the entries of the other nodes are outdated, too. Time
+            # before the poll is not counted, because this launcher itself may have been stopped.
             silent = {0: now - max(answered, asked - ASK_SECONDS)}
         for node, seconds in silent.items():
             name = self._names.get(node, f"node {node}")
@@ -147,7 +158,7 @@ class PeerWatch:
         return None
 
     def _serve(self) -> None:
-        """Ask and tell until the store is gone."""
+        """Exchange messages until the store is gone."""
         beats = 0
         try:
             while not self._have_all_finished:
@@ -191,9 +202,7 @@ class PeerWatch:
                     self._take_in(node, json.loads(said))
 
     def _look_for_ended(self) -> None:
-        """Hear of machines whose launcher has ended without a word: the store sees its connection
-        end.
-        """
+        """Detect launchers that ended without a message: the store notices the disconnect."""
         for node in range(1, self._nodes) if self._heard is None else ():
             if (
                 node != self._node
@@ -217,7 +226,13 @@ class PeerWatch:
 
 
 def tell_stopped(host: str, before: Collection[int], now: Collection[int]) -> None:
-    """Say which ranks of a host are stopped now, and which run again."""
+    """Log which ranks of a host have been stopped, and which have resumed.
+
+    Args:
+        host: Name of the host.
+        before: Ranks that were stopped at the previous check.
+        now: Ranks that are stopped now.
+    """
     for rank in sorted(set(now) - set(before)):
         logger.warning(f"rank {rank} on {host} is stopped; the others wait for it")
     for rank in sorted(set(before) - set(now)):

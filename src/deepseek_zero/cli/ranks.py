@@ -1,5 +1,6 @@
-"""The rank processes of this machine: starts them, notices the first failure at once, ends all of
-them, says why.
+"""Run the rank processes of this machine.
+
+The module starts them, detects the first failure, ends all of them and reports the cause:
 
     idle --start--> running --all exit 0--> finished
                        |
@@ -7,8 +8,8 @@ them, says why.
                        |
                        +--all exit 85 (base/launch.py)--> saved
 
-It knows nothing of torch and nothing of other machines.  Which rank failed first is read from the
-error files that worker.py writes (`first_cause`).
+It does not depend on torch or on other machines. The first failure is determined from the error
+files of worker.py (`first_cause`).
 """
 
 from __future__ import annotations
@@ -45,19 +46,21 @@ from deepseek_zero.cli.orphans import MARK, Guard, Launch, send, stopped_after
 WORKER = str(Path(__file__).with_name("worker.py"))
 
 POLITE_SECONDS = 2.5
-"""How long a rank may take to end after the signal; with the sweep and the poll it stays under five
-seconds.
+"""How long a rank may take to end after the signal.
+
+Together with the sweep and the poll it is less than five seconds.
 """
 
 
 LEAVING_SECONDS = 10.0
-"""How long the others may take to follow a rank that saved and left; they left their training at
-the same step.
+"""How long the other ranks may take to end after a rank that saved.
+
+All of them stop training at the same step.
 """
 
 
 class Target(Enum):
-    """What a rank runs; the value is the key of cli/worker.py's table."""
+    """What a rank runs; the value is a key of `RUNNERS` in cli/worker.py."""
 
     SCRIPT = "script"
     MODULE = "module"
@@ -66,14 +69,14 @@ class Target(Enum):
 
 @dataclass(frozen=True)
 class Command:
-    """What every rank of this machine runs, and how."""
+    """What every rank of this machine runs."""
 
     kind: Target
     target: str
     args: tuple[str, ...] = ()
-    pass_local_rank: bool = False  # as the first argument, where DeepSpeed puts it
+    pass_local_rank: bool = False  # as the first argument, like DeepSpeed
     log_dir: Path | None = (
-        None  # ranks other than the machine's first write there instead of the terminal
+        None  # ranks other than the machine's first write to files there instead of the terminal
     )
 
     def argv(self, local_rank: int) -> list[str]:
@@ -100,7 +103,7 @@ class _Running:
 
     @property
     def saved(self) -> bool:
-        """Whether it was asked to end, saved and left."""
+        """Return whether the rank was asked to end, saved and ended."""
         return self.death is not None and self.death.code == SAVED_EXIT_CODE
 
     def death_with(self, code: int) -> Death:
@@ -119,8 +122,9 @@ class _Running:
 
 @dataclass
 class Ranks:
-    """The ranks of this machine as processes; use as a context manager, which leaves neither
-    processes nor files.
+    """The ranks of this machine as processes.
+
+    Use it as a context manager, which leaves neither processes nor files.
     """
 
     command: Command
@@ -144,14 +148,12 @@ class Ranks:
 
     @property
     def finished(self) -> bool:
-        """True once every rank has ended with code 0."""
+        """Return whether every rank has ended with code 0."""
         return bool(self._running) and all(rank.finished for rank in self._running.values())
 
     @property
     def saved(self) -> bool:
-        """True once every rank has ended and none failed, by the code that says they saved
-        first.
-        """
+        """Return whether all ranks have ended, none failed, and at least one saved first."""
         ranks = self._running.values()
         return any(rank.saved for rank in ranks) and all(
             rank.finished or rank.saved for rank in ranks
@@ -159,12 +161,13 @@ class Ranks:
 
     @property
     def have_all_ended(self) -> bool:
-        """True once every rank has ended, or has said by which error it will."""
+        """Return whether every rank has ended or has reported the error that ends it."""
         return all(rank.finished or rank.death for rank in self._running.values())
 
     def stopped(self) -> list[tuple[int, int]]:
-        """Return the ranks that a signal has stopped (SIGSTOP), each with the ticks of CPU time it
-        has had until then; none without /proc (not Linux).
+        """Return the ranks that a signal has stopped (SIGSTOP), with their CPU ticks.
+
+        Without /proc (not Linux) the list is empty.
         """
         running = [rank for rank in self._running.values() if not (rank.finished or rank.death)]
         found = ((rank.rank, stopped_after(rank.process.pid)) for rank in running)
@@ -172,13 +175,11 @@ class Ranks:
 
     @property
     def secret_file(self) -> str:
-        """Where `make_secret` leaves the secret, for the ranks."""
+        """Return the path to which `make_secret` writes the secret."""
         return str(self._folder / "secret")
 
     def make_secret(self) -> bytes:
-        """Draw a secret for this job, in a file that nobody else may open, and that goes with us;
-        return it.
-        """
+        """Create a random secret for this job, write it to a private file, and return it."""
         secret = secrets.token_bytes(SECRET_BYTES)
         with open(
             os.open(self.secret_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
@@ -187,7 +188,7 @@ class Ranks:
         return secret
 
     def save_on(self, name: signal.Signals) -> bool:
-        """Return whether a rank has said that it saves when it is asked to end by this signal."""
+        """Return whether a rank has registered to save when it receives a signal."""
         return bool(self._attempt) and is_marked(self._notes, SAVES + name.name)
 
     @property
@@ -195,8 +196,13 @@ class Ranks:
         return str(self._folder / f"attempt_{self._attempt}")
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> dict[int, int]:
-        """Start one process per environment (of local ranks 0, 1, ...); returns their process ids
-        by local rank.
+        """Start one process per environment.
+
+        Args:
+            environments: The variables of local ranks 0, 1, ...
+
+        Returns:
+            The process ids by local rank.
         """
         self._attempt += 1
         self._running.clear()
@@ -207,8 +213,8 @@ class Ranks:
     def _start_one(self, local_rank: int, environment: Mapping[str, str]) -> _Running:
         error_file = self._folder / f"attempt_{self._attempt}_rank_{local_rank}.json"
         output = self._output(local_rank, environment)
-        # The first rank keeps the terminal itself, no pipe: progress bars draw and a debugger can
-        # be talked to.
+        # The first rank keeps the terminal instead of a pipe, so that progress bars and debuggers
+        # work.
         terminal = None if local_rank == 0 else subprocess.DEVNULL
         errors = subprocess.STDOUT if output else None
         process = subprocess.Popen(
@@ -237,7 +243,7 @@ class Ranks:
         return self._files.enter_context(open(self.command.log_dir / f"rank_{rank}.log", "ab"))
 
     def wait(self, seconds: float) -> None:
-        """Return at the next end of a rank, or after `seconds`."""
+        """Return when a rank ends, or after `seconds`."""
         living = [
             rank.process.pid for rank in self._running.values() if rank.process.returncode is None
         ]
@@ -252,18 +258,18 @@ class Ranks:
                 AttributeError,
                 OSError,
                 ValueError,
-            ):  # not Linux, an old kernel, or more files than select takes
+            ):  # not Linux, an old kernel, or more descriptors than select supports
                 time.sleep(min(seconds, 0.1))
 
     def poll(self) -> Death | None:
-        """Look at every rank once; return the failure to act on, or None while all is well."""
+        """Check every rank, and return the failure to act on, if any."""
         for rank in self._running.values():
             self._look_at(rank)
         deaths = [rank.death for rank in self._running.values() if rank.death]
         return first_cause(deaths) if deaths and not self._is_leaving(deaths) else None
 
     def _is_leaving(self, deaths: Sequence[Death]) -> bool:
-        """Return whether every rank that has ended had saved, and the others may still follow."""
+        """Return whether all ended ranks have saved and the others may still follow."""
         since = time.monotonic() - min(death.at for death in deaths)
         return all(death.code == SAVED_EXIT_CODE for death in deaths) and (
             self.saved or since < LEAVING_SECONDS
@@ -279,7 +285,7 @@ class Ranks:
             if rank.finished:
                 self._forget(rank.process.pid)
         elif rank.error_file.exists():
-            # It raised; whatever its exit handlers wait for, it will not come back
+            # It raised an error: it will not recover, regardless of what its exit handlers wait for
             rank.death = rank.death_by_report()
 
     def _forget(self, group: int) -> None:
@@ -287,20 +293,22 @@ class Ranks:
         self._guard.drop(group)
 
     def pass_on(self, number: signal.Signals) -> None:
-        """Give the ranks a signal that the launcher received; they decide what it means."""
+        """Forward a signal of the launcher to the ranks, which handle it."""
         send(
             [rank.process.pid for rank in self._running.values() if rank.process.poll() is None],
             number,
         )
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End every process of this launch: ask the ranks, wait, then sweep up their children and
-        whoever stayed.
+        """End every process of this launch.
+
+        The ranks get the signal and time to end. After that, their children and the remaining ranks
+        are killed.
         """
         if self._attempt:
             mark(self._notes, ENDING)
         living = [rank.process for rank in self._running.values() if rank.process.poll() is None]
-        # A rank that raised is on its way out already: its exit handlers get the time without the
+        # A rank that raised an error is already ending: its exit handlers get the time without the
         # signal.
         send(
             [
@@ -317,14 +325,15 @@ class Ranks:
         Launch(self.mark, frozenset(self._groups)).end()
         for process in living:
             if process.poll() is None:
-                process.kill()  # where the sweep finds nothing (no /proc)
+                process.kill()  # if the sweep found nothing (without /proc)
                 process.wait()
         for group in list(self._groups):
             self._forget(group)
 
     def cause(self) -> Death | None:
-        """Return the failure to show once all have ended: what was seen before, or what ranks wrote
-        while they were ended.
+        """Return the failure to show after all ranks have ended.
+
+        It may be one that a rank reported only while the ranks were being ended.
         """
         found = [rank.death_by_report() or rank.death for rank in self._running.values()]
         deaths = [death for death in found if death is not None]
@@ -347,22 +356,34 @@ SILENT_EXIT = "It left no traceback: it ended by sys.exit(code) or os._exit(code
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank wrote about its own end.  text: as the interpreter would print it; at:
-    `time.monotonic()`, which the processes of a machine share and nobody sets.
+    """A rank's report about its own end.
+
+    Attributes:
+        text: The error as the interpreter would print it.
+        summary: The error in one line.
+        at: Time by `time.monotonic()`, which all processes of a machine share and which is never
+            set.
+        exit_code: The rank's exit code.
+        secondary: Whether the error blames another rank.
     """
 
     text: str
     summary: str
     at: float
     exit_code: int
-    secondary: bool  # it blames another rank
+    secondary: bool
 
 
 @dataclass(frozen=True)
 class Death:
     """The end of a rank with a code other than 0.
 
-    code: as in subprocess, negative for a signal; at: when it was seen, by `time.monotonic()`.
+    Attributes:
+        rank: The global rank.
+        code: Return code as in subprocess, negative for a signal.
+        at: Time of detection by `time.monotonic()`.
+        report: The rank's own report, if any.
+        stack: Python stack of a native crash, if any.
     """
 
     rank: int
@@ -373,29 +394,28 @@ class Death:
 
     @property
     def exit_code(self) -> int:
-        """The code the launcher ends with: the rank's own, or 128 + the signal's number as shells
-        do.
-        """
+        """Return the launcher's exit code: the rank's own, or 128 plus the signal number."""
         return 128 - self.code if self.code < 0 else self.code
 
     @property
     def began_at(self) -> float:
-        """When the failure began: the exception's time where known, for a process takes a while to
-        exit after it.
+        """Return the time of the exception if it is known, or else of the detection.
+
+        A process takes some time to exit after an exception.
         """
         return self.report.at if self.report else self.at
 
     @property
     def secondary(self) -> bool:
-        """True if this rank only followed another one."""
+        """Return whether this rank failed only because another one did."""
         return self.report is not None and self.report.secondary
 
     def headline(self, world_size: int) -> str:
-        """One sentence: which rank, and how it ended."""
+        """Describe in one sentence which rank ended and how."""
         return f"rank {self.rank} of {world_size} {_how(self.code)}"
 
     def story(self) -> str:
-        """The traceback, or what is known without one."""
+        """Return the traceback, or the information available without one."""
         if self.report:
             return self.report.text.rstrip()
         if self.code >= 0:
@@ -408,8 +428,13 @@ class Death:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended; headline and story are empty if all went well. is_silence: by the silence
-    of a machine.
+    """How a launch ended.
+
+    Attributes:
+        exit_code: Exit code of the launcher.
+        headline: One sentence; empty after success.
+        story: Details; empty after success.
+        is_silence: Whether a machine was lost because it was silent.
     """
 
     exit_code: int = 0
@@ -429,10 +454,10 @@ def _how(code: int) -> str:
 
 
 def first_cause(deaths: Sequence[Death]) -> Death:
-    """Return the failure to show: the earliest one that does not blame another rank, else the
-    earliest.
+    """Return the failure to show: the earliest one that does not blame another rank.
 
-    A rank that saved and left is shown only where no rank failed.
+    If all of them blame another rank, it is the earliest one. A rank that saved and ended is
+    returned only if no rank failed.
     """
     return min(
         deaths, key=lambda death: (death.code == SAVED_EXIT_CODE, death.secondary, death.began_at)
@@ -440,14 +465,12 @@ def first_cause(deaths: Sequence[Death]) -> Death:
 
 
 def read_report(path: Path) -> Report | None:
-    """Return the report in an error file, also in torch's own @record layout; None if none can be
-    read.
-    """
+    """Read an error file, also in torch's @record layout; None if it cannot be read."""
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         message = data["message"]
         ours = data.get("deepseek_zero", {})
-        # Torch's, in whole seconds
+        # torch's timestamp has a resolution of one second
         told = time.monotonic() - (time.time() - float(message["extraInfo"]["timestamp"]))
         return Report(
             text=message["extraInfo"]["py_callstack"],
@@ -461,7 +484,7 @@ def read_report(path: Path) -> Report | None:
 
 
 def read_stack(path: Path) -> str:
-    """Return the Python stack that faulthandler left at a crash, or nothing."""
+    """Return the Python stack that faulthandler wrote at a crash, or an empty string."""
     with suppress(OSError):
         return path.with_name(f"{path.name}.stack").read_text(errors="replace")
     return ""

@@ -1,9 +1,9 @@
-"""`deepseek-zero run`: reads the options, decides, starts the ranks, tells the end.
+"""The command `deepseek-zero run`: read the options and start the ranks.
 
     deepseek-zero run [options] script.py args...
 
-The options are the fields of `RunOptions`; the first word that is not an option is the script, and
-everything after it belongs to the script, whatever it is called.
+The options are the fields of `RunOptions`. The first argument that is not an option is the script,
+and everything after it is passed to the script unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from deepseek_zero.cli.nodes import Asked, NodeMachine, NodePlan, allowed_cores,
 from deepseek_zero.cli.ranks import Command, Outcome, Target
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""DeepSpeed's place for it; used where it exists and --hostfile names no other."""
+"""DeepSpeed's default hostfile, used if it exists and --hostfile is not given."""
 
 HELP = f"""Run a script as one process per GPU (without GPUs: one per pair of CPU cores).
 
@@ -59,9 +59,7 @@ Started over ssh, --end-with-input ends everything here when that connection doe
 WHERE = "Where ranks run"
 WHAT = "What they run"
 AXES = ("pp", "tp", "sp")
-"""Options that name axes of the mesh; the ranks read them from the environment, as one more place
-that states one.
-"""
+"""Options that set axes of the mesh. Ranks read them from the environment."""
 
 
 def _option(*names: str, text: str, panel: str) -> Any:
@@ -70,8 +68,9 @@ def _option(*names: str, text: str, panel: str) -> Any:
 
 @dataclass(frozen=True)
 class RunOptions(LauncherOptions):
-    """The command line of `run`; each field is one option, and cli/__init__.py builds the command
-    from them.
+    """The command line of `run`, with one field for each option.
+
+    cli/__init__.py creates the command from the fields.
     """
 
     nproc: Annotated[
@@ -246,10 +245,14 @@ class RunOptions(LauncherOptions):
 
 
 def run(options: RunOptions) -> int:
-    """Launch the script; return the exit code.
+    """Launch the script and return the exit code.
 
-    0, the failing rank's, 85 where the ranks were asked to end and saved, or 128 + the signal that
-    ended the launcher.
+    Returns:
+        0 if all ranks succeeded; the exit code of the failed rank; 85 if the ranks were asked to
+        end and saved; 128 plus the number of the signal that ended the launcher.
+
+    Raises:
+        UsageError: An option is invalid.
     """
     refuse_options(options)
     set_log_level(options)
@@ -265,7 +268,7 @@ def run(options: RunOptions) -> int:
         ("--max-restarts", options.max_restarts),
         ("--save-grace", options.save_grace),
     ):
-        if not value >= 0:  # not a number, too
+        if not value >= 0:  # also refuses NaN
             raise UsageError(
                 f"{option} is {value}.",
                 why="It counts from 0.",
@@ -273,7 +276,7 @@ def run(options: RunOptions) -> int:
             )
     checked_dead_after(options.dead_after, "--dead-after")
     command = _command(options)
-    # late: it imports torch, which --help must not wait for
+    # imported late, because it imports torch and --help must be fast
     agent = importlib.import_module("deepseek_zero.cli.agent")
     machine = NodeMachine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
     asked = _asked(options)
@@ -294,8 +297,8 @@ def run(options: RunOptions) -> int:
         environment |= _environment_as_deepspeed()
     connecting = _listening_environment(options) | ({TLS: "1"} if options.tls else {})
     environment |= connecting
-    os.environ.update(connecting)  # for the launcher's own store, too
-    # That of scripts which call torch's init_process_group
+    os.environ.update(connecting)  # also used by the launcher's own store
+    # For scripts that call torch's init_process_group
     lead_gloo(plan.num_nodes == 1, plan.master_addr)
     if plan.num_nodes > 1:
         environment[DEAD_AFTER] = f"{options.dead_after:g}"
@@ -307,7 +310,7 @@ def run(options: RunOptions) -> int:
 
 
 def _environment_as_deepspeed() -> dict[str, str]:
-    """Return the variables with which `import deepspeed` means this library."""
+    """Return variables with which `import deepspeed` imports this library."""
     for module in contributions(COMMANDS):
         found: dict[str, str] = module.child_environment(os.environ)
         return found
@@ -319,10 +322,13 @@ def _environment_as_deepspeed() -> dict[str, str]:
 
 
 def _listening_environment(options: RunOptions) -> dict[str, str]:
-    """Return what tells ranks where to listen; raise a `UsageError` for what this host has not."""
+    """Return the variables for --interface and --ports.
+
+    UsageError if this host does not have the interface or the address.
+    """
     if options.interface is None and options.ports is None:
         return {}
-    # late: its package imports torch
+    # imported late because its package imports torch
     channel = importlib.import_module("deepseek_zero.comm.net.channel")
     found: dict[str, str] = channel.listening_variables(options.interface, options.ports)
     return found
@@ -331,8 +337,9 @@ def _listening_environment(options: RunOptions) -> dict[str, str]:
 def _enough(
     asked: Asked, machine: NodeMachine, axes: Mapping[str, int], said: Nodes | None
 ) -> Asked:
-    """Where nothing says how many ranks run and there are no GPUs to count, ask for whole copies of
-    the model.
+    """Set `nproc` to whole copies of the model if nothing else determines it.
+
+    This applies if there are no GPUs and neither options nor variables set the number of ranks.
     """
     copy = math.prod(axes.values())
     asks = (
@@ -349,8 +356,9 @@ def _enough(
 
 
 def _check_axes(plan: NodePlan, axes: Mapping[str, int]) -> None:
-    """Raise where the ranks of one machine are no whole copies of the model; several machines are
-    counted by them.
+    """Raise UsageError if a single machine's ranks are not whole copies of the model.
+
+    With several machines, the ranks check the number themselves.
     """
     copy = math.prod(axes.values())
     if plan.num_nodes == 1 and plan.share.nproc % copy:
@@ -362,14 +370,17 @@ def _check_axes(plan: NodePlan, axes: Mapping[str, int]) -> None:
         )
 
 
-# torch logs a page of C++ frames for each call to a store whose keeper is gone: our error says it
-# in a sentence.
+# If a store is gone, torch logs a page of C++ frames for each call; the launcher's error message is
+# sufficient.
 SHORT_ERRORS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_ADDR2LINE": "1"}
 
 
 def rank_environment(plan: NodePlan, machine: NodeMachine) -> dict[str, str]:
-    """Return what every rank of this machine gets: its share of the cores and, where slots were
-    chosen, the GPUs.
+    """Return the variables that are the same for every rank of this machine.
+
+    Args:
+        plan: What this machine runs.
+        machine: Its cores and GPUs.
     """
     environment = machine.thread_environment(plan.share.nproc, os.environ)
     environment |= {name: value for name, value in SHORT_ERRORS.items() if name not in os.environ}
@@ -379,17 +390,18 @@ def rank_environment(plan: NodePlan, machine: NodeMachine) -> dict[str, str]:
 
 
 def own_names() -> set[str]:
-    """Return the names and addresses by which a hostfile may call this machine."""
+    """Return the names and addresses by which a hostfile may refer to this machine."""
     name = socket.gethostname()
     names = {name, name.partition(".")[0], socket.getfqdn()}
-    with suppress(OSError):  # a machine that cannot resolve its own name still has it
+    with suppress(OSError):  # the machine may be unable to resolve its own name
         names.update(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))
     return names
 
 
 def _said(asked: Asked) -> Nodes | None:
-    """Return what an engine's variables say of the machines; options that say it beat them,
-    nonsense, too.
+    """Return the nodes that a scheduler's variables describe.
+
+    Options take precedence, also over invalid variables.
     """
     try:
         said = nodes_of(os.environ)
@@ -400,7 +412,7 @@ def _said(asked: Asked) -> Nodes | None:
     warning = suspect_lone_process(os.environ)
     if warning is not None and said is None and asked.num_nodes is None and asked.hostfile is None:
         logger.warning(str(warning))
-    with suppress(UsageError):  # variables that ranks here will not see
+    with suppress(UsageError):  # the ranks do not get these variables
         if said is None and asked.num_nodes is None and (outer := discover(os.environ)).size > 1:
             logger.warning(
                 f"this launcher was itself started as rank {outer.rank} of {outer.size} "
@@ -442,8 +454,9 @@ def _command(options: RunOptions) -> Command:
 
 
 def _source(kind: Target, target: str) -> Path | None:
-    """Return the Python source the ranks will run, to look at; raise a UsageError for a missing
-    script before anything starts.
+    """Return the Python source of the target, if there is one to parse.
+
+    UsageError if a script or program does not exist.
     """
     if kind is Target.MODULE:
         return find_module(target)
@@ -470,10 +483,10 @@ def _source(kind: Target, target: str) -> Path | None:
 
 
 def _tell(outcome: Outcome) -> int:
-    """Say on stderr how it ended, once; silent if all went well."""
+    """Print to stderr how the launch ended, unless it succeeded; return the exit code."""
     if outcome.headline:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.show_cursor(True)  # a progress bar that was killed may have left it hidden
+        console.show_cursor(True)  # a killed progress bar may have left it hidden
         console.print(
             Text(f"\n{outcome.headline}; all ranks here have been ended", style="bold red")
         )

@@ -1,10 +1,9 @@
-"""The first Python code of a rank: ties its life to the launcher's, then runs the user's script as
-Python would.
+"""Start a rank: tie it to the launcher, then run the user's script like Python.
 
-Run by path, never imported by the package, standard library only: a rank pays nothing for having
-been launched, and `sys.path`, `sys.argv`, `__main__` and pickling are those of a plain start.  An
-exception is written to the rank's error file instead of the terminal, so that the launcher shows
-the first one, once.
+The file is run by path and never imported by the package. It uses only the standard library, so
+`sys.path`, `sys.argv`, `__main__` and pickling are the same as without the launcher. An exception
+is written to the rank's error file instead of the terminal, so that the launcher can show the first
+one once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from contextlib import suppress
 from types import TracebackType
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable naming this rank's error file; torch's own @record writes there as well."""
+"""Environment variable with the path of this rank's error file; torch's @record uses it, too."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -39,17 +38,17 @@ LOST_PEER_TEXTS = (
     "remote process exited",
     "communicator was aborted",
 )
-"""How an exception says that some other rank went first; such a one is shown only if nothing better
-is known.
-"""
+"""Parts of error messages that blame another rank; such an error is shown only as a last resort."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (Linux; kept by
-    exec, not by children).
+    """Have the kernel kill this process when its parent ends, for any reason (Linux).
 
-    parent: the launcher's process id; if it is gone already, the signal would never come, so end
-    here.
+    The setting is kept by exec but not inherited by children. If the parent has already ended, the
+    signal would never arrive, so the process exits here.
+
+    Args:
+        parent: Process id of the launcher.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -58,12 +57,13 @@ def die_with_parent(parent: int) -> None:
 
 
 def run_script(path: str) -> None:
-    """Run a file as `python path` does: a fresh `__main__` that stays for exit handlers, threads
-    and pickling.
+    """Run a file as `python path` does.
+
+    The new `__main__` module is kept for exit handlers, threads and pickling.
     """
     script = os.path.abspath(path)
     _set_first_path(os.path.dirname(os.path.realpath(script)))
-    if not os.path.isfile(script):  # a folder or an archive with a __main__.py inside
+    if not os.path.isfile(script):  # a folder or an archive that contains a __main__.py
         runpy.run_path(path, run_name="__main__")
         return
     main = types.ModuleType("__main__")
@@ -85,7 +85,7 @@ def run_module(name: str) -> None:
 
 
 def run_program(path: str) -> None:
-    """Become another program; it keeps the signal that ties it to the launcher."""
+    """Replace this process with another program; the parent-death signal is kept."""
     os.execvp(path, sys.argv)
 
 
@@ -93,7 +93,7 @@ RUNNERS = {"script": run_script, "module": run_module, "program": run_program}
 
 
 def _set_first_path(folder: str) -> None:
-    if not sys.flags.safe_path:  # started as a file, so the first entry is this file's own folder
+    if not sys.flags.safe_path:  # started as a file: the first entry is this file's folder
         sys.path[0] = folder
 
 
@@ -107,15 +107,13 @@ def _own_frames_cut(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _shown_text(error: BaseException) -> str:
-    """Return what the interpreter would have printed, through `sys.excepthook`, which a script may
-    have replaced.
-    """
+    """Return the text that `sys.excepthook` prints; a script may replace the hook."""
     terminal = sys.stderr
     sys.stderr = io.StringIO()
     try:
         sys.excepthook(type(error), error, error.__traceback__)
         return sys.stderr.getvalue() or "".join(traceback.format_exception(error))
-    except Exception:  # a hook that fails must not hide the error it was called for
+    except Exception:  # a failing hook must not hide the original error
         return "".join(traceback.format_exception(error))
     finally:
         sys.stderr = terminal
@@ -131,9 +129,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def blames_a_peer(error: BaseException) -> bool:
-    """Return whether the exception, or one it came from, tells of another rank's end rather than of
-    a fault here.
-    """
+    """Return whether an exception or one of its causes reports another rank's end."""
     return any(
         not LOST_PEER_TYPES.isdisjoint(kind.__name__ for kind in type(link).__mro__)
         or any(text in str(link) for text in LOST_PEER_TEXTS)
@@ -142,8 +138,16 @@ def blames_a_peer(error: BaseException) -> bool:
 
 
 def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at: float) -> None:
-    """Write the error file in torch elastic's layout plus our own entry, at once and whole.  at: by
-    the clock that the launcher compares ranks by.
+    """Write the error file atomically, in torch elastic's layout plus our own entry.
+
+    Without an error file, the text is written to standard error.
+
+    Args:
+        text: The error as the interpreter would print it.
+        summary: The error in one line.
+        exit_code: The exit code of this rank.
+        secondary: Whether the error blames another rank.
+        at: Time of the error by `time.monotonic()`, by which the launcher orders failures.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -163,7 +167,7 @@ def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at
 
 def _report_exception(error: BaseException, at: float) -> int:
     error = error.with_traceback(_own_frames_cut(error.__traceback__))
-    # As the interpreter leaves it behind: exit handlers tell by it how this program ended.
+    # As the interpreter does: exit handlers use these to find out how the program ended.
     sys.last_type = type(error)
     sys.last_value = error
     sys.last_traceback = error.__traceback__
@@ -175,34 +179,36 @@ def _report_exception(error: BaseException, at: float) -> int:
 def _report_exit(error: SystemExit, at: float) -> int:
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
-    # `sys.exit("message")`: Python prints the message and exits with 1; every rank would print it.
+    # `sys.exit("message")`: Python prints the message and exits with 1, which every rank would do.
     write_report(f"{error.code}\n", str(error.code), 1, secondary=False, at=at)
     return 1
 
 
 def _flush_whole_lines() -> None:
-    """Buffer standard output as on a terminal even into a pipe or file: at once, and a line is one
-    write.
+    """Make standard output line-buffered, also for pipes and files.
 
-    Unbuffered (`python -u`, PYTHONUNBUFFERED as in many containers), a line's text and its end are
-    written apart, and the lines of ranks run into each other.
+    Unbuffered output (`python -u`, PYTHONUNBUFFERED) writes a line's text and its end separately,
+    which mixes the lines of several ranks.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _keep_crash_stack() -> None:
-    """Have a crash in native code leave its Python stack beside the error file, for the launcher to
-    show.
-    """
+    """Write the Python stack of a native crash next to the error file."""
     path = os.environ.get(ERROR_FILE)
     if path and not faulthandler.is_enabled():
         faulthandler.enable(file=open(f"{path}.stack", "w"))  # noqa: SIM115  open as long as the process lives
 
 
 def main(parent: str, kind: str, target: str, *args: str) -> int:
-    """Run the target and return the exit code; parent: the launcher's process id; kind: a key of
-    RUNNERS.
+    """Run the target and return the exit code.
+
+    Args:
+        parent: Process id of the launcher.
+        kind: A key of `RUNNERS`.
+        target: The script, module or program.
+        args: Its arguments.
     """
     die_with_parent(int(parent))
     _keep_crash_stack()
@@ -220,17 +226,16 @@ def main(parent: str, kind: str, target: str, *args: str) -> int:
 
 
 def leave(code: int) -> None:
-    """End this process as the interpreter does, as far as its exit handlers, and leave the rest to
-    the kernel.
+    """Exit like the interpreter, but leave releasing memory to the kernel.
 
-    Threads that are no daemons are waited for, exit handlers run, what was written is flushed.
-    Then Python would take torch's modules apart object by object: half a second on an idle machine
-    and several on a busy one, for which whoever waits for the end of this process would wait, too.
+    Non-daemon threads are joined, exit handlers run, and output is flushed. The interpreter would
+    then destroy torch's modules object by object. This takes half a second on an idle machine and
+    several seconds on a busy one.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # as Python's own end begins
+    threading._shutdown()  # type: ignore[attr-defined]  # the first step of Python's own shutdown
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it
+        with suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
     os._exit(code)
 
