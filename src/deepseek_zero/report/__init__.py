@@ -1,6 +1,6 @@
-"""Shows what a plan predicts, what meters counted, and what a run does.
+"""Display plans, measurements and the progress of a run.
 
-The names below load on first use: most runs draw nothing.
+The names below are loaded on first use, because most runs draw nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a step went, and what bounds it, in sentences: phases of the clock, waits and sums of the
-meter, links.
+"""Explain where the time of a step went and what limits it.
 
-And, from a log of what travelled, how much of that ran beside something else.
+The input is the clock and the counters of the meter, and the links to other memories. The module
+also computes how much of the recorded communication overlapped with other work.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ..base.quantities import format_bytes, format_count, format_seconds
 from ..tiers.tier import TransferEvent
 from .links import MemoryLink
 
-Seconds = tuple[float, float]  # from when to when, in seconds of time.perf_counter
+Seconds = tuple[float, float]  # start and end, in seconds of time.perf_counter
 
-WORTH_SAYING = 0.02  # of a step
+WORTH_SAYING = 0.02  # share of a step
 LANES = {
     "gather": "waiting for weights",
     "reduce": "waiting for gradients",
@@ -27,11 +27,13 @@ LANES = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What of the settings a sentence of advice is made from.  ahead_numel: elements gathered ahead
-    of their use.
+    """Settings from which advice is derived.
 
-    window_numel: gathered elements at a time.  largest_numel: of a unit.  in_place: gathers move
-    nothing, so a wait is for a slower rank.
+    Attributes:
+        ahead_numel: Elements gathered ahead of their use.
+        window_numel: Maximum number of gathered elements.
+        largest_numel: Elements of the largest unit.
+        in_place: Whether gathers move nothing, so that waiting means a slower rank.
     """
 
     ahead_numel: int
@@ -42,18 +44,19 @@ class Advice:
 
 COMPUTING = "computing"
 OPTIMIZER = "the optimizer"
-OWN = (COMPUTING, OPTIMIZER, AWAY, BETWEEN)  # parts in which a rank waits for no other
+OWN = (COMPUTING, OPTIMIZER, AWAY, BETWEEN)  # parts without waiting for other ranks
 
 
 def seconds_by_part(meter: Meter) -> dict[str, float]:
-    """Parts of the steps so far, in seconds.  Waits and sums are taken out of the phases around
-    them.
+    """Divide the time of all steps into parts, in seconds.
+
+    Waits and sums are subtracted from the phases that contain them.
     """
     seconds = meter.clock.seconds
     parts = {LANES[lane]: waited for lane, waited in meter.wait_seconds.items()}
     parts["adding gradients up"] = meter.sum_seconds
-    # Weights are waited for in forward and backward, gradients in backward, agreement in the step:
-    # taken from the sum.
+    # Waits for weights occur in forward and backward, for gradients in backward, and for agreement
+    # in the optimizer.
     parts[COMPUTING] = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
     parts[COMPUTING] -= sum(
         parts[each] for each in (LANES["gather"], LANES["reduce"]) if each in parts
@@ -66,7 +69,7 @@ def seconds_by_part(meter: Meter) -> dict[str, float]:
 
 
 def shares(meter: Meter) -> dict[str, float]:
-    """Parts of a step, largest first; they add up to 1."""
+    """Return the parts of a step as fractions that add up to 1, largest first."""
     total = sum(meter.clock.seconds.values())
     if not total:
         return {}
@@ -77,7 +80,14 @@ def shares(meter: Meter) -> dict[str, float]:
 
 
 def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
-    """Lines of text; one that says what is missing before there are two steps."""
+    """Return lines of text about the time of steps.
+
+    Before there are two steps, the line says that nothing is measured yet.
+
+    Args:
+        meter: The measurements.
+        advice: The settings from which advice is derived.
+    """
     steps = meter.clock.steps
     if steps <= 0:
         return ["steps: measured from the second one on"]
@@ -92,9 +102,7 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
 
 
 def what_moved(links: Sequence[MemoryLink]) -> list[str]:
-    """Two lines per link that carried something, and a sentence of advice on the one that is waited
-    for most.
-    """
+    """Return two lines per used link, and advice for the link with the longest waits."""
     lines = [line for link in links for line in _carried(link)]
     slowest = max(links, key=lambda link: link.waited_seconds, default=None)
     if slowest is not None and slowest.waited_seconds > WORTH_SAYING * slowest.step_seconds:
@@ -148,13 +156,11 @@ def _advice(lane: str, advice: Advice) -> str:
     return "another rank comes later; give ranks equal batches and equal machines"
 
 
-# -- from the log
+# -- recorded communication
 
 
 class Travel(Protocol):
-    """What a log has of each collective and each transfer: when its bytes moved, when this rank
-    waited for it.
-    """
+    """A recorded collective or transfer: when it was in progress and waited for."""
 
     @property
     def under_way(self) -> tuple[float, float]: ...
@@ -165,8 +171,10 @@ class Travel(Protocol):
 
 @dataclass
 class Timeline:
-    """Everything that travelled while somebody recorded, in the order it was waited for or, if
-    transfers, asked for.
+    """The recorded communication.
+
+    Collectives are in the order in which they were waited for, transfers in the order in which they
+    were requested.
     """
 
     collectives: list[Event] = field(default_factory=list)
@@ -174,23 +182,30 @@ class Timeline:
 
 
 def overlap_share(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> float:
-    """Of the time in which one of these was under way, the part in which this rank did something
-    else; 0 if none.
+    """Return the fraction of the communication time in which this rank did other work.
 
-    others: waiting for these is not doing something else either.
+    Args:
+        travels: The recorded communication.
+        others: Further communication; waiting for it does not count as other work.
+
+    Returns:
+        A number from 0 to 1; 0 if there was no communication.
     """
     total = under_way_seconds(travels)
     return (total - exposed_seconds(travels, others)) / total if total else 0.0
 
 
 def under_way_seconds(travels: Sequence[Travel]) -> float:
-    """How long at least one of these was under way."""
+    """Return how long at least one of these was in progress."""
     return sum(stop - start for start, stop in _under_way(travels))
 
 
 def exposed_seconds(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> float:
-    """How long one was under way and this rank did nothing else than wait, for one of these or of
-    `others`.
+    """Return how long one was in progress while this rank only waited.
+
+    Args:
+        travels: The recorded communication.
+        others: Further communication; waiting for it counts, too.
     """
     return _common_seconds(
         _under_way(travels), _merged([each.waited for each in (*travels, *others)])
@@ -202,7 +217,7 @@ def _under_way(travels: Sequence[Travel]) -> list[Seconds]:
 
 
 def _common_seconds(left: Sequence[Seconds], right: Sequence[Seconds]) -> float:
-    """Both are in order and overlap nothing of their own."""
+    """Return the overlap of two sorted lists of disjoint intervals."""
     found = 0.0
     mine = 0
     theirs = 0

@@ -1,8 +1,8 @@
-"""The floating-point operations of a model's forward, by module, counted on the operators that
-really ran.
+"""Count the floating-point operations of a model's forward by module.
 
-Counts by torch's flop counter, which knows matrix products, convolutions and attention; elementwise
-operators count nothing.  A module's count includes that of the modules in it.
+The operators that run are counted by torch's flop counter, which covers matrix products,
+convolutions and attention, but no elementwise operators. The count of a module includes its
+submodules.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from ..base.quantities import format_count, format_seconds
 
 @dataclass(frozen=True)
 class FlopsSettings:
-    """Which forward is counted (after `step` steps) and how it is shown.  depth: -1 for all;
-    output_file: None logs it.
+    """Settings of the count.
 
-    recompute: share of the forward that backward repeats.
+    Attributes:
+        step: The forward after this step is counted.
+        recompute: Share of the forward that backward repeats.
+        depth: Maximum depth of the printed modules; -1 for all.
+        detailed: Print each module.
+        output_file: The file to write; None logs the result.
     """
 
     step: int = 1
@@ -35,7 +39,7 @@ class FlopsSettings:
 
 @dataclass
 class ModuleCost:
-    """One module: floating-point operations and seconds of its forwards, and its parameters."""
+    """Counts of one module: operations and seconds of its forwards, and parameters."""
 
     name: str
     kind: str
@@ -50,21 +54,24 @@ class ModuleCost:
 
 @dataclass
 class ForwardCost:
-    """Counts forwards of a model between `start` and `stop`; several add up.  Backward is not
-    counted.
+    """Count the forwards of a model between `start` and `stop`.
 
-    rows: by name, "" for the model itself, in the order of named_modules().
+    Several forwards are summed. Backward is not counted.
+
+    Attributes:
+        model: The model.
+        rows: Counts by module name in the order of named_modules(); "" is the model itself.
     """
 
     model: nn.Module
     rows: dict[str, ModuleCost] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
-    # Operations and time at entry
+    # Operations and time at the start of the forward
     _open: dict[str, tuple[int, float]] = field(default_factory=dict)
     _counter: FlopCounterMode | None = None
 
     def start(self) -> None:
-        """Put hooks on the modules and begin to count; a second call changes nothing."""
+        """Install hooks on the modules and start counting; a second call has no effect."""
         if self._hooks:
             return
         for name, module in self.model.named_modules():
@@ -78,7 +85,7 @@ class ForwardCost:
             )
 
     def stop(self) -> None:
-        """Remove the hooks; the counts stay."""
+        """Remove the hooks; the counts are kept."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -93,7 +100,7 @@ class ForwardCost:
         if not name:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
-        # A module called on its own, outside the model's forward, is not counted
+        # A module that is called outside the model's forward is not counted
         if self._counter is not None:
             self._open[name] = self._counter.get_total_flops(), time.perf_counter()
 
@@ -109,9 +116,14 @@ class ForwardCost:
 
 
 def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
-    """Print the counts as lines of text: the model, and each module below it if `detailed`."""
+    """Format the counts as text: the model, and its modules if `detailed`.
+
+    Args:
+        cost: The counts.
+        settings: Settings of the output.
+    """
     total = cost.rows[""]
-    # backward: once for the inputs, once for the weights
+    # backward: once for the gradient of the inputs, once for that of the weights
     step = total.flops * (3 + settings.recompute)
     lines = [
         f"Flops profile after step {settings.step}: matrix products, convolutions and attention, "

@@ -1,10 +1,8 @@
-"""The traffic of the link to each other memory in a mean step, and how near the step came to its
-bound.
+"""Compute the traffic per step to each other memory, and a bound on the step time.
 
-    bound = the larger of: the seconds that the bytes take at the best rate seen, the seconds that
-    this rank computes
+    bound = max(seconds of the transfers at the best observed rate, seconds of computation)
 
-Owns the arithmetic; explain.py makes sentences of it.
+explain.py formats the results.
 """
 
 from __future__ import annotations
@@ -19,13 +17,20 @@ NAMES = {Tier.HOST: "host", Tier.NVME: "disk"}
 
 @dataclass(frozen=True)
 class MemoryLink:
-    """One memory's link on this rank; all but resting_bytes per step, and 0 before there were two
-    steps.
+    """The link to one memory on this rank.
 
-    busy_seconds: a transfer was under way.  waited_seconds: this rank waited for one.  best_rate:
-    bytes a second over
-    the fastest stretch.  working_seconds: the step without all waits, for links and for other
-    ranks.
+    All values except resting_bytes are per step, and 0 before there were two steps.
+
+    Attributes:
+        name: Name of the memory.
+        resting_bytes: Bytes stored in the memory.
+        read_bytes: Bytes read.
+        written_bytes: Bytes written.
+        busy_seconds: Time during which a transfer was in progress.
+        waited_seconds: Time this rank waited for transfers.
+        best_rate: Bytes per second over the fastest stretch.
+        working_seconds: Time of the step without waiting for links or other ranks.
+        step_seconds: Time of the step.
     """
 
     name: str
@@ -44,32 +49,37 @@ class MemoryLink:
 
     @property
     def rate(self) -> float:
-        """Bytes a second while a transfer was under way."""
+        """Return bytes per second while a transfer was in progress."""
         return self.moved_bytes / self.busy_seconds if self.busy_seconds else 0.0
 
     @property
     def hidden(self) -> float:
-        """The share of the busy time in which this rank did not wait; 0 to 1."""
+        """Return the share of the busy time without waiting, from 0 to 1."""
         return max(0.0, 1 - self.waited_seconds / self.busy_seconds) if self.busy_seconds else 0.0
 
     @property
     def needed_seconds(self) -> float:
-        """Seconds that the bytes take at the best rate seen."""
+        """Return the seconds of the transfers at the best observed rate."""
         return self.moved_bytes / self.best_rate if self.best_rate else 0.0
 
     @property
     def bound_seconds(self) -> float:
-        """No step over this link and with this work is shorter."""
+        """Return a lower bound on the step time with this link and this computation."""
         return max(self.needed_seconds, self.working_seconds)
 
     @property
     def reached(self) -> float:
-        """The bound's share of the step: 1.0 is as good as it gets."""
+        """Return the bound's share of the step time; 1.0 is optimal."""
         return min(1.0, self.bound_seconds / self.step_seconds) if self.step_seconds else 0.0
 
 
 def links_of(tiers: Tiers, meter: Meter) -> list[MemoryLink]:
-    """The links of this rank, one for each memory beside the device."""
+    """Return this rank's links, one for each memory other than the device.
+
+    Args:
+        tiers: The memories.
+        meter: Measurements of the steps.
+    """
     return [
         _link(NAMES[tier], each.reserved_bytes, each.traffic, meter)
         for tier, each in tiers.memories.items()
@@ -90,7 +100,7 @@ def _link(name: str, resting_bytes: int, moved: TransferMeter, meter: Meter) -> 
         written_bytes=moved.written_bytes / steps,
         busy_seconds=moved.seconds / steps,
         waited_seconds=moved.waited_seconds / steps,
-        best_rate=max(moved.best_rate, mean),  # a short run has no stretch that is long enough
+        best_rate=max(moved.best_rate, mean),  # a short run has no stretch of sufficient length
         working_seconds=max(0.0, passed - waited) / steps,
         step_seconds=passed / steps,
     )

@@ -1,4 +1,4 @@
-"""What this rank really holds: bytes of live storages, found without asking our own registry."""
+"""Measure the memory of this rank from live storages, independently of the engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from ..base.device import without_torch_function
 from ..base.memory import segment_views
 from ..base.quantities import unit_of
 
-STATES = ("weight", "grad", "master", "moments", "buffers")  # in the order of tables and pictures
+STATES = ("weight", "grad", "master", "moments", "buffers")  # the order of tables and pictures
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank by state. `measured["other"]`: live storages that belong to no state
-    (batches, client tensors).
+    """Bytes on this rank by state.
+
+    `measured["other"]` counts live storages that belong to no state, such as batches and tensors of
+    the caller.
     """
 
     predicted: Mapping[str, int]
@@ -31,15 +33,15 @@ class MemoryReport:
 
     @property
     def measured_total(self) -> int:
-        """Without `other`, which is not ours."""
+        """Return the sum without "other"."""
         return sum(count for state, count in self.measured.items() if state != "other")
 
 
 def live_storages(device_type: str | None = None) -> dict[int, int]:
-    """Address -> bytes of every storage that a Python tensor refers to.
+    """Return the address and size in bytes of every storage that a Python tensor uses.
 
-    Shared pages count where they are written, on the rank whose slice they are, and not where they
-    are only looked at.
+    Shared pages count on the rank that owns the slice and writes them, not on ranks that only read
+    them.
     """
     gc.collect()
     found: dict[int, int] = {}
@@ -51,7 +53,7 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
                 if tensor is None or tensor.device.type != (device_type or tensor.device.type):
                     continue
                 storage = tensor.untyped_storage()
-                # Torch.compile leaves fake tensors, which claim a real device
+                # torch.compile leaves fake tensors, which report a real device
                 if storage.device.type == "meta":
                     continue
                 found[storage.data_ptr()] = storage.nbytes()
@@ -65,7 +67,12 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
 
 
 def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages of these tensors that are not in `seen`; adds them to it."""
+    """Return the bytes of these tensors' storages that are not in `seen`.
+
+    Args:
+        tensors: The tensors.
+        seen: Addresses of counted storages; new ones are added.
+    """
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -76,7 +83,7 @@ def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def moments_of(state: Mapping[object, Mapping[str, object]]) -> list[Tensor]:
-    """The tensors in an optimizer's state."""
+    """Return the tensors in an optimizer's state."""
     return [
         value
         for entry in state.values()
@@ -87,9 +94,7 @@ def moments_of(state: Mapping[object, Mapping[str, object]]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one rank at one stage, by state, as the plan predicts them and as found in live
-    storages.
-    """
+    """Predicted and measured bytes of one rank at one ZeRO stage, by state."""
 
     stage: int
     predicted: Mapping[str, int]
@@ -98,17 +103,17 @@ class MemoryRow:
 
     @property
     def predicted_total(self) -> int:
-        """Sum of the predicted states."""
+        """Return the sum of the predicted states."""
         return sum(self.predicted.values())
 
     @property
     def difference(self) -> float:
-        """(measured - predicted) / predicted."""
+        """Return (measured - predicted) / predicted."""
         return (self.measured_total - self.predicted_total) / max(self.predicted_total, 1)
 
 
 def states_of(rows: Sequence[MemoryRow]) -> list[str]:
-    """The states that take room in any row: the usual five first, others in order of appearance."""
+    """Return the states with bytes in any row, the usual five first."""
     sizes = [
         item for row in rows for kind in (row.predicted, row.measured) for item in kind.items()
     ]
@@ -119,5 +124,5 @@ def states_of(rows: Sequence[MemoryRow]) -> list[str]:
 
 
 def common_unit(rows: Sequence[MemoryRow]) -> tuple[float, str]:
-    """Bytes in the unit that suits every row, and its name."""
+    """Return the size in bytes and the name of a unit that suits every row."""
     return unit_of(max((row.measured_total for row in rows), default=0))

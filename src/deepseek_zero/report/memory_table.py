@@ -1,4 +1,4 @@
-"""The printed table of what each stage keeps in memory, predicted beside measured."""
+"""Print predicted and measured memory of each stage as a table."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from rich.text import Text
 
 from .measure import MemoryRow, common_unit, states_of
 
-_MAX_DIFFERENCE = (
-    0.01  # above one per cent the plan and the allocation no longer tell the same story
-)
+_MAX_DIFFERENCE = 0.01  # a larger difference means that the plan and the allocation disagree
 
 
 def memory_table(rows: Sequence[MemoryRow], title: str = "Memory per rank") -> Table:
-    """One row per stage: predicted bytes by state, predicted total, measured total, difference in
-    per cent.
+    """Return a table with one row per stage.
+
+    Columns are the predicted bytes by state, the predicted and measured totals, and the difference
+    in percent.
+
+    Args:
+        rows: The stages.
+        title: Title of the table.
     """
     states = states_of(rows)
     unit_bytes, unit = common_unit(rows)

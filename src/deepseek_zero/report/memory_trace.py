@@ -1,8 +1,9 @@
-"""Memory over a step, by kind: every storage that an operator makes, from then until it is gone.
+"""Trace memory by kind over a step.
 
-Nothing is guessed from sizes. A storage that an engine holds under a name (its states, gathered
-weights, parked activations) is of that kind as long as it does; any other one is called after the
-phase that made it, "forward" for what is between an operator and its backward: activations.
+The trace follows every storage from the operator that creates it until it is freed. A storage that
+the engine holds under a name (states, gathered weights, parked activations) has that kind while it
+is held. Any other storage is named after the phase that created it; storages of "forward" are
+activations.
 """
 
 from __future__ import annotations
@@ -39,26 +40,31 @@ COLOURS = {
     ACTIVATIONS: "#d9a0a0",
     "backward": "#efc9a4",
 }
-SMALLEST_BYTES = 1024  # of a storage that is followed
+SMALLEST_BYTES = 1024  # minimum size of a traced storage
 
 
 @dataclass
 class MemoryTrace:
-    """Bytes by kind, after each operator that made or freed something.
+    """Bytes by kind, sampled after each operator that creates or frees memory.
 
-    held: what is held under a name now. phase: what runs now, "forward" or another word.
+    Attributes:
+        held: Returns the tensors that are currently held under a name, by kind.
+        phase: Returns the current phase, "forward" or another name.
+        samples: Bytes by kind.
+        marks: For each phase, the first sample and the name.
     """
 
     held: Held
     phase: Callable[[], str]
     samples: list[dict[str, int]] = field(default_factory=list)
-    marks: list[tuple[int, str]] = field(default_factory=list)  # (sample, phase that began there)
+    # (sample, name of the phase that starts there)
+    marks: list[tuple[int, str]] = field(default_factory=list)
     # Address, bytes, phase
     _made: dict[WeakStorage, tuple[int, int, str]] = field(default_factory=dict)
 
     @property
     def peak(self) -> dict[str, int]:
-        """Return the bytes by kind where all of them together were most."""
+        """Return the sample with the largest total."""
         return max(self.samples, key=lambda sample: sum(sample.values()), default={})
 
     @property
@@ -67,7 +73,7 @@ class MemoryTrace:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Open a block whose operators are followed."""
+        """Trace the operators of a block."""
         with dispatch_mode(self._run):
             yield
         self._forget_gone()
@@ -104,7 +110,7 @@ class MemoryTrace:
             )
 
     def sample(self) -> None:
-        """Note what is there now."""
+        """Record the current bytes by kind."""
         found: dict[str, int] = {}
         seen = set[int]()
         with without_torch_function():
@@ -122,7 +128,12 @@ class MemoryTrace:
         self.samples.append(found)
 
     def draw(self, path: Path | str, title: str = "Memory over a step") -> None:
-        """Draw bytes over operators, stacked by kind, as a PNG."""
+        """Draw bytes over operators, stacked by kind, as a PNG.
+
+        Args:
+            path: The PNG file.
+            title: Title of the picture.
+        """
         order = [
             *COLOURS,
             *sorted({kind for sample in self.samples for kind in sample} - {*COLOURS}),
@@ -161,7 +172,7 @@ class MemoryTrace:
 
 
 def _plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors with memory of their own among an operator's arguments or results."""
+    """Yield the tensors among an operator's arguments or results that own memory."""
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not value.is_meta:
             yield value

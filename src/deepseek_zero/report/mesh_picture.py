@@ -1,8 +1,7 @@
-"""Pictures of a run's axes: who stands where on the mesh, and when each stage of a pipeline
-computes.
+"""Draw the mesh of a run, and when each stage of a pipeline computes.
 
-Draws nothing that is not planned elsewhere: places are `Mesh`'s arithmetic, times the schedule's
-own simulation (pipeline/verify.py).  Needs matplotlib, as plots.py does.
+All values are computed elsewhere: positions by `Mesh`, times by the simulation of the schedule
+(pipeline/verify.py). The module needs matplotlib, like plots.py.
 """
 
 from __future__ import annotations
@@ -19,20 +18,22 @@ from .plots import BLUE, FAINT, GREY, INK, add_titles, style_axes
 
 FORWARD = BLUE
 BACKWARD = "#7b5ea7"
-PALEST = 0.45  # how far towards white the last virtual stage of a rank is
-MOST = (
-    3  # places of an axis that are shown, where there are many ranks: the first ones and the last
-)
+PALEST = 0.45  # mixing ratio with white for the last virtual stage of a rank
+MOST = 3  # shown coordinates of an axis if there are many ranks: the first ones and the last
 FEW_RANKS = 32
-BACKWARD_FORWARDS = 2.0  # a backward, in forwards
-MESH_POINTS = 190.0  # the width of the picture of a mesh
-LEAST_POINTS = 4.5  # of a number in a picture
+BACKWARD_FORWARDS = 2.0  # duration of a backward in forwards
+MESH_POINTS = 190.0  # width of the picture of a mesh
+LEAST_POINTS = 4.5  # minimum size of a number
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank in the picture of a mesh.  row, column: in cells; gaps between groups are columns,
-    or rows, too.
+    """Position of a rank in the picture of a mesh.
+
+    Attributes:
+        rank: The global rank.
+        row: Row, in cells.
+        column: Column in cells, including gaps between groups.
     """
 
     rank: int
@@ -41,20 +42,26 @@ class RankPlace:
 
 
 def axes_shown(mesh: Mesh) -> list[str]:
-    """The axes of a mesh that have several ranks, from the slowest to the fastest."""
+    """Return the axes of a mesh with several ranks, from the slowest to the fastest."""
     return [axis for axis in AXES if getattr(mesh, axis) > 1]
 
 
 def shown_places(size: int, many: int) -> list[int]:
-    """The places of one axis that are shown, of a mesh of so many ranks: all, or the first ones and
-    the last.
+    """Return the coordinates of an axis that are shown.
+
+    Args:
+        size: Size of the axis.
+        many: Number of ranks of the mesh. If it is large, only the first coordinates and the last
+            one are shown.
     """
     return list(range(size)) if many <= FEW_RANKS or size <= MOST else [*range(MOST - 1), size - 1]
 
 
 def places_on(mesh: Mesh) -> list[RankPlace]:
-    """Where each rank stands: the slowest axis goes down, the others go right, the fastest in
-    neighbouring columns.
+    """Return the position of each shown rank.
+
+    The slowest axis is vertical and the others are horizontal. The fastest axis is in adjacent
+    columns.
     """
     axes = axes_shown(mesh)
     down = axes[:1]
@@ -82,14 +89,22 @@ def _coordinates(mesh: Mesh, axes: Sequence[str]) -> list[dict[str, int]]:
 
 
 def _gap(axes: Sequence[str], before: dict[str, int], now: dict[str, int]) -> float:
-    """Room between two neighbours: more where a slower axis moves on, or places are left out."""
+    """Return the gap between neighbours.
+
+    It is larger if a slower axis changes or coordinates are omitted.
+    """
     moved = next(number for number, axis in enumerate(axes) if before[axis] != now[axis])
     skips = now[axes[moved]] > before[axes[moved]] + 1
     return 0.35 * (len(axes) - 1 - moved) + (0.5 if skips else 0.0)
 
 
 def draw_mesh(panel: Any, mesh: Mesh) -> None:
-    """Draw a grid of ranks, with the axes' names and this rank marked."""
+    """Draw a grid of ranks with the names of the axes; this rank is highlighted.
+
+    Args:
+        panel: The axes of matplotlib.
+        mesh: The mesh.
+    """
     names = axes_shown(mesh)
     places = places_on(mesh)
     right = names[1:] if len(names) > 1 else names
@@ -126,8 +141,9 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
 def _write_columns(
     panel: Any, mesh: Mesh, axes: Sequence[str], places: Sequence[RankPlace]
 ) -> None:
-    """Name the places of each axis above its columns, the slowest on top, with a line over what
-    stands together.
+    """Write the coordinates of each axis above its columns, the slowest axis on top.
+
+    A line marks the columns that belong together.
     """
     first = [place for place in places if place.row == 0]
     coordinates = [replace(mesh, rank=place.rank).coordinates for place in first]
@@ -153,8 +169,15 @@ def _write_columns(
 
 @dataclass(frozen=True)
 class Bar:
-    """One computation in the picture of a pipeline.  start, length: in forwards of a whole rank's
-    stages.
+    """A computation in the picture of a pipeline.
+
+    Attributes:
+        rank: The pipeline rank.
+        kind: Forward or backward.
+        chunk: Index of the virtual stage on its rank.
+        micro: The micro-batch.
+        start: Start, in units of a forward of all stages of a rank.
+        length: Duration in the same unit.
     """
 
     rank: int
@@ -166,10 +189,9 @@ class Bar:
 
 
 def bars_of(plan: PipelinePlan) -> tuple[list[Bar], float, float]:
-    """Return the computations of a step, how long it takes, and the share of that in which ranks
-    are idle.
+    """Return the computations of a step, its duration, and the idle fraction.
 
-    A forward of all stages of a rank takes 1, a backward 2; messages take no time.
+    A forward of all stages of a rank takes 1 and a backward 2; messages take no time.
     """
     table = pipeline.schedule_of(plan)
     line = pipeline.simulate(table, 1.0 / plan.virtual, BACKWARD_FORWARDS / plan.virtual)
@@ -189,9 +211,12 @@ def bars_of(plan: PipelinePlan) -> tuple[list[Bar], float, float]:
 
 
 def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
-    """Draw a row for each pipeline rank, a bar for each forward and backward with its micro-batch's
-    number, and the
-    idle time hatched.  inches: the width of the panel.
+    """Draw a row per pipeline rank and a bar per computation; idle time is hatched.
+
+    Args:
+        panel: The axes of matplotlib.
+        plan: The plan of the pipeline.
+        inches: Width of the panel in inches.
     """
     bars, length, idle = bars_of(plan)
     style_axes(panel, along="y", ticks=0)
@@ -237,7 +262,7 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
 
 
 def legend_of(plan: PipelinePlan) -> list[tuple[str, str]]:
-    """The colours of a pipeline's picture, and what they are."""
+    """Return the colours in a pipeline's picture and their meanings."""
     found = []
     for kind, word in (
         (pipeline.StageActionKind.FORWARD, "forward"),
@@ -250,7 +275,13 @@ def legend_of(plan: PipelinePlan) -> list[tuple[str, str]]:
 
 
 def shade(kind: pipeline.StageActionKind, chunk: int, virtual: int) -> str:
-    """The colour of a computation: paler for the later stages of a rank."""
+    """Return the colour of a computation, paler for later stages of a rank.
+
+    Args:
+        kind: Forward or backward.
+        chunk: Index of the virtual stage on its rank.
+        virtual: Number of virtual stages of a rank.
+    """
     colour = FORWARD if kind is pipeline.StageActionKind.FORWARD else BACKWARD
     paler = PALEST * chunk / max(1, virtual - 1)
     channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]

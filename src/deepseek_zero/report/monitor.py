@@ -1,8 +1,8 @@
-"""DeepSpeed's monitors: events (tag, value, step) to TensorBoard, CSV files, Weights & Biases and
-Comet, from rank 0.
+"""Send events (tag, value, step) to the monitors that DeepSpeed supports.
 
-Owns the four writers and their settings; which events exist is the engine's business.  A package
-that is missing is named on every rank before anything is written, so that no rank fails alone.
+These are TensorBoard, CSV files, Weights & Biases and Comet. Rank 0 sends the events, and the
+engine decides which events exist. A missing package is an error on every rank before anything is
+written, so that no single rank fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Scalar = tuple[str, float, int]
 
 @dataclass(frozen=True)
 class FileSettings:
-    """Where TensorBoard or CSV files go: output_path/job_name."""
+    """Settings of TensorBoard or CSV files, which are written to output_path/job_name."""
 
     enabled: bool = False
     output_path: str = ""
@@ -31,13 +31,13 @@ class FileSettings:
 
     @property
     def folder(self) -> Path:
-        """The run's own folder."""
+        """Return the folder of this run."""
         return Path(self.output_path) / self.job_name
 
 
 @dataclass(frozen=True)
 class WandbSettings:
-    """Which Weights & Biases run receives the events; `team` is its entity."""
+    """Settings of a Weights & Biases run; `team` is its entity."""
 
     enabled: bool = False
     group: str | None = None
@@ -47,15 +47,16 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class CometSettings:
-    """Which Comet experiment receives the events; a tag is sent at most every
-    `samples_log_interval` samples.
+    """Settings of a Comet experiment.
+
+    A tag is sent at most once every `samples_log_interval` samples.
     """
 
     enabled: bool = False
     samples_log_interval: int = 100
     project: str | None = None
     workspace: str | None = None
-    api_key: str | None = field(default=None, repr=False)  # a secret: never in a printed plan
+    api_key: str | None = field(default=None, repr=False)  # a secret, excluded from printed plans
     experiment_name: str | None = None
     experiment_key: str | None = None
     online: bool | None = None
@@ -64,7 +65,7 @@ class CometSettings:
 
 @dataclass(frozen=True)
 class MonitorSettings:
-    """DeepSpeed's four blocks."""
+    """Settings of the four monitors."""
 
     tensorboard: FileSettings = FileSettings()
     csv_monitor: FileSettings = FileSettings()
@@ -73,18 +74,22 @@ class MonitorSettings:
 
 
 class Writer(Protocol):
-    """What a monitor can do."""
+    """Interface of a monitor."""
 
     def write_events(self, events: Sequence[Scalar]) -> None:
         """Record the events in order."""
 
     def close(self) -> None:
-        """Flush and finish."""
+        """Flush and close."""
 
 
 class MonitorMaster:
-    """Hands events to every monitor that is switched on; on ranks other than 0 it only checks the
-    packages.
+    """Send events to every enabled monitor.
+
+    On ranks other than 0 it only checks that the packages are installed.
+
+    Raises:
+        NotBuiltError: The package of an enabled monitor is missing.
     """
 
     def __init__(self, settings: MonitorSettings) -> None:
@@ -102,15 +107,16 @@ class MonitorMaster:
             writer.write_events(events)
 
     def close(self) -> None:
-        """Flush and finish every monitor; later events are dropped."""
+        """Close every monitor; later events are dropped."""
         for writer in self._writers:
             writer.close()
         self._writers = []
 
 
 class CsvWriter:
-    """One CSV file per tag, named after it: `Train/Samples/lr` becomes Train_Samples_lr.csv with
-    columns step, lr.
+    """Write one CSV file per tag, with the columns step and value.
+
+    The tag `Train/Samples/lr` is written to Train_Samples_lr.csv with the columns step and lr.
     """
 
     def __init__(self, settings: FileSettings) -> None:
@@ -140,7 +146,7 @@ class CsvWriter:
 
 
 class TensorBoardWriter:
-    """TensorBoard's event files."""
+    """Write TensorBoard event files."""
 
     def __init__(self, settings: FileSettings) -> None:
         settings.folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +155,7 @@ class TensorBoardWriter:
         )
 
     def write_events(self, events: Sequence[Scalar]) -> None:
-        """Add a scalar per event."""
+        """Add a scalar for each event."""
         for tag, value, step in events:
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
@@ -160,7 +166,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """One Weights & Biases run."""
+    """Log to a Weights & Biases run."""
 
     def __init__(self, settings: WandbSettings) -> None:
         wandb = importlib.import_module("wandb")
@@ -179,7 +185,7 @@ class WandbWriter:
 
 
 class CometWriter:
-    """One Comet experiment; sends a tag again only after the configured number of samples."""
+    """Log to a Comet experiment; the configured number of samples limits how often."""
 
     def __init__(self, settings: CometSettings) -> None:
         names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")

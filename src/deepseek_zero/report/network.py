@@ -1,7 +1,7 @@
-"""What a step sends between hosts and inside one: bytes with and without codes, and how much of the
-line that is.
+"""Report the bytes that a step sends between hosts and inside a host.
 
-Made of what the meter counts in any case and of the plan, when somebody asks.
+The values are computed on request from the meter's counters and the plan, with and without
+compression.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ INSIDE_A_HOST = "inside a host"
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """What one rank sends over one kind of link in a step; uncoded_bytes: and would without codes.
+    """The bytes that one rank sends over one kind of link in a step.
 
-    line: None: unknown, or no line.
+    Attributes:
+        name: Name of the link.
+        sent_bytes: Bytes sent.
+        uncoded_bytes: Bytes that would be sent without compression.
+        step_seconds: Time of a step.
+        line: The measured or stated line; None if unknown.
     """
 
     name: str
@@ -34,11 +39,11 @@ class NetworkLink:
 
     @property
     def rate(self) -> float:
-        """Bytes a second, over a whole step."""
+        """Return bytes per second over a whole step."""
         return self.sent_bytes / self.step_seconds if self.step_seconds else 0.0
 
     def explain(self) -> str:
-        """Return all of it in one line."""
+        """Return a description in one line."""
         words = f"{self.name}: this rank sends {format_bytes(self.sent_bytes)} a step"
         if self.uncoded_bytes > self.sent_bytes:
             times = self.uncoded_bytes / self.sent_bytes
@@ -57,11 +62,17 @@ class NetworkLink:
 def network_links(
     plan: Plan, meter: Meter, line: Line | None, comm_ctx: CommContext
 ) -> list[NetworkLink]:
-    """Return the links that carried something, far ones first; none before there were two steps.
+    """Return the links that were used, between hosts first.
 
-    Where ranks of a host read each other's memory, what others would be sent counts as sent inside
-    the host.  What codes save is saved among the ranks that share slices, each of which is sent the
-    same: sums over replicas, and what is gathered from a second copy, are sent as they are.
+    The result is empty before there are two steps. Ranks of a host that read each other's memory
+    count as sending inside the host. Compression affects only messages among the ranks that share
+    slices. Sums over replicas and gathers from a second copy are sent uncompressed.
+
+    Args:
+        plan: The plan.
+        meter: The counters.
+        line: The line between hosts, if known.
+        comm_ctx: The communicators of the shard group.
     """
     steps = meter.counted_steps
     if steps <= 0:
@@ -84,5 +95,5 @@ def network_links(
 
 
 def far_share(comm: Comm) -> float:
-    """Return the part of what a rank sends each other of a group that leaves its host."""
+    """Return the fraction of a rank's messages in a group that leave its host."""
     return len(comm.inter_node) / max(1, comm.size - 1)

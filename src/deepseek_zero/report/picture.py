@@ -1,8 +1,7 @@
-"""The plan as a picture: what of each unit rests where, beside when it is gathered, used and
-released.
+"""Draw the placement of each unit of a plan, and when the unit is used.
 
-Draws nothing that is not estimated or printed elsewhere: bytes are `Plan.bytes_of_unit`, times are
-the schedule's list of actions.  Needs matplotlib, as plots.py does.
+All values are computed elsewhere: bytes by `Plan.bytes_of_unit`, times by the schedule. The module
+needs matplotlib, like plots.py.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .mesh_picture import axes_shown, draw_mesh, draw_pipeline, legend_of, shown
 from .plots import BLUE, FAINT, GREY, INK, ORANGE, add_titles, new_figure, save_figure, style_axes
 
 TIER_COLOURS = {Tier.DEVICE: BLUE, Tier.HOST: "#3f8f5b", Tier.NVME: ORANGE}
-PALER = {"weight": 0.0, "grad": 0.3, "master": 0.52, "moments": 0.7}  # how far towards white
+PALER = {"weight": 0.0, "grad": 0.3, "master": 0.52, "moments": 0.7}  # mixing ratio with white
 GATHERED = "#c3d9ee"
 FORWARD = BLUE
 BACKWARD = "#7b5ea7"
@@ -37,16 +36,21 @@ TIMES = [
     (FAINT, "whole all the time"),
     (INK, "gradients reduced after it"),
 ]
-MESH_TO_PIPELINE = (1, 2.2)  # widths
-# inches; rows up to which each has its number of bytes
+MESH_TO_PIPELINE = (1, 2.2)  # ratio of the widths
+# Width in inches; maximum number of rows that are all labelled with bytes
 WIDTH = 11.0
 FEW = 12
 
 
 @dataclass(frozen=True)
 class UnitPlace:
-    """One unit on one rank: bytes by state and where it rests.  is_gathered: its weight is sharded.
-    is_promoted: it computes in fp32 in a run of 16 bits (precision "auto").
+    """One unit on one rank.
+
+    Attributes:
+        name: Name of the unit.
+        nbytes: Bytes by state and tier.
+        is_gathered: Whether its weight is sharded.
+        is_promoted: Whether it computes in fp32 in a 16-bit run (precision "auto").
     """
 
     name: str
@@ -56,7 +60,7 @@ class UnitPlace:
 
     @property
     def label(self) -> str:
-        """Its name in the picture."""
+        """Return the name in the picture."""
         return f"{self.name} (fp32)" if self.is_promoted else self.name
 
     @property
@@ -65,7 +69,7 @@ class UnitPlace:
 
 
 def places_of(plan: Plan) -> list[UnitPlace]:
-    """What of each unit lies where on this rank."""
+    """Return the bytes and tiers of each unit on this rank."""
     return [
         UnitPlace(unit.name, plan.bytes_of_unit(number), bool(unit.sharded), unit.is_promoted)
         for number, unit in enumerate(plan.units)
@@ -74,11 +78,12 @@ def places_of(plan: Plan) -> list[UnitPlace]:
 
 @dataclass
 class Strip:
-    """A list of actions in columns, one for each use.  gathered: (unit, first column, column after
-    its last).
+    """A list of actions in columns, one column for each use.
 
-    used: (unit, column, whether forward or backward).  reduced: (unit, column after which its
-    gradients travel).
+    Attributes:
+        gathered: Triples of unit, first column, and end column.
+        used: Triples of unit, column, and whether it is a forward or backward.
+        reduced: Pairs of unit and the column after which its gradients are reduced.
     """
 
     gathered: list[tuple[int, int, int]] = field(default_factory=list)
@@ -87,8 +92,9 @@ class Strip:
 
 
 def strip_of(actions: Sequence[Action]) -> Strip:
-    """What is gathered before a use is there from that column on, what is released after one until
-    its end.
+    """Convert actions to columns.
+
+    A unit is gathered from the column after its gather to the column of its release.
     """
     strip = Strip()
     since = dict[int, int]()
@@ -107,8 +113,13 @@ def strip_of(actions: Sequence[Action]) -> Strip:
 
 
 def draw(plan: Plan, path: Path | str) -> None:
-    """Draw a plan as a PNG: its units, and where it has axes, the mesh and the pipeline's schedule
-    below.
+    """Draw a plan as a PNG.
+
+    With several axes, the mesh and the schedule of the pipeline are drawn below.
+
+    Args:
+        plan: The plan.
+        path: The PNG file.
     """
     draw_plan(places_of(plan), plan.schedule, path, plan.explain()[0], plan.mesh, plan.pipeline)
 
@@ -121,12 +132,19 @@ def draw_plan(
     mesh: Mesh | None = None,
     pipeline: PipelinePlan | None = None,
 ) -> None:
-    """One row per unit, in the order of their use: to the left its bytes, to the right its times.
-    Below, the ranks of a mesh with several, and the schedule of a pipeline.
+    """Draw one row per unit, in the order of use: its bytes, then its times.
+
+    Args:
+        places: The units.
+        schedule: The schedule of a step.
+        path: The PNG file.
+        about: Description in the subtitle.
+        mesh: The mesh, drawn if it has several ranks.
+        pipeline: The pipeline, drawn if given.
     """
     order = schedule.forward.order
     rows = len(places)
-    height = max(1.2, min(0.28 * rows, 4 + 0.07 * rows, 16))  # of the rows; inches
+    height = max(1.2, min(0.28 * rows, 4 + 0.07 * rows, 16))  # of the rows, in inches
     axes_height = _axes_height(mesh, pipeline)
     figure = new_figure(WIDTH, height + 1.9 + axes_height)
     above = figure
@@ -151,7 +169,7 @@ def draw_plan(
 
 
 def _axes_height(mesh: Mesh | None, pipeline: PipelinePlan | None) -> float:
-    """Inches for the pictures of axes; 0 where there are none."""
+    """Return the height in inches for the pictures of axes; 0 if there are none."""
     if mesh is None or mesh.world_size == 1:
         return 0.0
     names = axes_shown(mesh)
@@ -208,7 +226,7 @@ def _draw_times(axes: Any, places: Sequence[UnitPlace], schedule: Schedule) -> N
     for unit, column, kind in strip.used:
         color = FORWARD if kind is ActionKind.FORWARD else BACKWARD
         axes.barh(row[unit], 1, 0.74, column, color=color)
-    thick = max(0.5, min(1.5, 120 / len(strip.used)))  # points; less than a column
+    thick = max(0.5, min(1.5, 120 / len(strip.used)))  # in points; less than a column
     for unit, column in strip.reduced:
         axes.plot(
             column, row[unit], "|", color=INK, markersize=7, markeredgewidth=thick, clip_on=False
@@ -232,8 +250,9 @@ def _keys(places: Sequence[UnitPlace]) -> list[tuple[str, Tier]]:
 
 
 def _named_colours(places: Sequence[UnitPlace]) -> tuple[list[tuple[str, str]], int]:
-    """The legend of bytes and its columns: a row per tier, a column per state, which is how it is
-    read.
+    """Return the entries of the legend of bytes and its number of columns.
+
+    Rows are tiers and columns are states.
     """
     keys = _keys(places)
     tiers = [tier for tier in Tier if any(tier is where for _, where in keys)]
@@ -252,7 +271,7 @@ def _colour(state: str, tier: Tier) -> str:
 
 
 def _legend(axes: Any, entries: Sequence[tuple[str, str]], columns: int) -> None:
-    """Below the axis and its label, whatever the figure's height."""
+    """Place a legend below the axis and its label, for any height of the figure."""
     patch = importlib.import_module("matplotlib.patches").Patch
     shift = importlib.import_module("matplotlib.transforms").ScaledTranslation
     place = axes.transAxes + shift(0, -0.52, axes.figure.dpi_scale_trans)  # inches

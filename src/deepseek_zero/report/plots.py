@@ -1,7 +1,6 @@
-"""Pictures of a run: its loss curve, and memory per rank by stage.
+"""Plot the loss curve of a run and the memory per rank by stage.
 
-Owns only how they look; draws from records and rows that others made.  Needs matplotlib (the extra
-"plots") and draws without a display.
+The module needs matplotlib (the extra "plots") and works without a display.
 """
 
 from __future__ import annotations
@@ -38,8 +37,13 @@ OTHER_COLOUR = "#9aa5ae"
 
 @dataclass(frozen=True)
 class LossCurveLabels:
-    """The text around a loss curve.  chance: the loss of a uniform guess, drawn as a line where
-    given.
+    """Texts of a loss curve.
+
+    Attributes:
+        title: Title of the picture.
+        subtitle: Second line below the title.
+        unit: Unit of the loss.
+        chance: Loss of a uniform guess, drawn as a line if given.
     """
 
     title: str = "Training loss"
@@ -49,7 +53,11 @@ class LossCurveLabels:
 
 
 def require_matplotlib() -> None:
-    """Raise now rather than after an hour of training."""
+    """Raise an error early if matplotlib is missing, not after an hour of training.
+
+    Raises:
+        NotBuiltError: matplotlib is not installed.
+    """
     if find_spec("matplotlib") is None:
         raise NotBuiltError(
             "plots need matplotlib, which is not installed.",
@@ -61,7 +69,13 @@ def require_matplotlib() -> None:
 def loss_curve(
     records: Sequence[StepRecord], path: Path | str, labels: LossCurveLabels = LossCurveLabels()
 ) -> None:
-    """Draw loss over steps: every step faint, the running mean on top, held-out losses as dots."""
+    """Plot the loss over steps, with a running mean and held-out losses.
+
+    Args:
+        records: The steps.
+        path: The PNG file.
+        labels: Texts of the picture.
+    """
     figure, axes = _figure(8.4, 4.8)
     points: list[tuple[int, float]] = []
     kept = []
@@ -108,8 +122,14 @@ def loss_curve(
 def memory_bars(
     rows: Sequence[MemoryRow], path: Path | str, title: str = "Memory per rank by ZeRO stage"
 ) -> None:
-    """Draw measured bytes per stage, stacked by state, with the predicted total as a line across
-    each bar.
+    """Plot measured bytes by stage, stacked by state.
+
+    The predicted total is a line across each bar.
+
+    Args:
+        rows: The stages.
+        path: The PNG file.
+        title: Title of the picture.
     """
     figure, axes = _figure(7.2, 4.6)
     unit_bytes, unit = common_unit(rows)
@@ -150,10 +170,15 @@ def memory_bars(
 
 
 def running_mean(values: Sequence[float], radius: int) -> list[float]:
-    """Centred mean over 2 x radius + 1 values, fewer near the ends.
+    """Return the centred mean of 2 x radius + 1 values, or fewer near the ends.
 
-    At the start the window stays even, or a steep curve would start too low; at the end it reaches
-    back only, or the last value would be a single noisy step.
+    At the start the window stays symmetric, because a steep curve would otherwise start too low. At
+    the end it is shortened only ahead, because the last mean would otherwise be a single noisy
+    step.
+
+    Args:
+        values: The values.
+        radius: Number of values on each side.
     """
     sums = [0.0]
     for value in values:
@@ -167,9 +192,14 @@ def running_mean(values: Sequence[float], radius: int) -> list[float]:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure."""
+    """Return an empty figure.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+    """
     require_matplotlib()
-    # Figure without pyplot: no global state, no window system, and Agg is what savefig picks for a
+    # A Figure without pyplot has no global state and needs no window system; savefig uses Agg for a
     # PNG.
     return importlib.import_module("matplotlib.figure").Figure(
         figsize=(width, height), dpi=160, layout="constrained"
@@ -177,10 +207,12 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def style_axes(axes: Any, along: str = "x", ticks: float = 3) -> None:
-    """The look of every picture: a base line and no frame, grey ticks, faint lines across.
+    """Style axes: a base line, no frame, grey ticks, faint grid lines.
 
-    along: the axis on which places lie, drawn with ticks of that length; values are read on the
-    other one's lines.
+    Args:
+        axes: The axes.
+        along: The axis of positions, drawn with ticks; the other axis gets the grid lines.
+        ticks: Length of the ticks in points.
     """
     across = "y" if along == "x" else "x"
     for side in ("top", "right", "left"):
@@ -195,7 +227,13 @@ def style_axes(axes: Any, along: str = "x", ticks: float = 3) -> None:
 
 
 def add_titles(axes: Any, title: str, subtitle: str) -> None:
-    """A title and, below it, smaller, what to know about it."""
+    """Add a title and a smaller subtitle below it.
+
+    Args:
+        axes: The axes.
+        title: The title.
+        subtitle: The subtitle; empty for none.
+    """
     pad = 22 if subtitle else 10
     axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=pad)
     if subtitle:
@@ -204,7 +242,12 @@ def add_titles(axes: Any, title: str, subtitle: str) -> None:
 
 
 def save_figure(figure: Any, path: Path | str) -> None:
-    """Write a picture whole: a reader never finds half of it."""
+    """Write a PNG atomically.
+
+    Args:
+        figure: The figure.
+        path: The file.
+    """
     path = Path(path)
     refuse_url(f"'{path}'", path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +266,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 def _write_at_right_edge(
     axes: Any, y: float, offset: tuple[int, int], text: str, **style: Any
 ) -> None:
-    """Write `text` at height y and the right edge of the plot, moved by `offset` points."""
+    """Write text at height y of the right edge, shifted by `offset` points."""
     place = (axes.get_yaxis_transform(), "offset points")
     axes.annotate(
         text,
@@ -237,13 +280,11 @@ def _write_at_right_edge(
 
 
 def _label_curve_ends(axes: Any, training: list[float], held_out: list[float]) -> None:
-    """Write each curve's name and last value beside its end, where a legend would have to be looked
-    up.
-    """
+    """Write the name and last value of each curve next to its end."""
     names = [(loss, "training", BLUE) for loss in training] + [
         (loss, "held-out", ORANGE) for loss in held_out
     ]
-    # Two ends lie close together: one name above, one below
+    # The two ends are close together: one label above, one below
     rises = {1: (0,), 2: (9, -9)}.get(len(names), ())
     for rise, (loss, name, colour) in zip(rises, sorted(names, reverse=True), strict=False):
         _write_at_right_edge(
@@ -259,7 +300,7 @@ def _label_curve_ends(axes: Any, training: list[float], held_out: list[float]) -
 
 
 def _scale_axes(axes: Any, losses: Sequence[float], labels: LossCurveLabels) -> None:
-    # A later spike may leave the picture: the fall is the news.
+    # A later spike may exceed the plot, which is scaled for the decrease of the loss.
     top = 1.06 * max(*losses[:1], labels.chance or 0.0, 0.1)
     bottom = min(losses, default=0.0)
     axes.set_ylim(max(0.0, bottom - 0.12 * (top - bottom)), top)
@@ -267,9 +308,7 @@ def _scale_axes(axes: Any, losses: Sequence[float], labels: LossCurveLabels) -> 
 
 
 def _visible_states(rows: Sequence[MemoryRow]) -> list[str]:
-    """States whose bar would be thicker than a line; a few buffers of a few bytes only crowd the
-    legend.
-    """
+    """Return the states with a visible bar, to keep tiny buffers out of the legend."""
     least = 0.003 * max(row.measured_total for row in rows)
     return [
         state

@@ -1,8 +1,7 @@
-"""What a person sees while a model trains: a bar on a terminal, and one line every few steps on a
-terminal or in a log.
+"""Print the progress of a training run.
 
-Owns the wording and the layout; rank 0 prints, the other ranks print nothing.  A plain log gets the
-lines only, without control characters.
+A terminal shows a progress bar. Terminals and logs get one line every few steps; logs contain no
+control characters. Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from .records import StepRecord
 
 @dataclass
 class _Window:
-    """Sums since the last line, so that a line is about all its steps and not about the last one
-    only.
-    """
+    """Sums since the last printed line, so that a line covers all of its steps."""
 
     steps: int = 0
     trained: int = 0
@@ -51,11 +48,15 @@ class _Window:
 
 @dataclass
 class Progress:
-    """Progress over `total_steps`, with a line at the first step, every `every` steps and at the
-    last one.
+    """Print progress over `total_steps`.
 
-    Use as a context manager; `step` once per optimizer step.  console: where to write (default:
-    standard output).
+    A line is printed at the first and the last step, and every `every` steps. Use it as a context
+    manager, and call `step` once per optimizer step.
+
+    Attributes:
+        total_steps: Number of steps of the run.
+        every: Interval of the printed lines in steps.
+        console: Where to print; None means standard output.
     """
 
     total_steps: int
@@ -89,7 +90,7 @@ class Progress:
             self._bar = None
 
     def step(self, record: StepRecord) -> None:
-        """Advance to `record.step` (the first step is 1)."""
+        """Advance to `record.step`; the first step is 1."""
         if self._console is None:
             return
         self._window.add(record)
@@ -107,7 +108,7 @@ class Progress:
             self._window = _Window()
 
     def print_line(self, text: str) -> None:
-        """Print a line of the caller's own above the bar; rank 0 only."""
+        """Print an additional line above the bar, on rank 0 only."""
         if self._console is not None:
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
@@ -143,6 +144,6 @@ def _bar(console: Console) -> Bar:
         TextColumn("[dim]{task.fields[speed]}"),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         console=console,
-        refresh_per_second=4,  # ten would cost a noticeable share of a core that also trains
+        refresh_per_second=4,  # ten would use a noticeable share of a core that is also training
         expand=True,
     )

@@ -1,8 +1,6 @@
-"""The run's own records: one line per step in metrics.jsonl and in metrics.csv, written by rank 0
-as it happens.
+"""Record every optimizer step of a run in metrics.jsonl and metrics.csv.
 
-Owns the record, its two files and what a killed run leaves in them.  Drawing and printing are
-plots.py and progress.py.
+Rank 0 writes one line per step. Plots and progress messages are in plots.py and progress.py.
 """
 
 from __future__ import annotations
@@ -27,10 +25,21 @@ CSV_NAME = "metrics.csv"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.  Bytes are this rank's; tokens per second are the whole world's.
-    promoted: units in fp32.
+    """Metrics of one optimizer step.
 
-    loss: the mean of this rank's losses; None if no backward of a scalar was seen.
+    Attributes:
+        step: Number of the step.
+        loss: Mean of this rank's losses; None if no backward of a scalar was observed.
+        lr: Learning rate.
+        grad_norm: Norm of the gradient.
+        tokens_per_second: Throughput of all ranks.
+        memory_bytes: Memory of this rank in bytes.
+        comm_bytes: Bytes that this rank sent.
+        step_seconds: Duration in seconds.
+        loss_scale: Loss scale.
+        skipped: Whether the update was skipped.
+        held_out_loss: Loss on held-out data, if measured.
+        promoted: Number of units that compute in fp32.
     """
 
     step: int
@@ -48,11 +57,11 @@ class StepRecord:
 
 
 class RecordWriter:
-    """Appends records to both files of a folder; on ranks other than 0 it does nothing.
+    """Append records to both files of a folder; does nothing on ranks other than 0.
 
-    Each record is flushed, so a killed run loses at most the line it was writing, and that half
-    line is dropped when the files are opened again.  A step that a restarted run repeats stands
-    twice; `read_records` keeps the later one.
+    Each record is flushed, so a killed run loses at most the line that it was writing. The
+    incomplete line is removed when the files are opened again. A step that a restarted run repeats
+    is written twice, and `read_records` keeps the later record.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -61,7 +70,7 @@ class RecordWriter:
         if is_rank_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
             header = csv_line([field.name for field in fields(StepRecord)])
-            # first: the one that can be refused
+            # opened first, because it may be refused
             table = open_for_append(self.folder / CSV_NAME, header)
             self._files = (open_for_append(self.folder / JSONL_NAME), table)
 
@@ -88,14 +97,20 @@ class RecordWriter:
             file.flush()
 
     def close(self) -> None:
-        """Close both files; a second call does nothing."""
+        """Close both files; a second call has no effect."""
         for file in self._files or ():
             file.close()
         self._files = None
 
 
 def read_records(folder: Path | str) -> list[StepRecord]:
-    """The records of a folder's metrics.jsonl by step; a half-written last line is left out."""
+    """Read the records of a folder's metrics.jsonl, ordered by step.
+
+    An incomplete last line is skipped.
+
+    Raises:
+        UsageError: A line is not a step record.
+    """
     refuse_url(f"'{folder}'", folder)
     path = Path(folder) / JSONL_NAME
     by_step: dict[int, StepRecord] = {}
@@ -111,10 +126,16 @@ def read_records(folder: Path | str) -> list[StepRecord]:
 
 
 def open_for_append(path: Path, header: str = "") -> IO[str]:
-    """Open a file of lines for appending: drop a half-written last line, and write the header into
-    an empty file.
+    """Open a file of lines for appending.
 
-    An existing file with another header is refused: its columns would no longer mean what they say.
+    An incomplete last line is removed, and the header is written if the file is empty.
+
+    Args:
+        path: The file.
+        header: The first line of the file; empty for none.
+
+    Raises:
+        UsageError: The existing file has another header, so its columns would be wrong.
     """
     _drop_incomplete_line(path)
     file = path.open("a", encoding="utf-8", newline="")
@@ -137,14 +158,14 @@ def open_for_append(path: Path, header: str = "") -> IO[str]:
 
 
 def csv_line(values: list[Any]) -> str:
-    """One line of CSV, ended by a newline; floats keep every digit."""
+    """Return one line of CSV with a newline; floats keep all digits."""
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow(values)
     return line.getvalue()
 
 
 def _json_line(values: Mapping[str, Any]) -> str:
-    # JSON has no NaN and no infinity, and a reader in another language would refuse the file.
+    # JSON has no NaN or infinity, and readers in other languages would refuse the file.
     odd = {
         name: None
         for name, value in values.items()
@@ -175,7 +196,7 @@ def _drop_incomplete_line(path: Path) -> None:
     with path.open("r+b") as file:
         end = file.seek(0, io.SEEK_END)
         keep = end
-        while keep > 0:  # from the end, in blocks: the file of a long run is large
+        while keep > 0:  # read backward in blocks, because the file of a long run is large
             start = max(0, keep - 65536)
             file.seek(start)
             found = file.read(keep - start).rfind(b"\n")

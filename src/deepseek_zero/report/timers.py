@@ -1,7 +1,7 @@
-"""Where a step's time goes: named timers for `wall_clock_breakdown`.
+"""Measure phases of a step with named timers, for `wall_clock_breakdown`.
 
-Owns starting, stopping and the sentence that reports them.  On a GPU a timer waits for the queued
-kernels at both ends, so timing costs overlap; that is why it is off unless asked for.
+On a GPU, a timer waits for queued kernels at its start and end. This prevents overlap, so timers
+are off by default.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ class Timer:
     _started: float | None = None
 
     def start(self) -> None:
-        """Begin one call; a call that an exception left open is forgotten."""
+        """Start a call; an earlier call that did not stop is discarded."""
         self.wait()
         self._started = time.perf_counter()
 
     def stop(self) -> float:
-        """End the call and return its seconds."""
+        """Stop the call and return its seconds.
+
+        Raises:
+            UsageError: The timer was not started.
+        """
         if self._started is None:
             raise UsageError(
                 f"timer {self.name!r} was stopped before it was started.", fix="call start() first."
@@ -51,11 +55,11 @@ class Timer:
 
     @property
     def mean(self) -> float:
-        """Mean seconds per call; 0 before the first."""
+        """Return the mean seconds per call; 0 before the first call."""
         return self.seconds / self.calls if self.calls else 0.0
 
     def reset(self) -> None:
-        """Forget all calls."""
+        """Discard all calls."""
         self.seconds = 0.0
         self.calls = 0
         self._started = None
@@ -80,11 +84,11 @@ class Timers:
         timer.stop()
 
     def means(self) -> Mapping[str, float]:
-        """Mean seconds per call of each timer that was used since the last reset."""
+        """Return the mean seconds per call of each timer used since the last reset."""
         return {name: timer.mean for name, timer in self._timers.items() if timer.calls}
 
     def report(self, *, reset: bool = True) -> str:
-        """One line: "mean time: forward 12.3 ms | backward 25.1 ms | ..."."""
+        """Return one line such as "mean time: forward 12.3 ms | backward 25.1 ms | ..."."""
         means = self.means()
         if reset:
             self.reset()
@@ -92,6 +96,6 @@ class Timers:
         return f"mean time: {spans or 'nothing timed yet'}"
 
     def reset(self) -> None:
-        """Forget all calls of all timers."""
+        """Discard all calls of all timers."""
         for timer in self._timers.values():
             timer.reset()
