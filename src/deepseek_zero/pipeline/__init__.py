@@ -1,7 +1,6 @@
-"""Pipelines: the schedule as a table of actions, the cut of a model into stages, and what runs
-both.
+"""Pipeline parallelism: schedules, the division of a model into stages, execution.
 
-The names below load on first use: a run without stages needs none of them.
+The names below are loaded on first use, so a run without stages imports nothing.
 """
 
 from __future__ import annotations

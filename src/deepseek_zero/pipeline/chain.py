@@ -1,12 +1,12 @@
-"""Finds the chain of blocks in a model, by one run on fake tensors: no memory, no arithmetic, no
-rewriting, no tracer.
+"""Find the chain of blocks in a model by one forward on fake tensors.
 
-A model can be cut between two blocks if block k + 1's first argument *is* block k's output (the
-first element, if that is a tuple), and if each part uses nothing else of another part: neither an
-argument, nor an attribute, nor an output that the model keeps (origins.py).  Each stage then runs
-the model's own forward on the same inputs, with stand-ins for the blocks of others (stage.py).
-`find_chain` checks that, and learns which parameters are used before the blocks, in each, and after
-them, and what each part costs.
+The run needs no memory or arithmetic, no change of the model, and no tracer. A model can be divided
+between two blocks if the first argument of block k + 1 *is* the output of block k (its first
+element if it is a tuple). In addition, no part may use any other value of another part: an
+argument, an attribute, or an output that the model keeps (origins.py). Each stage then runs the
+model's own forward on the same inputs, with stand-ins for the blocks of other stages (stage.py).
+`find_chain` checks this. It also determines the parameters and costs of the blocks and of the parts
+before and after them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ from .origins import BETWEEN, Origins, Sources, ValueSource, all_tensors
 
 
 class ChainError(UsageError):
-    """A model that cannot be cut as it is."""
+    """The model cannot be divided in its present form."""
 
 
 @dataclass
 class ChainPart:
-    """What one part of a model uses and costs: what precedes the blocks, a block, or what follows
-    them.
+    """Parameters and costs of one part of a model: before, in, or after the blocks.
 
-    params: full names, tied ones under the name that `named_parameters` gives.  flops: of one
-    forward.  saved: bytes of what autograd keeps for backward, parameters left out.
+    Attributes:
+        name: Full name of the block, or a description.
+        kind: Class of the block.
+        params: Number of elements by full name; tied parameters have the name in
+            `named_parameters`.
+        flops: Operations of one forward.
+        saved: Bytes that autograd saves for backward, without parameters.
     """
 
     name: str
@@ -52,13 +56,17 @@ class ChainPart:
 
 
 class Output(NamedTuple):
-    """What a block hands on for one micro-batch like the sample."""
+    """Output of a block for one micro-batch like the sample."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def nbytes(self, compute: torch.dtype | None) -> int:
-        """Bytes in a run that computes in this dtype; None: in the model's own."""
+        """Return the size in bytes.
+
+        Args:
+            compute: Dtype in which the run computes; None means the model's own.
+        """
         dtype = compute if compute is not None and self.dtype.is_floating_point else self.dtype
         return math.prod(self.shape) * dtype.itemsize
 
@@ -67,10 +75,13 @@ class Output(NamedTuple):
 class Chain:
     """A model as a chain of blocks.
 
-    container: full name of the module whose children are the blocks.  keys: their names in it.
-    parts: what precedes the blocks, each block, what follows them.  lengths: of the tuple that a
-    block returns; None for a tensor.
-    unused: parameters that the run did without.  outputs: of each block, in the run.
+    Attributes:
+        container: Full name of the module whose children are the blocks.
+        keys: Names of the blocks in the container.
+        parts: The part before the blocks, each block, and the part after them.
+        lengths: Length of the tuple that a block returns; None for a tensor.
+        unused: Parameters that the run did not use.
+        outputs: Output of each block.
     """
 
     container: str
@@ -82,11 +93,11 @@ class Chain:
 
     @property
     def blocks(self) -> tuple[ChainPart, ...]:
-        """The blocks, in order."""
+        """Return the blocks, in order."""
         return self.parts[1:-1]
 
     def block_name(self, number: int) -> str:
-        """The full name of a block."""
+        """Return the full name of a block."""
         return f"{self.container}.{self.keys[number]}" if self.container else self.keys[number]
 
 
@@ -103,11 +114,17 @@ def find_chain(
     *,
     blocks: str | None = None,
 ) -> Chain:
-    """Find the chain of blocks that a model's forward walks.
+    """Find the chain of blocks in a model's forward.
 
-    args, kwargs: one micro-batch, as the model's forward takes it; only shapes and dtypes are used.
-    blocks: full name of the container; None: of all that are chains, the one that holds most.
-    ChainError names the two modules between which the model cannot be cut.
+    Args:
+        model: The model.
+        args: Positional arguments of one micro-batch; only shapes and dtypes are used.
+        kwargs: Keyword arguments of one micro-batch.
+        blocks: Full name of the container; None chooses the best one of `candidates`.
+
+    Raises:
+        ChainError: The model is not a chain; the message names the modules between which it cannot
+            be divided.
     """
     found = candidates(model) if blocks is None else [blocks]
     if not found:
@@ -123,8 +140,10 @@ def find_chain(
 
 
 def candidates(model: nn.Module) -> list[str]:
-    """The containers of blocks, best first: where children of one class hold most parameters; then
-    the longest.
+    """Return the containers that may have blocks, best first.
+
+    The best container has the most parameters in children of a single class, then the most
+    children.
     """
     ranked: list[tuple[int, int, int, str]] = []
     for place, (name, module) in enumerate(model.named_modules()):
@@ -145,8 +164,9 @@ def candidates(model: nn.Module) -> list[str]:
 
 
 class _FakeRun(TorchFunctionMode):
-    """One forward on fake tensors, and what is seen in it.  Part 0 precedes the blocks, the
-    last one follows them.
+    """One forward on fake tensors.
+
+    Part 0 is before the blocks, and the last part is after them.
     """
 
     def __init__(self, model: nn.Module, container: str) -> None:
@@ -163,23 +183,23 @@ class _FakeRun(TorchFunctionMode):
         self.parts = [ChainPart("before"), *inside, ChainPart("behind")]
         self.lengths: list[int | None] = []
         self.outputs: list[Output] = []
-        self.now = 0  # the part that runs
+        self.now = 0  # the current part
         self.is_inside = False
         self.last_output: Tensor | None = None
-        self.last_version = 0  # it was not written in place since
+        self.last_version = 0  # detects later writes in place
         self.names: dict[int, str] = {}
         self.fakes: dict[str, Tensor] = {}
         self.failure: ChainError | None = None
         self.flops = FlopCounterMode(display=False)
-        self.counted = 0  # of them, in the parts before
-        self.memory: dict[int, Any] = {}  # storages that are counted, or not to be
+        self.counted = 0  # operations of the earlier parts
+        self.memory: dict[int, Any] = {}  # storages that are counted or must not be
         self.origins = Origins(self._source, self._used)
 
-    # -- the run
+    # -- the forward
 
     def watch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Run the model's forward once; ChainError where it is no chain."""
-        device = default_device()  # the model and the sample will both be moved there
+        """Run the model's forward once; ChainError if it is not a chain."""
+        device = default_device()  # the device to which the model and the sample will be moved
         with fake_tensors() as mode, torch.random.fork_rng(devices=[]):
 
             def faked(tensor: Tensor) -> Tensor:
@@ -227,7 +247,8 @@ class _FakeRun(TorchFunctionMode):
             finally:
                 for handle in handles:
                     handle.remove()
-                for module, before in attributes.items():  # what it has kept is fake
+                # attributes set by the run are fake tensors
+                for module, before in attributes.items():
                     vars(module).clear()
                     vars(module).update(before)
         if self.failure is not None:
@@ -316,18 +337,19 @@ class _FakeRun(TorchFunctionMode):
 
         return hook
 
-    # -- what was computed from what
+    # -- sources of values
 
     def _handed(self, tensor: Tensor, *, is_differentiated: bool = False) -> Tensor:
-        """Return what the next part is given for a tensor of the part that ends: a tensor that
-        aliases no other.
+        """Return a tensor for the next part in place of this part's output.
+
+        The new tensor has no aliases.
         """
         return self._put(
             tensor, ValueSource(self.now, is_handed=True), is_differentiated=is_differentiated
         )
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """Return what stands for a tensor that a block returns after its first one."""
+        """Return a tensor in place of an additional output of a block."""
         return self._put(tensor, ValueSource(self.now))
 
     def _put(
@@ -337,14 +359,14 @@ class _FakeRun(TorchFunctionMode):
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
         if is_differentiated:
-            found = found.requires_grad_().clone()  # a leaf could not be written in place
+            found = found.requires_grad_().clone()  # a leaf cannot be written in place
         self.origins.put(found, source)
         if id(tensor.untyped_storage()) in self.memory:  # counted
             self._is_new(found)
         return found
 
     def _source(self) -> ValueSource:
-        """Return the source of the tensors that are computed now."""
+        """Return the source of tensors that are computed now."""
         is_between = not self.is_inside and 0 < self.now <= len(self.blocks)
         part = BETWEEN if is_between else self.now
         return ValueSource(part)
@@ -360,9 +382,9 @@ class _FakeRun(TorchFunctionMode):
         return self.origins.of(tensors)
 
     def _used(self, sources: Sources) -> None:
-        """Raise ChainError if the part that runs uses what another part computes."""
+        """Raise ChainError if the current part uses a value of another part."""
         own = self._source().part
-        if own in (0, BETWEEN):  # a later part may not use the result
+        if own in (0, BETWEEN):  # allowed if no later part uses the result
             return
         foreign = sources - {ValueSource(own), ValueSource(own - 1, is_handed=True)}
         if not foreign:
@@ -387,7 +409,7 @@ class _FakeRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        # A shape, a dtype: no use
+        # Reading a shape or dtype does not count as a use
         if func is Tensor.requires_grad_ or next(all_tensors(output), None) is None:
             return output
         for tensor in all_tensors(*args, *(kwargs or {}).values()):
@@ -402,34 +424,35 @@ class _FakeRun(TorchFunctionMode):
         return output
 
     def _end_part(self) -> None:
-        """Count what was computed until now in the part that runs."""
+        """Add the operations since the last call to the current part."""
         total = self.flops.get_total_flops()
         self.parts[self.now].flops += total - self.counted
         self.counted = total
 
     def _saved(self, tensor: Tensor) -> None:
-        """Count it, and keep nothing: an output kept by its own node would stay for ever, and the
-        model with it.
+        """Count a saved tensor without keeping it.
+
+        An output that is kept by its own node would never be freed, and neither would the model.
         """
         if self._is_new(tensor):
             self.parts[self.now].saved += tensor.numel() * tensor.element_size()
 
     def _is_new(self, tensor: Tensor) -> bool:
-        """Whether this memory was not met before."""
+        """Return whether this memory has not been seen before."""
         storage = tensor.untyped_storage()
         is_new = id(storage) not in self.memory
         self.memory[id(storage)] = storage
         return is_new
 
-    # -- what it was
+    # -- the result
 
     def chain(self) -> Chain:
-        """What was seen."""
+        """Return the chain."""
         used = {name for part in self.parts for name in part.params}
         for part, block in zip(self.parts[1:], self.blocks, strict=False):
             own = {id(param) for param in block.parameters()}
             for name, param in self.model.named_parameters():
-                # A block's own, though this run did without
+                # parameters of the block that this run did not use
                 if id(param) in own and name not in used:
                     part.params[name] = param.numel()
                     used.add(name)
@@ -452,12 +475,11 @@ class _FakeRun(TorchFunctionMode):
 
 
 def hold_back_caches(model: nn.Module) -> list[RemovableHandle]:
-    """Switch off the cache of keys and values in every module that has one, unless a caller
-    requests it.
+    """Disable the key-value cache of every module unless the caller requests it.
 
-    Such a cache passes from block to block, and training has no use for it. A wrapper's forward
-    does not have the argument of the model inside, so each module gets a hook. Returns the handles
-    of the hooks.
+    The cache is passed from block to block and is not needed in training. A wrapper's forward may
+    lack the argument of the inner model, so each module gets a hook. Returns the handles of the
+    hooks.
     """
     handles = []
     for module in model.modules():

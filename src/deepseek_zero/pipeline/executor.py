@@ -1,10 +1,9 @@
-"""Runs one rank's program of a pipeline's schedule: forwards, backwards, messages, and what its
-states are told.
+"""Execute one rank's program of a pipeline schedule.
 
-Between a forward and its backward a rank keeps what the stage received, whose gradient it is to
-send back, and the edges of the graph at the stage's outputs, whose memory is free once they were
-sent.  Gradients add up in `.grad` of the parameters, ascending in the micro-batch, as the schedule
-has its backwards.
+Between a forward and its backward, a rank keeps the received tensors, whose gradients it sends
+back, and the graph edges at the stage's outputs. The memory of the outputs is free after they are
+sent. Gradients are accumulated in `.grad` of the parameters in the order of the micro-batches,
+because the schedule orders the backwards in this way.
 """
 
 from __future__ import annotations
@@ -27,51 +26,58 @@ from .schedule import RECEIVES, SENDS, PipelineSchedule, Program, StageAction, S
 from .stage import Received, Stage
 
 MESSAGES = SENDS | RECEIVES
-AHEAD = 2  # receives that are posted before their turn, in each lane
+AHEAD = 2  # receives posted ahead in each lane
 
 
 class States(Protocol):
-    """Who holds the weights, gradients and moments of a rank's stages, and is told when the
-    schedule needs them.
+    """Interface to the weights, gradients and moments of a rank's stages.
+
+    The executor calls it when the schedule requires.
     """
 
     def gather(self, stage: int) -> None:
-        """Bring the weights of a stage here; they are used from the next computation of the stage
-        on.
-        """
+        """Gather the weights of a stage for its next computations."""
         ...
 
     def release(self, stage: int) -> None:
-        """Let the gathered weights of a stage go."""
+        """Release the gathered weights of a stage."""
         ...
 
     def forward(self, stage: int) -> AbstractContextManager[None]:
-        """Open a block with one forward of a stage."""
+        """Return a context for one forward of a stage."""
         ...
 
     def backward(
         self, stage: int, *, ends_step: bool, is_carried: bool
     ) -> AbstractContextManager[None]:
-        """Open a block with one backward of a stage.  ends_step: the last one of this rank.
-        is_carried: its gradients come from a later stage, and have what the loss was multiplied by.
+        """Return a context for one backward of a stage.
+
+        Args:
+            stage: The stage.
+            ends_step: Whether it is this rank's last backward of the step.
+            is_carried: Whether the gradients come from a later stage, which has already applied the
+                factor of the loss.
         """
         ...
 
     def reduce(self, stage: int) -> None:
-        """Add up the gradients of a stage over the ranks that have the same stage: all of the step
-        are here.
+        """Reduce a stage's gradients over the ranks with the same stage.
+
+        All gradients of the step are available.
         """
         ...
 
     def tie(self, stage: int) -> None:
-        """Add up the gradients of what a stage shares with others, in the order of the stages.
-        Collective.
+        """Sum the gradients of tied weights in the order of the stages.
+
+        Note:
+            Collective: every rank with a tied weight must call it.
         """
         ...
 
 
 class NoStates:
-    """Plain parameters: always here, and nobody else's."""
+    """States of plain parameters, which are always available and not shared."""
 
     def gather(self, stage: int) -> None: ...
     def release(self, stage: int) -> None: ...
@@ -89,11 +95,13 @@ class NoStates:
 
 @dataclass
 class StepOutcome:
-    """What a rank knows after a step.  losses, outputs: of the last stage, by micro-batch; None on
-    other ranks.
+    """The result of a step on one rank.
 
-    losses are detached and as the model returned them; outputs are kept where that was asked for.
-    is_bare: the model returned its loss alone.
+    Attributes:
+        losses: Detached losses of the last stage by micro-batch, as the model returned them; None
+            on other ranks.
+        outputs: Outputs of the last stage by micro-batch, if requested; None on other ranks.
+        is_bare: Whether the model returned only its loss.
     """
 
     losses: list[Tensor] | None = None
@@ -103,10 +111,10 @@ class StepOutcome:
 
 @dataclass
 class _Held:
-    """What one micro-batch left in one stage, until its backward.  edges: of the outputs, None
-    where no gradient goes.
+    """Values of a micro-batch that a stage keeps until its backward.
 
-    form: of the message that the outputs made, for the gradients that come back.
+    `edges` are the graph edges of the outputs (None without a gradient). `form` is the form of the
+    output message, which determines the gradients that are received.
     """
 
     received: Received
@@ -116,10 +124,12 @@ class _Held:
 
 
 class PipelineExecutor:
-    """One rank of a pipeline at work.
+    """Execute the programs of one pipeline rank.
 
-    stages: this rank's virtual stages.  links: of this schedule, or one with the same edges.
-    states: told when to gather, release, reduce, tie and update.
+    Args:
+        links: Communicators of a schedule with the same edges.
+        stages: This rank's virtual stages.
+        states: Gathers, releases, reduces and ties; None for plain parameters.
     """
 
     def __init__(
@@ -141,12 +151,23 @@ class PipelineExecutor:
         scale: float | Sequence[float] | None = None,
         keeps_outputs: bool = False,
     ) -> StepOutcome:
-        """Run this rank's program of a step.  Collective among the ranks of this pipeline.
+        """Run this rank's program for a step.
 
-        micro_batches: what the stages take; as many as the schedule has.  keys: what their inputs
-        look like, alike on all ranks of the pipeline; None: messages describe themselves.  scale:
-        what a loss is multiplied by before its backward; None: 1 / micro-batches, the mean.  An
-        error ends the step on every rank.
+        An error ends the step on every rank.
+
+        Args:
+            schedule: The schedule.
+            micro_batches: Inputs of the stages, one for each micro-batch of the schedule.
+            keys: Forms of the inputs, equal on all ranks of the pipeline; None sends headers
+                always.
+            scale: Factor of each loss before its backward; None uses the mean, 1 / micro-batches.
+            keeps_outputs: Keep the outputs of the last stage.
+
+        Raises:
+            UsageError: The number of micro-batches differs from the schedule.
+
+        Note:
+            Collective: every rank of the pipeline must call it.
         """
         many = schedule.micro_batches
         if len(micro_batches) != many:
@@ -171,7 +192,13 @@ class PipelineExecutor:
         return step.outcome
 
     def lane(self, edge: tuple[int, int], name: str, slots: int) -> _Lane:
-        """The messages between this rank and a neighbour in one lane."""
+        """Return the lane between this rank and a neighbour, creating it if necessary.
+
+        Args:
+            edge: The pair of pipeline ranks.
+            name: "gather" or "reduce".
+            slots: Minimum number of slots.
+        """
         found = self._lanes.get((*edge, name))
         if found is None or found.slots < slots:
             if found is not None:
@@ -180,23 +207,23 @@ class PipelineExecutor:
         return found
 
     def buffers(self) -> list[Tensor]:
-        """Return the memory that messages are sent from."""
+        """Return the memory from which messages are sent."""
         return [buffer for lane in self._lanes.values() for buffer in lane.outbox.buffers()]
 
     def flush(self) -> None:
-        """Wait until everything that was sent has been received."""
+        """Wait until all sent messages have been received."""
         for lane in self._lanes.values():
             lane.outbox.flush()
 
 
 class _Lane:
-    """Both ends of one lane of one pair; a rank uses one of them."""
+    """Both ends of one lane of a pair; a rank uses one of them."""
 
     def __init__(self, comm: Comm, name: str, slots: int) -> None:
         self.slots = slots
         self.outbox = Outbox(comm, name, slots)
         self.inbox = Inbox(comm, name)
-        self.to_post: list[StageAction] = []  # the receives of this step, last first
+        self.to_post: list[StageAction] = []  # receives of this step, last first
 
 
 class _Step:
@@ -216,7 +243,7 @@ class _Step:
         self.micro_batches = micro_batches
         self.program: Program = schedule.programs[executor.rank]
         kinds = [action.kind for action in self.program]
-        self._backwards = kinds.count(StageActionKind.BACKWARD)  # that are still to come
+        self._backwards = kinds.count(StageActionKind.BACKWARD)  # remaining backwards
         self.trains = self._backwards > 0
         self.keys = [None if key is None else (key, self.trains) for key in keys]
         self.factors = factors
@@ -348,7 +375,6 @@ class _Step:
         return self.schedule.placement[stage] == self.executor.rank
 
     def _lane_of(self, action: StageAction) -> _Lane:
-        """The lane that a message travels in."""
         stage, kind, _ = action
         lower = stage if kind in (StageActionKind.SEND_F, StageActionKind.RECV_B) else stage - 1
         edge = self.schedule.placement[lower], self.schedule.placement[lower + 1]
@@ -392,12 +418,12 @@ class _Step:
         return found
 
     def _post_ahead(self, lane: _Lane) -> None:
-        """Start receives before their turn, as far as it is known what they hold."""
+        """Post receives ahead, as far as their forms are known."""
         while len(lane.inbox) < AHEAD and lane.to_post and lane.inbox.knows_next:
             stage, kind, micro = lane.to_post[-1]
             assert micro is not None
             if kind is StageActionKind.RECV_B and (stage, micro) not in self._held:
-                break  # its forward is still to come, and with it the form
+                break  # the form is known only after its forward
             self._post(lane)
 
     def _post(self, lane: _Lane) -> None:
@@ -415,8 +441,9 @@ class _Step:
 
 
 class _Enter(torch.autograd.Function):
-    """What a stage received, as a tensor of its graph: a leaf that requires a gradient cannot be
-    written in place.
+    """Make a received tensor part of the stage's graph.
+
+    A leaf that requires a gradient cannot be written in place.
     """
 
     @staticmethod
@@ -433,7 +460,7 @@ def _entered(received: Tensor) -> Tensor:
     if not received.requires_grad:
         return received
     found: Tensor = _Enter.apply(received)  # type: ignore[no-untyped-call]
-    mark_held(found)  # by `_Held`
+    mark_held(found)  # `_Held` keeps it until the backward
     return found
 
 

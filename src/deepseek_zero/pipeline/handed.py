@@ -1,8 +1,7 @@
-"""What ranks of a pipeline hand each other whole: a batch, or what a model returned; tensors among
-plain values.
+"""Exchange batches or model outputs between the ranks of a pipeline.
 
-A description in JSON travels first, as text, then the elements of all tensors, as bytes.  Mappings
-arrive as dicts.
+A value is a nested container of tensors and plain values. Its description is sent first as JSON,
+then the elements of all tensors as bytes. Mappings are received as dicts.
 """
 
 from __future__ import annotations
@@ -22,11 +21,22 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def hand_to_all(value: Any, comm: Comm, what: str) -> list[Any]:
-    """Return every rank's value, by rank: the own one as it is, others with tensors on the
-    communicator's device. Collective.
+    """Return the values of all ranks, ordered by rank.
 
-    UsageError where a value holds something that is no tensor, plain value, list, tuple or mapping
-    with names.
+    This rank's own value is returned unchanged. Tensors of other ranks are on the communicator's
+    device.
+
+    Args:
+        value: This rank's value.
+        comm: The communicator.
+        what: Name of the exchange in errors.
+
+    Raises:
+        UsageError: A value contains something other than tensors, plain values, lists, tuples and
+            mappings with text keys.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     tensors: list[Tensor] = []
     described = [
@@ -46,10 +56,18 @@ def hand_to_all(value: Any, comm: Comm, what: str) -> list[Any]:
 
 
 def hand_out(values: Sequence[Any] | None, comm: Comm, what: str, source: int) -> Any:
-    """Return values[r] of the rank `source` on rank r; other ranks give None.  Collective.
+    """Return values[r] of rank `source` on rank r.
 
-    Of a mapping, entries that cannot be handed out are left out: the caches of models of
-    transformers.
+    Entries of a mapping that cannot be sent are omitted, such as the caches of transformers models.
+
+    Args:
+        values: One value per rank on rank `source`; None on other ranks.
+        comm: The communicator.
+        what: Name of the exchange in errors.
+        source: The sending rank.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     told = ""
     tensors = list[list[Tensor]]()
@@ -74,7 +92,7 @@ def hand_out(values: Sequence[Any] | None, comm: Comm, what: str, source: int) -
 
 
 def _described(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the description of a value, and add its tensors to a list, in order."""
+    """Return the description of a value, and append its tensors to a list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), *value.shape]}
@@ -98,9 +116,7 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _rebuilt(node: Any, elements: Any) -> Any:
-    """Return the value that a description is of.  elements: an iterator over the bytes of its
-    tensors.
-    """
+    """Create a value from its description and an iterator over its tensors' bytes."""
     ((kind, told),) = node.items()
     if kind == "tensor":
         return next(elements).clone().view(getattr(torch, told[0])).view(told[1:])
@@ -113,7 +129,7 @@ def _rebuilt(node: Any, elements: Any) -> Any:
 
 
 def _portable(value: Any) -> Any:
-    """Return what a model returned without the entries of a mapping that cannot be handed out."""
+    """Remove the entries of a mapping that cannot be sent."""
     if not isinstance(value, Mapping):
         return value
     return {
@@ -124,7 +140,7 @@ def _portable(value: Any) -> Any:
 
 
 def _sizes(node: Any) -> list[int]:
-    """The bytes of each tensor of a description, in order."""
+    """Return the size of each tensor in a description, in bytes."""
     ((kind, told),) = node.items()
     if kind == "tensor":
         return [getattr(torch, told[0]).itemsize * math.prod(told[1:])]
@@ -138,7 +154,7 @@ def _nbytes(node: Any) -> int:
 
 
 def _packed(tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-    """The elements of tensors, one behind the other."""
+    """Return the bytes of all tensors, concatenated."""
     packed = comm.empty(sum(each.nbytes for each in tensors), torch.uint8)
     start = 0
     for each in tensors:

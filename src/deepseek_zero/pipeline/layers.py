@@ -1,10 +1,9 @@
-"""A model that was written as a list of layers: each takes what the one before returns, and a stage
-has some of them.
+"""Divide a model that is a list of layers into stages.
 
-One argument flows; a tuple of tensors is one.  A layer is a module, a function, or a `LayerSpec`,
-which only the ranks of its stage build.  Parameters have the layer's place in the whole list in
-their names ("7.weight"): no name depends on the cut; what several places share is built once for
-each stage, as "tied_modules.<key>".
+Each layer takes the output of the previous one, which is a tensor or a tuple of tensors. A layer is
+a module, a function, or a `LayerSpec`, which only the ranks of its stage build. The names of
+parameters contain the layer's index in the whole list ("7.weight"), so they do not depend on the
+division. A tied layer is built once for each stage, as "tied_modules.<key>".
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .stage import Received
 
 
 class LayerSpec:
-    """A layer that is still to be built: a class of modules, and its arguments."""
+    """A layer to be built later: a class of modules and its arguments."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -47,15 +46,20 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(arguments)})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """Build the layer.  log: as DeepSpeed's; builds are not logged."""
+        """Build the layer; `log` is accepted for DeepSpeed and has no effect."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares weights with the others of its key.
+    """A layer that shares weights with other layers of the same key.
 
-    forward_fn: called with (module, input) instead of the module's forward.  tied_weight_attr: the
-    weights that are shared, by name, or one name; dots lead into submodules.
+    Args:
+        key: Identifies the shared weights.
+        typename: Class of the module.
+        module_args: Its positional arguments.
+        forward_fn: Called with (module, input) instead of the module's forward.
+        tied_weight_attr: Name or names of the shared weights; dots select submodules.
+        module_kwargs: Its keyword arguments.
     """
 
     def __init__(
@@ -79,8 +83,11 @@ RECEIVED = "what the stage before has sent"
 
 
 class Labelled(NamedTuple):
-    """One micro-batch of a list of layers.  inputs: what the first layer takes; labels: what the
-    loss takes.
+    """One micro-batch of a list of layers.
+
+    Attributes:
+        inputs: Inputs of the first layer.
+        labels: Labels for the loss.
     """
 
     inputs: Any
@@ -88,7 +95,11 @@ class Labelled(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> Labelled:
-        """Read what a data loader yields: a pair (inputs, labels)."""
+        """Convert an item of a data loader, which is a pair (inputs, labels).
+
+        Raises:
+            UsageError: It is not a pair.
+        """
         if isinstance(batch, cls):
             return batch
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -101,18 +112,24 @@ class Labelled(NamedTuple):
 
 
 class LayerStages(nn.Module):
-    """One stage's layers of a list.
+    """The layers of one stage.
 
-    layers: modules, functions, `LayerSpec`s.  stages, index: how many stages there are, and which
-    this one is.  method:
-    of partition.py.  loss_fn: called with (output, labels) in the last stage; None: the last layer
-    returns the loss.
-    seed_layers: torch's seed is set before each layer is built, and before it runs.
-    checkpoint_interval: so many layers at a time are recomputed in backward, by `checkpoint_func`;
-    0: none.  checkpointable: names of the classes that may be; None: all that have parameters.
+    Args:
+        layers: The whole list: modules, functions or `LayerSpec`s.
+        stages: Number of stages.
+        index: Number of this stage.
+        method: Method of `partition`.
+        loss_fn: Called with (output, labels) in the last stage; None if the last layer returns the
+            loss.
+        seed_layers: Set torch's seed before each layer is built and before it runs.
+        seed_fn: Sets the seed; None uses `torch.manual_seed`.
+        base_seed: The first seed.
+        checkpoint_interval: Number of layers that are recomputed together in backward; 0 for none.
+        checkpoint_func: Function that recomputes activations.
+        checkpointable: Names of the classes that may be recomputed; None means all with parameters.
     """
 
-    dynamic_shape = False  # activations change their shapes from one micro-batch to the next
+    dynamic_shape = False  # whether the shapes of activations change between micro-batches
 
     def __init__(
         self,
@@ -146,11 +163,13 @@ class LayerStages(nn.Module):
         self.micro_offset = 0
         self._make: Callable[[LayerSpec], nn.Module] = LayerSpec.build
         self.received: Any = (
-            None  # from the stage before; no argument, since an engine treats those as from outside
+            # from the previous stage; not an argument, because an engine processes arguments as
+            # user inputs
+            None
         )
         self._build()
 
-    # -- what there is
+    # -- structure
 
     @property
     def is_first(self) -> bool:
@@ -161,7 +180,11 @@ class LayerStages(nn.Module):
         return self.index == self.num_stages - 1
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the stage that has a layer."""
+        """Return the stage of a layer.
+
+        Raises:
+            UsageError: There is no such layer.
+        """
         if not 0 <= layer_idx < len(self._layer_specs):
             raise UsageError(
                 f"layer {layer_idx} of {len(self._layer_specs)}.",
@@ -172,7 +195,7 @@ class LayerStages(nn.Module):
 
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:
-        """The weights that several stages share, by name, and the stages, ascending."""
+        """Return the weights that several stages share by name, with their stages."""
         stages: dict[str, dict[int, None]] = {}
         for number, layer in enumerate(self._layer_specs):
             if isinstance(layer, TiedLayerSpec):
@@ -183,8 +206,9 @@ class LayerStages(nn.Module):
 
     @property
     def same_names(self) -> tuple[str, ...]:
-        """The parameters that several stages have under one name and do not share: what a tied
-        layer does not tie.
+        """Return names that parameters of several stages have without being shared.
+
+        They belong to tied layers but are not in their `tied_weight_attr`.
         """
         stages: dict[str, set[int]] = {}
         for number, layer in enumerate(self._layer_specs):
@@ -198,8 +222,9 @@ class LayerStages(nn.Module):
         )
 
     def stage(self, index: int) -> LayerStages:
-        """Return another stage of the list, without values where its layers can be built so: a look
-        at it.  Pure.
+        """Return another stage of the list for inspection, without values if possible.
+
+        This object is not changed.
         """
         found = copy(self)
         nn.Module.__init__(found)  # without layers and hooks
@@ -252,8 +277,10 @@ class LayerStages(nn.Module):
     # -- forward
 
     def forward(self, forward_input: Any) -> Any:
-        """Run this stage's layers, one after the other.  forward_input: RECEIVED stands for what
-        `received` holds.
+        """Run this stage's layers in order.
+
+        Args:
+            forward_input: The input; RECEIVED means the value of `received`.
         """
         if forward_input is RECEIVED:
             forward_input = self.received
@@ -277,7 +304,7 @@ class LayerStages(nn.Module):
         return self._run(start, end, offset, given)
 
     def _run(self, start: int, end: int, offset: int, x: Any) -> Any:
-        """offset: of this forward, since one that is recomputed is to draw as it did."""
+        """Run layers; `offset` is that of the original forward if they are recomputed."""
         for number, layer in enumerate(
             self.forward_funcs[start:end], self.parts[self.index] + start
         ):
@@ -287,7 +314,7 @@ class LayerStages(nn.Module):
         return x
 
     def recomputes(self, layers: Sequence[Callable[..., Any]]) -> bool:
-        """Return whether layers that run behind each other may be recomputed in backward."""
+        """Return whether these consecutive layers may be recomputed in backward."""
         if self.checkpointable_layers is not None:
             return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
         return any(
@@ -297,8 +324,11 @@ class LayerStages(nn.Module):
 
 
 class LayersStage:
-    """One stage of a list of layers, as the executor runs it.  model: what computes it; an engine
-    may stand before.
+    """A stage of a list of layers with the interface that the executor uses.
+
+    Args:
+        layers: The layers.
+        model: Computes the layers, for example an engine; None calls them directly.
     """
 
     def __init__(self, layers: LayerStages, model: Callable[[Any], Any] | None = None) -> None:
@@ -307,7 +337,15 @@ class LayersStage:
         self.index = layers.index
 
     def forward(self, micro: Labelled, received: Received = ()) -> Any:
-        """Run the layers on a micro-batch's inputs, or on what was received."""
+        """Run the layers on the micro-batch's inputs or on the received tensors.
+
+        Args:
+            micro: The micro-batch.
+            received: Tensors of the previous stage.
+
+        Raises:
+            UsageError: The last layer returns something other than tensors for the next stage.
+        """
         self.layers.received = received[0] if len(received) == 1 else received
         given = micro.inputs if self.layers.is_first else RECEIVED
         output = self.model(given)
@@ -324,7 +362,15 @@ class LayersStage:
         return outputs
 
     def loss(self, output: Any, micro: Labelled) -> Tensor:
-        """Return the loss of a micro-batch."""
+        """Return the loss of a micro-batch, a scalar.
+
+        Args:
+            output: Output of the last stage.
+            micro: The micro-batch with the labels.
+
+        Raises:
+            UsageError: The loss is not a scalar tensor.
+        """
         found = output if self.layers.loss_fn is None else self.layers.loss_fn(output, micro.labels)
         if not isinstance(found, Tensor) or found.numel() != 1:
             raise UsageError(
@@ -344,11 +390,11 @@ def _cost(layer: Any) -> LayerCost:
 
 
 def _built(layer: LayerSpec) -> nn.Module:
-    """Return a layer for a look at it, without memory where it can be built so."""
+    """Build a layer for inspection, on the meta device if possible."""
     try:
         with torch.device("meta"):
             return layer.build()
-    except Exception:  # it looks at values while it is built
+    except Exception:  # its constructor reads values
         with torch.random.fork_rng():
             return layer.build()
 
@@ -358,10 +404,16 @@ def _trainable(module: nn.Module) -> int:
 
 
 def names_of_stages(own: Mapping[str, str], stages: Comm) -> dict[str, str]:
-    """Return the names in the state dicts of all stages, each rank of which has built its own
-    alone.  Collective.
+    """Collect the names in the state dicts of all stages.
 
-    own: this rank's, each with the first name of the same tensor.  stages: the ranks along "pp".
+    It is needed if each rank has built only its own stage.
+
+    Args:
+        own: This rank's names, each with the first name of the same tensor.
+        stages: The communicator along "pp".
+
+    Note:
+        Collective: every rank along "pp" must call it.
     """
     found: dict[str, str] = {}
     for text in stages.all_gather_text(json.dumps(own), "names of all stages"):

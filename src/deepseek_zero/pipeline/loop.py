@@ -1,18 +1,16 @@
-"""The plain loop over stages: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`.
+"""Run the ordinary training loop over stages: engine(batch), backward, step.
 
-A call in training runs the whole schedule, forwards and backwards.  The loss that it returns, on
-every rank of the pipeline, carries a node of autograd; the node's backward is told what the caller
-has multiplied the loss by, which the
-call has assumed: loss scale / accumulation steps, until a caller does otherwise.  Gradients of a
-step add up where they are made, unreduced, so that they can still be multiplied by the ratio of the
-two; the node's backward that ends the step adds up tied ones and reduces all.
+In training, a call runs the whole schedule, forwards and backwards. It returns the loss with an
+autograd node on every rank of the pipeline. The node's backward receives the factor by which the
+caller multiplied the loss. The call assumed a factor in advance: loss scale / accumulation steps,
+or the factor that the caller used before. The gradients of a step are accumulated unreduced, so
+they can be multiplied by the ratio of the two factors. The backward that ends the step sums tied
+gradients and reduces all of them. `_open` contains the calls that wait for their backward, and
+`_added` counts the calls in the sums.
 
-What is in `_open` has run and waits for its backward; `_added` counts the calls whose gradients are
-in the sums.
-
-The ranks of a pipeline are given the same rows, or rows of their own, as clients do that count
-every rank as a data-parallel one (accelerate, the Trainer).  Own rows are handed to all: the
-pipeline computes every rank's, one rank's behind the other's, and each rank is told of its own.
+The ranks of a pipeline have the same rows or their own rows. Clients that treat every rank as
+data-parallel (accelerate, the Trainer) use own rows. Own rows are sent to all ranks. The pipeline
+computes the rows of one rank after those of another, and each rank gets the results of its rows.
 """
 
 from __future__ import annotations
@@ -37,17 +35,17 @@ from .pipeline import Pipeline
 from .rows import cut_rows, join_rows, rows_of
 from .stage import MicroBatch, loss_in
 
-TOTAL = "num_items_in_batch"  # by which models of transformers divide a sum of losses
-NEAR = 1e-6  # two factors that differ by less, relatively, are one that was rounded in two ways
-# What a model returns: something with a loss, the loss alone, no loss
+TOTAL = "num_items_in_batch"  # transformers models divide a sum of losses by it
+NEAR = 1e-6  # relative tolerance for the rounding of equal factors
+# A model's output: an object with a loss, only the loss, or no loss
 _OBJECT, _BARE, _NOTHING = range(3)
 
 
 class StageOutput(dict[str, Any]):
-    """What a model returned, as far as every rank has it: its loss, as `.loss`, `["loss"]` and
-    `[0]`.
+    """The part of a model's output that every rank has.
 
-    Everything else stays on the last stage; it is a KeyError or an AttributeError that says so.
+    The loss is available as `.loss`, `["loss"]` and `[0]`. Other entries are only on the last
+    stage; accessing them raises KeyError or AttributeError with an explanation.
     """
 
     def __getitem__(self, key: Any) -> Any:
@@ -73,8 +71,9 @@ def _elsewhere(name: str) -> str:
 
 
 class _Call:
-    """One call in training.  factor: what its losses were multiplied by, per unit of the loss
-    scale; scale: that.
+    """One call in training.
+
+    `factor` is the factor of its losses without the loss scale, and `scale` is the loss scale.
     """
 
     def __init__(self, loop: PlainLoop, factor: float, scale: float) -> None:
@@ -83,7 +82,7 @@ class _Call:
         self.scale = scale
 
     def take(self, grad: Tensor) -> None:
-        """Hear the gradient of the loss."""
+        """Receive the gradient of the loss."""
         loop = self._loop()
         if loop is None:
             raise UsageError(
@@ -95,25 +94,27 @@ class _Call:
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients are here already, or on other ranks."""
+    """A loss whose gradients have already been computed, possibly on other ranks."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, call: _Call) -> Tensor:
-        """anchor: a leaf, so that the loss requires a gradient."""
+        """Return the loss; `anchor` is a leaf that makes it require a gradient."""
         ctx.call = call
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        """Tell the call."""
+        """Pass the gradient to the call."""
         ctx.call.take(grad)
         return None, None, None
 
 
 class _EvaluatedAlone:
-    """What a call of the model itself runs, of which each rank has stages: in evaluation the loop,
-    since clients call the model that they gave and rely on hooks; else the model, which refuses.
+    """Handle a direct call of a model that is divided into stages.
+
+    In evaluation it runs the loop, because clients call their own model and rely on hooks.
+    Otherwise the model raises an error.
     """
 
     def __init__(self, loop: PlainLoop) -> None:
@@ -130,8 +131,9 @@ class _EvaluatedAlone:
 
 
 class _Given:
-    """One batch of a call, cut into parts.  divisor: of the sum of their losses; 1 where the model
-    divides by a total itself.
+    """One batch of a call, divided into parts.
+
+    `divisor` divides the sum of their losses; it is 1 if the model divides by a total itself.
     """
 
     def __init__(self, micro: MicroBatch, parts: int) -> None:
@@ -141,11 +143,13 @@ class _Given:
 
 
 class PlainLoop:
-    """The calls of one engine over stages.
+    """Run the calls of one engine over stages.
 
-    parts: that a batch is cut into by rows; None: nobody has said.  check: called with the first
-    batch, where ranks share their rows; collective in the pipeline.  own_rows: the communicator
-    along "pp", where each rank has its own.
+    Args:
+        pipeline: The pipeline.
+        parts: Number of parts into which a batch is divided by rows; None if not configured.
+        check: Called with the first batch if ranks share rows; collective over the pipeline.
+        own_rows: The communicator along "pp" if each rank has its own rows.
     """
 
     def __init__(
@@ -161,13 +165,13 @@ class PlainLoop:
         self._check = check
         self._own_rows = own_rows
         if own_rows is not None:
-            # Where torch looks before any hook: those of a rank's stages are for the calls of its
-            # stages.
+            # Set where torch looks before any hook, because hooks of a rank's stages are meant for
+            # calls of its stages.
             call_instead(self.runtime.model, _EvaluatedAlone(self))
         self._open: list[_Call] = []
         self._added = 0
         self._learned: float | None = (
-            None  # what callers multiply a loss by, per unit of the loss scale
+            None  # factor that callers apply to a loss, without the loss scale
         )
         self._told_of_idling = False
         self.runtime.backward.driver = weakref.ref(self)
@@ -175,12 +179,21 @@ class PlainLoop:
     # -- calls
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Compute a batch of this pipeline's, the same on all its ranks, or every rank's own;
-        return what the model returns for it, a `StageOutput` where that is more than the loss.
-        Collective in the pipeline.
+        """Run the model on a batch and return its output.
 
-        In training, with gradients on, forwards and backwards; else forwards alone, and all that
-        the model returns on the ranks of the last stage, or on the rank whose rows they are.
+        In training with gradients enabled, forwards and backwards run, and the loss or a
+        `StageOutput` is returned. Otherwise only forwards run, and the whole output is returned on
+        the ranks of the last stage, or on each rank for its own rows.
+
+        Args:
+            args: Positional arguments of the model.
+            kwargs: Keyword arguments of the model.
+
+        Raises:
+            UsageError: The model is a list of layers, or an argument requires a gradient.
+
+        Note:
+            Collective: every rank of the pipeline must call it.
         """
         micro = MicroBatch(tuple(args), dict(kwargs))
         if not self.pipeline.staged.has_all_inputs:
@@ -211,7 +224,7 @@ class PlainLoop:
             self._tell_of_idling()
         scale = self.runtime.loss_factor.scale
         factor = self._factor()
-        # The mean over ranks with rows of their own, as over data-parallel ones.
+        # The mean over ranks with their own rows, like over data-parallel ranks.
         each = [
             scale * factor / (len(given) * batch.divisor) for batch in given for _ in batch.parts
         ]
@@ -228,7 +241,7 @@ class PlainLoop:
         return node if kind == _BARE else StageOutput(loss=node)
 
     def _batches(self, micro: MicroBatch) -> list[MicroBatch]:
-        """The batches of a call: the one of all ranks, or each rank's own."""
+        """Return the shared batch of a call, or the batches of all ranks."""
         if self._own_rows is None:
             return [micro]
         value = {"args": list(micro.args), "kwargs": dict(micro.kwargs)}
@@ -277,14 +290,15 @@ class PlainLoop:
 
     @property
     def _place(self) -> int:
-        """Which of a call's batches is this rank's."""
+        """Return the index of this rank's batch in a call."""
         return 0 if self._own_rows is None else self._own_rows.rank
 
     def _told(
         self, losses: Sequence[Tensor] | None, given: Sequence[_Given], *, is_bare: bool
     ) -> tuple[Tensor, int]:
-        """The loss of this rank's batch, and what the model returned, on the last stage; told to
-        every stage.
+        """Send the losses and the kind of output from the last stage to every rank.
+
+        Returns the loss of this rank's batch and the kind.
         """
         row = torch.zeros(1 + len(given), dtype=torch.float64)
         if losses is not None:
@@ -299,7 +313,7 @@ class PlainLoop:
 
     @contextmanager
     def _unreduced(self) -> Iterator[None]:
-        """Open a block of backwards whose gradients wait for `take`."""
+        """Run backwards whose gradients are reduced later by `take`."""
         states = self.pipeline.states
         boundary = self.runtime.step.is_boundary
         states.reduces = False
@@ -338,8 +352,10 @@ class PlainLoop:
 
     @contextmanager
     def expects(self, loss: Any) -> Iterator[None]:
-        """Open a block with the backward of a loss.  UsageError where that is none of a call whose
-        backward is due.
+        """Check that the block runs the backward of a pending call.
+
+        Raises:
+            UsageError: The loss does not belong to a pending call.
         """
         many = len(self._open)
         if isinstance(loss, Tensor) and loss.requires_grad:
@@ -356,8 +372,18 @@ class PlainLoop:
 
     @torch.no_grad()
     def take(self, call: _Call, grad: float) -> None:
-        """Hear what a loss was multiplied by; reduce where this backward ends a step.  Collective
-        in the pipeline.
+        """Process the factor of a loss, and reduce gradients if this backward ends a step.
+
+        Args:
+            call: The call whose loss is differentiated.
+            grad: Gradient of the loss.
+
+        Raises:
+            UsageError: The call has had its backward, ranks differ, or the factor cannot be
+                corrected.
+
+        Note:
+            Collective: every rank of the pipeline must call it.
         """
         runtime = self.runtime
         with propagate_errors(runtime.comm.whole):
@@ -378,7 +404,7 @@ class PlainLoop:
                 self._reduce()
 
     def _compare(self, applied: float, is_boundary: bool) -> None:
-        """Raise on every rank of the pipeline where they do not mean the same."""
+        """Raise UsageError on every rank if the ranks' backwards differ."""
         table = self.pipeline.tell_all(
             torch.tensor([applied, float(is_boundary)], dtype=torch.float64), "a backward"
         )
@@ -409,15 +435,20 @@ class PlainLoop:
         self.pipeline.states.end_step()
 
     def before_step(self) -> None:
-        """Raise where a call's backward is missing; reduce what no backward has.  Collective in the
-        pipeline.
+        """Check that no backward is missing, and reduce the remaining gradients.
+
+        Raises:
+            UsageError: A call's backward is missing.
+
+        Note:
+            Collective: every rank of the pipeline must call it.
         """
         self.refuse_open()
         if self._added:
             self._reduce()
 
     def refuse_open(self) -> None:
-        """Raise where a call's backward is missing."""
+        """Raise UsageError if a call's backward is missing."""
         if self._open:
             self.runtime.backward.discard_step()
             raise UsageError(
@@ -429,8 +460,10 @@ class PlainLoop:
             )
 
     def refuse_own_rows(self, what: str) -> None:
-        """Raise where each rank of a pipeline has rows of its own.  what: takes the same ones on
-        all of them.
+        """Raise UsageError if each rank of a pipeline has its own rows.
+
+        Args:
+            what: The function that needs the same rows on all ranks.
         """
         if self._own_rows is not None:
             raise UsageError(
@@ -440,7 +473,7 @@ class PlainLoop:
             )
 
     def refuse_begun(self) -> None:
-        """Raise where a step has begun: `train_batch` takes a whole one."""
+        """Raise UsageError if a step has begun, because `train_batch` runs a whole step."""
         self.refuse_own_rows("train_batch")
         self.refuse_open()
         if self._added:
@@ -451,6 +484,6 @@ class PlainLoop:
             )
 
     def forget(self) -> None:
-        """Forget the calls whose gradients are dropped, or used up.  Local."""
+        """Discard the calls whose gradients were dropped or used. Local."""
         self._open.clear()
         self._added = 0

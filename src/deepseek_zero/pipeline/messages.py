@@ -1,12 +1,11 @@
-"""Messages between the stages of a pipeline: activations one way and their gradients the other,
-point to point.
+"""Send activations and their gradients between the stages of a pipeline.
 
-Every pair of neighbouring pipeline ranks has a communicator of its own, and for each direction of
-the model another: stage P - 1 also sends to stage P of the first rank.  Activations travel in its
-lane "gather", gradients in "reduce". Tensors of any dtype travel as bytes.  A send copies into a
-slot in memory that the other rank reaches, and is waited for when the slot is used again; receives
-are posted ahead.  What a message holds is known from an earlier one for inputs of the same form, or
-travels before it.
+Every pair of neighbouring pipeline ranks has a communicator of its own. If a pair is used in both
+directions of the model, each direction has one, because stage P - 1 also sends to stage P on the
+first rank. Activations use its lane "gather", gradients the lane "reduce". Tensors of any dtype are
+sent as bytes. A send copies into a slot in memory that the other rank can access, and waits for the
+previous message of that slot. Receives are posted ahead. The form of a message is known from an
+earlier one with inputs of the same form, or it is sent before the message.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from ..comm.collectives import Comm
 from ..comm.pending import Pending
 from .schedule import PipelineSchedule
 
-# Int64: how many tensors, then of each dtype, whether it is differentiated, dimensions and sizes
+# int64: the number of tensors, then for each tensor its dtype, whether it is differentiated, its
+# number of dimensions, and its sizes
 HEADER_NUMEL = 128
 _DTYPES = (
     torch.float32,
@@ -45,7 +45,13 @@ _DTYPES = (
 
 
 class TensorForm(NamedTuple):
-    """What a receiver must know of a tensor.  is_differentiated: its gradient travels back."""
+    """Shape and dtype of a tensor in a message.
+
+    Attributes:
+        shape: The shape.
+        dtype: The dtype.
+        is_differentiated: Whether its gradient is sent back.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,18 +66,27 @@ MessageForm = tuple[TensorForm, ...]
 
 
 def form_of(tensors: Sequence[Tensor]) -> MessageForm:
-    """The form of a message."""
+    """Return the form of a message with these tensors."""
     return tuple(TensorForm(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors)
 
 
 class StageLinks:
-    """The communicators of one pipeline rank with its neighbours, by (rank of stage g, rank of
-    stage g + 1).
+    """The communicators of one pipeline rank with its neighbours.
+
+    Attributes:
+        pairs: The communicators by (rank of stage g, rank of stage g + 1).
     """
 
     def __init__(self, world: Comm, mesh: Mesh, schedule: PipelineSchedule) -> None:
-        """Make them.  Collective in the world; `world` is its communicator, and the schedules are
-        alike.
+        """Create the communicators.
+
+        Args:
+            world: The communicator of all ranks.
+            mesh: The mesh.
+            schedule: The schedule, which must be the same on every rank.
+
+        Note:
+            Collective: every rank of the world must call it.
         """
         self.world = world
         self.rank = mesh.coordinates["pp"]
@@ -91,8 +106,9 @@ class StageLinks:
 
 
 def matchings(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The edges in few lots, in none of which a rank occurs twice: a lot's communicators are made
-    together.
+    """Group edges so that no rank occurs twice in a group.
+
+    The communicators of a group can be created together.
     """
     found: list[list[tuple[int, int]]] = []
     for edge in edges:
@@ -106,8 +122,12 @@ def matchings(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 class Outbox:
-    """The sends of one lane to one neighbour.  slots: messages that may be under way before a send
-    waits.
+    """The sends of one lane to one neighbour.
+
+    Args:
+        comm: The communicator of the pair.
+        lane: Name of the lane.
+        slots: Number of messages that may be in progress before a send waits.
     """
 
     def __init__(self, comm: Comm, lane: str, slots: int) -> None:
@@ -118,8 +138,12 @@ class Outbox:
         self._next = 0
 
     def send(self, tensors: Sequence[Tensor], what: str, header: MessageForm | None = None) -> None:
-        """Send tensors, behind a header if one is given.  Waits only for the message that used this
-        slot before.
+        """Send tensors, waiting only for the previous message of the same slot.
+
+        Args:
+            tensors: The tensors.
+            what: Name of the message in errors.
+            header: Form to send before the message; None if the receiver knows it.
         """
         slot = self._next
         self._next = (self._next + 1) % len(self._slots)
@@ -162,7 +186,7 @@ class Outbox:
 
 
 class _Posted(NamedTuple):
-    """A receive under way.  form: None: it is in the header."""
+    """A receive in progress; `form` is None if it is in the header."""
 
     what: str
     form: MessageForm | None
@@ -172,7 +196,7 @@ class _Posted(NamedTuple):
 
 
 class Inbox:
-    """The receives of one lane from one neighbour, in the order they are posted in."""
+    """The receives of one lane from one neighbour, in the order of posting."""
 
     def __init__(self, comm: Comm, lane: str) -> None:
         self.comm = comm
@@ -180,18 +204,24 @@ class Inbox:
         self._posted: deque[_Posted] = deque()
 
     def __len__(self) -> int:
-        """The number of receives under way."""
+        """Return the number of receives in progress."""
         return len(self._posted)
 
     @property
     def knows_next(self) -> bool:
-        """Whether another receive may be posted: not behind one of which only the header is on its
-        way.
+        """Return whether another receive may be posted.
+
+        It may not if the form of the last one is still being received.
         """
         return not self._posted or self._posted[-1].form is not None
 
     def post(self, form: MessageForm | None, what: str) -> None:
-        """Start to receive a message.  form: None: it travels before it."""
+        """Start to receive a message.
+
+        Args:
+            form: Form of the message; None if it is sent before the message.
+            what: Name of the message in errors.
+        """
         if form is None:
             header = torch.zeros(HEADER_NUMEL, dtype=torch.int64, device=self.comm.device)
             pending = [self.comm.pass_on(None, header, self.lane, f"form of {what}")]
@@ -200,8 +230,9 @@ class Inbox:
             self._posted.append(_Posted(what, form, None, *self._start(form, what)))
 
     def take(self) -> tuple[MessageForm, tuple[Tensor, ...]]:
-        """Wait for the oldest message that was posted, and return what it holds: memory that nobody
-        else writes.
+        """Wait for the oldest posted message and return its form and tensors.
+
+        The tensors are not written by any later message.
         """
         what, form, header, boxes, pending = self._posted.popleft()
         for each in pending:
@@ -225,15 +256,15 @@ class Inbox:
         ]
 
     def drop(self) -> None:
-        """Forget what is under way, after an error."""
+        """Discard the receives in progress, after an error."""
         self._posted.clear()
 
 
 class Forms:
-    """The forms of the messages between two stages, by what the inputs of a micro-batch look like.
+    """The forms of messages between stages, by the form of a micro-batch's inputs.
 
-    Both ranks ask with the same keys in the same steps.  A form is agreed on by the headers of the
-    first step whose inputs look so; from the next step on messages travel without.
+    Both ranks use the same keys in the same steps. The first step with new inputs sends headers
+    with the forms. Later steps send messages without headers.
     """
 
     def __init__(self) -> None:
@@ -242,24 +273,42 @@ class Forms:
         self._last: dict[int, MessageForm] = {}
 
     def seen_in_training(self) -> dict[int, MessageForm]:
-        """By stage, the form of what it sent on in the last step that trained."""
+        """Return by stage the form of its output in the last training step."""
         return dict(self._last)
 
     def known(self, stage: int, key: Hashable) -> MessageForm | None:
-        """The form of what a stage sends on; None: it travels with the message.  key: None: it
-        always does.
+        """Return the form of a stage's output; None if it is sent with the message.
+
+        Args:
+            stage: The sending stage.
+            key: Form of the inputs; None if messages always have headers.
         """
         return None if key is None else self._known.get((stage, key))
 
     def see(self, stage: int, key: Hashable, form: MessageForm) -> None:
-        """Note what a header says, for the steps to come."""
+        """Record a form for later steps.
+
+        Args:
+            stage: The sending stage.
+            key: Form of the inputs; None if messages always have headers.
+            form: Form of the output.
+        """
         if torch.is_grad_enabled():
             self._last[stage] = form
         if key is not None:
             self._seen[stage, key] = form
 
     def check(self, stage: int, key: Hashable, form: MessageForm) -> None:
-        """Raise UsageError if a stage's output is not what the next stage waits for."""
+        """Raise an error if a stage's output differs from the expected form.
+
+        Args:
+            stage: The sending stage.
+            key: Form of the inputs.
+            form: Form of the output.
+
+        Raises:
+            UsageError: The forms differ.
+        """
         expected = self.known(stage, key)
         if expected is not None and expected != form:
             raise UsageError(
@@ -272,13 +321,14 @@ class Forms:
             )
 
     def end_step(self) -> None:
-        """Know from now on what was seen in this step."""
+        """Use the forms recorded in this step from now on."""
         self._known.update(self._seen)
         self._seen.clear()
 
     def forget(self) -> None:
-        """Know nothing: the next step's messages describe themselves.  Every rank of a pipeline
-        does so, or none.
+        """Discard all forms, so that the next step sends headers.
+
+        Every rank of a pipeline must call it.
         """
         self._known.clear()
         self._seen.clear()

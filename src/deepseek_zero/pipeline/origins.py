@@ -1,8 +1,8 @@
-"""Tracks which parts of a model computed each tensor of one run on fake tensors.
+"""Track which parts of a model computed each tensor in a run on fake tensors.
 
-A stage of a pipeline has the inputs of the model, its own blocks, and one tensor of the stage
-before. `Origins` says of every tensor what it was computed from, so that a use of anything else is
-found before the model is cut.
+A stage has the inputs of the model, its own blocks, and one tensor of the previous stage. `Origins`
+records the sources of every tensor, so that the use of any other value is detected before the model
+is divided.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base.device import dispatch_mode, written_by
 
-# Operators that take the shape, dtype and device of a tensor and none of its values.
+# Operators that use only the shape, dtype and device of a tensor.
 _SHAPE_ONLY = {
     *("aten.empty_like", "aten.full_like", "aten.ones_like", "aten.zeros_like"),
     *(
@@ -26,12 +26,15 @@ _SHAPE_ONLY = {
         "aten.new_zeros",
     ),
 }
-BETWEEN = -1  # not a part: tensors that are computed between two blocks
+BETWEEN = -1  # not a part: for tensors that are computed between two blocks
 
 
 class ValueSource(NamedTuple):
-    """What a value was computed from: values inside part number `part`, or the tensor that it
-    handed to the next.
+    """A source of a value.
+
+    Attributes:
+        part: Number of the part that computed it.
+        is_handed: Whether it is the tensor that the part passes to the next one.
     """
 
     part: int
@@ -43,23 +46,23 @@ NONE: Sources = frozenset()
 
 
 class Origins:
-    """Records the sources of each tensor. A tensor without a source follows from the inputs of the
-    model.
+    """Record the sources of each tensor.
 
-    Tensors that share memory have the sources of all of them.
+    A tensor without a source depends only on the inputs of the model. Tensors that share memory
+    have the sources of all of them.
 
     Args:
-        own: Returns the source of the tensors that are computed now.
-        used: Called with the sources of each operator's tensors before their results get theirs.
+        own: Returns the source of tensors that are computed now.
+        used: Called with the sources of each operator's inputs before its results get a source.
     """
 
     def __init__(self, own: Callable[[], ValueSource], used: Callable[[Sources], None]) -> None:
         self._own = own
         self._used = used
-        self._sources: dict[int, Sources] = {}  # by the id of a storage
+        self._sources: dict[int, Sources] = {}  # by id of the storage
         self._kept: dict[
             int, Any
-        ] = {}  # storages of which an id is known: alive, so that no other gets the id
+        ] = {}  # keeps the storages alive, so that no other object gets the same id
         self._params: set[int] = set()
         self._given: set[int] = set()
         self._buffers: dict[int, str] = {}
@@ -67,27 +70,39 @@ class Origins:
         self._writers: dict[str, set[int]] = {}
 
     def has_param(self, param: Tensor) -> None:
-        """Treat a tensor as a parameter: tensors that are computed from it have a source."""
+        """Mark a tensor as a parameter: tensors computed from it have a source."""
         self._params.add(self._key(param))
 
     def has_input(self, tensor: Tensor, buffer: str | None = None) -> None:
-        """Take a tensor for an input of the model, or for the buffer of this name."""
+        """Mark a tensor as an input or a buffer of the model.
+
+        Args:
+            tensor: The tensor.
+            buffer: Name of the buffer; None for an input.
+        """
         key = self._key(tensor)
         self._given.add(key)
         if buffer is not None:
             self._buffers[key] = buffer
 
     def of(self, tensors: Iterable[Tensor]) -> Sources:
-        """Return the sources of these tensors."""
+        """Return the sources of tensors."""
         return NONE.union(*(self._sources.get(self._key(each), NONE) for each in tensors))
 
     def put(self, tensor: Tensor, source: ValueSource) -> None:
-        """Say that a new tensor has this source and no other."""
+        """Set the only source of a new tensor.
+
+        Args:
+            tensor: The tensor.
+            source: Its source.
+        """
         self._sources[self._key(tensor)] = frozenset((source,))
 
     def shared_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return the buffers that one part writes and another part uses, by name, and two such
-        parts.
+        """Return buffers that one part writes and another part uses.
+
+        Returns:
+            For each buffer's name, a part that writes it and another part that uses it.
         """
         found = {}
         for name, writers in self._writers.items():
@@ -113,13 +128,11 @@ class Origins:
     def _follow(
         self, given: list[Tensor], results: list[Tensor], written: list[Tensor], *, is_random: bool
     ) -> None:
-        """Give results, and what was written in place, the sources of what they were computed
-        from.
-        """
+        """Set the sources of results and of tensors that were written in place."""
         read = {self._key(each) for each in given}
         made = {self._key(each) for each in results} - read
         changed = {self._key(each) for each in written}
-        if not made and not changed:  # a view
+        if not made and not changed:  # the results are views
             return
         own = self._own()
         for name in (self._buffers[key] for key in read if key in self._buffers):
@@ -147,7 +160,7 @@ class Origins:
 
 
 def all_tensors(*values: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an operator takes or returns."""
+    """Yield the tensors in an operator's arguments or results."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

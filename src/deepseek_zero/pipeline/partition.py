@@ -1,7 +1,7 @@
-"""Where a chain of layers is cut into stages: boundaries, from what each layer costs.
+"""Divide a chain of layers into stages by the cost of each layer.
 
 A partition is a tuple of stages + 1 layer numbers: stage g has the layers [found[g], found[g + 1]).
-It depends on numbers alone, so every rank computes the same one.
+It depends only on numbers, so every rank computes the same one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from itertools import accumulate
 from ..base.errors import NotBuiltError, UsageError, shown
 
 METHODS = ("best", "uniform", "parameters", "type:REGEX")
-SLACK = 1.02  # "best" gives up so much of the balance of work for the balance of memory
+SLACK = 1.02  # tolerance in the balance of work that "best" accepts for a better balance of memory
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs its stage.
+    """Cost of one layer.
 
-    kind: its class's name.  trainable: elements that are trained.  flops: of a micro-batch's
-    forward.  state_bytes: weights, gradients, master and moments.  saved_bytes: what a micro-batch
-    leaves for backward.
+    Attributes:
+        kind: Name of its class.
+        trainable: Number of trained elements.
+        flops: Operations of one micro-batch's forward.
+        state_bytes: Bytes of weights, gradients, main weights and moments.
+        saved_bytes: Bytes that a micro-batch saves for backward.
     """
 
     kind: str = ""
@@ -36,13 +39,21 @@ class LayerCost:
 def partition(
     method: str, layers: Sequence[LayerCost], stages: int, in_flight: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Cut the layers into stages, none of them empty.
+    """Divide layers into stages, none of them empty.
 
-    method: "uniform" (equal numbers of layers), "parameters" (equal trained elements), "type:REGEX"
-    (equal numbers of layers whose class's name matches, in any case), "best" (equal work; of the
-    cuts that are near enough, the one whose fullest stage needs least memory).  in_flight: by
-    stage, micro-batches whose activations are kept; for "best". UsageError for fewer layers than
-    stages, or a method that is unknown.
+    Args:
+        method: "uniform" (equal numbers of layers), "parameters" (equal numbers of trained
+            elements), "type:REGEX" (equal numbers of layers with a matching class name, ignoring
+            case), or "best" (equal work; among nearly equal divisions, the least memory of the
+            fullest stage).
+        layers: Cost of each layer.
+        stages: Number of stages.
+        in_flight: For each stage, the number of micro-batches with saved activations; used by
+            "best".
+
+    Raises:
+        UsageError: There are fewer layers than stages, or the method is unknown or matches nothing.
+        NotBuiltError: The method is "profile".
     """
     if len(layers) < stages:
         raise UsageError(
@@ -82,14 +93,24 @@ def partition(
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Equal numbers of layers; the first stages have one more where they do not divide."""
+    """Divide into equal numbers of layers; the first stages get the remainder.
+
+    Args:
+        layers: Number of layers.
+        stages: Number of stages.
+    """
     each, more = divmod(layers, stages)
     return tuple(stage * each + min(stage, more) for stage in range(stages + 1))
 
 
 def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The cut whose heaviest stage weighs least; of those, the one whose next heaviest does, as far
-    as that is seen from the front.  No stage is empty.
+    """Minimize the weight of the heaviest stage; no stage is empty.
+
+    Among equal divisions, each stage in turn gets the weight nearest to the mean of the rest.
+
+    Args:
+        weights: Weight of each layer.
+        stages: Number of stages.
     """
     bounds = [*accumulate(weights, initial=0)]
     found = _cut_to_fit(bounds, stages, _smallest_bottleneck(bounds, stages))
@@ -98,17 +119,16 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _smallest_bottleneck(bounds: Sequence[float], stages: int) -> float:
-    """The weight of the heaviest stage of the best cut.
+    """Return the weight of the heaviest stage of the best division.
 
-    best[k] is that of the first k layers; one stage is added at a time, and grows until it is the
-    heaviest itself.
+    best[k] is that weight for the first k layers. Stages are added one at a time.
     """
     layers = len(bounds) - 1
     best = list(bounds)
     for stage in range(2, stages + 1):
         longer = [float("inf")] * (layers + 1)
         for end in range(stage, layers + 1):
-            # the last cut: best rises with it, the last stage's weight falls
+            # search the last cut: best rises with it, and the last stage's weight falls
             low = stage - 1
             high = end - 1
             while low < high:
@@ -124,11 +144,12 @@ def _smallest_bottleneck(bounds: Sequence[float], stages: int) -> float:
 
 
 def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int, ...] | None:
-    """A cut of which no stage weighs more than `most`, each stage as near the mean of what is left
-    as that allows.
+    """Return a division in which no stage weighs more than `most`, or None.
+
+    Each stage is as close as possible to the mean of the remaining weight.
     """
     layers = len(bounds) - 1
-    # The first layer from which the rest fits into so many stages.
+    # By number of stages: the first layer from which the rest fits into that many stages.
     earliest = [layers]
     for stage in range(1, stages + 1):
         end = earliest[-1]
@@ -153,9 +174,7 @@ def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int,
 
 
 def _best(layers: Sequence[LayerCost], stages: int, in_flight: Sequence[int]) -> tuple[int, ...]:
-    """The cut with the lightest fullest stage, among those whose work is balanced within
-    `SLACK`.
-    """
+    """Minimize the memory of the fullest stage, with work balanced within `SLACK`."""
     work = [*accumulate((layer.flops for layer in layers), initial=0)]
     if not work[-1]:
         work = [*accumulate((layer.trainable for layer in layers), initial=0)]
@@ -163,8 +182,8 @@ def _best(layers: Sequence[LayerCost], stages: int, in_flight: Sequence[int]) ->
     saved = [*accumulate((layer.saved_bytes for layer in layers), initial=0)]
     most = _smallest_bottleneck(work, stages) * SLACK
     count = len(layers)
-    # By end: the least (fullest, heaviest) of a cut of the first layers into `stage` stages, and
-    # where it ends before.
+    # By end: the smallest (memory, work) of the largest stage over divisions of the first layers
+    # into `stage` stages; `cuts` has the start of the last stage.
     best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
     cuts: list[dict[int, int]] = []
     for stage in range(stages):

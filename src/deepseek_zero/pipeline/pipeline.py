@@ -1,14 +1,15 @@
-"""One pipeline, for an engine: cut the model before it is planned, connect its stages once it is
-wrapped, run steps.
+"""Run the stages of a model in an engine.
 
-# the model keeps this rank's stages
-staged = cut_model(model, find_chain(model, args, kwargs), mesh)
-# what several stages use
-ties = Ties(world, mesh, staged.placement, staged.ties)
-... plan and wrap the model, with `PlanSettings.reduces_once` ...
-pipeline = Pipeline(staged, ties, world, mesh, runtime, "1f1b")
-# then the optimizer's step, as ever
-loss = pipeline.train(micro_batches)
+The model is divided before it is planned, and the stages are connected after it is wrapped:
+
+    # the model keeps this rank's stages
+    staged = cut_model(model, find_chain(model, args, kwargs), mesh)
+    # weights that several stages use
+    ties = Ties(world, mesh, staged.placement, staged.ties)
+    ... plan and wrap the model, with `PlanSettings.reduces_once` ...
+    pipeline = Pipeline(staged, ties, world, mesh, runtime, "1f1b")
+    # then the optimizer's step, as usual
+    loss = pipeline.train(micro_batches)
 """
 
 from __future__ import annotations
@@ -38,9 +39,15 @@ from .verify import verify
 
 @dataclass(frozen=True)
 class StagedModel:
-    """A model of which this rank has some stages.  virtual: stages of each rank.  ties: by name,
-    the stages that share a weight.  has_all_inputs: every stage is given the inputs, so that all
-    know what messages hold from those.  placement: by stage, its rank along "pp".
+    """A model of which this rank has some stages.
+
+    Attributes:
+        stages: This rank's stages.
+        placement: The rank along "pp" of each stage.
+        virtual: Number of stages per rank.
+        ties: For each shared weight, the stages that use it.
+        has_all_inputs: Whether every stage gets the inputs of the model, so that all ranks can
+            derive the forms of messages.
     """
 
     stages: Sequence[Stage]
@@ -51,7 +58,7 @@ class StagedModel:
 
     @property
     def tied(self) -> tuple[int, ...]:
-        """The stages that share a weight with another."""
+        """Return the stages that share a weight with another stage."""
         return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
 
 
@@ -66,11 +73,23 @@ def cut_model(
     group: int | None = None,
     micro_batches: int = 1,
 ) -> StagedModel:
-    """Leave of a model this rank's stages.  Local; every rank of a pipeline does the same.
+    """Reduce a model to this rank's stages.
 
-    chain: of its blocks (`find_chain`); None for a list of layers (`LayerStages`), which is cut
-    already.  schedule, virtual, group, micro_batches: of the run, for what is in flight.
-    UsageError names why a model cannot be cut.
+    Local; every rank of a pipeline must do the same.
+
+    Args:
+        model: The model, which is changed.
+        chain: Its chain of blocks (`find_chain`); None for a list of layers (`LayerStages`), which
+            is already divided.
+        mesh: The mesh with this rank's coordinates.
+        partition: Method of the function `partition`.
+        schedule: Name of the schedule, which determines the micro-batches in flight.
+        virtual: Number of stages per rank.
+        group: Size of a group, for "breadth_first".
+        micro_batches: Number of micro-batches of a step.
+
+    Raises:
+        UsageError: The model cannot be divided in this way.
     """
     if isinstance(model, LayerStages):
         if model.num_stages != mesh.pp or virtual != 1:
@@ -90,7 +109,7 @@ def cut_model(
 
 
 class Pipeline:
-    """The stages of one wrapped model at work, over the ranks along pp."""
+    """Run the stages of a wrapped model over the ranks along "pp"."""
 
     def __init__(
         self,
@@ -104,10 +123,20 @@ class Pipeline:
         group: int | None = None,
         is_dynamic: bool = False,
     ) -> None:
-        """Connect the stages.  Collective in the world, of which `world` is the communicator.
+        """Connect the stages.
 
-        ties: of the staged model, for what its stages share.
-        is_dynamic: messages describe themselves always, since shapes change from one to the next.
+        Args:
+            staged: The divided model.
+            ties: Its tied weights.
+            world: The communicator of all ranks.
+            mesh: The mesh.
+            runtime: The runtime of the wrapped model.
+            schedule: Name of the schedule.
+            group: Size of a group, for "breadth_first".
+            is_dynamic: Messages always have headers, because shapes change between them.
+
+        Note:
+            Collective: every rank of the world must call it.
         """
         self.staged = staged
         self.ties = ties
@@ -133,7 +162,12 @@ class Pipeline:
         return self.mesh.coordinates["pp"] == self.mesh.pp - 1
 
     def schedule(self, micro_batches: int, *, trains: bool = True) -> PipelineSchedule:
-        """Return the proven schedule of that many micro-batches."""
+        """Return the verified schedule of a number of micro-batches.
+
+        Args:
+            micro_batches: Number of micro-batches.
+            trains: Return a schedule with backwards; otherwise with forwards only.
+        """
         key = self.name if trains else "forward_only", micro_batches
         if key not in self._schedules:
             ranks = self.mesh.pp
@@ -159,21 +193,30 @@ class Pipeline:
         return self._schedules[key]
 
     def read(self, batches: Sequence[Any]) -> list[Any]:
-        """Read what a data loader yields as the stages take it."""
+        """Convert the items of a data loader to micro-batches."""
         return [
             MicroBatch.of(each) if self.staged.has_all_inputs else Labelled.of(each)
             for each in batches
         ]
 
     def train(self, micro_batches: Sequence[Any]) -> Tensor:
-        """Run the forwards and backwards of a step and return the mean of its losses, over
-        micro-batches and over the ranks with other data; a scalar, the same on every rank.
-        Gradients are reduced; the optimizer's step is next.
+        """Run the forwards and backwards of a step, and reduce the gradients.
 
-        Collective.  micro_batches: `MicroBatch`es, the same on all ranks of a pipeline, or
-        `Labelled` ones, of which the first stage uses the inputs and the last one the labels.
+        The optimizer's step is not included.
+
+        Args:
+            micro_batches: `MicroBatch`es that are the same on all ranks of a pipeline, or
+                `Labelled` ones, whose inputs the first stage uses and whose labels the last one
+                uses.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks, a scalar that is the same on
+            every rank.
+
+        Note:
+            Collective: every rank must call it.
         """
-        # The border divides by the accumulation
+        # `LossFactor` divides gradients by the accumulation steps
         factor = self.runtime.settings.accumulation / len(micro_batches)
         return self._agree(self.run(micro_batches, scale=factor).losses)
 
@@ -184,10 +227,17 @@ class Pipeline:
         scale: float | Sequence[float] = 1.0,
         trains: bool = True,
     ) -> StepOutcome:
-        """Run this rank's program over micro-batches; outputs are kept where it does not train.
-        Collective in the pipeline.
+        """Run this rank's program over micro-batches.
 
-        scale: what losses are multiplied by before their backward, all or each.
+        Outputs are kept if it does not train.
+
+        Args:
+            micro_batches: The micro-batches.
+            scale: Factor of the losses before their backward, for all or for each.
+            trains: Run backwards, too.
+
+        Note:
+            Collective: every rank of the pipeline must call it.
         """
         table = self.schedule(len(micro_batches), trains=trains)
         keys = self._keys(micro_batches)
@@ -198,8 +248,19 @@ class Pipeline:
     def evaluate(
         self, micro_batches: Sequence[Any], *, keeps_outputs: bool = False, has_loss: bool = True
     ) -> tuple[Tensor | None, list[Any] | None]:
-        """Run the forwards and return the mean loss as `train` does, and the outputs where that is
-        asked for: a list on the last stage, None on others.  Collective.
+        """Run only forwards.
+
+        Args:
+            micro_batches: The micro-batches.
+            keeps_outputs: Return the outputs on the last stage.
+            has_loss: Compute the loss.
+
+        Returns:
+            The mean loss as in `train`, and the list of outputs on the last stage; None for values
+            that are not available.
+
+        Note:
+            Collective: every rank must call it.
         """
         self.executor.forms.forget()
         outcome = self.run(micro_batches, trains=False)
@@ -213,21 +274,34 @@ class Pipeline:
         return self._agree(losses) if has_loss else None, outcome.outputs if keeps_outputs else None
 
     def tell_all(self, row: Tensor, what: str) -> Tensor:
-        """Return the rows of all ranks of this pipeline, one-dimensional ones on the host.
-        Collective in it.
+        """Return the rows of all ranks of this pipeline.
+
+        Args:
+            row: A one-dimensional tensor on the host.
+            what: Name of the exchange in errors.
+
+        Note:
+            Collective: every rank of the pipeline must call it.
         """
         return row.unsqueeze(0) if self._pipe is None else self._pipe.all_gather_rows(row, what)
 
     def tell_from_last(self, row: Tensor, what: str) -> Tensor:
-        """Return the row of the rank that has the last stage, on every rank of this pipeline.
-        Collective in it.
+        """Return the row of the last stage's rank on every rank of this pipeline.
+
+        Args:
+            row: A one-dimensional tensor on the host.
+            what: Name of the exchange in errors.
+
+        Note:
+            Collective: every rank of the pipeline must call it.
         """
         return self.tell_all(row, what)[-1]
 
     def seen_bytes(self) -> tuple[list[int], list[int]] | None:
-        """Return, by boundary, the bytes of one micro-batch's output and of its gradient, as they
-        were in the last step; 0 of boundaries that this rank has no stage beside.  None before the
-        first step.
+        """Return the bytes of outputs and gradients by boundary in the last training step.
+
+        They are for one micro-batch, and 0 for boundaries that are not next to a stage of this
+        rank. Returns None before the first step.
         """
         forms = self.executor.forms.seen_in_training()
         if not forms:
@@ -241,8 +315,9 @@ class Pipeline:
         return outputs, grads
 
     def reset_shapes(self) -> None:
-        """Forget what messages held: the next step's have other shapes.  On every rank of the
-        pipeline.
+        """Discard the known forms of messages, because the next step has other shapes.
+
+        Every rank of the pipeline must call it.
         """
         self.executor.forms.forget()
 
@@ -254,9 +329,7 @@ class Pipeline:
         return [tuple(_forms_in((micro.args, micro.kwargs))) for micro in micro_batches]
 
     def _agree(self, losses: Sequence[Tensor] | None) -> Tensor:
-        """The mean over micro-batches, then over the ranks of the last stage, told to every
-        stage.
-        """
+        """Return the mean loss over micro-batches and last-stage ranks, on every rank."""
         mean = torch.zeros(1, dtype=torch.float64)
         if losses is not None:
             own = torch.stack([loss.detach().double().cpu() for loss in losses]).mean().reshape(1)
@@ -270,7 +343,7 @@ class Pipeline:
 
 
 def _forms_in(value: Any) -> list[Hashable]:
-    """Shapes and dtypes of the tensors in arguments, in order."""
+    """Return the shapes and dtypes of the tensors in arguments, in order."""
     if isinstance(value, Tensor):
         return [(tuple(value.shape), value.dtype)]
     if isinstance(value, Mapping):

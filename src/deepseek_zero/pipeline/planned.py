@@ -1,5 +1,6 @@
-"""The plan of a pipeline's rank, without ranks: its stages, its part of the schedule, the bytes of
-its messages.
+"""Plan one rank of a pipeline: its stages, its schedule, and its message sizes.
+
+The functions need no process group.
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ def planned_pipeline(
     compute: torch.dtype | None = None,
     sample: str = "",
 ) -> PipelinePlan:
-    """Return what the rank of `mesh` does.  Local and pure.
+    """Return the plan of the rank of `mesh`.
 
-    staged: the model, cut for this rank.  trained: by name in the whole model, whether a parameter
-    is.  compute: the dtype of activations, where that is not the model's own.  sample: what the
-    chain was found with, in words.
+    The function is local and has no side effects.
+
+    Args:
+        staged: The model, divided for this rank.
+        mesh: The mesh with this rank's coordinates.
+        trained: Whether each parameter of the whole model is trained.
+        schedule: Name of the schedule.
+        group: Size of a group, for "breadth_first".
+        micro_batches: Number of micro-batches.
+        compute: Dtype of activations; None means the model's own.
+        sample: Description of the sample that the chain was found with.
     """
     rank = mesh.coordinates["pp"]
     table = make_schedule(
@@ -66,7 +75,7 @@ def planned_pipeline(
 
 
 def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
-    """Return the table of actions that a plan names."""
+    """Return the schedule of a plan."""
     return make_schedule(
         plan.schedule,
         plan.ranks,
@@ -80,10 +89,10 @@ def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
 def _messages(
     cut: Cut, trained: Mapping[str, bool], compute: torch.dtype | None, sharers: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """By boundary, the bytes of an output, and of its gradient: 0 where nothing before the boundary
-    is trained.
+    """Return the bytes of the output and of its gradient at each boundary.
 
-    sharers: ranks that share the tokens of a sequence; the chain was found with whole ones.
+    A gradient is 0 if no parameter before the boundary is trained. `sharers` ranks share the tokens
+    of a sequence; the chain was found with whole sequences.
     """
     learns = [
         any(trained[name] for name in cut.params_of(range(stage + 1)))
@@ -96,7 +105,7 @@ def _messages(
 
 
 def _gathers(program: Program, *, is_tied: bool) -> tuple[dict[int, int], int]:
-    """How often each stage's weights are gathered in a step, and what all stages of a rank use."""
+    """Return how often the weights of each stage, and of all stages, are gathered."""
     found: dict[int, int] = {}
     gathered: set[int] = set()
     of_all = 0

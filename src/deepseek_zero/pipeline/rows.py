@@ -1,4 +1,4 @@
-"""Cuts a batch into parts by its rows, and joins what a model returned for them."""
+"""Divide a batch into parts by its rows, and join the outputs of the parts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from .stage import MicroBatch
 
 
 def rows_of(micro: MicroBatch) -> int | None:
-    """Return the rows of a batch: the first dimension of the first tensor that has one; None: there
-    is none.
+    """Return the number of rows of a batch.
+
+    It is the first dimension of the first tensor that has one; None if there is no such tensor.
     """
     found: list[int] = []
 
@@ -30,10 +31,17 @@ def rows_of(micro: MicroBatch) -> int | None:
 
 
 def cut_rows(micro: MicroBatch, parts: int) -> list[MicroBatch]:
-    """Cut a batch into that many equal parts.  Each has its rows of every tensor whose first
-    dimension is the batch's, and all of everything else.
+    """Divide a batch into equal parts.
 
-    UsageError where the rows cannot be divided.
+    Each part has its rows of every tensor with the batch's first dimension, and all of everything
+    else.
+
+    Args:
+        micro: The batch.
+        parts: Number of parts.
+
+    Raises:
+        UsageError: The number of rows is not divisible by the number of parts.
     """
     if parts == 1:
         return [micro]
@@ -60,8 +68,10 @@ def _narrow(tensor: Tensor, *, rows: int, start: int, length: int) -> Tensor:
 
 
 def join_rows(outputs: Sequence[Any]) -> Any:
-    """Join what a model returned for the parts of a batch: tensors by rows, numbers by their mean,
-    containers item by item; of what is neither, the first.
+    """Join a model's outputs for the parts of a batch.
+
+    Tensors are joined by rows, scalars are averaged, and containers are joined item by item. For
+    any other value, the first one is returned.
     """
     first = outputs[0]
     if len(outputs) == 1:

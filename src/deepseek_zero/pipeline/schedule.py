@@ -1,21 +1,21 @@
-"""The schedule of a pipeline, as data: for each pipeline rank a list of actions on virtual stages
-and micro-batches.
+"""Define the schedule of a pipeline as a list of actions for each pipeline rank.
 
-A model is cut into `stages` virtual stages, numbered along the model; stage g stands on pipeline
-rank `placement[g]`, usually g mod P.  A generator makes the order of forwards and backwards,
-`lower` adds what follows from it (messages, gathers, reductions), verify.py proves the table,
-executor.py runs it.  There are P programs, however many ranks the other axes add.
-`print(schedule)` has PyTorch's notation, stage first and micro-batch last:
+A model is divided into `stages` virtual stages, numbered along the model. Stage g runs on pipeline
+rank `placement[g]`, usually g mod P. A generator creates the order of forwards and backwards,
+`lower` adds the actions that follow from it (messages, gathers, reductions), verify.py verifies the
+schedule, and executor.py executes it. There are P programs, regardless of the number of ranks along
+other axes. `print(schedule)` uses PyTorch's notation, with the stage first and the micro-batch
+last:
 
     0F3  0B3                            forward, backward of micro-batch 3 in stage 0
     0SEND_F3  1RECV_F3                  its output from stage 0 to stage 1
-    1SEND_B3  0RECV_B3                  that output's gradient back
+    1SEND_B3  0RECV_B3                  the gradient of this output
     0UNSHARD  0RESHARD  0REDUCE_GRAD    gather and release stage 0's weights, reduce its gradients
-    0TIE                                add up the gradients of a weight that two stages share
+    0TIE                                sum the gradients of a weight that two stages share
 
-The optimizer's step is not an action: the engine takes it after the schedule. Every stage runs its
-backwards ascending in the micro-batch: sums of gradients then have one order, that of one process
-which accumulates, whatever the schedule.
+The optimizer's step is not an action; the engine runs it after the schedule. Every stage runs its
+backwards in the order of the micro-batches. Sums of gradients therefore have the same order in
+every schedule, that of a single process with gradient accumulation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..base.errors import UsageError, shown
 
 
 class StageActionKind(Enum):
-    """The kinds of actions; the values are PyTorch's words, TIE is ours."""
+    """Kinds of actions; the values are PyTorch's names, except TIE."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -43,7 +43,7 @@ class StageActionKind(Enum):
     REDUCE = "REDUCE_GRAD"
     TIE = "TIE"
 
-    # Members are single objects; Enum's own hashes their names, a Python call each time
+    # Members are singletons; Enum's own hash is of the name and costs a Python call each time
     __hash__ = object.__hash__
 
 
@@ -53,7 +53,7 @@ RECEIVES = frozenset({StageActionKind.RECV_F, StageActionKind.RECV_B})
 
 
 class StageAction(NamedTuple):
-    """One action of one rank.  micro: the micro-batch; None for what concerns all of them."""
+    """One action of a rank; `micro` is None if it concerns all micro-batches."""
 
     stage: int
     kind: StageActionKind
@@ -68,12 +68,16 @@ Program = tuple[StageAction, ...]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What every pipeline rank does in one step.
+    """The actions of every pipeline rank in a step.
 
-    placement: by virtual stage, the pipeline rank it stands on.  programs: by rank.  in_flight: by
-    rank, the most micro-batches that are forward and not yet backward, counted once for each
-    virtual stage; also the number of slots a rank has for messages to one neighbour.  tied: stages
-    that share a weight, ascending; none, or two or more.
+    Attributes:
+        name: Name of the schedule.
+        micro_batches: Number of micro-batches.
+        placement: The pipeline rank of each virtual stage.
+        programs: The actions of each rank.
+        in_flight: For each rank, the maximum number of forwards without a backward, counted for
+            each virtual stage. It is also the number of message slots to a neighbour.
+        tied: Stages that share a weight, ascending; empty or at least two.
     """
 
     name: str
@@ -85,16 +89,16 @@ class PipelineSchedule:
 
     @property
     def ranks(self) -> int:
-        """The number of pipeline ranks."""
+        """Return the number of pipeline ranks."""
         return len(self.programs)
 
     @property
     def stages(self) -> int:
-        """The number of virtual stages."""
+        """Return the number of virtual stages."""
         return len(self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The virtual stages of one rank, ascending."""
+        """Return the virtual stages of a rank, ascending."""
         return self._stages_by_rank[rank]
 
     @cached_property
@@ -106,8 +110,9 @@ class PipelineSchedule:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """The pairs (rank of stage g, rank of stage g + 1) between which messages travel, each
-        once, in stage order.
+        """Return the pairs of ranks that exchange messages, in stage order.
+
+        A pair is (rank of stage g, rank of stage g + 1) and occurs once.
         """
         pairs = zip(self.placement, self.placement[1:], strict=False)
         return tuple(dict.fromkeys((here, there) for here, there in pairs if here != there))
@@ -120,9 +125,15 @@ class PipelineSchedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int, *, tied: Sequence[int] = ()) -> PipelineSchedule:
-    """1F1B: rank s begins with P - s forwards, then takes a backward and a forward in turn.
+    """Return a 1F1B schedule.
 
-    In flight at most min(P - s, m); the weights of a stage stay gathered for the step.
+    Rank s starts with P - s - 1 forwards, then alternates a forward and a backward. At most min(P -
+    s, m) micro-batches are in flight. Weights stay gathered for the whole step.
+
+    Args:
+        ranks: Number of pipeline ranks P.
+        micro_batches: Number of micro-batches m.
+        tied: Stages that share a weight.
     """
     compute = [
         _warm_up_then_alternate(ranks - rank - 1, [(0, micro_batches)], ranks, rank, 1)
@@ -135,11 +146,17 @@ def one_f_one_b(ranks: int, micro_batches: int, *, tied: Sequence[int] = ()) -> 
 def interleaved(
     ranks: int, virtual: int, micro_batches: int, *, tied: Sequence[int] = ()
 ) -> PipelineSchedule:
-    """Interleaved 1F1B: `virtual` stages on each rank, visited in turn by groups of P
-    micro-batches.
+    """Return an interleaved 1F1B schedule with several stages per rank.
 
-    In flight at most min(2(P - s - 1) + (v - 1)P + 1, v m).  A last group that is short is planned
-    as a full one whose missing micro-batches do nothing.
+    A rank runs a group of P micro-batches in one stage before its next stage. At most min(2(P - s -
+    1) + (v - 1)P + 1, v m) micro-batches are in flight. An incomplete last group is planned as a
+    full one without the missing micro-batches.
+
+    Args:
+        ranks: Number of pipeline ranks P.
+        virtual: Number of stages v per rank.
+        micro_batches: Number of micro-batches m.
+        tied: Stages that share a weight.
     """
     if virtual == 1:
         return one_f_one_b(ranks, micro_batches, tied=tied)
@@ -159,13 +176,23 @@ def breadth_first(
     *,
     tied: Sequence[int] = (),
 ) -> PipelineSchedule:
-    """Breadth first: a stage takes `group` micro-batches in turn before the next stage of the rank
-    does.
+    """Return a breadth-first schedule.
 
-    group: from P to m, all of them by default.  The weights of a virtual stage are gathered for
-    each run of a group, twice a step with the default, once forward and once backward; at most two
-    virtual stages of a rank are gathered at once, and in flight are up to v m (with a smaller group
-    v k and the warm-up).
+    A stage runs `group` micro-batches before the next stage of the rank. The weights of a virtual
+    stage are gathered for each group, with the default twice a step, for forward and for backward.
+    At most two virtual stages of a rank are gathered at a time. Up to v m micro-batches are in
+    flight; with a smaller group k, v k and the warm-up.
+
+    Args:
+        ranks: Number of pipeline ranks P.
+        virtual: Number of stages v per rank.
+        micro_batches: Number of micro-batches m.
+        group: Size of a group, from P to m; None means m.
+        tied: Stages that share a weight.
+
+    Raises:
+        UsageError: There are several stages per rank, and the group is smaller than the number of
+            ranks.
     """
     size = micro_batches if group is None else min(group, micro_batches)
     if size < min(ranks, micro_batches) and virtual > 1:
@@ -202,14 +229,20 @@ def breadth_first(
 
 
 def forward_only(ranks: int, virtual: int, micro_batches: int) -> PipelineSchedule:
-    """The forwards alone, for evaluation: micro-batches in groups of P."""
+    """Return a schedule with only forwards, for evaluation.
+
+    Args:
+        ranks: Number of pipeline ranks P.
+        virtual: Number of stages per rank.
+        micro_batches: Number of micro-batches, run in groups of P.
+    """
     compute = [
         [action for action in program if action.kind is StageActionKind.FORWARD]
         for program in _grouped(ranks, virtual, micro_batches, ranks)
     ]
     in_flight = [
         virtual * micro_batches
-    ] * ranks  # nothing is kept for a backward; slots are what bounds the run ahead
+    ] * ranks  # nothing is kept for a backward; the slots limit how far a rank runs ahead
     return lower(
         "forward_only", micro_batches, _loop(ranks, virtual), compute, in_flight, trains=False
     )
@@ -227,7 +260,19 @@ def make_schedule(
     group: int | None = None,
     tied: Sequence[int] = (),
 ) -> PipelineSchedule:
-    """The schedule of that name (`GENERATORS`).  UsageError where the numbers do not fit it."""
+    """Return the schedule with the given name.
+
+    Args:
+        name: One of `GENERATORS`.
+        ranks: Number of pipeline ranks.
+        virtual: Number of stages per rank.
+        micro_batches: Number of micro-batches.
+        group: Size of a group, for "breadth_first".
+        tied: Stages that share a weight.
+
+    Raises:
+        UsageError: The name is unknown, or the numbers do not fit the schedule.
+    """
     if ranks < 1 or virtual < 1 or micro_batches < 1:
         raise UsageError(
             f"a pipeline of {ranks} ranks, {virtual} virtual stages on each and {micro_batches} "
@@ -257,10 +302,9 @@ def _loop(ranks: int, virtual: int) -> tuple[int, ...]:
 
 
 def _grouped(ranks: int, virtual: int, micro_batches: int, group: int) -> list[list[StageAction]]:
-    """By rank, the computations of interleaved 1F1B with groups of that size.
+    """Return for each rank the computations of interleaved 1F1B with groups of a size.
 
-    Planned for full groups: leaving out every action of some micro-batches removes waits and adds
-    none.
+    Full groups are planned. Omitting all actions of some micro-batches removes waits and adds none.
     """
     whole = -(-micro_batches // group) * group
     groups = [(first, first + group) for first in range(0, whole, group)]
@@ -283,9 +327,9 @@ def _grouped(ranks: int, virtual: int, micro_batches: int, group: int) -> list[l
 def _warm_up_then_alternate(
     warm_up: int, groups: Iterable[tuple[int, int]], ranks: int, rank: int, virtual: int
 ) -> list[StageAction]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """Return `warm_up` forwards, then forwards and backwards in turn, then backwards.
 
-    groups: [first, last) micro-batches that one stage of the rank takes before the next does.
+    `groups` are the [first, last) micro-batches that a stage of the rank runs before the next one.
     """
     own = range(rank, ranks * virtual, ranks)
     forward: list[StageAction] = []
@@ -306,7 +350,7 @@ def _for_each(
     return [StageAction(stage, kind, micro) for stage in stages for micro in micros]
 
 
-# -- what follows from the order of computations
+# -- actions that follow from the order of computations
 
 
 def lower(
@@ -320,11 +364,18 @@ def lower(
     tied: Sequence[int] = (),
     trains: bool = True,
 ) -> PipelineSchedule:
-    """Complete a table of computations: messages, gathers and releases, ties, reductions.
+    """Add messages, gathers, releases, ties and reductions to a table of computations.
 
-    compute: by rank, forwards and backwards in their order.  in_flight: as in `PipelineSchedule`.
-    gathers_runs_of: the weights of a stage are gathered anew for each run over that many
-    micro-batches; None: once for the step.
+    Args:
+        name: Name of the schedule.
+        micro_batches: Number of micro-batches.
+        placement: The pipeline rank of each virtual stage.
+        compute: For each rank, its forwards and backwards in order.
+        in_flight: See `PipelineSchedule`.
+        gathers_runs_of: Gather a stage's weights for each run of this many micro-batches; None
+            gathers once per step.
+        tied: Stages that share a weight.
+        trains: Add reductions and ties.
     """
     shared = tuple(sorted(tied)) if len({placement[stage] for stage in tied}) > 1 else ()
     programs = []
@@ -344,7 +395,7 @@ def lower(
                 actions.append(StageAction(action.stage, StageActionKind.REDUCE))
         if trains:
             ties = [stage for stage in sorted(last) if stage in shared]
-            if ties:  # one action adds up all tied gradients of the rank
+            if ties:  # one action sums all tied gradients of the rank
                 actions.append(StageAction(ties[0], StageActionKind.TIE))
             actions += [StageAction(stage, StageActionKind.REDUCE) for stage in ties]
         programs.append(tuple(actions))
@@ -354,9 +405,7 @@ def lower(
 
 
 def _with_messages(action: StageAction, placement: Sequence[int]) -> list[StageAction]:
-    """An action between the receive it needs and the send of what it makes; neighbours on one rank
-    need neither.
-    """
+    """Add the receive and the send of a computation, if the neighbour is another rank."""
     stage, kind, micro = action
     here = placement[stage]
     last = len(placement) - 1
@@ -379,12 +428,10 @@ def _with_messages(action: StageAction, placement: Sequence[int]) -> list[StageA
 def _gathers_and_releases(
     program: Sequence[StageAction], group: int | None
 ) -> tuple[dict[int, list[StageAction]], dict[int, list[StageAction]]]:
-    """By place in the program, the gathers that stand before it and the releases that stand behind
-    it.
+    """Return the gathers before and the releases after each position of the program.
 
-    Runs of one stage that overlap or follow each other are one.  A run's gather stands one
-    computation ahead of its first, unless more than two stages of this rank would then be gathered
-    at once.
+    Runs of a stage that overlap or are adjacent are merged. A gather is one computation ahead of
+    its run, unless more than two stages of the rank would be gathered at the same time.
     """
     runs: dict[tuple[int, StageActionKind, int], list[int]] = {}
     for place, (stage, kind, micro) in enumerate(program):

@@ -1,9 +1,9 @@
-"""ZeRO under a pipeline: what a wrapped stage does when the schedule gathers, computes, reduces.
+"""Connect ZeRO with a pipeline's schedule: gather, compute and reduce by stage.
 
-Units that a forward or backward has gathered are held until the schedule releases their stage, so
-that a unit is gathered once for each run of micro-batches; passes go to the units of their stage
-alone.  Gradients are added up where they are made (`PlanSettings.reduces_once`), and reduced in the
-last backward of the step, or behind the sum of tied ones.
+Units that a forward or backward gathered are kept until the schedule releases their stage, so a
+unit is gathered once for each run of micro-batches. A pass uses only the units of its stage.
+Gradients are accumulated locally (`PlanSettings.reduces_once`) and reduced in the last backward of
+the step, or after tied gradients are summed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from .ties import Ties
 
 
 class ShardedStates:
-    """The states of one rank's stages, in a runtime that wraps the model they are cut from
-    (executor.py's `States`).
+    """The states of one rank's stages, in the runtime of the wrapped model.
+
+    It implements `States` of executor.py.
     """
 
     def __init__(
@@ -27,15 +28,20 @@ class ShardedStates:
         ties: Ties | None = None,
         blocks: Mapping[int, Collection[str]] | None = None,
     ) -> None:
-        """ties: of the weights that stages share.  blocks: by stage of this rank, the full names of
-        its modules; None: there is one stage, which has all.
+        """Assign units to stages.
+
+        Args:
+            runtime: The runtime of the wrapped model.
+            ties: Tied weights, if any.
+            blocks: For each stage of this rank, the full names of its modules; None if there is a
+                single stage, which has all.
         """
         self.runtime = runtime
         self.ties = ties if ties is not None and ties.is_sharing else None
         self._gathered: set[int] = set()
-        self.reduces = True  # whether a run of the schedule ends a step
+        self.reduces = True  # whether the end of the schedule ends the step
         self._units = _units_of(runtime, blocks) if blocks is not None and len(blocks) > 1 else {}
-        self._waits = False  # gradients are tied, and not reduced yet
+        self._waits = False  # tied gradients are summed but not yet reduced
         self._members = {
             member.name: (group, number)
             for group in runtime.trained_groups
@@ -44,13 +50,13 @@ class ShardedStates:
         }
 
     def gather(self, stage: int) -> None:
-        """Hold what the computations of a stage gather."""
+        """Keep the units of a stage after they are gathered."""
         self._gathered.add(stage)
         for unit in self._part(stage):
             unit.is_pinned = True
 
     def release(self, stage: int) -> None:
-        """Release everything, when the last stage of this rank is released."""
+        """Release the units of a stage, and all units after the last stage of this rank."""
         self._gathered.discard(stage)
         if stage in self._units:
             _unpin(unit for unit in self._part(stage) if unit.number)
@@ -58,13 +64,13 @@ class ShardedStates:
             _unpin(self.runtime.units)
 
     def _part(self, stage: int) -> list[Unit]:
-        """Return the units of a stage; all if it is not known which they are."""
+        """Return the units of a stage, or all units if there is one stage."""
         numbers = self._units.get(stage)
         return [unit for unit in self.runtime.units if numbers is None or unit.number in numbers]
 
     @contextmanager
     def forward(self, stage: int) -> Iterator[None]:
-        """Open a block with one forward, which goes to the units of its stage."""
+        """Restrict a forward to the units of its stage."""
         self.runtime.executor.gathers.restrict_to(self._units.get(stage))
         try:
             yield
@@ -73,8 +79,16 @@ class ShardedStates:
 
     @contextmanager
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> Iterator[None]:
-        """Open a block with one backward.  The last one of a step reduces, unless tied gradients
-        are added up first.
+        """Restrict a backward to the units of its stage.
+
+        The last backward of a step reduces the gradients, unless tied gradients must be summed
+        first.
+
+        Args:
+            stage: The stage.
+            ends_step: Whether it is this rank's last backward of the step.
+            is_carried: Whether the gradients come from a later stage, which has already applied the
+                factor of the loss.
         """
         self.runtime.step.is_boundary = ends_step and self.reduces and self.ties is None
         with (
@@ -84,21 +98,23 @@ class ShardedStates:
             yield
 
     def reduce(self, stage: int) -> None:
-        """Reduce what the last backward has not."""
+        """Reduce the gradients that the last backward has not reduced."""
         if self._waits:
             self._waits = False
             self.runtime.step.is_boundary = True
             self._reduce_step()
 
     def _reduce_step(self) -> None:
-        self.runtime.executor.gathers.restrict_to(frozenset({0}))  # nothing is gathered for it
+        self.runtime.executor.gathers.restrict_to(frozenset({0}))  # reduction needs no gathers
         self.runtime.backward.reduce_step()
         self.runtime.executor.gathers.restrict_to(None)
         _unpin(self.runtime.units)
 
     def tie(self, stage: int) -> None:
-        """Add up the gradients of tied weights, before their reduction.  Collective among the
-        sharing ranks.
+        """Sum the gradients of tied weights before their reduction.
+
+        Note:
+            Collective: every rank that shares a weight must call it.
         """
         if self.reduces:
             self._add_up()
@@ -114,8 +130,10 @@ class ShardedStates:
         )
 
     def end_step(self) -> None:
-        """Add up tied gradients and reduce all, of runs since the last step that did not
-        (`reduces`).  Collective.
+        """Sum tied gradients and reduce all gradients accumulated with `reduces` off.
+
+        Note:
+            Collective: every rank of the pipeline must call it.
         """
         if self.ties is not None:
             self._add_up()
@@ -123,8 +141,9 @@ class ShardedStates:
 
 
 def _units_of(runtime: Runtime, blocks: Mapping[int, Collection[str]]) -> dict[int, frozenset[int]]:
-    """By stage, the numbers of the units in its modules, and those that are in no stage's, the root
-    above all.
+    """Return the unit numbers of each stage.
+
+    Units in no stage's modules, such as the root, belong to every stage.
     """
     found: dict[int, set[int]] = {stage: set() for stage in blocks}
     for unit in runtime.units:

@@ -1,11 +1,10 @@
-"""Stages of a model that runs as it is: every stage runs the model's own forward on the same
-inputs.
+"""Divide a model into stages that run the model's own forward on the same inputs.
 
-The blocks of other stages are stand-ins.  Those before the first own block give their input back,
-but for the last of them, which gives what was received; the one behind the last own block leaves
-the forward with what it is given, by an exception that goes no further than the model.  Parameters
-of other stages are zeros of one element of memory, so that the embeddings of another stage are
-looked up and cost nothing; the head of another stage is never reached.
+Stand-ins replace the blocks of other stages. A stand-in before the first own block returns its
+input; the last of them returns the received tensor. The stand-in after the last own block leaves
+the forward with an exception that is caught at the model. Parameters of other stages are zeros that
+use one element of memory, so the lookup in another stage's embedding costs nothing. The head of
+another stage is never reached.
 """
 
 from __future__ import annotations
@@ -33,15 +32,23 @@ class Stage(Protocol):
     index: int
 
     def forward(self, micro: Any, received: Received) -> Any:
-        """Compute a micro-batch.  received: what the stage before returned, () in the first stage.
+        """Run a micro-batch.
 
-        Return the tensors for the next stage, or in the last one whatever the model returns.
+        Args:
+            micro: The micro-batch.
+            received: Tensors of the previous stage; empty in the first stage.
+
+        Returns:
+            The tensors for the next stage, or the model's output in the last stage.
         """
         ...
 
     def loss(self, output: Any, micro: Any) -> Tensor:
-        """Return the loss of a micro-batch, a scalar, from what the last stage's `forward`
-        returned.
+        """Return the loss of a micro-batch, a scalar.
+
+        Args:
+            output: Output of the last stage's `forward`.
+            micro: The micro-batch.
         """
         ...
 
@@ -54,8 +61,10 @@ class MicroBatch(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> MicroBatch:
-        """Read what a data loader yields: a mapping is by name, a tuple or list in order, else it
-        is one argument.
+        """Convert an item of a data loader to arguments.
+
+        A mapping becomes keyword arguments, a tuple or list positional arguments, and any other
+        value a single argument.
         """
         if isinstance(batch, cls):
             return batch
@@ -67,8 +76,12 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A chain cut into stages.  bounds: stage g has the blocks [bounds[g], bounds[g + 1]).  owners:
-    by parameter, the stages that use it, ascending; several for a tied one.
+    """A chain that is divided into stages.
+
+    Attributes:
+        chain: The chain.
+        bounds: Stage g has the blocks [bounds[g], bounds[g + 1]).
+        owners: For each parameter, the stages that use it, ascending; several for a tied one.
     """
 
     chain: Chain
@@ -81,23 +94,23 @@ class Cut:
 
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that several stages use, and which."""
+        """Return the parameters that several stages use, with their stages."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
 
     @property
     def tied(self) -> tuple[int, ...]:
-        """The stages that share a parameter with another."""
+        """Return the stages that share a parameter with another stage."""
         return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
 
     def blocks_of(self, stage: int) -> list[str]:
-        """The full names of a stage's blocks."""
+        """Return the full names of a stage's blocks."""
         return [
             self.chain.block_name(number)
             for number in range(self.bounds[stage], self.bounds[stage + 1])
         ]
 
     def params_of(self, stages: Sequence[int]) -> list[str]:
-        """The parameters that one of these stages uses."""
+        """Return the parameters that at least one of these stages uses."""
         return [name for name, owners in self.owners.items() if not set(owners).isdisjoint(stages)]
 
 
@@ -108,8 +121,17 @@ def cut_chain(
     method: str = "best",
     in_flight: Sequence[int] | None = None,
 ) -> Cut:
-    """Cut a chain into stages by a method of partition.py.  What precedes the blocks goes with the
-    first, what follows them, and what no forward uses, with the last.
+    """Divide a chain into stages.
+
+    The first stage gets the part before the blocks. The last stage gets the part after them and
+    unused parameters.
+
+    Args:
+        model: The model.
+        chain: Its chain of blocks.
+        stages: Number of stages.
+        method: Method of the function `partition`.
+        in_flight: For each stage, the number of micro-batches with saved activations.
     """
     params = dict(model.named_parameters())
     first, *blocks, last = chain.parts
@@ -141,8 +163,9 @@ def cut_chain(
 
 
 class _LeaveForward(Exception):
-    """Ends a forward behind the last block of a stage.  torch runs the hooks around it, as after
-    any Exception.
+    """End a forward after the last block of a stage.
+
+    torch runs its hooks as after any Exception.
     """
 
     def __init__(self, output: Tensor) -> None:
@@ -151,13 +174,14 @@ class _LeaveForward(Exception):
 
 
 class _AbsentError(UsageError, AttributeError):
-    """An attribute of a block of another stage."""
+    """An attribute of a block of another stage was accessed."""
 
 
 class StandIn(nn.Module):
-    """A block of another stage.  Gives its input back, in the form that the block returns.
+    """A stand-in for a block of another stage, which returns its input.
 
-    It answers for the plain attributes of the block, which a model may ask for in its loop.
+    The result has the form that the block returns. It has the block's plain attributes, because a
+    model may read them in its loop.
     """
 
     def __init__(self, block: nn.Module, length: int | None) -> None:
@@ -190,7 +214,7 @@ class StandIn(nn.Module):
 
 
 class _Entry(StandIn):
-    """The block before the first own one: gives what was received."""
+    """The stand-in before the first own block, which returns the received tensor."""
 
     received: Tensor | None = None
 
@@ -200,7 +224,7 @@ class _Entry(StandIn):
 
 
 class _Exit(StandIn):
-    """The block behind the last own one: leaves the forward."""
+    """The stand-in after the last own block, which leaves the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise _LeaveForward(_first(args, kwargs))
@@ -212,10 +236,10 @@ def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 class _Zeros:
-    """What stands for the parameters of other stages: one zero, seen in their shapes.
+    """Replacement of other stages' parameters: one zero, expanded to their shapes.
 
-    Its dtype follows what is received: a model may take the dtype of its masks from its
-    embeddings'.
+    Its dtype follows the received tensor, because a model may take the dtype of its masks from its
+    embeddings.
     """
 
     def __init__(self) -> None:
@@ -223,7 +247,13 @@ class _Zeros:
         self._places: list[tuple[nn.Module, str, torch.Size]] = []
 
     def stand_for(self, module: nn.Module, key: str, param: nn.Parameter) -> None:
-        """Put zeros in the place of a module's parameter."""
+        """Replace a module's parameter by zeros.
+
+        Args:
+            module: The module.
+            key: The parameter's name in the module.
+            param: The parameter.
+        """
         delattr(module, key)
         self._places.append((module, key, param.shape))
         self.zero = (
@@ -232,7 +262,7 @@ class _Zeros:
         module.__dict__[key] = self.zero.expand(param.shape)
 
     def follow(self, received: Tensor) -> None:
-        """Take the dtype and the device of what was received."""
+        """Adopt the dtype and device of a received tensor."""
         if self.zero.dtype is received.dtype and self.zero.device == received.device:
             return
         self.zero = torch.zeros((), dtype=received.dtype, device=received.device)
@@ -241,8 +271,9 @@ class _Zeros:
 
 
 class _ZeroEmbedding:
-    """The forward of an embedding of another stage: zeros in the shape of its output, looked up
-    nowhere.
+    """The forward of another stage's embedding: zeros of the output's shape.
+
+    No row is looked up.
     """
 
     def __init__(self, zeros: _Zeros, dim: int) -> None:
@@ -254,10 +285,9 @@ class _ZeroEmbedding:
 
 
 class _StageForward:
-    """The forward of a model of which this rank has some stages: the model's own, which may be left
-    before its end.
+    """The forward of a divided model, which may be left before its end.
 
-    is_due: a stage runs it.
+    `is_due` is true while a stage runs it.
     """
 
     is_due = False
@@ -284,9 +314,10 @@ class _StageForward:
 
 
 class ModelStage:
-    """One virtual stage of a model that `take_stages` has cut.
+    """One virtual stage of a model that `take_stages` has divided.
 
-    view: what this stage has in places where the model has something else while no stage runs.
+    `view` contains the stage's own modules for places in which the model has other modules while no
+    stage runs.
     """
 
     def __init__(
@@ -311,7 +342,12 @@ class ModelStage:
         return self.index == self.cut.stages - 1
 
     def forward(self, micro: MicroBatch, received: Received = ()) -> Any:
-        """Run the model's forward with this stage's blocks."""
+        """Run the model's forward with this stage's blocks.
+
+        Args:
+            micro: The micro-batch.
+            received: The tensor of the previous stage.
+        """
         rest = {key: getattr(self._box, key) for key in self._view}
         self._show(self._view)
         if self._entry is not None:
@@ -329,7 +365,7 @@ class ModelStage:
         return output if self.is_last else (output,)
 
     def settle(self) -> None:
-        """Let the model be this stage always: the only one of its rank."""
+        """Show this stage permanently, because it is the only one of its rank."""
         self._show(self._view)
         self._view = {}
 
@@ -338,13 +374,22 @@ class ModelStage:
             setattr(self._box, key, block)
 
     def loss(self, output: Any, micro: MicroBatch) -> Tensor:
-        """Return the model's loss; UsageError where it returned none."""
+        """Return the model's loss.
+
+        Args:
+            output: Output of the model.
+            micro: Unused.
+
+        Raises:
+            UsageError: The model returned no loss.
+        """
         return loss_of(output)
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in what a model returned: itself, its `loss`, or the first of a tuple; None:
-    there is none.
+    """Return the loss in a model's output, if any.
+
+    It is the output itself, its `loss`, or the first element of a tuple or list.
     """
     found = output
     if isinstance(output, Mapping):
@@ -357,7 +402,11 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in what a model returned; UsageError where there is none."""
+    """Return the loss in a model's output.
+
+    Raises:
+        UsageError: There is none.
+    """
     if (found := loss_in(output)) is not None:
         return found
     raise UsageError(
@@ -368,11 +417,15 @@ def loss_of(output: Any) -> Tensor:
 
 
 def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelStage]:
-    """Leave of a model what these virtual stages use, and return them, ascending.  Changes the
-    model; local.
+    """Reduce a model to the given virtual stages and return them, ascending.
 
-    The blocks and parameters of other stages are let go.  Parameters keep the names they have in
-    the whole model.
+    The blocks and parameters of other stages are freed. Parameters keep their names in the whole
+    model. Local.
+
+    Args:
+        model: The model, which is changed.
+        cut: The division of its chain.
+        own: This rank's stages.
     """
     chain = cut.chain
     box = model.get_submodule(cut.chain.container)
@@ -395,7 +448,7 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
             elif number == end:
                 view[key] = _Exit(block, chain.lengths[number])
             elif not first <= number < end and resting[key] is block:
-                # Of another stage of this rank
+                # A block of another stage of this rank
                 view[key] = StandIn(block, chain.lengths[number])
         found.append(ModelStage(model, cut, stage, view, entry, zeros))
     for key, module in resting.items():
@@ -412,9 +465,7 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
 
 
 def _drop_params(model: nn.Module, cut: Cut, own: Sequence[int], zeros: _Zeros) -> None:
-    """Put zeros in place of the parameters of other stages, and let their embeddings look nothing
-    up.
-    """
+    """Replace the parameters of other stages by zeros, and skip embedding lookups."""
     kept = {
         id(param) for name, param in model.named_parameters() if name in set(cut.params_of(own))
     }

@@ -1,9 +1,8 @@
-"""Weights that several stages use: each of their ranks has a copy, and their gradients are added up
-once a step.
+"""Share weights between stages: sum the gradients of all copies once per step.
 
-The embedding of the first stage that is also the head of the last one is the common case.  Every
-rank forms the same sum, in the order of the stages, so the copies stay equal under equal updates; a
-norm counts the first stage's alone.
+A common case is the embedding of the first stage that is also the head of the last one. Each rank
+that uses a shared weight has a copy. Every rank computes the same sum, in the order of the stages,
+so equal updates keep the copies equal. Norms count only the first stage's copy.
 """
 
 from __future__ import annotations
@@ -17,14 +16,17 @@ from torch import Tensor
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm, ordered_sum
 
-TILE_NUMEL = 1 << 16  # of the fp32 scratch that a sum is formed in
+TILE_NUMEL = 1 << 16  # elements of the fp32 scratch buffer of a sum
 
 
 class Ties:
     """The tied weights of one pipeline.
 
-    placement: by stage, its rank along "pp".  stages: by name in the whole model, the stages that
-    use it, ascending.
+    Args:
+        world: The communicator of all ranks.
+        mesh: The mesh.
+        placement: The rank along "pp" of each stage.
+        stages: For each weight of the whole model, the stages that use it, ascending.
     """
 
     def __init__(
@@ -34,11 +36,15 @@ class Ties:
         placement: Sequence[int],
         stages: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """Make the communicator of the ranks that share something.  Collective in the world."""
+        """Create the communicator of the ranks that share a weight.
+
+        Note:
+            Collective: every rank of the world must call it.
+        """
         self.ranks = {
             name: tuple(dict.fromkeys(placement[stage] for stage in found))
             for name, found in stages.items()
-        }  # in the order of their first stages
+        }  # ranks in the order of their first stages
         self.ranks = {name: ranks for name, ranks in sorted(self.ranks.items()) if len(ranks) > 1}
         self.rank = mesh.coordinates["pp"]
         sharing = sorted({rank for ranks in self.ranks.values() for rank in ranks})
@@ -57,18 +63,21 @@ class Ties:
 
     @property
     def is_sharing(self) -> bool:
-        """Whether this rank has a copy of something."""
+        """Return whether this rank has a copy of a tied weight."""
         return self.comm is not None
 
     def is_counted(self, name: str) -> bool:
-        """Whether this rank's copy of a weight is the one that counts in norms and is saved."""
+        """Return whether this rank's copy of a weight is counted in norms and saved."""
         return name not in self.ranks or self.ranks[name][0] == self.rank
 
     def spread(self, values: Mapping[str, Tensor]) -> None:
-        """Give every copy of a tied weight the values of its first stage's.  Collective among the
-        sharing ranks.
+        """Copy the values of the first stage's copy of each tied weight to the others.
 
-        values: of this rank's tied weights, by name, contiguous; written in place.
+        Args:
+            values: This rank's contiguous tied weights by name; written in place.
+
+        Note:
+            Collective: every rank that shares a weight must call it.
         """
         comm = self.comm
         if comm is None:
@@ -86,10 +95,14 @@ class Ties:
             comm.exchange(pieces, inbox, "gather", f"values of {name}", kind="tie").wait()
 
     def add_up(self, grads: Mapping[str, Tensor]) -> None:
-        """Add up, in place, the gradients of tied weights over the ranks that share them.
+        """Sum the gradients of tied weights over the ranks that share them, in place.
 
-        grads: of this rank's tied weights, by name, contiguous; a weight that no rank gives one for
-        is left out by all. Collective among the sharing ranks.
+        Args:
+            grads: This rank's contiguous gradients by name. A weight without a gradient must be
+                omitted on all ranks.
+
+        Note:
+            Collective: every rank that shares a weight must call it.
         """
         comm = self.comm
         if comm is None:

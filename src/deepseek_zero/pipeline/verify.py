@@ -1,10 +1,9 @@
-"""Proves a pipeline's schedule, and tells how long it takes: all ranks' programs are walked
-together, without ranks.
+"""Verify and simulate the schedule of a pipeline.
 
-What `verify` lets pass cannot hang and cannot use what is not there: every message is received in
-the order it was sent in, no rank waits for itself around a ring, weights are gathered while they
-are used, and each gradient is reduced once, when it is complete.  `simulate` is the same walk with
-a clock.
+All ranks' programs are executed together, without processes. A verified schedule cannot deadlock or
+use missing values: messages are received in the order in which they are sent, no ranks wait for
+each other in a cycle, weights are gathered while they are used, and each gradient is reduced once,
+after it is complete. `simulate` does the same with a clock.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from .schedule import COMPUTES, SENDS, PipelineSchedule, StageAction, StageActio
 
 
 class ScheduleError(DeepSeekZeroError):
-    """A schedule that would hang, or use what is not there."""
+    """A schedule would deadlock or use a missing value."""
 
 
 @dataclass(frozen=True)
 class TimedAction:
-    """One computation of one rank, and when."""
+    """A computation of a rank, with its start and end."""
 
     rank: int
     action: StageAction
@@ -33,8 +32,13 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class ScheduleTimes:
-    """A schedule with a clock.  bubble: idle time over useful time, of the rank that is busiest.
-    most_gathered: by rank, the most virtual stages whose weights are gathered at once.
+    """The result of a simulation.
+
+    Attributes:
+        spans: All computations.
+        seconds: Duration of the step.
+        bubble: Idle time divided by useful time, for the busiest rank.
+        most_gathered: For each rank, the maximum number of virtual stages with gathered weights.
     """
 
     spans: tuple[TimedAction, ...]
@@ -44,7 +48,11 @@ class ScheduleTimes:
 
 
 def verify(schedule: PipelineSchedule) -> None:
-    """Prove a schedule; ScheduleError says what is wrong and where."""
+    """Verify a schedule.
+
+    Raises:
+        ScheduleError: The schedule is wrong; the message names the action.
+    """
     trains = any(
         action.kind is StageActionKind.BACKWARD
         for program in schedule.programs
@@ -62,9 +70,16 @@ def simulate(
     backward: float | Sequence[float] = 2.0,
     transfer: float = 0.0,
 ) -> ScheduleTimes:
-    """Say when each computation runs.  forward, backward: seconds of one micro-batch in a stage, or
-    in each of them.
-    transfer: seconds of one message.  ScheduleError where ranks wait for each other.
+    """Compute when each computation runs.
+
+    Args:
+        schedule: The schedule.
+        forward: Seconds of a micro-batch's forward, for all stages or for each stage.
+        backward: Seconds of a micro-batch's backward, for all stages or for each stage.
+        transfer: Seconds of a message.
+
+    Raises:
+        ScheduleError: The ranks deadlock.
     """
     spans: list[TimedAction] = []
     seconds = _walk(schedule, forward, backward, transfer, spans)
@@ -86,7 +101,7 @@ def _fail(what: str, why: str) -> ScheduleError:
 def _check_program(
     schedule: PipelineSchedule, rank: int, program: Sequence[StageAction], *, trains: bool
 ) -> None:
-    """One rank's own order: what an action needs of the same rank has run before it."""
+    """Check the order within one rank: each action follows those that it needs."""
     placement = schedule.placement
     many = schedule.micro_batches
     last_stage = len(placement) - 1
@@ -211,9 +226,7 @@ def _check_program(
 
 
 def _check_messages(schedule: PipelineSchedule) -> None:
-    """Every message is received in the order it was sent in, between the same two ranks and in the
-    same lane.
-    """
+    """Check that messages of each lane are received in the order of the sends."""
     sent: dict[tuple[int, int, StageActionKind], list[tuple[int, int | None]]] = {}
     received: dict[tuple[int, int, StageActionKind], list[tuple[int, int | None]]] = {}
     for rank, program in enumerate(schedule.programs):
@@ -246,7 +259,9 @@ def _check_messages(schedule: PipelineSchedule) -> None:
 def _lane(
     schedule: PipelineSchedule, rank: int, action: StageAction
 ) -> tuple[tuple[int, int, StageActionKind], tuple[int, int | None]] | None:
-    """The lane of a message (from, to, its send's kind) and what it is there (sending stage,
+    """Return the lane of a message and its identity in the lane.
+
+    The lane is (source rank, target rank, kind of the send), the identity is (sending stage,
     micro-batch).
     """
     stage, kind, micro = action
@@ -269,12 +284,11 @@ def _walk(
     transfer: float,
     spans: list[TimedAction] | None,
 ) -> float:
-    """Run all programs together and return when the last one ends; ScheduleError where they wait in
-    a ring.
+    """Execute all programs together and return the end time.
 
-    A receive waits for its send; a send waits while all slots of its lane hold messages that are
-    not received, and a rank has as many slots to a neighbour as it has micro-batches in flight; a
-    tie waits for the other ranks of tied stages.
+    A receive waits for its send. A send waits while all slots of its lane contain messages that are
+    not received; a rank has as many slots to a neighbour as micro-batches in flight. A tie waits
+    for the other ranks with tied stages. ScheduleError if the ranks deadlock.
     """
     programs = schedule.programs
     tied = len({schedule.placement[stage] for stage in schedule.tied})
@@ -286,8 +300,9 @@ def _walk(
     clocks = [0.0] * len(programs)
     arrived: dict[
         tuple[int, int, StageActionKind], list[float]
-    ] = {}  # by lane: when each message was there
-    taken: dict[tuple[int, int, StageActionKind], list[float]] = {}  # and when each was received
+    ] = {}  # by lane: arrival time of each message
+    # by lane: time at which each message was received
+    taken: dict[tuple[int, int, StageActionKind], list[float]] = {}
     at_tie: dict[int, float] = {}
     ready = deque(range(len(programs)))
     waiting: set[int] = set()
