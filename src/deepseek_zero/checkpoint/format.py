@@ -128,16 +128,33 @@ class SavedChunk:
 class Manifest:
     """The JSON file next to the tensors.
 
+    Entries that were added during version 2 are in `extra`, so that older releases still read the
+    file:
+
+        names            maps names of the state dict to first names
+        groups           the names of each optimizer group
+        heads            checksums of the files' headers
+        mesh             sizes of the axes
+        ranks_per_host   ranks whose sums are formed first
+        codes            bits and block of codecs chosen by measurement, by state; null for none
+        clients          encoded client states that differ from rank 0's, by rank
+
     Attributes:
+        world_size: Number of ranks that saved.
+        stage: ZeRO stage of the run.
+        plan: For each group of a unit, a description of its placement by state.
         parameters: Shape, dtype and `trained` of each parameter.
         buffers: Shape and dtype of each buffer.
+        chunks: All chunks of all files.
+        optimizer: Name of the optimizer's class.
         scalars: The optimizer's numbers of each parameter.
-        extra: Entries that were added during version 2; older releases still read the file. "names"
-            maps names of the state dict to first names; "groups" has the names of each optimizer
-            group; "heads" has the checksums of the files' headers; "mesh" has the sizes of the
-            axes; "ranks_per_host" is set if sums are formed per host first; "codes" has bits and
-            block of codecs that were chosen by measurement (null for none); "clients" has encoded
-            client states that differ from rank 0's, by rank.
+        excluded: Parameters that were not saved.
+        lifted: Units that precision "auto" computes in fp32.
+        plain: Encoded plain values, with the keys "groups", "trainer" and "client".
+        run: Identity of the save, which is also stored in every file.
+        format: Name of the format.
+        version: Version of the format.
+        extra: Additional entries, by name.
     """
 
     world_size: int
@@ -149,9 +166,9 @@ class Manifest:
     optimizer: str | None
     scalars: dict[str, dict[str, Any]]
     excluded: list[str]
-    lifted: list[str] = field(default_factory=list)  # units that precision "auto" computes in fp32
-    plain: Any = None  # encoded: {"groups": ..., "trainer": ..., "client": ...}
-    run: str = ""  # identity of this save, also stored in every file
+    lifted: list[str] = field(default_factory=list)
+    plain: Any = None
+    run: str = ""
     format: str = FORMAT
     version: int = VERSION
     extra: dict[str, Any] = field(default_factory=dict)

@@ -178,7 +178,7 @@ def _check_records(path: Path, layout: ForeignLayout, on_bytes: OnBytes) -> Iter
 
 
 def num_without_checksum(manifest: Manifest) -> int:
-    """Count the chunks without a checksum, which an older version of the library saved."""
+    """Count the chunks without a checksum; older versions of the library saved them."""
     return sum(chunk.crc is None for chunk in manifest.chunks)
 
 
@@ -189,8 +189,9 @@ def _ignore(count: int) -> None:
 def _files(
     folder: Path, manifest: Manifest, subset: FileSubset
 ) -> Iterator[tuple[str, list[SavedChunk]]]:
-    """Yield the files of a subset with the chunks that must be in them; any other safetensors file
-    there must be whole too.
+    """Yield a subset's files with the chunks that they must contain.
+
+    Other safetensors files of the folder are included, because they must be whole, too.
     """
     chunks: dict[str, list[SavedChunk]] = {path.name: [] for path in folder.glob("*.safetensors")}
     for chunk in manifest.chunks:
@@ -201,9 +202,7 @@ def _files(
 
 
 def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
-    """Yield a fault for elements that a manifest does not list, and for shapes that it has
-    wrong.
-    """
+    """Yield a fault for missing elements and for wrong shapes in a manifest."""
     excluded = set(manifest.excluded)
     reached: dict[tuple[str, str, str], dict[ParamPart | None, int]] = {
         (WEIGHT, name, ""): {} for name in manifest.parameters if name not in excluded

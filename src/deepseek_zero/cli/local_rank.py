@@ -1,9 +1,9 @@
 """Find out whether a script accepts the option `--local_rank=N`.
 
 DeepSpeed always passes it, and a script without this option fails in its argument parser. Here it
-is passed if the script, or a module next to it that it imports, names the option in a call
-(add_argument, click.option, ...) or calls parse_known_args, which accepts unknown options. The
-source is parsed and never executed. LOCAL_RANK is always in the environment.
+is passed only if the script, or a module next to it that it imports, accepts it. The module must
+name the option in a call (add_argument, click.option, ...) or call parse_known_args. The source is
+parsed and never executed. LOCAL_RANK is always in the environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the chain of blocks in a model by one forward on fake tensors.
 
 The run needs no memory or arithmetic, no change of the model, and no tracer. A model can be divided
-between two blocks if the first argument of block k + 1 *is* the output of block k (its first
-element if it is a tuple). In addition, no part may use any other value of another part: an
+between two blocks if the first argument of block k + 1 *is* the output of block k. If the output is
+a tuple, its first element counts. In addition, no part may use any other value of another part: an
 argument, an attribute, or an output that the model keeps (origins.py). Each stage then runs the
 model's own forward on the same inputs, with stand-ins for the blocks of other stages (stage.py).
 `find_chain` checks this. It also determines the parameters and costs of the blocks and of the parts

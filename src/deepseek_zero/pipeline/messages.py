@@ -1,8 +1,8 @@
 """Send activations and their gradients between the stages of a pipeline.
 
-Every pair of neighbouring pipeline ranks has a communicator of its own. If a pair is used in both
-directions of the model, each direction has one, because stage P - 1 also sends to stage P on the
-first rank. Activations use its lane "gather", gradients the lane "reduce". Tensors of any dtype are
+Every pair of neighbouring pipeline ranks has a communicator of its own. A pair that is used in both
+directions of the model has one for each direction, because stage P - 1 also sends to stage P on the
+first rank. Activations use the lane "gather", gradients the lane "reduce". Tensors of any dtype are
 sent as bytes. A send copies into a slot in memory that the other rank can access, and waits for the
 previous message of that slot. Receives are posted ahead. The form of a message is known from an
 earlier one with inputs of the same form, or it is sent before the message.

@@ -1,8 +1,8 @@
 """Verify and simulate the schedule of a pipeline.
 
 All ranks' programs are executed together, without processes. A verified schedule cannot deadlock or
-use missing values: messages are received in the order in which they are sent, no ranks wait for
-each other in a cycle, weights are gathered while they are used, and each gradient is reduced once,
+use missing values. Messages are received in the order in which they are sent, and no ranks wait for
+each other in a cycle. Weights are gathered while they are used, and each gradient is reduced once,
 after it is complete. `simulate` does the same with a clock.
 """
 
