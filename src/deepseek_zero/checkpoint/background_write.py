@@ -41,6 +41,7 @@ class ItemProgress:
 
     @property
     def nbytes(self) -> int:
+        """Return the size of the item in bytes."""
         return self.item.numel * self.item.dtype.itemsize
 
 

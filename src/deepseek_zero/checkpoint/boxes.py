@@ -116,10 +116,12 @@ class Box:
 
     @property
     def size(self) -> Shape:
+        """Return the size of each dimension."""
         return tuple(high - low for low, high in zip(self.low, self.high, strict=True))
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return prod(self.size)
 
     def place(self, corner: Shape) -> int:

@@ -141,6 +141,7 @@ class Stream(io.RawIOBase):
         self._offset = 0
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
     def write(self, data: Any) -> int:

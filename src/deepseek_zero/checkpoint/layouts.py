@@ -154,6 +154,7 @@ class SlicesLayout(CheckpointLayout):
     has_states = True
 
     def is_at(self, path: Path) -> bool:
+        """Return whether `path` has a manifest or files of ranks."""
         return (path / MANIFEST).exists() or any(path.glob("rank_*.safetensors"))
 
 
@@ -251,14 +252,18 @@ class EngineLayout(ForeignLayout):
 
 
 class SafetensorsLayout(ForeignLayout):
+    """Safetensors files as Hugging Face writes them, or one such file: weights only."""
+
     name = "safetensors"
 
     def is_at(self, path: Path) -> bool:
+        """Return whether `path` is a safetensors file or a folder with model files."""
         if path.is_file():
             return path.suffix == ".safetensors"
         return (path / INDEX).exists() or any(path.glob(f"{STEM}*.safetensors"))
 
     def files(self, path: Path) -> list[Path]:
+        """Return the existing safetensors files."""
         with suppress(CheckpointError):
             return [each for each in safetensors_files(path) if each.is_file()]
         return []
@@ -275,6 +280,12 @@ class SafetensorsLayout(ForeignLayout):
         ]
 
     def manifest(self, path: Path) -> Manifest:
+        """Return the names, shapes and dtypes from the headers.
+
+        Raises:
+            CheckpointError: The files belong to different exports, or two of them contain the same
+                tensor.
+        """
         headers = {each: read_header(each) for each in safetensors_files(path)}
         runs = {header.metadata.get(RUN_KEY) for header in headers.values()}
         if len(runs) > 1:
@@ -314,11 +325,18 @@ class SafetensorsLayout(ForeignLayout):
         )
 
     def checksum_coverage(self, path: Path) -> str:
+        """Explain that files of other programs have no checksums; empty for our exports."""
         if all(read_header(each).tensor_crcs for each in self.files(path)):
             return ""
         return "another program wrote this, without checksums: its tensors were only read"
 
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
+        """Open the files for reading.
+
+        Args:
+            path: A safetensors file, or a folder of them.
+            stack: Closes the files.
+        """
         plain: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
         return OpenCheckpoint(
             path, self.manifest(path), plain, WeightsReader(SafetensorsFolder(path, stack))
@@ -326,26 +344,39 @@ class SafetensorsLayout(ForeignLayout):
 
 
 class TorchLayout(ForeignLayout):
+    """One file written by torch.save: weights only."""
+
     name = "torch"
 
     def is_at(self, path: Path) -> bool:
+        """Return whether `path` is a file without the suffix .safetensors."""
         return path.is_file() and path.suffix != ".safetensors"
 
     def files(self, path: Path) -> list[Path]:
+        """Return the file."""
         return [path]
 
     def records(self, file: Path) -> list[FileRecord]:
+        """Return the records of the zip archive, with their CRC-32."""
         return torch_records(file)
 
     def manifest(self, path: Path) -> Manifest:
+        """Return the names, shapes and dtypes of the state dict."""
         manifest = read_state_dict(path).manifest
         manifest.plain = {"trainer": {}}
         return manifest
 
     def checksum_coverage(self, path: Path) -> str:
+        """Explain that only torch's own checksums of the records exist."""
         return "torch's CRC-32 of each record is all this file has"
 
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
+        """Open the file for reading.
+
+        Args:
+            path: The file.
+            stack: Unused, because the tensors are mapped.
+        """
         found = read_state_dict(path)
         return OpenCheckpoint(path, found.manifest, found.plain, found)
 
@@ -357,20 +388,62 @@ class WeightsReader:
     files: SafetensorsFolder
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
+        """Return whether there is a weight of this name.
+
+        Args:
+            kind: Kind of state; only `WEIGHT` exists.
+            name: Name of the tensor.
+            key: Unused.
+        """
         return kind == WEIGHT and name in self.files.shapes
 
     def keys(self, kind: str, name: str) -> list[str]:
+        """Return an empty list, because there are no optimizer states.
+
+        Args:
+            kind: Unused.
+            name: Unused.
+        """
         return []
 
     def read(
         self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the elements [start, stop) of a tensor.
+
+        Args:
+            kind: Unused.
+            name: Name of the tensor.
+            key: Unused.
+            start: First element.
+            stop: End of the range.
+            part: The part in whose order elements are counted; None means the whole tensor.
+
+        Yields:
+            Pairs of position and flat values.
+        """
         return self.files.read(name, start, stop, part)
 
     def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
+        """Raise an error, because there are no optimizer states.
+
+        Args:
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            part: Unused.
+
+        Raises:
+            CheckpointError: Always.
+        """
         raise CheckpointError(f"'{name}' has no state '{key}': an export holds weights alone.")
 
     def of_rank(self, name: str, rank: int) -> Tensor:
+        """Return a tensor, flat; it is the same for every rank.
+
+        Args:
+            name: Name of the tensor.
+            rank: Unused.
+        """
         return self.files.whole(name).reshape(-1)
 
 

@@ -157,10 +157,12 @@ class TensorLocation:
 
     @property
     def num_bytes(self) -> int:
+        """Return the size in bytes."""
         return self.stop - self.start
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return prod(self.shape)
 
 

@@ -67,6 +67,7 @@ class WriteItem:
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return prod(self.shape)
 
 

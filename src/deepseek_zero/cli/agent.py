@@ -277,6 +277,7 @@ class EndRequest:
 
     @property
     def is_overdue(self) -> bool:
+        """Return whether the grace period after SIGTERM is over."""
         return time.monotonic() > self._deadline
 
 

@@ -173,10 +173,12 @@ class LayerStages(nn.Module):
 
     @property
     def is_first(self) -> bool:
+        """Return whether this is the first stage."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
+        """Return whether this is the last stage."""
         return self.index == self.num_stages - 1
 
     def stage_owner(self, layer_idx: int) -> int:

@@ -59,6 +59,7 @@ class TensorForm(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Return the size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

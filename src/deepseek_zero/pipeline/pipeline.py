@@ -155,10 +155,12 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
+        """Return whether this rank is the first along "pp"."""
         return self.mesh.coordinates["pp"] == 0
 
     @property
     def is_last(self) -> bool:
+        """Return whether this rank is the last along "pp"."""
         return self.mesh.coordinates["pp"] == self.mesh.pp - 1
 
     def schedule(self, micro_batches: int, *, trains: bool = True) -> PipelineSchedule:

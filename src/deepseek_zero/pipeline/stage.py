@@ -90,6 +90,7 @@ class Cut:
 
     @property
     def stages(self) -> int:
+        """Return the number of stages."""
         return len(self.bounds) - 1
 
     @property
@@ -339,6 +340,7 @@ class ModelStage:
 
     @property
     def is_last(self) -> bool:
+        """Return whether this is the last stage."""
         return self.index == self.cut.stages - 1
 
     def forward(self, micro: MicroBatch, received: Received = ()) -> Any:

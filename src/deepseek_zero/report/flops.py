@@ -49,6 +49,7 @@ class ModuleCost:
 
     @property
     def depth(self) -> int:
+        """Return the depth in the module tree; 0 for the model itself."""
         return self.name.count(".") + 1 if self.name else 0
 
 

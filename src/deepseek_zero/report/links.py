@@ -45,6 +45,7 @@ class MemoryLink:
 
     @property
     def moved_bytes(self) -> float:
+        """Return the bytes read and written."""
         return self.read_bytes + self.written_bytes
 
     @property

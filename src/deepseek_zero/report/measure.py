@@ -29,6 +29,7 @@ class MemoryReport:
 
     @property
     def predicted_total(self) -> int:
+        """Return the sum of the predicted states."""
         return sum(self.predicted.values())
 
     @property

@@ -69,6 +69,7 @@ class MemoryTrace:
 
     @property
     def peak_bytes(self) -> int:
+        """Return the total bytes of `peak`."""
         return sum(self.peak.values())
 
     @contextmanager

@@ -65,6 +65,7 @@ class UnitPlace:
 
     @property
     def total(self) -> int:
+        """Return the bytes of all states."""
         return sum(self.nbytes.values())
 
 
