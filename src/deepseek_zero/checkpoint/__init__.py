@@ -1,6 +1,6 @@
 """Save, load, export and convert checkpoints.
 
-The names below are loaded on first use, so a run that neither saves nor loads imports nothing.
+The names below are loaded on first use, so a run that neither saves nor loads does not import them.
 """
 
 from __future__ import annotations

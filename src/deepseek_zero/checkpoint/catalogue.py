@@ -395,7 +395,7 @@ def _first_good(
 ) -> str | None:
     """Return the first tag without a fault; None if there are no tags.
 
-    CheckpointError if all of them have faults.
+    Raises CheckpointError if all of them have faults.
     """
     passed_over = []
     for tag in tags:

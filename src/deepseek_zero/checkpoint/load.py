@@ -262,7 +262,7 @@ def _restore_own_states(
 
 
 def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> str:
-    """Verify this rank's share of the files; CheckpointError if one is damaged."""
+    """Verify this rank's share of the files, and raise CheckpointError for any fault."""
     raise_faults(folder, verify(folder, subset, read_again=True, except_kind=except_kind))
     return ""
 
@@ -378,7 +378,7 @@ def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> 
 def _read_new_moments(
     folder: Path, manifest: Manifest, contents: Contents
 ) -> Iterator[GroupStates]:
-    """Read this rank's moments group by group; CheckpointError if a checksum differs."""
+    """Read this rank's moments group by group, and compare their checksums."""
     assert contents.optimizer is not None
     with ExitStack() as stack:
         reader = CheckpointReader(folder, manifest.chunks, stack, verifies=True)
@@ -588,8 +588,8 @@ def _with_subclasses(
 ) -> dict[str, Any]:
     """Return a state in which saved inner tensors are put back into tensor subclasses.
 
-    Files contain no classes, so the optimizer creates the objects. CheckpointError if their inner
-    tensors have other names, dtypes or shapes than the saved ones.
+    Files contain no classes, so the optimizer creates the objects. Raises CheckpointError if their
+    inner tensors have other names, dtypes or shapes than the saved ones.
     """
     keys = {key.partition(INNER)[0] for key in state if INNER in key}
     if not keys:
@@ -786,7 +786,7 @@ def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tenso
 def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
     """Return the counters that a shard's parameters share after `split_as_saved`.
 
-    CheckpointError if they differ.
+    Raises CheckpointError if they differ.
     """
     saved = [manifest.scalars.get(name, {}) for name in names]
     different = next((k for k, each in enumerate(saved) if each != saved[0]), None)

@@ -405,7 +405,7 @@ class DifferentTagsError(CheckpointError, UsageError):
 def _agreed_tag(tags: list[str], validation: str) -> str:
     """Return rank 0's tag.
 
-    CheckpointError if it is invalid, or if ranks differ and `validation` is "Fail".
+    Raises CheckpointError if it is invalid, or if ranks differ and `validation` is "Fail".
     """
     different = next((rank for rank, each in enumerate(tags) if each != tags[0]), None)
     if different is not None and validation != "Ignore":

@@ -341,7 +341,7 @@ def _whole_state_items(
 ) -> Iterator[WriteItem]:
     """Yield a state with its own shape on the rank that owns the first element.
 
-    CheckpointError if the shard has only part of the parameter.
+    Raises CheckpointError if the shard has only part of the parameter.
     """
     if overlap.stop - overlap.start != overlap.slot.numel:
         raise CheckpointError(

@@ -83,7 +83,7 @@ class WriterLock:
 def _lock(directory: Path) -> _HeldLock:
     """Lock a directory and record this process as the owner.
 
-    CheckpointError if another process has the lock.
+    Raises CheckpointError if another process has the lock.
     """
     path = directory / WRITER
     while True:

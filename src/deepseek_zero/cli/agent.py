@@ -169,8 +169,8 @@ class Meeting(RendezvousHandler):
     def _own_address(self, sought: str) -> str:
         """Return the address at which node 0's store listens.
 
-        `sought` is the address that `master_addr` resolves to. UsageError if the other nodes would
-        connect to a different address of this machine.
+        `sought` is the address that `master_addr` resolves to. Raises UsageError if the other nodes
+        would connect to a different address of this machine.
         """
         plan = self.plan
         host = listening_address(plan.num_nodes == 1, plan.master_addr)
@@ -216,14 +216,14 @@ class Meeting(RendezvousHandler):
 
 
 def _resolved(host: str) -> str:
-    """Return the address of a host name; OSError if it has none."""
+    """Return the address of a host name."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _reach(host: str, port: int, secret: bytes, node: int) -> RendezvousStore:
     """Return node 0's store as soon as it is available.
 
-    Refused if a server with another secret listens there, OSError after a timeout.
+    Raises Refused if another program, version or secret is there, and OSError after a timeout.
     """
     began = time.monotonic()
     is_told = False

@@ -437,7 +437,7 @@ def prune(
 
 
 def _entries(where: Path, tag: str | None) -> list[CheckpointInfo]:
-    """Return the checkpoints that the arguments select; UsageError if there are none."""
+    """Return the checkpoints that the arguments select, or raise UsageError."""
     if tag is None and catalogue.is_single_checkpoint(where):
         return [catalogue.info_at(where, where.absolute().name)]
     entries = catalogue.checkpoints(where)

@@ -324,7 +324,7 @@ def _environment_as_deepspeed() -> dict[str, str]:
 def _listening_environment(options: RunOptions) -> dict[str, str]:
     """Return the variables for --interface and --ports.
 
-    UsageError if this host does not have the interface or the address.
+    Raises UsageError if this host does not have the interface or the address.
     """
     if options.interface is None and options.ports is None:
         return {}
@@ -456,7 +456,7 @@ def _command(options: RunOptions) -> Command:
 def _source(kind: Target, target: str) -> Path | None:
     """Return the Python source of the target, if there is one to parse.
 
-    UsageError if a script or program does not exist.
+    Raises UsageError if a script or program does not exist.
     """
     if kind is Target.MODULE:
         return find_module(target)

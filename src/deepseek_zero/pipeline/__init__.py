@@ -1,6 +1,6 @@
 """Pipeline parallelism: schedules, the division of a model into stages, execution.
 
-The names below are loaded on first use, so a run without stages imports nothing.
+The names below are loaded on first use, so a run without stages does not import them.
 """
 
 from __future__ import annotations

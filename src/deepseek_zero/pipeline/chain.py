@@ -198,7 +198,7 @@ class _FakeRun(TorchFunctionMode):
     # -- the forward
 
     def watch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Run the model's forward once; ChainError if it is not a chain."""
+        """Run the model's forward once, and raise ChainError if it is not a chain."""
         device = default_device()  # the device to which the model and the sample will be moved
         with fake_tensors() as mode, torch.random.fork_rng(devices=[]):
 

@@ -288,7 +288,7 @@ def _walk(
 
     A receive waits for its send. A send waits while all slots of its lane contain messages that are
     not received; a rank has as many slots to a neighbour as micro-batches in flight. A tie waits
-    for the other ranks with tied stages. ScheduleError if the ranks deadlock.
+    for the other ranks with tied stages. Raises ScheduleError if the ranks deadlock.
     """
     programs = schedule.programs
     tied = len({schedule.placement[stage] for stage in schedule.tied})

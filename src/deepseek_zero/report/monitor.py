@@ -114,7 +114,7 @@ class MonitorMaster:
 
 
 class CsvWriter:
-    """Write one CSV file per tag, with the columns step and value.
+    """Write one CSV file per tag.
 
     The tag `Train/Samples/lr` is written to Train_Samples_lr.csv with the columns step and lr.
     """
