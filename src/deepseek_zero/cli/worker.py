@@ -185,10 +185,10 @@ def _report_exit(error: SystemExit, at: float) -> int:
 
 
 def _flush_whole_lines() -> None:
-    """Make standard output line-buffered, also for pipes and files.
+    """Make standard output line-buffered for pipes and files, too: one write per line.
 
-    Unbuffered output (`python -u`, PYTHONUNBUFFERED) writes a line's text and its end separately,
-    which mixes the lines of several ranks.
+    Unbuffered output (`python -u`, PYTHONUNBUFFERED as in many containers) writes a line's text and
+    its end separately, which mixes the lines of several ranks.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
