@@ -5,7 +5,7 @@ is its lane and its place in that lane.  Sockets between ranks of one host carry
 (`CollectiveId.tag`).  A tag of torch's gloo is one positive int32, so an engine gets one of 63
 slots while it lives, and places wrap around: a lane has fewer collectives under way than places.
 The bits that are left check the name, so that a rank that strayed finds no partner, but for one
-chance in 8192 (docs/decisions/0053).
+chance in 8192 (docs/design/transports.md).
 """
 
 from __future__ import annotations
