@@ -9,10 +9,11 @@
 | `link.py` | the messages of two ranks of different hosts |
 | `links.py` | serves the connections of a rank to other hosts; replaces one that breaks |
 
-The decisions are 0102 (sockets and secret) and 0108 (lost hosts, the launcher's store, TLS).  This
-package knows no collective, engine or transport: of `comm` it imports the identity of messages
-(`ids.py`), the exchange of texts before there are connections (`bootstrap.py`), and the two names
-of a wait that every transport uses (`transports/base.py`).
+The design notes are docs/design/sockets.md (sockets, secret, TLS), failure-detection.md (lost
+hosts) and starting-ranks.md (the launcher's store).  This package knows no collective, engine or
+transport: of `comm` it imports the identity of messages (`ids.py`), the exchange of texts before
+there are connections (`bootstrap.py`), and the two names of a wait that every transport uses
+(`transports/base.py`).
 
 The package is frozen: bugs are repaired here, features are not added.
 
