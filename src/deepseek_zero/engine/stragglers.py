@@ -29,9 +29,9 @@ from ..report.explain import OWN, seconds_by_part
 WINDOW = 7  # steps: three windows, and the rest of the one in which it begins, are within thirty
 WINDOWS = 3  # after each other
 SLOW = 1.2  # times the median
-WORTH_SAYING = (
-    0.1  # of the window's seconds; with a twentieth, what else runs on a core names somebody (0105)
-)
+# of the window's seconds; with a twentieth, what else runs on a core names somebody
+# (docs/design/failure-detection.md)
+WORTH_SAYING = 0.1
 MOSTLY = 0.5  # of the window's seconds
 # Fields of the step message
 OWN_SECONDS = "own seconds"
