@@ -1,3 +1,4 @@
-"""Other libraries' words for what this one does, one package for each; nothing below imports from
-here.
+"""Compatibility with other libraries, one package for each.
+
+No other package imports this one.
 """

@@ -1,3 +1,1 @@
-"""Everything that speaks DeepSpeed's words: its functions, names, arguments, files and the package
-of its name.
-"""
+"""DeepSpeed's functions, classes, arguments, files, and its drop-in package."""

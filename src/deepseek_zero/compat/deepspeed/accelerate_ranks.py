@@ -1,9 +1,9 @@
-"""What accelerate says of this process, and how it counts CPU ranks.
+"""Read accelerate's state of this process and correct its count of CPU ranks.
 
 `accelerate.PartialState` takes the number of processes from torch.distributed only if it has chosen
-a backend, and it chooses none for CPU ranks that train with DeepSpeed: each counts itself as one
-process of one. It chooses before it calls `deepspeed.comm`, and counts after that call. With
-DEEPSEEK_ZERO_CPU_RANKS=1 the call fills the gap.
+a backend. For CPU ranks that train with DeepSpeed it chooses none, so each rank counts itself as
+the only process. It chooses the backend before it calls `deepspeed.comm`, and counts after that
+call. With DEEPSEEK_ZERO_CPU_RANKS=1, the call sets the missing backend.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ CPU_RANKS = "DEEPSEEK_ZERO_CPU_RANKS"
 
 
 def let_accelerate_count() -> None:
-    """Give accelerate's state this group's backend if it has none, and a user asked for it.
-    Local.
-    """
+    """Set a missing backend in accelerate's state if `CPU_RANKS` is set. Local."""
     if os.environ.get(CPU_RANKS) != "1" or not dist.is_initialized():
         return
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    shared = getattr(state, "_shared_state", {})  # what every PartialState has for its attributes
+    # the attributes that all PartialState instances share
+    shared = getattr(state, "_shared_state", {})
     is_unfinished = "backend" in shared and "num_processes" not in shared
     if is_unfinished and shared["backend"] is None and dist.get_world_size() > 1:
         shared["backend"] = dist.get_backend()
 
 
 def refuse_miscount() -> None:
-    """Raise where accelerate drives this process as DeepSpeed's launcher and counted another world.
+    """Raise if accelerate uses DeepSpeed and counted a different world size.
 
-    accelerate counts before DeepSpeed starts the group, and takes CPU ranks for one process each
-    unless it is told how they talk.  Its batch sizes are then those of one process, and its loaders
-    give every rank the same batches: an error, even where the sizes happen to fit.  Local, and the
-    same on every rank.
+    accelerate counts before DeepSpeed creates the process group, and counts each CPU rank as one
+    process unless a backend is configured. Its batch sizes are then those of one process, and its
+    data loaders give every rank the same batches. This is an error even if the sizes happen to fit.
+    The check is local and has the same result on every rank.
+
+    Raises:
+        UsageError: accelerate's count differs from the world size.
     """
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     counted = counted_by_accelerate()
@@ -59,17 +61,19 @@ def refuse_miscount() -> None:
 
 
 def without_accelerates_wrapper(optimizer: Any) -> Any:
-    """Return the optimizer in an AcceleratedOptimizer: accelerate wraps it before it calls
-    `initialize` where its ParallelismConfig has tensor-parallel ranks, and wraps what comes back
-    again.  accelerate is not imported for it.
+    """Return the optimizer inside an AcceleratedOptimizer; others are returned as is.
+
+    accelerate wraps the optimizer before it calls `initialize` if its ParallelismConfig has
+    tensor-parallel ranks, and wraps the result again. This function does not import accelerate.
     """
     kind: Any = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
     return optimizer.optimizer if isinstance(optimizer, kind) else optimizer
 
 
 def counted_by_accelerate() -> int | None:
-    """Return accelerate's number of processes where it was started for DeepSpeed, else None;
-    accelerate is not imported for it.
+    """Return accelerate's number of processes, or None if it does not use DeepSpeed.
+
+    This function does not import accelerate.
     """
     state: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
@@ -80,10 +84,10 @@ def counted_by_accelerate() -> int | None:
 
 
 def accelerate_statements() -> tuple[MeshStatement, ...]:
-    """What accelerate's ParallelismConfig says, where accelerate runs in this process.  It is not
-    imported for it.
+    """Return the mesh axes of accelerate's ParallelismConfig, if there is one.
 
-    Its data axes are left out: accelerate fills them in by itself.
+    This function does not import accelerate. The data axes are left out because accelerate infers
+    them.
     """
     state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     config = (getattr(state, "_shared_state", None) or {}).get("parallelism_config")

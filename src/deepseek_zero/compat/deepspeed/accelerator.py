@@ -1,7 +1,8 @@
-"""DeepSpeed's `get_accelerator()`: what scripts ask of the device this rank trains on.
+"""DeepSpeed's `get_accelerator()`, which describes the device of this rank.
 
-Two tables: what a GPU answers and what the CPU does; names they lack are an error that lists them.
-Reached through the drop-in (`deepspeed.accelerator`).
+`SHARED` holds the functions for all devices, `CUDA` and `CPU` those of one kind. Any other name
+raises an error that lists the available names. The drop-in provides this module as
+`deepspeed.accelerator`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...comm.context import ranks_of_this_host
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: a CPU has nothing to wait for, to mark or to clear."""
+    """Do nothing. The CPU has no streams, no markers and no cache to clear."""
 
 
 def _device_of(kind: str, index: int | None = None) -> str:
@@ -37,7 +38,7 @@ def _on_accelerator(tensor: torch.Tensor) -> bool:
     return tensor.device.type == default_device().type
 
 
-# What is asked of either kind.
+# Functions for both kinds of device
 SHARED: dict[str, Callable[..., Any]] = {
     "device_name": lambda device_index=None: _device_of(default_device().type, device_index),
     "device": lambda device_index=None: torch.device(
@@ -47,14 +48,14 @@ SHARED: dict[str, Callable[..., Any]] = {
     "communication_backend_name": lambda: default_backend(default_device()),
     "memory_allocated": lambda device_index=None: allocated_bytes(default_device()),
     "manual_seed": torch.manual_seed,
-    "manual_seed_all": torch.manual_seed,  # of the CPU and every GPU
+    "manual_seed_all": torch.manual_seed,  # seeds the CPU and all GPUs
     "initial_seed": torch.initial_seed,
     "random": lambda: torch.random,
     "is_bf16_supported": lambda: default_device().type == "cpu" or has_fast_bf16(default_device()),
     "is_fp16_supported": lambda: True,
     "is_fp64_supported": lambda: True,
     "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
-    "is_triton_supported": lambda: False,  # nothing here asks for triton's kernels
+    "is_triton_supported": lambda: False,  # this library has no triton kernels
     "pin_memory": _pin,
     "is_pinned": lambda tensor: tensor.is_pinned(),
     "on_accelerator": _on_accelerator,
@@ -111,7 +112,7 @@ CUDA: dict[str, Callable[..., Any]] = {name: partial(_of_cuda, name) for name in
 
 
 class Accelerator:
-    """Answer DeepSpeed's method names for the device that this rank trains on, a GPU or the CPU."""
+    """DeepSpeed's accelerator interface for the device of this rank, a GPU or the CPU."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         own = CPU if default_device().type == "cpu" else CUDA
@@ -135,13 +136,16 @@ DeepSpeedAccelerator = CPU_Accelerator = Accelerator
 
 @cache
 def get_accelerator() -> Accelerator:
-    """Return the Accelerator of this rank; one object per process."""
+    """Return the `Accelerator` of this process, which is created on first use."""
     return Accelerator()
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Refuse any accelerator but our own: ranks train on a GPU where there is one, else on the
-    CPU.
+    """Raise unless `accel_obj` is the object that `get_accelerator` returns.
+
+    Raises:
+        NotBuiltError: Another accelerator was passed. Ranks use a GPU if there is one, else the
+            CPU.
     """
     if accel_obj is not get_accelerator():
         raise NotBuiltError(
@@ -152,5 +156,5 @@ def set_accelerator(accel_obj: Any) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return True: a rank is only ever given a device that can be trained on."""
+    """Return True. Every device that a rank is given can be trained on."""
     return True

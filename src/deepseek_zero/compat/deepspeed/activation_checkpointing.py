@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`, beyond `deepseek_zero.checkpointing`."""
+"""`deepspeed.checkpointing`: activation checkpointing under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "reset",
 ]
 
-# DeepSpeed keeps these as variables of its module, which programs read.
+# DeepSpeed has these as module variables, which programs read.
 VARIABLES: dict[str, Callable[[RecomputeSettings], Any]] = {
     "PARTITION_ACTIVATIONS": lambda settings: settings.partitioned,
     "CONTIGUOUS_CHECKPOINTING": lambda settings: settings.tier is Tier.DEVICE,
@@ -45,7 +45,8 @@ VARIABLES: dict[str, Callable[[RecomputeSettings], Any]] = {
     "num_layers": lambda settings: settings.checkpoints,
     "mpu": lambda settings: None,
     "deepspeed_checkpointing_enabled": lambda settings: is_configured(),
-    "_cpu_offload_engine": lambda settings: None,  # inputs are parked by the arena of an engine
+    # An engine offloads inputs to its own arena instead.
+    "_cpu_offload_engine": lambda settings: None,
 }
 
 
@@ -56,11 +57,18 @@ def __getattr__(name: str) -> Any:
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
-    """Say where `checkpoint` keeps its inputs, as `deepseek_zero.checkpointing.configure` does.
+    """Configure where `checkpoint` keeps its inputs.
+
+    The same as `deepseek_zero.checkpointing.configure`, except for one more check.
+
+    Args:
+        mpu_: DeepSpeed's model-parallel unit.
+        deepspeed_config: Configuration with an `activation_checkpointing` section.
+        **words: DeepSpeed's keyword arguments, which override the configuration.
 
     Raises:
-        UsageError: Contiguous memory is asked for without the number of layers, which DeepSpeed
-            refuses.
+        UsageError: `contiguous_checkpointing` was set without `num_checkpoints` or a configuration.
+            DeepSpeed refuses this, too.
     """
     contiguous = words.get("contiguous_checkpointing") and words.get("num_checkpoints") is None
     if contiguous and deepspeed_config is None:

@@ -1,6 +1,4 @@
-"""Options that DeepSpeed adds to a script's parser: where its configuration is, and how the
-learning rate is tuned.
-"""
+"""Command-line options that DeepSpeed adds to a script's parser."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def _flag(text: str) -> bool:
     return words[text.lower()]
 
 
-# DeepSpeed's flags: name, type, default, help.  A negative count means "not given".
+# DeepSpeed's flags: name, type, default, help. A negative count means "not given".
 _FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
     ("lr_schedule", str, None, "learning-rate schedule: " + ", ".join(SCHEDULES)),
     ("lr_range_test_min_lr", float, 0.001, "range test: first learning rate"),
@@ -73,10 +71,10 @@ _FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add DeepSpeed's schedule flags.
+    """Add DeepSpeed's options for learning-rate schedules to a parser.
 
-    WarmupDecayLR and WarmupCosineLR also need the script's own --total_num_steps; DeepSpeed has no
-    such flag, and one added here would collide with a script that defines it.
+    WarmupDecayLR and WarmupCosineLR also need --total_num_steps from the script itself. DeepSpeed
+    has no such option, and adding it here would conflict with a script that defines it.
     """
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     for name, kind, default, text in _FLAGS:
@@ -88,7 +86,11 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the config's `scheduler` block of parsed flags: (block, None) or (None, why not)."""
+    """Return the configuration's `scheduler` section that parsed options describe.
+
+    Returns:
+        The section and None, or None and the reason why there is no section.
+    """
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule not specified on command line"

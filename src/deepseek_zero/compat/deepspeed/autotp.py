@@ -1,8 +1,7 @@
-"""DeepSpeed's classes of AutoTP's configuration, its shares of a dimension, and its reading of
-transformers' plans.
+"""DeepSpeed's AutoTP classes and functions, for programs that use them directly.
 
-They are for programs that build them.  No engine reads them: `tensor_parallel.partition_config` is
-the way in (config/layer_specs.py), and transformers' own plans are read by parallel/plans.py.
+No engine reads them. An engine reads `tensor_parallel.partition_config` (config/layer_specs.py) and
+transformers' plans (parallel/plans.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 
 class AUTOTP_MODE(Enum):
-    """What layers are split for."""
+    """Purpose for which layers are split."""
 
     TRAINING = "TRAINING"
     INFERENCE = "INFERENCE"
@@ -28,27 +27,32 @@ class _Mode:
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Say what layers are split for from now on.  It changes no layer: all of them have
-    gradients.
+    """Set the mode that `get_auto_tp_mode` returns.
+
+    It changes no layer: split layers have gradients in both modes.
     """
     _Mode.now = AUTOTP_MODE.TRAINING if training else AUTOTP_MODE.INFERENCE
 
 
 def get_auto_tp_mode() -> AUTOTP_MODE:
-    """Return what layers are split for."""
+    """Return the current mode."""
     return _Mode.now
 
 
 def is_autotp_training_mode() -> bool:
-    """Return whether layers are split for training."""
+    """Return whether the current mode is `AUTOTP_MODE.TRAINING`."""
     return _Mode.now is AUTOTP_MODE.TRAINING
 
 
 @dataclass(frozen=True)
 class AutoTPMeta:
-    """How the heads of a model are counted, by which its layers are shared out.
+    """Number of heads and width of a model, which determine how its layers are split.
 
-    tp_grain_size: other widths are cut at multiples of it.
+    Attributes:
+        num_kv_heads: Number of key and value heads.
+        num_attention_heads: Number of query heads.
+        n_embd: Hidden size.
+        tp_grain_size: Dimensions that are not split by heads are split at multiples of this size.
     """
 
     num_kv_heads: int | None = None
@@ -58,12 +62,17 @@ class AutoTPMeta:
 
     @classmethod
     def from_model_config(cls, model_config: Any, tp_grain_size: int = 1) -> AutoTPMeta:
-        """Return what a model's configuration says of its heads."""
+        """Read the number of heads and the width from a model's configuration.
+
+        Args:
+            model_config: Configuration object, for example that of a transformers model.
+            tp_grain_size: See the attribute.
+        """
         found = {field: _first_of(model_config, names) for field, names in _COUNTS.items()}
         return cls(**found, tp_grain_size=tp_grain_size)
 
 
-# what is counted -> where a model's configuration may say it, the first one first
+# Field of AutoTPMeta -> attributes of a model's configuration, in order of precedence
 _COUNTS: dict[str, tuple[str, ...]] = {
     "num_kv_heads": (
         "multi_query_group_num",
@@ -82,7 +91,8 @@ _COUNTS: dict[str, tuple[str, ...]] = {
     ),
     "n_embd": ("n_embd", "hidden_size"),
 }
-_OF_NO_HEADS = ("mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # in names of layers
+# Parts of the names of layers without heads
+_OF_NO_HEADS = ("mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _HEADS_OF_WORDS = ("lm_head", "embed_out")
 
 
@@ -95,11 +105,16 @@ def _first_of(config: Any, names: tuple[str, ...]) -> int | None:
 def get_shard_size_list(
     total_size: int, mp_size: int, meta: AutoTPMeta | str | None = None, name: str | None = None
 ) -> list[int]:
-    """Return how much of a dimension each rank has; the first ranks take more.
+    """Return how many elements of a dimension each rank holds.
 
-    meta: by its key/value heads where they divide the dimension, else by its grain.  name: the
-    layer's; one in an MLP or before the words has no heads.  Older programs pass the name in meta's
-    place.
+    The first ranks hold more.
+
+    Args:
+        total_size: Number of elements of the dimension.
+        mp_size: Number of ranks.
+        meta: Split by its key and value heads if they divide the dimension, else by its grain size.
+            Older programs pass the name here.
+        name: Name of the layer. Layers of an MLP and output embeddings are not split by heads.
     """
     if isinstance(meta, str):
         meta, name = None, meta
@@ -127,7 +142,19 @@ def get_shard_size(
     rank: int | None = None,
     mp_group: Any = None,
 ) -> int:
-    """Return how much of a dimension a rank has.  rank: in the group; None: this process's."""
+    """Return how many elements of a dimension one rank holds.
+
+    Args:
+        total_size: Number of elements of the dimension.
+        mp_size: Number of ranks.
+        meta: See `get_shard_size_list`.
+        name: See `get_shard_size_list`.
+        rank: Rank in the group; None for this process.
+        mp_group: Process group that determines the rank if `rank` is None.
+
+    Raises:
+        ValueError: Neither `rank` nor `mp_group` is given and `mp_size` is not the world size.
+    """
     if rank is None:
         if mp_group is None and dist.get_world_size() != mp_size:
             raise ValueError(
@@ -144,7 +171,7 @@ def _even(whole: int, ranks: int) -> list[int]:
 
 
 class PartitionType(Enum):
-    """How a layer is split over the ranks along tp."""
+    """How a layer is split over the tensor-parallel ranks."""
 
     COLUMN = "column"
     ROW = "row"
@@ -153,10 +180,17 @@ class PartitionType(Enum):
 
 @dataclass
 class TPLayerSpec:
-    """Which parameters, by regular expressions on their names, are split how.
+    """How the parameters whose names match are split.
 
-    shape: the logical shape of a fused parameter, -1 inferred, a tuple at partition_dim for unequal
-    parts.
+    Attributes:
+        patterns: Regular expressions that are matched from the start of a parameter's name.
+        partition_type: Direction of the split, or SKIP.
+        shape: Logical shape of a fused parameter. -1 is inferred; a tuple at `partition_dim` gives
+            the sizes of unequal parts.
+        partition_dim: Dimension to split; None for the default of `partition_type`.
+        model_types: Model types that the specification applies to; None for all.
+        gather_output: Whether to gather the output.
+        grad_allreduce: Whether to all-reduce the gradient of a replicated parameter.
     """
 
     patterns: list[str]
@@ -195,15 +229,18 @@ class TPLayerSpec:
                 raise ValueError("AutoTP shape dimensions must be positive integers or -1.")
 
     def get_partition_dim(self) -> int:
-        """Return the dimension that is split: 0 of a column layer, 1 of a row layer, unless
-        stated.
-        """
+        """Return `partition_dim`, or its default: 0 for column and 1 for other layers."""
         if self.partition_dim is not None:
             return self.partition_dim
         return 0 if self.partition_type is PartitionType.COLUMN else 1
 
     def matches(self, param_name: str, model_type: str | None = None) -> bool:
-        """Return whether it speaks of a parameter."""
+        """Return whether the specification applies to a parameter.
+
+        Args:
+            param_name: Name of the parameter.
+            model_type: Type of the model, compared without case.
+        """
         kinds = {str(kind).lower() for kind in self.model_types or ()}
         fits = not kinds or str(model_type).lower() in kinds
         return fits and any(re.match(pattern, param_name) for pattern in self.patterns)
@@ -211,7 +248,7 @@ class TPLayerSpec:
 
 @dataclass
 class AutoTPConfig:
-    """Layers and what is done with them."""
+    """Specifications of how layers are split, and defaults for other layers."""
 
     tp_size: int = 1
     layer_specs: list[TPLayerSpec] = field(default_factory=list)
@@ -222,7 +259,10 @@ class AutoTPConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
-        """Return the configuration of a dict of its fields; layer_specs: dicts of theirs."""
+        """Build the configuration from a dictionary of fields; other keys are ignored.
+
+        `layer_specs` is a list of dictionaries of the fields of `TPLayerSpec`.
+        """
         given = {
             name: value for name, value in config_dict.items() if name in cls.__dataclass_fields__
         }
@@ -236,13 +276,18 @@ class AutoTPConfig:
     def find_matching_spec(
         self, param_name: str, model_type: str | None = None
     ) -> TPLayerSpec | None:
-        """Return the first specification of a parameter."""
+        """Return the first specification that applies to a parameter, or None.
+
+        Args:
+            param_name: Name of the parameter.
+            model_type: Type of the model, compared without case.
+        """
         return next(
             (spec for spec in self.layer_specs if spec.matches(param_name, model_type)), None
         )
 
 
-# style of transformers -> what a specification says of it
+# transformers' style -> fields of TPLayerSpec
 STYLES: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": PartitionType.COLUMN},
     "colwise_rep": {"partition_type": PartitionType.COLUMN, "gather_output": True},
@@ -257,12 +302,15 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 class TPPlanConverter:
-    """Reads transformers' `tp_plan`: module pattern with "*" -> style."""
+    """Convert transformers' `tp_plan`, which maps module patterns to styles."""
 
     @staticmethod
     def convert(hf_tp_plan: Mapping[str, str]) -> list[TPLayerSpec] | None:
-        """Return the specifications of a plan, None for an empty one; a ValueError names styles
-        that are not known, because half of a pair of layers must not be split alone.
+        """Return the specifications of a plan, or None if the plan is empty.
+
+        Raises:
+            ValueError: The plan has an unknown style. Splitting only one layer of a pair would be
+                wrong.
         """
         if unknown := sorted(
             {style for style in hf_tp_plan.values() if style.lower() not in STYLES}
@@ -284,10 +332,9 @@ class TPPlanConverter:
 
 
 def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
-    """Return the plan that a transformers model carries: of its base, its class and itself; None
-    without one.
+    """Return a transformers model's plan: of its base model, class and instance.
 
-    A pattern that only repeats another one behind the base model's name is left out.
+    A pattern that repeats another one with the prefix of the base model is left out.
     """
     found: dict[str, str] = dict(
         getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}

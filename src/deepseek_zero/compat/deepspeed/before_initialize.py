@@ -1,6 +1,4 @@
-"""DeepSpeed's `tp_model_init`: records that layers are to be split, and `initialize` of the same
-model does it.
-"""
+"""DeepSpeed's `tp_model_init`, which records a request for `initialize`."""
 
 from __future__ import annotations
 
@@ -24,7 +22,13 @@ _SIZE = "tensor_parallel.autotp_size"
 
 @dataclass(frozen=True)
 class TensorParallelRequest:
-    """What `tp_model_init` was given.  ranks: of tp_group; None without one."""
+    """Arguments of `tp_model_init`.
+
+    Attributes:
+        tp_size: Number of tensor-parallel ranks.
+        dtype: Expected dtype of the weights; None for any.
+        ranks: Global ranks of `tp_group`; None if no group was given.
+    """
 
     tp_size: int
     dtype: torch.dtype | None = None
@@ -42,12 +46,20 @@ def tp_model_init(
     tp_group: Any = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """Ask for tensor parallelism of a model over so many ranks; returns the model as it is.  Local.
+    """Request tensor parallelism for a model and return the unchanged model. Local.
 
-    `initialize` splits it: its layers are whole until then.  dtype: compared with the
-    configuration's.  config: not
-    read: the one given to `initialize` is.  tp_group: the ranks that share a layer, compared with
-    the mesh's.
+    `initialize` splits the layers. Until then they are whole.
+
+    Args:
+        model: The model that will be passed to `initialize`.
+        tp_size: Number of tensor-parallel ranks.
+        dtype: Compared with the configuration's dtype.
+        config: Ignored; `initialize` reads its own configuration.
+        tp_group: Process group of the ranks that share a layer, compared with the mesh.
+        **kwargs: Ignored.
+
+    Raises:
+        UsageError: An argument has the wrong type, or `tp_group` does not have `tp_size` ranks.
     """
     if not isinstance(model, nn.Module):
         raise refuse(
@@ -77,16 +89,25 @@ def tp_model_init(
 
 
 def asked_tp_size(model: nn.Module) -> int:
-    """Return what `tp_model_init` was given for a model, 0 where it was not called."""
+    """Return the `tp_size` that was requested for a model, or 0."""
     asked = _asked.get(model)
     return asked.tp_size if asked is not None else 0
 
 
 def tensor_parallel_statement(model: Any, raw: RawConfig, has_mpu: bool) -> MeshStatement | None:
-    """Return what `tp_model_init` recorded of a model, None where it did not; ConfigError in
-    DeepSpeed's words where the configuration says otherwise.
+    """Return the mesh axis that `tp_model_init` requested for a model, or None.
+
+    Args:
+        model: The model that was passed to `initialize`.
+        raw: The configuration.
+        has_mpu: Whether `initialize` was given an `mpu`.
+
+    Raises:
+        ConfigError: The configuration or the `mpu` contradicts the request. The text is
+            DeepSpeed's.
     """
-    asked = _asked.get(model) if isinstance(model, nn.Module) else None  # else `Request` refuses it
+    # `Request` refuses anything but a module.
+    asked = _asked.get(model) if isinstance(model, nn.Module) else None
     if asked is None:
         return None
     if asked.ranks is not None and has_mpu:

@@ -1,7 +1,7 @@
-"""DeepSpeed's arithmetic of a checkpoint's shape: which ranks' files a smaller grid of stages and
-tp ranks joins.
+"""DeepSpeed's functions for the shape of a checkpoint.
 
-Here every checkpoint loads at any shape; programs that plan with these numbers get them.
+They compute which ranks' files a smaller grid of stages and tensor-parallel ranks merges. This
+library loads every checkpoint at any shape; the functions are for programs that plan with them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from typing import Any
 
 
 def partition_data(data_list: list[Any], num_partitions: int) -> list[list[Any]]:
-    """Return a list cut into runs of one length."""
+    """Split a list into sublists of equal length.
+
+    Args:
+        data_list: The list, whose length must be divisible.
+        num_partitions: Number of sublists.
+    """
     assert len(data_list) % num_partitions == 0
     size = len(data_list) // num_partitions
     return [data_list[start : start + size] for start in range(0, len(data_list), size)]
 
 
 class meg_2d_parallel_map:
-    """What stands at each place (pipeline stage, tp rank)."""
+    """A list of data for each place (pipeline stage, tensor-parallel rank) of a grid.
+
+    Args:
+        pp_degree: Number of pipeline stages.
+        tp_degree: Number of tensor-parallel ranks.
+    """
 
     def __init__(self, pp_degree: int, tp_degree: int) -> None:
         self.pp_degree = pp_degree
@@ -25,18 +35,29 @@ class meg_2d_parallel_map:
         self.map: dict[tuple[int, int], list[Any]] = {}
 
     def simple_init(self) -> None:
-        """Put each rank at its place, stage by stage."""
+        """Assign each rank to its place, stage by stage."""
         self.map = {
             divmod(rank, self.tp_degree): [rank] for rank in range(self.pp_degree * self.tp_degree)
         }
 
     def add_data(self, pp_index: int, tp_index: int, data: list[Any]) -> None:
-        """Put more at a place."""
+        """Append data to a place.
+
+        Args:
+            pp_index: Pipeline stage.
+            tp_index: Tensor-parallel rank.
+            data: List to append.
+        """
         assert pp_index < self.pp_degree and tp_index < self.tp_degree and isinstance(data, list)
         self.map.setdefault((pp_index, tp_index), []).extend(data)
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[Any]:
-        """Return what stands at a place; None: at all places along that axis."""
+        """Return the data of one place, or of all places along an axis.
+
+        Args:
+            pp_index: Pipeline stage; None for all.
+            tp_index: Tensor-parallel rank; None for all.
+        """
         assert (pp_index or 0) < self.pp_degree and (tp_index or 0) < self.tp_degree
         stages = range(self.pp_degree) if pp_index is None else [pp_index]
         ranks = range(self.tp_degree) if tp_index is None else [tp_index]
@@ -50,7 +71,15 @@ def reshape_meg_2d_parallel(
     new_tp_degree: int,
     verbose: bool = False,
 ) -> meg_2d_parallel_map:
-    """Return which old ranks each place of a smaller grid joins; tp is joined first."""
+    """Return which old ranks each place of a smaller grid merges. tp is merged first.
+
+    Args:
+        old_pp_degree: Pipeline stages of the old grid.
+        old_tp_degree: Tensor-parallel ranks of the old grid.
+        new_pp_degree: Pipeline stages of the new grid, at most as many.
+        new_tp_degree: Tensor-parallel ranks of the new grid, at most as many.
+        verbose: Ignored.
+    """
     assert new_pp_degree <= old_pp_degree and new_tp_degree <= old_tp_degree
     old = meg_2d_parallel_map(old_pp_degree, old_tp_degree)
     old.simple_init()
@@ -66,7 +95,13 @@ def reshape_meg_2d_parallel(
 
 
 class model_3d_desc:
-    """How many stages, tp ranks and data-parallel ranks a checkpoint was written by."""
+    """Shape of a checkpoint.
+
+    Args:
+        pp_degree: Number of pipeline stages.
+        tp_degree: Number of tensor-parallel ranks.
+        dp_degree: Number of data-parallel ranks.
+    """
 
     def __init__(self, pp_degree: int = 1, tp_degree: int = 1, dp_degree: int = 1) -> None:
         self.pp_degree = pp_degree
@@ -79,7 +114,14 @@ class model_3d_desc:
     def reshape(
         self, target_3d_desc: model_3d_desc, verbose: bool = False
     ) -> list[meg_2d_parallel_map]:
-        """Return, for each data-parallel rank of the target, which ranks' files its places join."""
+        """Return which ranks' files each place of the target merges.
+
+        The list has one map for each data-parallel rank of the target.
+
+        Args:
+            target_3d_desc: Shape of the target, which must not be larger along any axis.
+            verbose: Ignored.
+        """
         valid, errors = self.can_reshape(target_3d_desc)
         assert valid, ",".join(errors)
         sizes = self.pp_degree, self.tp_degree, target_3d_desc.pp_degree, target_3d_desc.tp_degree
@@ -108,7 +150,13 @@ class model_3d_desc:
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Return whether there is such a place, and what is wrong with it."""
+        """Return whether a place exists, and an error message for each invalid index.
+
+        Args:
+            pp_index: Pipeline stage.
+            tp_index: Tensor-parallel rank.
+            dp_index: Data-parallel rank.
+        """
         places = zip(self._axes().items(), (pp_index, tp_index, dp_index), strict=True)
         errors = [
             f"{axis} indexing error: index {at} >= degree {size}"
@@ -118,7 +166,7 @@ class model_3d_desc:
         return not errors, errors
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Return whether the target is nowhere larger, and where it is."""
+        """Return whether the target fits, with an error for each axis that is larger."""
         pairs = zip(self._axes().items(), target_3d_desc._axes().values(), strict=True)
         errors = [
             f"Expansion reshape not supported - {axis}: {size} ---> {wanted}"

@@ -1,11 +1,10 @@
-"""DeepSpeed's `deepspeed.comm`: torch.distributed's names, which answer as a world of one where no
-group is joined.
+"""DeepSpeed's `deepspeed.comm`, which also works without a process group.
 
     init_distributed   that of api/distributed.py; accelerate counts the ranks after it
-    COLLECTIVES        what torch.distributed spells otherwise or not at all
-    ALONE              what a script may call before it joins a group, or without one
+    COLLECTIVES        functions that torch.distributed does not have under these names
+    ALONE              functions that work without a process group, as with one rank
 
-Users import it as `deepseek_zero.comm`; engines have their own collectives (comm/collectives.py).
+Users import it as `deepseek_zero.comm`. Engines have their own collectives (comm/collectives.py).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ...comm.context import local_rank as get_local_rank
 from .accelerate_ranks import let_accelerate_count
 from .missing import missing_names
 
-MODULE = "deepseek_zero.comm"  # where users find these names
+MODULE = "deepseek_zero.comm"  # the public name of this module
 __all__ = [
     "configure",
     "get_all_ranks_from_group",
@@ -51,12 +50,12 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether this process has joined a group."""
+    """Return whether torch.distributed is initialized."""
     let_accelerate_count()
     return dist.is_initialized()
 
 
-# torch 2.13 renames these two and warns of the old names.
+# torch 2.13 renames these two functions and warns about the old names.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -64,7 +63,6 @@ _scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 def _allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Gather every rank's tensor into one."""
     return _gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -75,12 +73,10 @@ def _reduce_scatter_fn(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Add up every rank's tensor; each rank keeps its slice."""
     return _scatter_from(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def _inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-    """Add up every rank's tensor, in place."""
     return dist.all_reduce(tensor, op=op, group=group)
 
 
@@ -90,7 +86,7 @@ def _all_reduce_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> None:
-    """Add up several tensors, one after the other."""
+    """All-reduce several tensors, one after the other."""
     _refuse_async("all_reduce_coalesced", async_op)
     for tensor in tensors:
         dist.all_reduce(tensor, op=op, group=group)
@@ -102,7 +98,7 @@ def _all_gather_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> None:
-    """Gather several tensors, one after the other."""
+    """All-gather several tensors, one after the other."""
     _refuse_async("all_gather_coalesced", async_op)
     for output, value in zip(output_tensors, input_tensors, strict=True):
         _gather_into(output, value, group=group)
@@ -111,7 +107,15 @@ def _all_gather_coalesced(
 def initialize_mesh_device(
     mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]
 ) -> DeviceMesh:
-    """Return torch's DeviceMesh over all ranks.  Collective."""
+    """Return torch's DeviceMesh over all ranks.
+
+    Args:
+        mesh_shape: Number of ranks along each dimension.
+        mesh_dim_names: Names of the dimensions.
+
+    Note:
+        Collective: every rank must call it.
+    """
     return init_device_mesh(default_device().type, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
@@ -124,11 +128,11 @@ def _refuse_async(name: str, async_op: bool) -> None:
         )
 
 
-# -- a world of one, without a group
+# -- one rank without a process group
 
 
 def _unchanged(value: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Leave the tensor of an in-place collective as it is: one rank sums up and sends nothing."""
+    """Do nothing: with one rank, an in-place collective leaves its tensor unchanged."""
 
 
 def _into(output: Any, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +154,7 @@ def _into_each(
         _into(output, value)
 
 
-# name: (with a group, in a world of one)
+# name -> (with a process group, without one)
 COLLECTIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "allgather_fn": (_allgather_fn, _into),
     "reduce_scatter_fn": (_reduce_scatter_fn, _into),
@@ -158,13 +162,13 @@ COLLECTIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce_coalesced": (_all_reduce_coalesced, _unchanged),
     "all_gather_coalesced": (_all_gather_coalesced, _into_each),
 }
-# What DeepSpeed asks of torch's version; all of it is there.
+# Functions with which DeepSpeed checks torch's version; all of them return True.
 ASKED = frozenset(
     "has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced "
     "has_coalescing_manager".split()
 )
 
-# What a script may call before, or without, joining a group.
+# Functions that a script may call without a process group
 ALONE: dict[str, Callable[..., Any]] = {
     "get_rank": lambda group=None: 0,
     "get_world_size": lambda group=None: 1,
@@ -186,25 +190,30 @@ ALONE |= {name: alone for name, (_, alone) in COLLECTIVES.items()}
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return the global number of a group's rank."""
+    """Return the global rank of a rank in a group.
+
+    Args:
+        group: Process group; None for the group of all ranks.
+        group_rank: Rank in the group.
+    """
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 
 
 def get_world_group() -> Any:
-    """Return the group of all ranks, None in a world of one."""
+    """Return the group of all ranks; None without a process group."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def get_all_ranks_from_group(group: Any = None) -> Sequence[int]:
-    """Return the global numbers of a group's ranks."""
+    """Return the global ranks of a group."""
     return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
 
-# -- the log of calls
+# -- the log of collectives
 
 
 class _Calls:
-    """Who records the calls of this process: a CommsLogger, once a program has asked for one."""
+    """The CommsLogger of this process, which is created on first use."""
 
     logger: ClassVar[Any] = None
 
@@ -217,10 +226,18 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Say which calls of this module are recorded.  Local.
+    """Configure which calls of this module are logged. Local.
 
-    deepspeed_config: a DeepSpeedConfig, of which `comms_logger` is taken; the other arguments come
-    before it.
+    Arguments other than `deepspeed_config` override the configuration. None keeps the current
+    value.
+
+    Args:
+        deepspeed_config: A DeepSpeedConfig with a `comms_logger` section.
+        enabled: Whether calls are logged.
+        prof_all: Whether all operations are logged.
+        prof_ops: Names of the operations to log otherwise.
+        verbose: Whether each call is printed.
+        debug: Stored, without effect.
     """
     stated = {
         "enabled": enabled,
@@ -238,14 +255,21 @@ def configure(
 
 
 def _comms_logger() -> Any:
-    """Return this process's CommsLogger; made on first use."""
     if _Calls.logger is None:
         _Calls.logger = import_module(f"{__package__}.comms_logging").CommsLogger()
     return _Calls.logger
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print, from rank 0, what was recorded.  Collective with a process group."""
+    """Print a summary of the logged calls on rank 0.
+
+    Args:
+        show_straggler: Include the time that is due to slow ranks.
+        return_dict: Return the summary as a dictionary.
+
+    Note:
+        Collective if a process group is initialized.
+    """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if dist.is_initialized():
         dist.barrier()
@@ -254,27 +278,27 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def reset_log() -> None:
-    """Forget what was recorded."""
+    """Delete all records."""
     _comms_logger().reset_data()
 
 
 def has_comm_data() -> bool:
-    """Return whether anything was recorded."""
+    """Return whether any call was logged."""
     return bool(_comms_logger().has_data())
 
 
 def get_comm_operation_count() -> int:
-    """Return how many calls were recorded."""
+    """Return the number of logged calls."""
     return int(_comms_logger().get_total_operations())
 
 
 def get_logged_comm_ops() -> list[str]:
-    """Return the names of the calls that were recorded."""
+    """Return the names of the logged operations."""
     return list(_comms_logger().get_operation_names())
 
 
-# Calls that move bytes: they take DeepSpeed's words for its log (prof, log_name, debug), which
-# torch does not know.
+# Calls that move data. They accept DeepSpeed's logging arguments (prof, log_name, debug), which
+# torch does not have.
 LOGGED = frozenset(
     "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce "
     "all_reduce_coalesced all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv "

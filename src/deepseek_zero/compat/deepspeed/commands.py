@@ -1,5 +1,6 @@
-"""What `deepseek-zero` has for the name `deepspeed`: its commands `exec` and `dropin-path`, the
-environment of `run --as-deepspeed`, and a line of `doctor`.
+"""Commands that the `deepspeed` compatibility layer adds to `deepseek-zero`.
+
+They are `exec` and `dropin-path`, the environment of `run --as-deepspeed`, and a row of `doctor`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def exec_command(command: Sequence[str]) -> None:
-    """Become the command; does not return."""
+    """Replace this process by the command. It does not return."""
     if not command:
         raise UsageError(
             "No command was given.",
@@ -64,7 +65,7 @@ def exec_command(command: Sequence[str]) -> None:
 
 
 def findings() -> list[tuple[str, str, str]]:
-    """Return rows of `deepseek-zero doctor`: name, value, meaning."""
+    """Return rows for `deepseek-zero doctor`: name, value, meaning."""
     if is_dropin_active():
         meaning = f"this library answers to that name, from {DIRECTORY}"
         return [("deepspeed", "deepseek_zero", meaning)]

@@ -1,7 +1,7 @@
-"""DeepSpeed's CommsLogger: how often, how long and how large the calls of `deepspeed.comm` were.
+"""DeepSpeed's CommsLogger, which logs the calls of `deepspeed.comm`.
 
-It sees what a program calls by itself.  An engine's own messages are not calls of torch's;
-`engine.explain()` and the records count those.
+It records the calls that a program makes itself. An engine's collectives are not calls of
+torch.distributed. They are part of `engine.explain()` and of the records.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ...api.utils import log_dist
 from ...base.device import default_device, synchronize
 from .runtime_utils import get_tensor_bytes
 
-# operation -> (bytes per byte of the message that an algorithm moves, that a link carries), of n
-# ranks
+# operation -> function of the number of ranks that returns (algorithm factor, bus factor): bytes
+# that the algorithm moves, and bytes that a link carries, per byte of the message
 FACTORS: dict[str, Callable[[int], tuple[float, float]]] = {
     **dict.fromkeys(("all_to_all_single", "all_to_all"), lambda n: (1, (n - 1) / n)),
     **dict.fromkeys(
@@ -41,7 +41,12 @@ LOGGED_CALLS = (
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Return the mean without this share of the smallest and of the largest values."""
+    """Return the mean of the data without its smallest and largest values.
+
+    Args:
+        data: The values.
+        trim_percent: Share of the values, from 0 to 1, to leave out at each end.
+    """
     assert 0.0 <= trim_percent <= 1.0
     if not data:
         return 0.0
@@ -51,7 +56,7 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
 
 
 def convert_size(size_bytes: float) -> str:
-    """Return bytes in the largest unit of 1,024s below them: "1.5 KB"."""
+    """Format a number of bytes in the largest binary unit that fits, such as "1.5 KB"."""
     if size_bytes == 0:
         return "0B"
     power = int(math.log(size_bytes, 1024))
@@ -62,13 +67,17 @@ def convert_size(size_bytes: float) -> str:
 
 
 def get_caller_func(frame: int = 3) -> str:
-    """Return the name of the function so many calls up."""
+    """Return the name of the function `frame` calls up the stack."""
     return inspect.stack()[frame].function
 
 
 def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, float]:
-    """Return the rates of an operation in Gbit/s: of its algorithm, and of its links.  duration:
-    ms.
+    """Return the algorithm and bus bandwidth of an operation in Gbit/s.
+
+    Args:
+        comm_op: Name of the operation.
+        size: Message size in bytes.
+        duration: Time in milliseconds.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     moved, carried = FACTORS[comm_op](ranks) if comm_op in FACTORS else (1, 1)
@@ -77,7 +86,11 @@ def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, floa
 
 
 class CommsLogger:
-    """Records of calls: {name: {bytes: [count, [ms], [algorithm's Gbit/s], [links' Gbit/s]]}}."""
+    """Log of calls.
+
+    `comms_dict` maps name and message size in bytes to [count, latencies in ms, algorithm
+    bandwidths in Gbit/s, bus bandwidths in Gbit/s].
+    """
 
     def __init__(self) -> None:
         self.comms_dict: dict[str, dict[int, list[Any]]] = {}
@@ -88,36 +101,49 @@ class CommsLogger:
         self.prof_ops: list[str] = []
 
     def configure(self, comms_config: Any) -> None:
-        """Take over a DeepSpeedCommsConfig."""
+        """Apply the settings of a DeepSpeedCommsConfig."""
         self.enabled = comms_config.comms_logger_enabled
         for name in ("verbose", "debug", "prof_ops", "prof_all") if self.enabled else ():
             setattr(self, name, getattr(comms_config.comms_logger, name))
 
     def start_profiling_comms(self) -> None:
-        """Record every operation."""
+        """Log all operations."""
         self.prof_all = True
 
     def stop_profiling_comms(self) -> None:
-        """Record none but those that are named."""
+        """Log only the operations in `prof_ops`."""
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Record these operations, too."""
+        """Add operations to `prof_ops`."""
         self.prof_ops = sorted({*self.prof_ops, *op_name_list})
 
     def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Record these operations no more."""
+        """Remove operations from `prof_ops`."""
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
     def wants(self, name: str, asked: bool = False) -> bool:
-        """Return whether a call of this name is to be recorded."""
+        """Return whether a call should be logged.
+
+        Args:
+            name: Name of the operation.
+            asked: Whether the caller requested it.
+        """
         return self.enabled and (asked or self.prof_all or name in self.prof_ops)
 
     def timed(
         self, call: Callable[..., Any], raw_name: str, log_name: str, args: Any, kwargs: Any
     ) -> Any:
-        """Make a call and record it.  The device is waited for, so that its time is that of the
-        message.
+        """Call a function and log it.
+
+        The device is synchronized before and after, so that the time is that of the call.
+
+        Args:
+            call: The function.
+            raw_name: Name of the operation in FACTORS.
+            log_name: Name in the log.
+            args: Positional arguments of the call. The largest tensor is the message size.
+            kwargs: Keyword arguments of the call.
         """
         synchronize(default_device())
         began = time.perf_counter()
@@ -128,7 +154,14 @@ class CommsLogger:
         return found
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
-        """Add one call.  latency: ms; msg_size: bytes."""
+        """Add one call to the log.
+
+        Args:
+            raw_name: Name of the operation in FACTORS.
+            record_name: Name in the log.
+            latency: Time in milliseconds.
+            msg_size: Message size in bytes.
+        """
         rates = calc_bw_log(raw_name, msg_size, latency)
         entry = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
         entry[0] += 1
@@ -143,28 +176,31 @@ class CommsLogger:
             )
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """Return the records."""
+        """Return a shallow copy of the log."""
         return self.comms_dict.copy()
 
     def has_data(self) -> bool:
-        """Return whether anything was recorded."""
+        """Return whether any call was logged."""
         return bool(self.comms_dict)
 
     def reset_data(self) -> None:
-        """Forget the records."""
+        """Delete all records."""
         self.comms_dict.clear()
 
     def get_operation_names(self) -> list[str]:
-        """Return the names that were recorded."""
+        """Return the names in the log."""
         return list(self.comms_dict)
 
     def get_total_operations(self) -> int:
-        """Return how many calls were recorded."""
+        """Return the number of logged calls."""
         return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """Return counts, times (ms) and rates (Gbit/s) of one name by bytes; None for a name
-        without records.
+        """Return counts, times and bandwidths of one name by message size.
+
+        Returns:
+            A dictionary with times in milliseconds and bandwidths in Gbit/s; None if the name was
+            not logged.
         """
         if operation_name not in self.comms_dict:
             return None
@@ -186,10 +222,16 @@ class CommsLogger:
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """Print the summaries of all names, and return them where that is asked for.
+        """Print a summary of all names.
 
-        show_straggler: beside, how long this rank waited for the last one.  Collective then: every
-        rank needs the same records.
+        Args:
+            print_log: Whether to print.
+            show_straggler: Include how long this rank was waiting for slower ranks. The call is
+                then collective, and all ranks must have logged the same calls.
+            return_dict: Whether to return the summary.
+
+        Returns:
+            The summary if `return_dict` is true, else None.
         """
         summary: dict[str, Any] = {
             name: self.get_operation_summary(name) for name in self.comms_dict

@@ -1,9 +1,8 @@
-"""DeepSpeed's configuration classes, for programs that build or read them: field names, defaults,
-pydantic errors.
+"""DeepSpeed's configuration classes, for programs that build or read them.
 
-No engine reads them: `initialize` reads the configuration itself (config/schema.py).  A program may
-make a DeepSpeedConfig of the same file to ask what is in it; a key that nothing here is built for
-is a field like any other.
+They have DeepSpeed's field names, defaults and pydantic errors. No engine reads them: `initialize`
+reads the configuration itself (config/schema.py). A program may build a DeepSpeedConfig from the
+same file to inspect it. Keys of features that this library does not have are ordinary fields.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ...config.text import read
 from .constants import OffloadDeviceEnum, ZeroStageEnum
 
 ON_THE_HOST: dict[str, Any] = {"device": "cpu"}
-# Of transformers: mixtures of experts, whose experts are not all used by every rank
+# transformers' mixture-of-experts blocks, in which a rank may not use every expert
 DEFAULT_LEAF_CLASSES = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -36,10 +35,13 @@ DEFAULT_LEAF_CLASSES = [
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A section: unknown keys are errors, "auto" stands for a key that is left out.
+    """Base class of a section of the configuration.
 
-    A field whose json_schema_extra says {"deprecated": True, "new_param": name} hands its value to
-    that field, through "new_param_fn" where it has one; giving both is an AssertionError.
+    Unknown keys are errors. The value "auto" is the same as leaving the key out.
+
+    A field is deprecated if its json_schema_extra has {"deprecated": True, "new_param": name}. Its
+    value is assigned to the new field, after "new_param_fn" if there is one. Setting both raises
+    AssertionError.
     """
 
     model_config = ConfigDict(
@@ -84,7 +86,7 @@ class DeepSpeedConfigModel(BaseModel):
 
 
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
-    """`zero_optimization.offload_param`."""
+    """Section `zero_optimization.offload_param`."""
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
@@ -95,7 +97,7 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
-    """`zero_optimization.offload_optimizer`."""
+    """Section `zero_optimization.offload_optimizer`."""
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
@@ -110,12 +112,12 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 
     @property
     def pipeline(self) -> bool:
-        """Whether tiles are read or written beside the update of another."""
+        """Whether reads or writes overlap with the update."""
         return self.pipeline_read or self.pipeline_write
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """The states that DeepSpeed's `offload_states` tells apart."""
+    """Kinds of state that DeepSpeed's `offload_states` distinguishes."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -125,7 +127,7 @@ class OffloadStateTypeEnum(StrEnum):
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
-    """`zero_optimization.leaf_module`: a name alone stands for a list of one."""
+    """Section `zero_optimization.leaf_module`; a string is the same as a list of one."""
 
     classes: list[str] = Field(default_factory=lambda: list(DEFAULT_LEAF_CLASSES))
     names: list[str] = Field(default_factory=list)
@@ -148,7 +150,7 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
 
 
 class ZenFlowConfig(DeepSpeedConfigModel):
-    """`zero_optimization.zenflow`."""
+    """Section `zero_optimization.zenflow`."""
 
     topk_ratio: float = Field(0.1, gt=0.0, lt=1.0)
     select_strategy: str = "auto"
@@ -175,7 +177,7 @@ class ZenFlowConfig(DeepSpeedConfigModel):
 
 
 def _replaced(name: str, make: Callable[[Any], Any] | None = None, sets: bool = True) -> Any:
-    """Declare an old key and what replaced it."""
+    """Declare a deprecated field and its replacement."""
     about: dict[str, Any] = {"deprecated": True, "new_param": name, "set_new_param": sets}
     return Field(None, json_schema_extra=about | ({"new_param_fn": make} if make else {}))
 
@@ -185,7 +187,10 @@ def _elements(alias: str, default: int) -> Any:
 
 
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
-    """`zero_optimization`; the fields of stage 3 go by two names, with and without "stage3_"."""
+    """Section `zero_optimization`.
+
+    Fields of stage 3 accept names with and without the prefix "stage3_".
+    """
 
     stage: ZeroStageEnum = ZeroStageEnum.disabled
     contiguous_gradients: bool = True
@@ -264,7 +269,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedBF16Config(DeepSpeedConfigModel):
-    """`bf16`."""
+    """Section `bf16`."""
 
     enabled: bool = False
     immediate_grad_update: bool = False
@@ -274,7 +279,10 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
 
 
 class DeepSpeedFP16Config(DeepSpeedConfigModel):
-    """`fp16`; the window and the smallest scale are checked while the scale is dynamic."""
+    """Section `fp16`.
+
+    The window and the minimum scale are validated only if the scale is dynamic.
+    """
 
     enabled: bool = False
     auto_cast: bool = False
@@ -315,11 +323,11 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         return self
 
     def initial_dynamic_scale(self) -> int:
-        """Return the first scale of a dynamic one."""
+        """Return the initial scale of dynamic loss scaling."""
         return int(2**self.initial_scale_power)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Return the arguments of a DynamicLossScaler."""
+        """Return the arguments for a DynamicLossScaler."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -330,7 +338,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 
 
 class TensorBoardConfig(DeepSpeedConfigModel):
-    """`tensorboard`."""
+    """Section `tensorboard`."""
 
     enabled: bool = False
     output_path: str = ""
@@ -338,11 +346,11 @@ class TensorBoardConfig(DeepSpeedConfigModel):
 
 
 class CSVConfig(TensorBoardConfig):
-    """`csv_monitor`."""
+    """Section `csv_monitor`."""
 
 
 class WandbConfig(DeepSpeedConfigModel):
-    """`wandb`."""
+    """Section `wandb`."""
 
     enabled: bool = False
     group: str | None = None
@@ -351,7 +359,7 @@ class WandbConfig(DeepSpeedConfigModel):
 
 
 class CometConfig(DeepSpeedConfigModel):
-    """`comet`."""
+    """Section `comet`."""
 
     enabled: bool = False
     samples_log_interval: int = 100
@@ -365,7 +373,7 @@ class CometConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
-    """The four monitors' sections."""
+    """The sections of the four monitors."""
 
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
     comet: CometConfig = Field(default_factory=CometConfig)
@@ -374,12 +382,12 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
     @property
     def enabled(self) -> bool:
-        """Whether a monitor is on."""
+        """Whether any monitor is enabled."""
         return any(getattr(self, name).enabled for name in type(self).model_fields)
 
 
 class CommsLoggerConfig(DeepSpeedConfigModel):
-    """`comms_logger`."""
+    """Section `comms_logger`."""
 
     enabled: bool = False
     prof_all: bool = True
@@ -389,7 +397,7 @@ class CommsLoggerConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedCommsConfig:
-    """Whether a configuration has a `comms_logger`, and its section."""
+    """The section `comms_logger`, and whether the configuration has it."""
 
     def __init__(self, ds_config: Mapping[str, Any]) -> None:
         self.comms_logger_enabled = "comms_logger" in ds_config
@@ -398,7 +406,7 @@ class DeepSpeedCommsConfig:
 
 
 class _PlainSection:
-    """A section of which DeepSpeed checks nothing: its keys, or their defaults, as attributes."""
+    """A section that DeepSpeed does not validate. Its keys are attributes."""
 
     name: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]]
@@ -412,7 +420,7 @@ class _PlainSection:
 
 
 class DeepSpeedFlopsProfilerConfig(_PlainSection):
-    """`flops_profiler`."""
+    """Section `flops_profiler`."""
 
     name = "flops_profiler"
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -427,7 +435,7 @@ class DeepSpeedFlopsProfilerConfig(_PlainSection):
 
 
 class DeepSpeedActivationCheckpointingConfig(_PlainSection):
-    """`activation_checkpointing`."""
+    """Section `activation_checkpointing`."""
 
     name = "activation_checkpointing"
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -441,7 +449,7 @@ class DeepSpeedActivationCheckpointingConfig(_PlainSection):
 
 
 class CompileConfig(DeepSpeedConfigModel):
-    """`compile`: DeepCompile's keys are fields that nobody reads."""
+    """Section `compile`; other keys of DeepCompile are kept as fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -449,7 +457,7 @@ class CompileConfig(DeepSpeedConfigModel):
 
 
 class HybridEngineConfig(DeepSpeedConfigModel):
-    """`hybrid_engine`."""
+    """Section `hybrid_engine`."""
 
     enabled: bool = False
     max_out_tokens: int = 512
@@ -460,7 +468,7 @@ class HybridEngineConfig(DeepSpeedConfigModel):
 
 
 class ValidationMode:
-    """What a checkpoint's tag that ranks do not share leads to."""
+    """What to do if ranks save a checkpoint under different tags."""
 
     WARN = "WARN"
     IGNORE = "IGNORE"
@@ -468,7 +476,7 @@ class ValidationMode:
 
 
 class DtypeEnum(Enum):
-    """Dtypes by every spelling of DeepSpeed's."""
+    """Dtypes, with all of DeepSpeed's spellings."""
 
     fp16 = torch.float16
     fp32 = torch.float32
@@ -488,13 +496,19 @@ class DtypeEnum(Enum):
         return cls.__members__.get(spellings.get(text, text))
 
 
-# -- one key out of a configuration
+# -- readers of single keys
 
 
 def get_scalar_param(
     param_dict: Mapping[str, Any], param_name: str, param_default_value: Any
 ) -> Any:
-    """Return a key of a section, or the default where it is missing."""
+    """Return the value of a key, or the default if it is missing.
+
+    Args:
+        param_dict: The section.
+        param_name: The key.
+        param_default_value: The default.
+    """
     return param_dict.get(param_name, param_default_value)
 
 
@@ -502,7 +516,11 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of JSON's pairs; a ValueError names keys that stand there twice."""
+    """Build a dict from the pairs of a JSON object; for `object_pairs_hook`.
+
+    Raises:
+        ValueError: A key occurs twice.
+    """
     names = [name for name, _ in ordered_pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"Duplicate keys in the configuration: {twice}")
@@ -510,7 +528,12 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> 
 
 
 def get_config_default(config: type[BaseModel], field_name: str) -> Any:
-    """Return the default of a field of a section."""
+    """Return the default of a field of a section.
+
+    Args:
+        config: Class of the section.
+        field_name: Name of the field, which must not be required.
+    """
     assert field_name in config.model_fields, f"'{field_name}' is not a field in {config}"
     field = config.model_fields[field_name]
     assert not field.is_required(), (
@@ -577,7 +600,11 @@ def __getattr__(name: str) -> Any:
 
 
 def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
-    """Return "mean" or "sum"."""
+    """Return "mean" or "sum".
+
+    Raises:
+        ValueError: The value is neither.
+    """
     value = param_dict.get("gradient_allreduce_op", "mean")
     value = value.lower() if isinstance(value, str) else value
     if value not in ("mean", "sum"):
@@ -592,7 +619,13 @@ def get_communication_data_type(
     comm_type: str = "communication_data_type",
     comm_data_type_default: Any = None,
 ) -> torch.dtype | None:
-    """Return the dtype that gradients are reduced in; None leaves it to the engine."""
+    """Return the dtype of gradient reductions, or None if the engine chooses.
+
+    Args:
+        param_dict: The configuration.
+        comm_type: Key to read.
+        comm_data_type_default: Default for a missing key.
+    """
     value = param_dict.get(comm_type, comm_data_type_default)
     if value is None or isinstance(value, torch.dtype):
         return value
@@ -606,7 +639,7 @@ def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> torch.dtype | Non
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """Return `zero_optimization`; a boolean there means stage 1."""
+    """Return the section `zero_optimization`. The value true means stage 1."""
     section = param_dict.get("zero_optimization", {})
     return DeepSpeedZeroConfig(
         **({"stage": int(section)} if isinstance(section, bool) else section)
@@ -614,29 +647,29 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """Return `bf16`, also spelled bfloat16."""
+    """Return the section `bf16`, or `bfloat16`."""
     return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """Return `fp16`."""
+    """Return the section `fp16`."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """Return the four monitors' sections."""
+    """Return the sections of the four monitors."""
     return DeepSpeedMonitorConfig(
         **{name: param_dict.get(name, {}) for name in DeepSpeedMonitorConfig.model_fields}
     )
 
 
 def get_hybrid_engine_config(param_dict: Mapping[str, Any]) -> HybridEngineConfig:
-    """Return `hybrid_engine`."""
+    """Return the section `hybrid_engine`."""
     return HybridEngineConfig(**param_dict.get("hybrid_engine", {}))
 
 
 def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `pipeline` over its defaults."""
+    """Return the section `pipeline` with its defaults."""
     defaults: dict[str, Any] = {
         "stages": "auto",
         "partition": "best",
@@ -649,7 +682,11 @@ def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:
-    """Return WARN, IGNORE or FAIL; anything else is a DeepSpeedConfigError."""
+    """Return the validation mode of checkpoint tags: "WARN", "IGNORE" or "FAIL".
+
+    Raises:
+        DeepSpeedConfigError: The value is none of them.
+    """
     mode = str(checkpoint_params.get("tag_validation", ValidationMode.WARN)).upper()
     if mode not in (ValidationMode.WARN, ValidationMode.IGNORE, ValidationMode.FAIL):
         raise DeepSpeedConfigError(
@@ -658,7 +695,8 @@ def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> 
     return mode
 
 
-# Keys of older DeepSpeeds that 0.19.8 refuses, because it would train without what they ask for.
+# Keys of earlier versions of DeepSpeed that 0.19.8 refuses, because it does not have these features
+# any more
 REMOVED = (
     "nebula compression_training amp quantize_training sparse_gradients eigenvalue "
     "sparse_attention elasticity graph_harvesting curriculum_learning progressive_layer_drop "
@@ -668,10 +706,19 @@ REMOVED = (
 
 
 class DeepSpeedConfig:
-    """A whole configuration: its batch sizes made whole, its sections as objects.
+    """A whole configuration with all batch sizes and its sections as objects.
 
-    config: a dict, a path, or URL-safe base64 of JSON; JSON may hold comments and trailing commas.
-    mpu, mesh_device: who says how many data-parallel ranks there are; without one it is the world.
+    Args:
+        config: A dict, a path, or URL-safe base64 of JSON. JSON may contain comments and trailing
+            commas.
+        mpu: Model-parallel unit that gives the number of data-parallel ranks.
+        mesh_device: DeviceMesh that gives the number of data-parallel ranks. Without both, the
+            world size divided by the sequence-parallel size is used.
+
+    Raises:
+        ConfigError: The configuration cannot be read.
+        DeepSpeedConfigError: It has a removed key.
+        AssertionError: The batch sizes are inconsistent.
     """
 
     train_batch_size: Any
@@ -737,8 +784,10 @@ class DeepSpeedConfig:
         self.eigenvalue_enabled = self.eigenvalue_verbose = False
 
     def _configure_train_batch_size(self) -> None:
-        """Find what was not stated of the three batch sizes; an AssertionError where they do not
-        fit the ranks.
+        """Compute the missing batch sizes.
+
+        Raises:
+            AssertionError: The batch sizes do not fit the number of ranks.
         """
         batch = self.train_batch_size
         micro = self.train_micro_batch_size_per_gpu
@@ -789,19 +838,21 @@ class DeepSpeedConfig:
         ), "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
 
     def print_user_config(self) -> None:
-        """Log what was given."""
+        """Log the configuration as it was given."""
         logger.info("  json = %s", self._param_dict)
 
     def print(self, name: str) -> None:
-        """Log every field."""
+        """Log all fields."""
         logger.info("%s:", name)
         for field, value in sorted(vars(self).items()):
             logger.info("  %s %s %s", field, "." * (29 - len(field)), value)
 
 
 def _read(config: Any) -> dict[str, Any]:
-    """Return the keys of a configuration; a ConfigError, which is a ValueError, for one that cannot
-    be read.
+    """Return the configuration's keys.
+
+    Raises:
+        ConfigError: It cannot be read. The class is a ValueError.
     """
     document = read(
         dict(config) if isinstance(config, Mapping) else os.fspath(config), lenient=True
@@ -815,7 +866,7 @@ def _read(config: Any) -> dict[str, Any]:
 
 
 def _data_ranks(given: Mapping[str, Any], mpu: Any, mesh_device: Any) -> int:
-    """Return how many ranks see different batches."""
+    """Return the number of data-parallel ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     if mesh_device is not None:

@@ -1,5 +1,6 @@
-"""DeepSpeed's constants, enums and class names that programs ask for by path and that mean nothing
-else here.
+"""DeepSpeed's constants, enums and class names that have no other home here.
+
+Programs import them by path.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from enum import IntEnum, StrEnum
 
 from ...optim.sharded import ShardedOptimizer
 
-# One optimizer serves every stage; clients ask isinstance() of DeepSpeed's two base classes.
+# One class implements every stage. Programs test isinstance() with both of DeepSpeed's base
+# classes.
 DeepSpeedOptimizer = ZeROOptimizer = ShardedOptimizer
 
 DEEPSPEED_ENVIRONMENT_NAME = (
-    ".deepspeed_env"  # where accelerate leaves variables for other hosts; `run` reads none
+    # accelerate writes variables for other hosts to this file. `run` does not read it.
+    ".deepspeed_env"
 )
 
 
 class ZeroStageEnum(IntEnum):
-    """The stages by DeepSpeed's names."""
+    """DeepSpeed's names of the ZeRO stages."""
 
     disabled = 0
     optimizer_states = 1
@@ -28,7 +31,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Where states may rest; DeepSpeed's words in a configuration."""
+    """DeepSpeed's names of the devices for offloading."""
 
     none = "none"
     cpu = "cpu"
@@ -37,8 +40,13 @@ class OffloadDeviceEnum(StrEnum):
 
 @dataclass
 class FragmentAddress:
-    """Where a piece of a parameter lies in DeepSpeed's flat buffers; pickles of its checkpoints
-    name this class.
+    """Position of a part of a parameter in DeepSpeed's flat buffers.
+
+    Pickles of DeepSpeed's checkpoints refer to this class.
+
+    Attributes:
+        numel: Number of elements.
+        start: Offset in elements.
     """
 
     numel: int
@@ -53,4 +61,4 @@ LAMB_OPTIMIZER = "lamb"
 LION_OPTIMIZER = "lion"
 MUON_OPTIMIZER = "muon"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-HAS_TRITON = False  # DeepSpeed's switch for kernels that are not here
+HAS_TRITON = False  # whether DeepSpeed's triton kernels can be used

@@ -1,8 +1,7 @@
-"""DeepSpeed's Adam on a CPU: torch's Adam and AdamW, with moments in fp32, and with steps of one
-piece and back.
+"""DeepSpeed's Adam and AdamW for the CPU, with updates of subgroups.
 
-`ops.DeepSpeedCPUAdam` makes them.  Where moments are corrected and have their parameter's dtype,
-torch's kernel steps.
+`ops.DeepSpeedCPUAdam` creates them. torch's kernel is used if moments are bias-corrected and have
+the dtype of their parameter.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from ...base.errors import UsageError
 
 
 class _CpuSteps(optim.Optimizer):
-    """What an Adam of DeepSpeed's on a CPU can do beside torch's."""
+    """Methods that DeepSpeed's CPU optimizers have and torch's do not."""
 
     granularity: ClassVar[Literal["element"]] = "element"
-    fp32_optimizer_states = True  # else moments have their parameter's dtype
+    fp32_optimizer_states = True  # if False, moments have the dtype of their parameter
     bias_correction = True
 
     @property
     def adam_w_mode(self) -> bool:
-        """Whether decay is decoupled."""
+        """Whether weight decay is decoupled."""
         return isinstance(self, optim.AdamW)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update every parameter that has a gradient; return what the closure returns."""
+        """Update all parameters that have a gradient and return the closure's loss."""
         params = [(group, param) for group in self.param_groups for param in group["params"]]
         if self.bias_correction and all(self._dtype(param) == param.dtype for _, param in params):
-            # Without the decorators that import torch's compiler
+            # Unwrapped because the decorators import torch's compiler
             return inspect.unwrap(optim.Adam.step)(self, closure)
         loss = _loss(closure)
         for group, param in params:
@@ -44,11 +43,17 @@ class _CpuSteps(optim.Optimizer):
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], float] | None = None) -> Any:
-        """Update the parameters that the groups hold now, with the moments kept under a number:
-        `state[subgroup_id]`.
+        """Update the parameters in the groups with the moments of one subgroup.
 
-        A program puts one piece of its weights after the other into one group, and the number says
-        which it is.
+        A program puts one subgroup of its weights after the other into a parameter group. The
+        moments are kept in `state[subgroup_id]`.
+
+        Args:
+            subgroup_id: Key of the subgroup.
+            closure: Function that computes the loss again and returns it.
+
+        Returns:
+            The closure's loss, or None.
         """
         loss = _loss(closure)
         for group in self.param_groups:
@@ -61,9 +66,19 @@ class _CpuSteps(optim.Optimizer):
     def rollback_subgroup(
         self, sub_group_id: int, closure: Callable[[], float] | None = None
     ) -> Any:
-        """Undo the last `step_subgroup` of a piece, whose gradient must be the same still: to the
-        last bits, which rounding has lost.  UsageError, a RuntimeError, where no step of it is
-        left.
+        """Undo the last `step_subgroup` of a subgroup.
+
+        The gradient must not have changed. The result is exact except for rounding errors.
+
+        Args:
+            sub_group_id: Key of the subgroup.
+            closure: Function that computes the loss again and returns it.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            UsageError: The subgroup has no step to undo. The class is a RuntimeError.
         """
         loss = _loss(closure)
         state: dict[str, Any] = self.state.get(sub_group_id, {})  # type: ignore[call-overload]
@@ -121,13 +136,13 @@ class _CpuSteps(optim.Optimizer):
         param.copy_(weight)
 
     def _direction(self, group: dict[str, Any], param: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient in fp32, with the decay of a plain Adam."""
+        """Return the fp32 gradient, including the weight decay of plain Adam."""
         assert param.grad is not None
         decay = 0.0 if self.adam_w_mode else group["weight_decay"]
         return param.grad.float() + decay * weight if decay else param.grad.float()
 
     def _change(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-        """Return what a step with these moments takes off the weight, in fp32."""
+        """Return the fp32 amount that a step with these moments subtracts from the weight."""
         (beta1, beta2), steps = group["betas"], float(state["step"])
         first, second = (1 - beta1**steps, 1 - beta2**steps) if self.bias_correction else (1.0, 1.0)
         root = (state["exp_avg_sq"].float() / second).sqrt_().add_(group["eps"])
@@ -136,11 +151,11 @@ class _CpuSteps(optim.Optimizer):
 
 
 class Adam(_CpuSteps, optim.Adam):
-    """Adam, whose decay is part of the gradient."""
+    """Adam, whose weight decay is part of the gradient."""
 
 
 class AdamW(_CpuSteps, optim.AdamW):
-    """AdamW, whose decay is its own."""
+    """Adam with decoupled weight decay."""
 
 
 def _loss(closure: Callable[[], float] | None) -> float | None:

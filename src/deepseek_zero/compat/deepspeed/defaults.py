@@ -1,4 +1,4 @@
-"""What DeepSpeed's `initialize` presumes, and what it refuses, of a configuration and a model."""
+"""Defaults and checks of DeepSpeed's `initialize` that differ from this library's."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ...sharding.sharded_parameter import owner_of
 from . import cpu_adam
 
 _SUMS = "grad_accum_dtype"
-DEFAULT_CLIPPING = 1.0  # of DeepSpeed since 2026; this library's own is not to clip
+# DeepSpeed's default since 2026; this library's own default is no clipping.
+DEFAULT_CLIPPING = 1.0
 
 
 def defaults_of(raw: RawConfig) -> dict[str, Any]:
-    """Return the values of DeepSpeed's where they are other than this library's, for keys that are
-    not stated.
+    """Return DeepSpeed's defaults for missing keys whose default is different here.
 
-    Gradients are clipped at 1.0; those of several micro-batches are summed in the dtype of the
-    weights, where a stage shards anything.
+    Gradients are clipped at 1.0. At stages 1 to 3 the gradients of micro-batches are accumulated in
+    the dtype of the weights.
     """
     values = raw.values
     found = dict[str, Any]()
-    # OneBitAdam's ranks have no sum of gradients whose norm could be clipped.
+    # OneBitAdam does not reduce gradients, so there is no global norm to clip.
     exchanges = str(lookup(values, "optimizer.type", "")).lower() == "onebitadam"
     if "gradient_clipping" not in values and "gradient_clipping" not in raw.autos and not exchanges:
         found["gradient_clipping"] = DEFAULT_CLIPPING
@@ -46,10 +46,14 @@ def defaults_of(raw: RawConfig) -> dict[str, Any]:
 
 
 def round_values(model: nn.Module, raw: RawConfig) -> None:
-    """Round fp32 values to the 16 bits that are computed in, as DeepSpeed casts a model before it
-    copies masters of it.
+    """Round a model's fp32 values to the 16-bit dtype of the computation. Local.
 
-    Local.  Parameters that stay in fp32 are left alone, and those that have no values yet.
+    DeepSpeed casts the model before it copies the main weights. Parameters that stay in fp32 or
+    have no values yet are not changed.
+
+    Args:
+        model: The model.
+        raw: The configuration.
     """
     name = low_precision(raw.values)
     if name is None:
@@ -76,8 +80,16 @@ def round_values(model: nn.Module, raw: RawConfig) -> None:
 
 
 def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:
-    """Raise where DeepSpeed has no accumulation that the program manages: beside stages, and beside
-    overlapped reductions of whole gradients.
+    """Raise for managed_gradient_accumulation=false if DeepSpeed does not support it.
+
+    It supports neither pipeline parallelism nor overlap_comm at stages 0 and 1 in this mode.
+
+    Args:
+        raw: The configuration.
+        model: The model.
+
+    Raises:
+        UsageError: The configuration has such a combination.
     """
     if raw.values.get("managed_gradient_accumulation", True):
         return
@@ -94,8 +106,10 @@ def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:
 
 
 def refuse_other_sums(raw: RawConfig) -> None:
-    """Raise NotBuiltError where DeepSpeed does: at stage 0 it sums gradients in the dtype of the
-    weights alone.
+    """Raise if stage 0 would accumulate gradients in another dtype than the weights'.
+
+    Raises:
+        NotBuiltError: DeepSpeed does not support it, either.
     """
     asked = lookup(raw.values, "data_types.grad_accum_dtype")
     if asked is None or lookup(raw.values, "zero_optimization.stage", 0) != 0:
@@ -110,8 +124,10 @@ def refuse_other_sums(raw: RawConfig) -> None:
 
 
 def refuse_odd_bucket(raw: RawConfig) -> None:
-    """Raise, as DeepSpeed does at stages 1 and 2, where a gathered bucket would not start at an
-    even element.
+    """Raise if allgather_bucket_size is odd at stage 1 or 2, as DeepSpeed does.
+
+    Raises:
+        UsageError: A gathered bucket would not start at an even element.
     """
     zero = raw.values.get("zero_optimization", {})
     size = zero.get("allgather_bucket_size", 0)
@@ -124,8 +140,14 @@ def refuse_odd_bucket(raw: RawConfig) -> None:
 
 
 def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
-    """Raise, as DeepSpeed does, where an offloaded optimizer must be one of its own and another is
-    given.
+    """Raise if an offloaded optimizer is not a required CPU optimizer.
+
+    Args:
+        raw: The configuration.
+        optimizer: The optimizer that was passed to `initialize`.
+
+    Raises:
+        CheckpointError: zero_force_ds_cpu_optimizer is true and the optimizer is another one.
     """
     is_offloaded = (
         lookup(raw.values, "zero_optimization.offload_optimizer.device", "none") != "none"
@@ -137,7 +159,7 @@ def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
     ):
         return
     if not isinstance(optimizer, cpu_adam.Adam | cpu_adam.AdamW | Adagrad | optimizers.Lion):
-        # DeepSpeed raises ZeRORuntimeException, which is this class here
+        # DeepSpeed raises ZeRORuntimeException, which is this class here.
         raise CheckpointError(
             "zero_force_ds_cpu_optimizer is on, and the offloaded optimizer is a "
             f"{type(optimizer).__name__}.",
@@ -148,9 +170,17 @@ def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
 
 
 def refuse_untested_optimizer(raw: RawConfig, optimizer: Any) -> None:
-    """Raise, as DeepSpeed does, where a configuration that shards says that no optimizer may run
-    that was not tested: here one whose class is neither torch's nor this library's.  Where it says
-    nothing any may, unlike there.
+    """Raise if untested optimizers are disallowed and the optimizer is untested.
+
+    An optimizer is tested if its class is one of torch's or of this library's. Unlike in DeepSpeed,
+    the check requires that zero_allow_untested_optimizer is set to false explicitly.
+
+    Args:
+        raw: The configuration.
+        optimizer: The optimizer that was passed to `initialize`.
+
+    Raises:
+        UsageError: The optimizer is untested and the stage shards its states.
     """
     if raw.get("zero_allow_untested_optimizer") is not False or not lookup(
         raw.values, "zero_optimization.stage", 0
@@ -171,7 +201,13 @@ _TESTED = ("torch", __name__.partition(".")[0])
 
 
 def refuse(raw: RawConfig, model: nn.Module, optimizer: Any) -> None:
-    """Raise for what DeepSpeed's `initialize` refuses and this library's does not."""
+    """Raise for what DeepSpeed's `initialize` refuses and this library's does not.
+
+    Args:
+        raw: The configuration.
+        model: The model.
+        optimizer: The optimizer that was passed to `initialize`.
+    """
     refuse_unmanaged(raw, model)
     refuse_other_sums(raw)
     refuse_odd_bucket(raw)

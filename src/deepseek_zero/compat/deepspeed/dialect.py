@@ -1,12 +1,13 @@
-"""What DeepSpeed's names change in calls of the library.
+"""Dialects: how the library behaves under DeepSpeed's names.
 
-`DeepSpeedNames` is the dialect of every call if this package is there.  It shows DeepSpeed's
-attributes and takes DeepSpeed's models, but changes no default.  `DeepSpeedDropIn` is that of a
-program that has imported `deepspeed`, and does more for it: it takes unknown keys with a warning,
-starts a process group in a world of one, ends the engine that a model was in (the Trainer evaluates
-before it trains, Lightning tests after it has fitted, and neither destroys its first engine),
-refuses a world that accelerate counted wrongly, and takes DeepSpeed's defaults and refusals
-(defaults.py).
+`DeepSpeedNames` is the dialect of every call. It adds DeepSpeed's attributes and supports
+DeepSpeed's models, but changes no default.
+
+`DeepSpeedDropIn` is the dialect of a program that has imported `deepspeed`. It warns about unknown
+keys, starts a process group even for one rank, refuses a world size that accelerate counted
+wrongly, and uses DeepSpeed's defaults and checks (defaults.py). It also ends the previous engine of
+a model: transformers' Trainer evaluates before it trains, Lightning tests after it has fitted, and
+neither destroys its first engine.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ from .optimizer import dropin_class, named_class, scale_at_stage_0
 from .parameters import show_ds_names
 from .zero import DropInGatheredParameters, DropInInit
 
-if TYPE_CHECKING:  # as in engine/engine.py
+if TYPE_CHECKING:  # see engine/engine.py
     from ...config import Config
 
 
 def choose() -> Plain:
-    """Return the dialect of a call that begins now."""
+    """Return the dialect for a call that starts now."""
     return DeepSpeedDropIn() if is_dropin_imported() else DeepSpeedNames()
 
 
 class DeepSpeedNames(Plain):
-    """The library under its own name, with DeepSpeed's attributes beside its own."""
+    """The library under its own name, with DeepSpeed's attributes in addition."""
 
     is_dropin = False
 
@@ -74,7 +75,8 @@ class DeepSpeedNames(Plain):
             optimizer=without_accelerates_wrapper(request.optimizer),
             mesh_statements=tuple(statements),
             counts_model_ranks=counted_by_accelerate() is not None,
-            shuffles=layers is None,  # a list of layers reads its samples in order, as in DeepSpeed
+            # As in DeepSpeed, the samples of a list of layers are read in order.
+            shuffles=layers is None,
         )
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
@@ -109,7 +111,7 @@ class DeepSpeedNames(Plain):
 
 
 class DeepSpeedDropIn(DeepSpeedNames):
-    """The library under the name `deepspeed`: DeepSpeed's defaults, refusals and forms."""
+    """The library under the name `deepspeed`, with its defaults, checks and types."""
 
     is_dropin = True
     init_class = DropInInit
@@ -137,13 +139,13 @@ class DeepSpeedDropIn(DeepSpeedNames):
         return replace(request, mesh_statements=statements, drops_idle_schedule=True)
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        # As in DeepSpeed, a state dict is local.  In a world of one, everything is on this rank.
-        # DeepSpeed does not have stages of other models than lists of layers: a program would save
-        # a part of such a model and take it for the whole.
+        # As in DeepSpeed, a state dict is local. With one rank, all of it is on this rank.
+        # DeepSpeed supports pipelines of lists of layers only. Without gathering, a program would
+        # save one stage of another model as if it were the whole.
         has_own_stages = mesh.pp > 1 and _layers_of(request.model) is None
         model = ModelRules(
             allows_unmanaged_params=True,
-            requires_scaled_loss=mesh.pp == 1,  # a pipeline scales its loss by itself
+            requires_scaled_loss=mesh.pp == 1,  # a pipeline scales its loss itself
             gathers_state_dict=mesh.world_size == 1 or has_own_stages,
         )
         if config.zero_optimization.stage == 0:
@@ -169,20 +171,19 @@ class DeepSpeedDropIn(DeepSpeedNames):
 
 
 def _layers_of(model: nn.Module) -> nn.Module | None:
-    """Return a model that is written as a list of layers (`PipelineModule`), None for another."""
+    """Return the model if it is a list of layers (`PipelineModule`), else None."""
     return model if hasattr(model, "mesh_statement") else None
 
 
-# Model -> its engine, both weakly, and the engine's hooks, which stay on the model when it is gone.
+# Model -> its engine and the engine's hooks. The references to both are weak, but the hooks stay on
+# the model after its engine is deleted.
 _engines: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Engine], list[Any]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def end_engine_of(model: nn.Module) -> None:
-    """Destroy the engine that the model is in, if there is one, after its last update has been
-    made.
-    """
+    """Apply the pending update of a model's engine, and destroy the engine."""
     reference, hooks = _engines.pop(model, (None, []))
     engine = reference() if reference is not None else None
     owners = {owner_of(param) for param in model.parameters()}
@@ -191,10 +192,10 @@ def end_engine_of(model: nn.Module) -> None:
         if optimizer is not None:
             optimizer.finish()
         runtime = group.runtime()
-        # The engine is gone already; its optimizer is still held
+        # The engine is already deleted, but its optimizer is still referenced.
         if engine is None and runtime is not None:
             runtime.remove_hooks()
     if engine is not None:
         engine.destroy()
-    for hook in hooks:  # of an engine that is gone with its optimizer
+    for hook in hooks:  # needed if the engine and its optimizer were deleted
         hook.remove()

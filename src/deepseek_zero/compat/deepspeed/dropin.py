@@ -1,9 +1,8 @@
-"""The package `deepspeed` that is only another name for this one: where it lies, and how it is put
-first.
+"""Install and remove the drop-in package `deepspeed`.
 
-Clients look for a package and its metadata (`importlib.metadata`), so it is a directory with both
-that nothing finds until it is put on the path; it then stands before a genuine DeepSpeed and
-changes nothing of it.  Imports no torch.
+Clients look for a package and its metadata (`importlib.metadata`). The drop-in is therefore a
+directory with both, which is not on the path by default. It has to precede a genuine DeepSpeed,
+which it does not change. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from pathlib import Path
 from ...base.errors import UsageError
 
 DIRECTORY = Path(__file__).parent / "_dropin"
-PROGRAMS = DIRECTORY / "bin"  # `deepspeed` and `ds_report`, for what is run by `deepseek-zero exec`
+# `deepspeed` and `ds_report` for programs started by `deepseek-zero exec`
+PROGRAMS = DIRECTORY / "bin"
 PYTHON = "DEEPSEEK_ZERO_PYTHON"  # the Python that those two programs start
-# 1: every Python of this environment starts so (deepseek_zero_dropin.pth)
+# If 1, every Python of this environment starts with the drop-in (deepseek_zero_dropin.pth).
 SWITCH = "DEEPSEEK_ZERO_AS_DEEPSPEED"
 
-# They ask whether DeepSpeed is there when they are imported, and remember the answer.
+# Libraries that check for DeepSpeed when they are imported and cache the result
 CLIENTS = (
     "accelerate",
     "transformers",
@@ -35,11 +35,16 @@ CLIENTS = (
 
 
 def install_as_deepspeed() -> Path:
-    """Make `import deepspeed` mean this library, in this process and those it starts; returns the
-    drop-in's directory.
+    """Make `import deepspeed` import this library, in this process and its children.
 
-    Call it before accelerate, transformers, lightning or trl are imported.  A genuine DeepSpeed
-    stays as it is on the disk.  Calling it twice is harmless.
+    Call it before importing accelerate, transformers, lightning or trl. It does not change an
+    installed DeepSpeed. Calling it twice is harmless.
+
+    Returns:
+        The directory of the drop-in.
+
+    Raises:
+        UsageError: `deepspeed` or one of these libraries is already imported.
     """
     if not is_dropin_active():
         _refuse_what_was_imported()
@@ -50,7 +55,10 @@ def install_as_deepspeed() -> Path:
 
 
 def uninstall_as_deepspeed() -> None:
-    """Undo `install_as_deepspeed`.  Clients that were imported meanwhile keep what they saw."""
+    """Undo `install_as_deepspeed`.
+
+    Libraries that were imported in the meantime keep their cached result.
+    """
     sys.path[:] = [entry for entry in sys.path if entry != str(DIRECTORY)]
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(DIRECTORY) in entries:
@@ -64,7 +72,7 @@ def uninstall_as_deepspeed() -> None:
 
 
 def is_dropin_active() -> bool:
-    """Whether `import deepspeed` means this library, imported already or not."""
+    """Return whether `import deepspeed` imports this library."""
     if "deepspeed" in sys.modules:
         return is_dropin_imported()
     spec = PathFinder.find_spec("deepspeed")
@@ -72,14 +80,12 @@ def is_dropin_active() -> bool:
 
 
 def is_dropin_imported() -> bool:
-    """Whether somebody in this process has imported `deepspeed` and got this library."""
+    """Return whether this process has imported `deepspeed` from this library."""
     return _is_ours(getattr(sys.modules.get("deepspeed"), "__file__", None))
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a program must be started with to find the drop-in, and the programs `deepspeed` and
-    `ds_report`.
-    """
+    """Return the environment variables with which a child process finds the drop-in."""
     return {
         "PYTHONPATH": _with_first(environment.get("PYTHONPATH", "")),
         "PATH": os.pathsep.join([str(PROGRAMS), environment.get("PATH", os.defpath)]),

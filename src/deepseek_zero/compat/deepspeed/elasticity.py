@@ -1,8 +1,9 @@
-"""DeepSpeed's `deepspeed.elasticity`: batch sizes that many numbers of ranks can train with.
+"""DeepSpeed's `deepspeed.elasticity`: batch sizes that fit many numbers of ranks.
 
-DeepSpeed has taken the room out; schedulers of clusters still ask it.  For each micro-batch size,
-and for their least common multiple, `elastic_batch` seeks the largest batch that is that size times
-a highly composite number; of these, the one that the most numbers of ranks divide wins.
+DeepSpeed has removed this package, but cluster schedulers still use it. For each micro-batch size,
+and for their least common multiple, `elastic_batch` computes the largest batch that is this size
+times a highly composite number. It selects the batch that the largest number of rank counts
+divides.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from ...base.errors import ConfigError, NotBuiltError
 
 
 class ElasticityError(ConfigError):
-    """An elastic batch cannot be found."""
+    """No elastic batch can be computed."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """The `elasticity` section cannot be used."""
+    """The section `elasticity` is invalid."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """This number of ranks cannot train with the batch."""
+    """The batch does not fit this number of ranks."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -45,7 +46,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration asks for elastic batches."""
+    """Return whether a configuration enables elastic batches."""
     return bool(ds_config.get("elasticity", {}).get("enabled", False))
 
 
@@ -55,12 +56,21 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> tuple[Any, ...]:
-    """Return (batch, numbers of ranks that can train with it), and the micro-batch where a world
-    size or `return_microbatch` asks for it.
+    """Compute the elastic batch of a configuration.
 
-    target_deepspeed_version: ignored; there is one arithmetic here.  Raises ElasticityConfigError
-    for a section that cannot be used, ElasticityIncompatibleWorldSize for a world size that the
-    batch does not fit.
+    Args:
+        ds_config: The configuration.
+        target_deepspeed_version: Ignored.
+        world_size: Number of ranks to check; 0 for none.
+        return_microbatch: Return the micro-batch even if `world_size` is 0.
+
+    Returns:
+        The batch size and the possible numbers of ranks. With a world size or `return_microbatch`,
+        the micro-batch size follows.
+
+    Raises:
+        ElasticityConfigError: The section is invalid.
+        ElasticityIncompatibleWorldSize: The batch does not fit `world_size`.
     """
     section = _section(ds_config)
     request = ElasticRequest(
@@ -86,7 +96,7 @@ def _micro_batch(found: ElasticBatch, request: ElasticRequest, world_size: int) 
 
 
 def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with its defaults, checked."""
+    """Return the validated section with its defaults."""
     given = ds_config.get("elasticity")
     if not isinstance(given, Mapping):
         raise ElasticityConfigError(
@@ -148,13 +158,20 @@ def _counts(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and bool(values) and all(map(_count, values))
 
 
-MOST_FACTOR = 10**6  # a batch of a million micro-batches: beyond it the search would only take time
+# a limit for the search: a batch of a million micro-batches
+MOST_FACTOR = 10**6
 
 
 @dataclass(frozen=True)
 class ElasticRequest:
-    """max_batch: samples per step at most.  micro_batches: sizes a rank can run.  ranks: how few
-    and how many.
+    """Constraints on an elastic batch.
+
+    Attributes:
+        max_batch: Largest number of samples per step.
+        micro_batches: Possible micro-batch sizes of a rank.
+        min_ranks: Smallest number of ranks.
+        max_ranks: Largest number of ranks.
+        prefer_larger: Prefer the larger of two batches that fit equally many numbers of ranks.
     """
 
     max_batch: int
@@ -166,20 +183,31 @@ class ElasticRequest:
 
 @dataclass(frozen=True)
 class ElasticBatch:
-    """The batch, and the numbers of ranks it can be trained with."""
+    """An elastic batch.
+
+    Attributes:
+        batch: Samples per step.
+        ranks: Possible numbers of ranks.
+    """
 
     batch: int
     ranks: tuple[int, ...]
 
     def micro_batch_for(self, ranks: int, micro_batches: Sequence[int]) -> int | None:
-        """The largest micro-batch with which so many ranks make this batch."""
+        """Return the largest micro-batch size for a number of ranks, or None if none fits.
+
+        Args:
+            ranks: Number of ranks.
+            micro_batches: Possible sizes.
+        """
         share, rest = divmod(self.batch, ranks)
         return max((size for size in micro_batches if not rest and share % size == 0), default=None)
 
 
 def elastic_batch(request: ElasticRequest) -> ElasticBatch:
-    """The batch that the most numbers of ranks can train with; `prefer_larger` decides between
-    equals.
+    """Return the batch that fits the largest number of rank counts.
+
+    `prefer_larger` decides between batches that fit equally many.
     """
     sizes = {*request.micro_batches, math.lcm(*request.micro_batches)}
     bases = [size for size in sizes if size <= request.max_batch]
@@ -190,8 +218,9 @@ def elastic_batch(request: ElasticRequest) -> ElasticBatch:
 
 
 def _largest_multiple(base: int, limit: int) -> int:
-    """base x the largest highly composite number that keeps it within the limit, which is at least
-    base.
+    """Return the largest `base` * highly composite number that is at most `limit`.
+
+    `limit` must be at least `base`.
     """
     return base * max(each for each in highly_composite() if each <= limit // base)
 
@@ -213,12 +242,13 @@ def _divisors(number: int) -> set[int]:
 
 @cache
 def highly_composite() -> tuple[int, ...]:
-    """The numbers up to MOST_FACTOR with more divisors than any smaller one.
+    """Return the highly composite numbers up to MOST_FACTOR.
 
-    Such a number is a product of the first primes with exponents that never rise, so only those are
-    looked at.
+    A highly composite number has more divisors than any smaller number.
+    It is a product of the first primes with non-increasing exponents, so only such products are
+    enumerated.
     """
-    products = {1: 1}  # number: its divisors
+    products = {1: 1}  # number -> number of its divisors
     _extend(products, 1, 1, (2, 3, 5, 7, 11, 13, 17), 64)
     found = []
     most = 0

@@ -1,7 +1,7 @@
-"""DeepSpeed's engine: the names of its methods and attributes, most of them rows of two tables.
+"""DeepSpeed's engine: its methods and attributes, most of them rows of two tables.
 
-GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; missing.py says of every other name why
-it is missing.
+GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes. For every other name of DeepSpeed's
+engine, missing.py has the reason why it is missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from .before_initialize import asked_tp_size
 from .missing import ENGINE, engine_name_missing, missing_names
 from .parameters import show_ds_names
 
-if TYPE_CHECKING:  # pydantic is imported by those who read a configuration
+# Imported for type checking only, because importing pydantic is slow.
+if TYPE_CHECKING:
     from ...config import Config
 
 __all__ = ["DeepSpeedEngine"]
@@ -52,7 +53,7 @@ def _mom(engine: Engine) -> list[Any]:
 
 
 def _offload(section: Any) -> Any:
-    """Return the section, None where it offloads nothing, as DeepSpeed does."""
+    """Return the section, or None if it offloads nothing, as DeepSpeed does."""
     return section if section.device != "none" else None
 
 
@@ -72,7 +73,7 @@ def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
 def _data_efficiency_of(config: Config) -> dict[str, Any]:
     asked = config.data_efficiency
     given = {"seed": asked.seed, "data_sampling": asked.data_sampling}
-    # Most runs never read this section
+    # Imported here because most runs never read this section
     complete = import_module(".data_pipeline.config", __package__).get_data_efficiency_config
     found: dict[str, Any] = complete({"data_efficiency": given})
     return found
@@ -91,7 +92,17 @@ def curriculum_loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     batch_size: int | None = None,
 ) -> ShardedLoader | None:
-    """Return the loader that deals samples by the configuration's curriculum; None without one."""
+    """Return a loader that follows the configured curriculum, or None without one.
+
+    Args:
+        config: The configuration.
+        mesh: The device mesh.
+        parts: Parts of the engine.
+        model: The model.
+        dataset: Dataset with `__len__` and `__getitem__`.
+        collate_fn: Function that makes a batch of samples.
+        batch_size: Samples of a micro-batch of one rank; None for the configured size.
+    """
     settings = _data_efficiency_of(config)
     if not settings["data_sampling"]["curriculum_learning"]["enabled"]:
         return None
@@ -110,9 +121,7 @@ def curriculum_loader(
 
 
 def _flops_profiler(engine: Engine) -> Any:
-    """Return a view of the forward that was profiled; None where the configuration asks for
-    none.
-    """
+    """Return a view of the profiled forward pass; None if profiling is disabled."""
     asked = engine.config.flops_profiler
     kind = import_module(".profiling", __package__).FlopsProfiler
     found = kind(engine.module, engine, asked.recompute_fwd_factor, engine.observer.profile)
@@ -222,7 +231,7 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "checkpoint_tag_validation_enabled": lambda e: e._config.checkpoint.tag_validation != "Ignore",
     "checkpoint_tag_validation_fail": lambda e: e._config.checkpoint.tag_validation == "Fail",
     "load_universal_checkpoint": lambda e: e._config.checkpoint.load_universal,
-    # What is off because it is not built
+    # Features that are never enabled, because they do not exist here
     "amp_enabled": lambda e: False,
     "use_node_local_storage": lambda e: False,
     "pld_enabled": lambda e: False,
@@ -271,9 +280,20 @@ METHODS = (
 
 
 class DeepSpeedEngine(ZeroEngine):
-    """The engine under DeepSpeed's names."""
+    """The engine with DeepSpeed's methods and attributes.
 
-    pipeline_parallelism = False  # of one kind of engines it is true
+    Args:
+        config: The configuration.
+        mesh: The device mesh.
+        parts: Parts of the engine.
+        lr_scheduler: Learning-rate scheduler.
+        training_dataloader: Loader of the training data.
+        request: Arguments of `initialize`.
+        is_dropin: Whether the program has imported `deepspeed`. The engine then refuses what
+            DeepSpeed's engine refuses.
+    """
+
+    pipeline_parallelism = False  # True for pipeline engines
     client_optimizer: Any = None
     client_lr_scheduler: Any = None
     client_mpu: Any = None
@@ -289,16 +309,13 @@ class DeepSpeedEngine(ZeroEngine):
         *,
         is_dropin: bool = False,
     ) -> None:
-        """request: What `initialize` was given.  is_dropin: The program has imported `deepspeed`,
-        so the engine refuses what DeepSpeed's refuses.
-        """
         super().__init__(config, mesh, parts, lr_scheduler, training_dataloader)
         if request is not None:
             self.client_optimizer = request.optimizer
             self.client_lr_scheduler = request.lr_scheduler
             self.client_mpu = request.mpu
         self._is_dropin = is_dropin
-        # Clients of the drop-in may look for DeepSpeed's files
+        # Clients of the drop-in may look for DeepSpeed's files.
         self.preferred_layout = "deepspeed" if is_dropin else ""
         self._leaf_hooks: list[Any] = []
         if self.runtime.settings.stage == 3:
@@ -307,14 +324,13 @@ class DeepSpeedEngine(ZeroEngine):
                 self._leaf_hooks = self._graphless_leaf_hooks()
         if mesh.tp > 1:
             set_autotp_mode(training=True)
-            # A run without this axis imports none of its layers
+            # Imported here because a run without this axis needs none of its layers
             import_module(".tensor_layers", __package__).show_names(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward as `Engine.forward` does.
+        """Run the model's forward pass, as `Engine.forward` does.
 
-        Programs of DeepSpeed's compare the text of the error for different batches on ranks that
-        share layers.
+        In the drop-in, a BatchMismatchError has DeepSpeed's text, because programs compare it.
         """
         if not self._is_dropin or self.mesh.tp == 1:
             return super().forward(*args, **kwargs)
@@ -325,8 +341,9 @@ class DeepSpeedEngine(ZeroEngine):
 
     @cached_property
     def tput_timer(self) -> Any:
-        """A timer for programs that time their steps; `engine.observer.record` has the engine's own
-        figures.
+        """A timer for programs that time their steps.
+
+        `engine.observer.record` has the engine's own measurements.
         """
         kind = import_module(".profiling", __package__).ThroughputTimer
         return kind(None, self.config.train_batch_size)
@@ -343,15 +360,25 @@ class DeepSpeedEngine(ZeroEngine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> ShardedLoader:
-        """Make a loader of this rank's share: shuffled for route "train", in order for "eval" and
-        "predict".
+        """Create a loader of this rank's samples.
 
-        As in DeepSpeed's loader, ranks take the samples in turn and the order is filled up to as
-        many for each, so that an epoch's end depends on the number of ranks; with `training_data`
-        of `initialize` it does not.  With a curriculum in the configuration, it deals the samples
-        of route "train".
-        batch_size: samples of one rank; the micro-batch size without it.  pin_memory: ignored;
-        memory is pinned where the device is a GPU.
+        The loader shuffles for the route "train", and keeps the order for "eval" and "predict".
+        Unlike with `training_data` of `initialize`, samples are dealt to ranks in turn and every
+        rank gets the same number, as in DeepSpeed. The end of an epoch therefore depends on the
+        number of ranks. If the configuration has a curriculum, it chooses the samples of the route
+        "train".
+
+        Args:
+            dataset: The dataset.
+            batch_size: Samples of a micro-batch of one rank; None for the configured size.
+            route: "train", "eval" or "predict".
+            pin_memory: Ignored; memory is pinned if the device is a GPU.
+            data_sampler: Sampler to use instead of a DistributedSampler.
+            collate_fn: Function that makes a batch of samples.
+            num_local_io_workers: Must be 0 or None.
+
+        Raises:
+            NotBuiltError: `num_local_io_workers` is not 0 or None.
         """
         if num_local_io_workers:
             raise NotBuiltError(
@@ -382,10 +409,12 @@ class DeepSpeedEngine(ZeroEngine):
     def set_data_post_process_func(
         self, post_process_func: Callable[[Any, dict[str, Any]], Any]
     ) -> None:
-        """Have each batch of the curriculum go through a function: (batch, the sampler's state) ->
-        batch.
+        """Set a function that is applied to every batch of the curriculum.
 
-        As in DeepSpeed, nothing happens where no curriculum deals the engine's batches.
+        As in DeepSpeed, the call has no effect without a curriculum.
+
+        Args:
+            post_process_func: Function of a batch and the sampler's state that returns a batch.
         """
         if self.curriculum_learning_enabled() and self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
@@ -393,9 +422,12 @@ class DeepSpeedEngine(ZeroEngine):
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: Mapping[str, Callable[[int], Any]]
     ) -> None:
-        """Give the schedules of type "custom" their functions: metric -> (step -> difficulty).
+        """Set the functions of metrics with a custom schedule.
 
-        Without a curriculum nothing happens, as in DeepSpeed.
+        As in DeepSpeed, the call has no effect without a curriculum.
+
+        Args:
+            schedule_func_dict: For each metric, a function that maps a step to a difficulty.
         """
         if self.curriculum_learning_enabled() and self.training_dataloader is not None:
             self.training_dataloader.data_sampler.set_custom_curriculum_learning_schedule(
@@ -406,11 +438,15 @@ class DeepSpeedEngine(ZeroEngine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Hold several backwards of one step; step() comes behind the block.
+        """Enclose several backward passes of one step. Call step() after the block.
 
-        In DeepSpeed one reduction follows the last of them.  Here a unit's gradients travel
-        together in any case: the values are the same, and sharded ones are reduced at each
-        backward.
+        DeepSpeed reduces the gradients once, after the last backward pass. This library reduces a
+        unit's gradients together in any case. The values are the same, and sharded gradients are
+        reduced in each backward pass.
+
+        Raises:
+            NotBuiltError: The stage is 0, or the engine has pipeline parallelism.
+            UsageError: managed_gradient_accumulation is false.
         """
         if self.runtime.settings.stage == 0 or self.pipeline_parallelism:
             what = "pipeline parallelism" if self.pipeline_parallelism else "stage 0"
@@ -429,39 +465,31 @@ class DeepSpeedEngine(ZeroEngine):
             yield
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce the gradients of a backward: they are, when it ends.  bucket_size: the
-        configuration's serves.
-        """
+        """Do nothing: gradients are reduced when backward ends. `bucket_size` is ignored."""
 
     def _backward_epilogue(self) -> None:
-        """Do nothing: a `backward` of the program's own has ended with the last gradient's
-        reduction.
-        """
+        """Do nothing: the last gradient's reduction ends a backward pass of the program."""
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
-        """Return the whole state dict on rank 0, None elsewhere.  Collective: every rank must call
-        it.
-        """
+        """Return the whole state dict on rank 0, None on other ranks. Collective."""
         settings = checkpoint.ExportSettings(exclude_frozen=exclude_frozen_parameters)
         return checkpoint.consolidated(self.runtime, settings)
 
     _consolidated_16bit_state_dict = (
-        _zero3_consolidated_16bit_state_dict  # DeepSpeed's name for ranks along tp
+        _zero3_consolidated_16bit_state_dict  # DeepSpeed's name with tensor parallelism
     )
 
     def _change_recovery_script_permissions(self, dst: str | Path) -> None:
-        """Let the owner run a script; a file system without permissions is told of in the log."""
+        """Make a script executable for its owner, or log that the file system cannot."""
         try:
             Path(dst).chmod(0o700)
         except OSError as error:
             logger.info(f"permissions of {dst} stay as they are ({error}).")
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
-        """Return where DeepSpeed keeps this rank's optimizer states; they are found by name
-        here.
-        """
+        """Return the path at which DeepSpeed stores this rank's optimizer states."""
         return str(
             Path(
                 checkpoints_path,
@@ -472,16 +500,25 @@ class DeepSpeedEngine(ZeroEngine):
 
     @property
     def offloaded_states(self) -> set[Any]:
-        """Return the kinds of state that `offload_states` has moved away."""
+        """Kinds of state that `offload_states` has offloaded."""
         kinds: Any = import_module(".config_classes", __package__).OffloadStateTypeEnum
         return {kinds(kind) for kind in super().offloaded_states}
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Differentiate the loss as `Engine.backward` does.  The drop-in needs an optimizer.
+        """Compute gradients of the loss, as `Engine.backward` does.
 
-        Collective.
+        Args:
+            loss: Scalar loss.
+            retain_graph: Whether to keep the autograd graph.
+            scale_wrt_gas: Whether to divide the loss by the number of accumulation steps.
+
+        Raises:
+            UsageError: The engine of a program that has imported `deepspeed` has no optimizer.
+
+        Note:
+            Collective: every rank must call it.
         """
         if self.optimizer is None and self._is_dropin:
             raise UsageError(
@@ -492,8 +529,9 @@ class DeepSpeedEngine(ZeroEngine):
         return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def _graphless_leaf_hooks(self) -> list[Any]:
-        """Raise from now on, as DeepSpeed does, if a trained leaf module gets no input that
-        requires a gradient; return the hooks.
+        """Register hooks that raise if no input of a trained leaf requires a gradient.
+
+        DeepSpeed raises in this case, too. Returns the handles of the hooks.
         """
         leaves = [
             leaf
@@ -504,7 +542,7 @@ class DeepSpeedEngine(ZeroEngine):
         return [leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves]
 
     def destroy(self) -> None:
-        """Take the hooks off leaf modules, and destroy the engine as `ZeroEngine.destroy` does."""
+        """Remove the hooks of leaf modules and destroy the engine."""
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks = []
@@ -524,14 +562,14 @@ class DeepSpeedEngine(ZeroEngine):
             raise
 
 
-# Methods of the class, as in DeepSpeed: a program may call
-# DeepSpeedEngine.gradient_clipping(its_own_engine).
+# DeepSpeed has these as methods of the class, so a program may call
+# DeepSpeedEngine.gradient_clipping(engine).
 for _name, _getter in GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter)
 
 
 def _refuse_graphless(engine: Any, leaf: nn.Module, args: Any, kwargs: Any) -> None:
-    # Where reductions are held back, no leaf reduces anything
+    # While reductions are held back, a leaf's gradients are not reduced.
     if not torch.is_grad_enabled() or engine().held_reductions.name:
         return
     if not any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):

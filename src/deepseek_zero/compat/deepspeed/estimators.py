@@ -1,9 +1,8 @@
-"""DeepSpeed's memory estimators in its words, with the bytes of our own plans: mixed precision with
-Adam.
+"""DeepSpeed's memory estimators for mixed precision with Adam.
 
-A row of the table per place of parameters and optimizer states.  DeepSpeed multiplies by guesses
-(18 bytes, a factor of 1.5 for buffers); these are what planner/memory.py counts for a plan.
-Reached through the drop-in.
+DeepSpeed multiplies by estimates (18 bytes per parameter, a factor of 1.5 for buffers). Here,
+planner/memory.py counts the bytes of a plan. The printed tables have one row for each placement of
+parameters and optimizer states.
 """
 
 from __future__ import annotations
@@ -34,16 +33,26 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int, int]:
-    """(bytes of a host, bytes of a GPU, bytes of the largest layer gathered in forward and
-    backward).
+    """Estimate the memory of stage 3.
 
-    zero_init: whether the model is built shard by shard; otherwise each rank first builds all of it
-    in fp32 on the
-    host.  additional_buffer_factor: on the host's bytes; 1 is what is counted.
+    Args:
+        total_params: Elements of all parameters.
+        largest_layer_params: Elements of the largest layer.
+        num_gpus_per_node: Ranks per host.
+        num_nodes: Number of hosts.
+        cpu_offload: Whether optimizer states are offloaded to the host.
+        cpu_offload_params: Whether weights are offloaded, too.
+        zero_init: Whether the model is built shard by shard. Otherwise each rank first builds the
+            whole model in fp32 on the host.
+        additional_buffer_factor: Factor for the bytes of the host.
+
+    Returns:
+        Bytes of a host, bytes of a GPU, and bytes of the largest gathered layer.
     """
     ranks = num_gpus_per_node * num_nodes
     found = _states(3, total_params, ranks, cpu_offload, cpu_offload and cpu_offload_params)
-    # Its weight, and the one gathered ahead or its gradient, in 16 bits
+    # Two 16-bit copies: its weight, and either the prefetched weight of the next layer or its
+    # gradient
     largest = 2 * 2 * largest_layer_params
     building = 4 * (largest_layer_params if zero_init else total_params)
     host = max(found[Tier.HOST], building) * num_gpus_per_node * additional_buffer_factor
@@ -57,8 +66,19 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int]:
-    """Return (bytes of a host, bytes of a GPU).  Every rank builds the model in fp32 on the
-    host.
+    """Estimate the memory of stages 1 and 2.
+
+    Every rank builds the whole model in fp32 on the host.
+
+    Args:
+        total_params: Elements of all parameters.
+        num_gpus_per_node: Ranks per host.
+        num_nodes: Number of hosts.
+        cpu_offload: Whether optimizer states are offloaded to the host.
+        additional_buffer_factor: Factor for the bytes of the host.
+
+    Returns:
+        Bytes of a host, and bytes of a GPU.
     """
     found = _states(2, total_params, num_gpus_per_node * num_nodes, cpu_offload, False)
     host = max(found[Tier.HOST], 4 * total_params) * num_gpus_per_node * additional_buffer_factor
@@ -71,7 +91,14 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the table of stage 3 for a model; one on the meta device will do."""
+    """Print the table of stage 3 for a model.
+
+    Args:
+        model: The model, which may be on the meta device.
+        num_gpus_per_node: Ranks per host.
+        num_nodes: Number of hosts.
+        additional_buffer_factor: Factor for the bytes of the host.
+    """
     estimate_zero3_model_states_mem_needs_all_cold(
         *model_to_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -84,7 +111,15 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the table of stage 3 for a number of parameters."""
+    """Print the table of stage 3 for a number of parameters.
+
+    Args:
+        total_params: Elements of all parameters.
+        largest_layer_params: Elements of the largest layer.
+        num_gpus_per_node: Ranks per host.
+        num_nodes: Number of hosts.
+        additional_buffer_factor: Factor for the bytes of the host.
+    """
     rows = []
     for optimizer, weights, init in _cases():
         host, device, _ = estimate_zero3_model_states_mem_needs(
@@ -109,7 +144,14 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the table of stage 2 for a model; one on the meta device will do."""
+    """Print the table of stage 2 for a model.
+
+    Args:
+        model: The model, which may be on the meta device.
+        num_gpus_per_node: Ranks per host.
+        num_nodes: Number of hosts.
+        additional_buffer_factor: Factor for the bytes of the host.
+    """
     estimate_zero2_model_states_mem_needs_all_cold(
         model_to_params(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -121,7 +163,14 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the table of stage 2 for a number of parameters."""
+    """Print the table of stage 2 for a number of parameters.
+
+    Args:
+        total_params: Elements of all parameters.
+        num_gpus_per_node: Ranks per host.
+        num_nodes: Number of hosts.
+        additional_buffer_factor: Factor for the bytes of the host.
+    """
     rows = [
         (
             *estimate_zero2_model_states_mem_needs(
@@ -135,7 +184,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """Return the elements of all parameters, and of the largest layer."""
+    """Return the number of elements of all parameters and of the largest layer."""
     layers = (
         sum(param.numel() for param in module.parameters(recurse=False))
         for module in model.modules()
@@ -161,8 +210,9 @@ def _states(
 
 
 def _cases() -> Iterator[tuple[bool, bool, bool]]:
-    """Yield (optimizer offloaded, weights offloaded, built by zero.Init); weights never without the
-    optimizer.
+    """Yield (optimizer offloaded, weights offloaded, built by zero.Init).
+
+    Weights are never offloaded without the optimizer.
     """
     for optimizer, weights in ((True, True), (True, False), (False, False)):
         for init in (True, False):
@@ -176,7 +226,7 @@ def _place(offloaded: bool) -> str:
 def _print(
     rows: list[tuple[int, int, str]], params: int, layer: str, per_node: int, nodes: int
 ) -> None:
-    """Print DeepSpeed's table to standard output, as DeepSpeed does."""
+    """Print DeepSpeed's table to standard output."""
     lines = [
         "Estimated memory needed for params, optim states and gradients for a:",
         f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {per_node} GPU{'s' * (per_node > 1)} per "

@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.git_version_info`: what is installed."""
+"""DeepSpeed's `deepspeed.git_version_info`: the version and the available ops."""
 
 from __future__ import annotations
 

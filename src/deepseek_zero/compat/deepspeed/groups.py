@@ -1,12 +1,11 @@
-"""DeepSpeed's `deepspeed.utils.groups`: which ranks share what, of the mesh of this process's
-engine.
+"""DeepSpeed's `deepspeed.utils.groups`: process groups of the current mesh.
 
-The engine that was made last tells, while it lives; without one every rank is data-parallel with
-all others, and alone in every other sense.  A group is torch's, for programs that communicate by
-themselves: this library's own ranks do not use it.  Groups of a mesh are made once, all of them, by
-`make_groups`, and kept as long as the world's group.
+The mesh is that of the engine that was created last, as long as it exists. Without an engine, all
+ranks are data-parallel. The groups are torch's, for programs that communicate themselves; this
+library does not use them. `make_groups` creates all groups of a mesh once. They are kept as long as
+the default process group.
 
-The module is an mpu, too: `initialize(mpu=groups)`.
+The module can also be used as an mpu: `initialize(mpu=groups)`.
 """
 
 from __future__ import annotations
@@ -28,11 +27,14 @@ KINDS: tuple[tuple[str, ...], ...] = (DATA, REDUCE_AXES, TENSOR, SEQUENCE, PIPE)
 
 
 class _Process:
-    """Whose mesh is told, and torch's groups of this world: by ranks, None where this rank is not
-    among them.
+    """State of this process.
 
-    stated: the world's group in which a program made groups by itself (`_init_tp_mesh_device`),
-    their mesh, and they.
+    Attributes:
+        engine: The engine whose mesh is used.
+        stated: Default group at the time of `_init_tp_mesh_device`, the mesh, and its groups by
+            axes.
+        world: Default group to which `made` belongs.
+        made: torch's groups by ranks; None for groups without this rank.
     """
 
     engine: ClassVar[weakref.ref[Engine] | None] = None
@@ -42,7 +44,15 @@ class _Process:
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Nothing to do: the mesh is stated to `deepspeed.initialize`."""
+    """Do nothing for the default arguments: `deepspeed.initialize` is given the mesh.
+
+    Args:
+        ep_size: Must be 1.
+        mpu: Must be None.
+
+    Raises:
+        NotBuiltError: Another argument was passed.
+    """
     if ep_size != 1 or mpu is not None:
         raise NotBuiltError(
             f"groups.initialize(ep_size={ep_size}, mpu={mpu!r}) is not built.",
@@ -54,13 +64,11 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """Nothing to do: experts marked in a model are whole on every rank, and all ranks answer for
-    them.
-    """
+    """Do nothing: all ranks have all experts."""
 
 
 def tell_of(engine: Engine) -> None:
-    """Have these functions answer from this engine's mesh, while it lives.  Local."""
+    """Use the mesh of this engine as long as the engine exists. Local."""
     _Process.engine = weakref.ref(engine)
     _Process.stated = None
 
@@ -68,9 +76,10 @@ def tell_of(engine: Engine) -> None:
 def _init_tp_mesh_device(
     tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None
 ) -> tuple[Any, Any]:
-    """Make the groups of so many ranks that share layers, and have these functions answer from them
-    until an engine is made; returns this rank's data-parallel group and the one that shares its
-    layers.  Collective in the world.
+    """Create the groups of a mesh with tensor parallelism.
+
+    The functions of this module use this mesh until an engine is created. Returns this rank's
+    data-parallel and tensor-parallel groups. Collective over all ranks.
     """
     size = dist.get_world_size()
     rank = dist.get_rank()
@@ -95,14 +104,14 @@ def _init_tp_mesh_device(
 
 
 def _stated() -> tuple[Mesh, dict[tuple[str, ...], Any]] | None:
-    """Return what a program made by itself in this world."""
+    """Return the mesh and the groups of `_init_tp_mesh_device`, or None."""
     if _Process.stated is None or _Process.stated[0] is not get_world_group():
         return None
     return _Process.stated[1:]
 
 
 def mesh() -> Mesh:
-    """Return the mesh that these functions answer from, seen by this rank."""
+    """Return the current mesh, from the point of view of this rank."""
     if (stated := _stated()) is not None:
         return stated[0]
     size = dist.get_world_size() if dist.is_initialized() else 1
@@ -113,8 +122,10 @@ def mesh() -> Mesh:
 
 
 def make_groups(over: Mesh) -> None:
-    """Make torch's groups of a mesh that are not there yet.  Collective, in one order on every
-    rank.
+    """Create the process groups of a mesh that do not exist yet.
+
+    Note:
+        Collective: every rank must call it. All ranks create the groups in the same order.
     """
     for kind in KINDS:
         for ranks in over.groups_along(*kind):
@@ -124,11 +135,17 @@ def make_groups(over: Mesh) -> None:
 
 
 def group_of(*axes: str, over: Mesh | None = None) -> Any:
-    """Return torch's group of this rank and those that differ from it on these axes; None without a
-    process group.
+    """Return torch's group of the ranks that differ from this rank only on some axes.
 
-    over: the mesh they are axes of; None: the one that is told.  Collective in the world where its
-    groups were not made yet.
+    Args:
+        *axes: Names of the axes.
+        over: The mesh; None for the current one.
+
+    Returns:
+        The group; None without a process group.
+
+    Note:
+        Collective over all ranks if the groups of the mesh do not exist yet.
     """
     if over is None and (stated := _stated()) is not None and axes in stated[1]:
         return stated[1][axes]
@@ -149,14 +166,14 @@ def group_of(*axes: str, over: Mesh | None = None) -> Any:
 
 
 def _made() -> dict[tuple[int, ...], Any]:
-    if _Process.world is not get_world_group():  # another world: its groups are none of this one's
+    if _Process.world is not get_world_group():  # the groups belong to an earlier default group
         _Process.world = get_world_group()
         _Process.made = {}
     return _Process.made
 
 
 def get_data_parallel_group() -> Any:
-    """Return the group of the ranks that see different batches with the same piece of the model."""
+    """Return the group of ranks with the same part of the model and different batches."""
     return group_of(*DATA)
 
 
@@ -185,9 +202,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Return the rank that a model's input would come from: the first that shares this one's
-    layers.
-    """
+    """Return the first rank of this rank's tensor-parallel group."""
     return mesh().ranks_along(*TENSOR)[0]
 
 
@@ -204,7 +219,7 @@ def _get_sequence_parallel_rank() -> int:
 
 
 def _get_sequence_data_parallel_group() -> Any:
-    """Return the group of the ranks whose gradients are summed."""
+    """Return the group of ranks whose gradients are summed."""
     return group_of(*REDUCE_AXES)
 
 
@@ -229,8 +244,7 @@ def get_pipeline_model_parallel_rank() -> int:
     return mesh().coordinates["pp"]
 
 
-# What DeepSpeed's module keeps of its own; a program that looks there finds that nothing was made
-# yet.
+# Variables of DeepSpeed's module, for programs that check whether groups exist
 _DATA_PARALLEL_GROUP = _MODEL_PARALLEL_GROUP = _TENSOR_MODEL_PARALLEL_GROUP = None
 _DEVICE_MESH_SPLIT_UNSUPPORTED = (
     "No backend for the parent process group or its backend does not support splitting"
@@ -242,7 +256,7 @@ _get_data_parallel_rank = get_data_parallel_rank
 get_sequence_parallel_group = _get_sequence_parallel_group
 get_sequence_parallel_world_size = _get_sequence_parallel_world_size
 get_sequence_parallel_rank = _get_sequence_parallel_rank
-# DeepSpeed's module has one meaning for both words: the ranks that share a layer.
+# In DeepSpeed's module, model parallel and tensor parallel mean the same.
 get_model_parallel_group = get_tensor_model_parallel_group
 get_model_parallel_world_size = _get_model_parallel_world_size = (
     get_tensor_model_parallel_world_size

@@ -1,8 +1,7 @@
-"""DeepSpeed's `deepspeed.runtime.zero.linear`: a linear layer that keeps views of its weight, and
-no copy.
+"""DeepSpeed's `deepspeed.runtime.zero.linear`: a linear layer and its function.
 
-Units gather a weight for backward by themselves, so that torch's own linear serves an engine; these
-names are for programs that call them.  Backward runs in the autocast state of the forward.
+The layer saves views of its weight for backward. Engines do not need it, because units gather
+weights for backward. It is for programs that call it. Backward uses the autocast state of forward.
 """
 
 from __future__ import annotations
@@ -14,20 +13,32 @@ from torch import Tensor, nn
 
 
 class LinearFunctionForZeroStage3(torch.autograd.Function):
-    """`input @ weight.T + bias`, also below torch.func."""
+    """`input @ weight.T + bias`, also under torch.func transforms."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product; input: (..., in), weight: (out, in), bias: (out)."""
+        """Return `input @ weight.T + bias`.
+
+        Args:
+            input: Shape ``(..., in_features)``.
+            weight: Shape ``(out_features, in_features)``.
+            bias: Shape ``(out_features,)``.
+        """
         product = input.matmul(weight.t())
-        # Autocast may have made it narrower
+        # Under autocast the product may have a lower precision than the bias.
         return product if bias is None else product + bias.to(product.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what backward needs, and whether the forward ran under autocast."""
+        """Save the tensors for backward and the autocast state.
+
+        Args:
+            ctx: Context of the autograd function.
+            inputs: Arguments of `forward`.
+            output: Result of `forward`.
+        """
         kind = output.device.type
         ctx._dtype = torch.get_autocast_dtype(kind)
         ctx._fwd_used_autocast = torch.is_autocast_enabled(kind)
@@ -35,7 +46,7 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Return the gradients of input, weight and bias, those that are asked for."""
+        """Return the requested gradients of input, weight and bias."""
         (grad,) = grads
         input, weight, *rest = ctx.saved_tensors
         bias = rest[0] if rest else None
@@ -49,14 +60,20 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
 
 
 def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `input @ weight.T + bias`."""
+    """Return `input @ weight.T + bias`.
+
+    Args:
+        input: Shape ``(..., in_features)``.
+        weight: Shape ``(out_features, in_features)``.
+        bias: Shape ``(out_features,)``.
+    """
     result: Tensor = LinearFunctionForZeroStage3.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return result
 
 
 class LinearModuleForZeroStage3(nn.Linear):
-    """A linear layer by that function."""
+    """A linear layer that uses `LinearFunctionForZeroStage3`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the product with the weight, and the bias."""
+        """Return the layer's output."""
         return zero3_linear_wrap(input, self.weight, self.bias)

@@ -1,7 +1,7 @@
-"""DeepSpeed's loss scalers as objects of their own, for programs that scale a loss themselves.
+"""DeepSpeed's loss scalers, for programs that scale a loss themselves.
 
-An engine has its own scaler; the rule of the dynamic one is precision/loss_scale.py's.  Reached
-through the drop-in (`deepspeed.runtime.fp16.loss_scaler`), which is also where pickles of genuine
+An engine has its own scaler. The rule of the dynamic scaler is in precision/loss_scale.py. The
+drop-in provides this module as `deepspeed.runtime.fp16.loss_scaler`, where pickles of DeepSpeed's
 checkpoints look for these classes.
 """
 
@@ -25,8 +25,9 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScalerBase:
-    """A scale for losses; `update_scale` is told after each step whether its gradients
-    overflowed.
+    """Base class of loss scalers.
+
+    Call `update_scale` after each step, with whether its gradients overflowed.
     """
 
     dynamic = False
@@ -44,17 +45,30 @@ class LossScalerBase:
     def scale_gradient(
         self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any
     ) -> tuple[Tensor, ...]:
+        """Return the input gradients times the scale, for a module's backward hook.
+
+        Args:
+            module: Ignored.
+            grad_in: Gradients of the module's inputs.
+            grad_out: Ignored.
+        """
         return tuple(self.cur_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Compute gradients of the scaled loss.
+
+        Args:
+            loss: Scalar loss.
+            retain_graph: Whether to keep the autograd graph.
+        """
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:
-        """Do nothing: this scale never moves."""
+        """Do nothing: this scale is constant."""
 
 
 class LossScaler(LossScalerBase):
-    """A scale that stays."""
+    """A constant loss scale."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scale)
@@ -64,7 +78,17 @@ class LossScaler(LossScalerBase):
 
 
 class DynamicLossScaler(LossScalerBase):
-    """A scale that halves after overflows and doubles after `scale_window` good steps."""
+    """A scale that is halved after overflows and doubled after enough good steps.
+
+    Args:
+        init_scale: First scale.
+        scale_window: Number of steps without overflow before the scale is doubled.
+        min_scale: Smallest scale.
+        delayed_shift: Number of overflows before the scale is halved.
+        consecutive_hysteresis: Whether a good step resets the count of overflows.
+        raise_error_at_min_scale: Whether an overflow at the smallest scale raises.
+        dtype: Dtype of the gradients.
+    """
 
     dynamic = True
 
@@ -90,7 +114,7 @@ class DynamicLossScaler(LossScalerBase):
         self.scale_factor = 2.0
 
     def has_overflow_serial(self, params: Any) -> bool:
-        """Return whether a gradient of these parameters is not finite, on this rank."""
+        """Return whether a gradient on this rank is not finite."""
         return any(
             param.grad is not None and not bool(torch.isfinite(param.grad).all())
             for param in params
@@ -99,8 +123,11 @@ class DynamicLossScaler(LossScalerBase):
     has_overflow = has_overflow_serial
 
     def update_scale(self, overflow: bool) -> None:
-        """Follow the rule; at the smallest scale an overflow is a LossScaleError unless
-        raise_error_at_min_scale is false.
+        """Update the scale after a step.
+
+        Raises:
+            LossScaleError: The gradients overflowed at the smallest scale, and
+                `raise_error_at_min_scale` is true.
         """
         rule = self._rule()
         with suppress(*(() if self.raise_error_at_min_scale else (LossScaleError,))):
@@ -111,9 +138,9 @@ class DynamicLossScaler(LossScalerBase):
         self.cur_iter += 1
 
     def _rule(self) -> Rule:
-        """Return precision/loss_scale.py's scaler in the state of this one."""
+        """Return the scaler of precision/loss_scale.py in the state of this one."""
         settings = LossScaleSettings(
-            initial_scale_power=127,  # not used: the scale is set below
+            initial_scale_power=127,  # unused, because the scale is set below
             loss_scale_window=self.scale_window,
             hysteresis=self.delayed_shift,
             consecutive_hysteresis=self.consecutive_hysteresis,
@@ -133,7 +160,14 @@ def CreateLossScaler(
     dynamic_scaling: bool,
     dynamic_loss_args: Mapping[str, Any] | None,
 ) -> LossScalerBase:
-    """Return the scaler of a dtype; other than fp16 needs none, and gets a scale of 1."""
+    """Return a loss scaler for a dtype. Dtypes other than fp16 get a scale of 1.
+
+    Args:
+        dtype: Dtype of the computation.
+        static_loss_scale: Scale if `dynamic_scaling` is false.
+        dynamic_scaling: Whether the scale is dynamic.
+        dynamic_loss_args: Arguments of the DynamicLossScaler.
+    """
     if dtype is torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
     return LossScaler(static_loss_scale if dtype is torch.half else 1.0)

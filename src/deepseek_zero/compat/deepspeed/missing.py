@@ -1,10 +1,9 @@
-"""DeepSpeed's public names that are not here: which, whether they come, and why not or what serves
-instead.
+"""Table of DeepSpeed's public names that are missing here, with reasons.
 
-The one table of it.  The package (`deepseek_zero.X`) and the engine (`engine.x`) raise from it
-where a name is asked for, the drop-in (`deepspeed.y.X`) where it is called, and
-docs/reference/deepspeed-names.md shows it.  Names of which there is nothing to say (DeepSpeed's
-inner functions) are left out; inventory.json has them.
+Errors are raised from this table: when a name of the package (`deepseek_zero.X`) or of the engine
+(`engine.x`) is read, and when a name of the drop-in (`deepspeed.y.X`) is called.
+docs/reference/deepspeed-names.md shows the table. DeepSpeed's internal functions are not in it;
+inventory.json has them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ...base.errors import UnknownNameError
 
 
 class When(Enum):
-    """Whether a name comes."""
+    """Whether a missing name is planned."""
 
     LATER = "later"
     NEVER = "by design not"
@@ -25,13 +24,18 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class MissingName:
-    """One name that is not here."""
+    """A missing name.
+
+    Attributes:
+        when: Whether it is planned.
+        reason: Why it is missing, or what replaces it.
+    """
 
     when: When
     reason: str
 
 
-ENGINE = "DeepSpeedEngine"  # the rows of an engine's attributes
+ENGINE = "DeepSpeedEngine"  # key of the engine's attributes
 PAGE = "docs/reference/deepspeed-names.md"
 
 PIPELINE = "engines over pipelines are a later part"
@@ -67,7 +71,7 @@ L = When.LATER
 N = When.NEVER
 Rows = tuple[tuple[When, str, str], ...]
 
-# module: (whether it comes, why, names)
+# module -> (whether it is planned, reason, names)
 MISSING: dict[str, Rows] = {
     "deepspeed": (
         (
@@ -246,7 +250,7 @@ MISSING: dict[str, Rows] = {
         (N, "ZenFlow is not planned; " + SHED, "zenflow"),
     ),
 }
-SAME = {  # two paths to one module
+SAME = {  # modules with two paths
     "deepspeed.zero": "deepspeed.runtime.zero",
     "deepspeed.runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
     "deepspeed.elasticity.elasticity": "deepspeed.elasticity",
@@ -254,7 +258,7 @@ SAME = {  # two paths to one module
 
 
 def missing_names(module: str) -> dict[str, MissingName]:
-    """Return the names of one module of DeepSpeed's that are not here."""
+    """Return the missing names of one of DeepSpeed's modules."""
     rows = MISSING.get(SAME.get(module, module), ())
     return {
         name: MissingName(when, reason) for when, reason, names in rows for name in names.split()
@@ -262,8 +266,11 @@ def missing_names(module: str) -> dict[str, MissingName]:
 
 
 def why_missing(module: str, name: str) -> str:
-    """Return the reason why a name is not here, or why one of the packages that hold it is not; ""
-    without one.
+    """Return the reason why a name or its package is missing, or "".
+
+    Args:
+        module: Path of the module.
+        name: Name in the module.
     """
     while True:
         found = missing_names(module).get(name)
@@ -275,8 +282,12 @@ def why_missing(module: str, name: str) -> str:
 
 
 def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNameError:
-    """Return the error for a name that a module of the drop-in does not have.  public: the names it
-    has.
+    """Return the error for a name that a module of the drop-in does not have.
+
+    Args:
+        module: Path of the module.
+        name: The missing name.
+        public: Names of the module, from which similar ones are suggested.
     """
     near = difflib.get_close_matches(name, public, n=8, cutoff=0.5) or public[:40]
     return UnknownNameError(
@@ -286,7 +297,7 @@ def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNam
     )
 
 
-# What the drop-in gives at its top and this package does not.
+# Top-level names of the drop-in that this package does not have
 IN_THE_DROPIN = frozenset(
     "accelerator constants elasticity get_accelerator launcher moe monitor OnDevice ops pipe "
     "PipelineEngine PipelineModule profiling runtime sequence ADAGRAD_OPTIMIZER ADAM_OPTIMIZER "
@@ -300,7 +311,7 @@ CLIENTS = (
 
 
 def package_name_missing(name: str) -> UnknownNameError | None:
-    """Return the error for `deepseek_zero.name`, None for a name that is not DeepSpeed's."""
+    """Return the error for `deepseek_zero.name`; None if DeepSpeed lacks the name."""
     found = missing_names("deepspeed").get(name)
     reason = CLIENTS if name in IN_THE_DROPIN else found.reason if found else None
     if reason is None:
@@ -312,8 +323,11 @@ def package_name_missing(name: str) -> UnknownNameError | None:
 
 
 def engine_name_missing(name: str, there: list[str]) -> UnknownNameError:
-    """Return the error for an attribute that the engine does not have.  there: names to look for
-    near ones in.
+    """Return the error for an attribute that the engine does not have.
+
+    Args:
+        name: The missing attribute.
+        there: Names of the engine, from which similar ones are suggested.
     """
     near = difflib.get_close_matches(name, there, n=4, cutoff=0.5)
     return UnknownNameError(

@@ -1,11 +1,9 @@
-"""The modules of the drop-in, made on import from two tables: what is provided, and every name that
-DeepSpeed has.
+"""Modules of the drop-in, which are created on import from two tables.
 
-A name of DeepSpeed's that nothing here stands behind can be imported all the same, because a
-program that never uses
-it must not fail at its imports: constants have DeepSpeed's values, classes can be named and asked
-about (isinstance), and whoever calls one gets an error that says why it is not built, from
-missing.py.
+The tables are the names that this library provides (provided.py) and all names of DeepSpeed
+(inventory.json). Names without an implementation can also be imported, so that a program that never
+uses them does not fail on import. Constants have DeepSpeed's values, and classes work with
+isinstance(). Calling a class or function raises an error with the reason from missing.py.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from .dropin import is_dropin_imported
 from .missing import module_name_missing, why_missing
 from .provided import PROVIDED
 
-# DeepSpeed's version whose names these are, and that it is not DeepSpeed; the drop-in's metadata
-# says the same.
+# Version of DeepSpeed whose names these are, with a suffix that distinguishes it from DeepSpeed.
+# The drop-in's metadata has the same version.
 VERSION = "0.19.8+dz1"
 
 _INVENTORY = Path(__file__).with_name("inventory.json")
@@ -36,10 +34,10 @@ _INVENTORY = Path(__file__).with_name("inventory.json")
 
 @cache
 def inventory() -> dict[str, dict[str, Any]]:
-    """Return DeepSpeed's modules: {"class": names, "other": names, "from": {module: names},
-    "values": {name: value}}.
+    """Return DeepSpeed's modules and their names.
 
-    A module's "from" says "*" where it takes every name of another.
+    Each module has {"class": names, "other": names, "from": {module: names}, "values": {name:
+    value}}. In "from", "*" means all names of the other module.
     """
     found: dict[str, dict[str, Any]] = json.loads(_INVENTORY.read_text(encoding="utf-8"))
     return found
@@ -47,14 +45,17 @@ def inventory() -> dict[str, dict[str, Any]]:
 
 @cache
 def homes(module: str) -> dict[str, str]:
-    """Return name -> our module that provides it; "*" -> one that is asked for every other name."""
+    """Map a name to our module that provides it.
+
+    "*" maps to a module for all other names.
+    """
     rows = PROVIDED.get(module, {})
     return {name: home for home, names in rows.items() for name in names.split()}
 
 
 @cache
 def submodules(module: str) -> frozenset[str]:
-    """Return the last parts of the names of the modules right below one."""
+    """Return the names of the direct submodules of a module."""
     below = f"{module}."
     return frozenset(
         name[len(below) :].partition(".")[0] for name in _modules() if name.startswith(below)
@@ -63,14 +64,14 @@ def submodules(module: str) -> frozenset[str]:
 
 @cache
 def _modules() -> frozenset[str]:
-    """Return the names of all modules, with the packages that only hold modules."""
+    """Return the paths of all modules, including packages that only contain modules."""
     named = {*PROVIDED, *inventory()}
     return frozenset(name.rsplit(".", up)[0] for name in named for up in range(name.count(".") + 1))
 
 
 @cache
 def kinds(module: str) -> dict[str, str]:
-    """Return name -> "class", "other", "values" or the module of DeepSpeed's that it comes from."""
+    """Map each name to "class", "other", "values", or the module it is imported from."""
     entry = inventory().get(module, {})
     found: dict[str, str] = {}
     for home, names in entry.get("from", {}).items():
@@ -86,7 +87,7 @@ def kinds(module: str) -> dict[str, str]:
 
 
 def public_names(module: str) -> list[str]:
-    """Return every name that a module of the drop-in has, its submodules too."""
+    """Return all names of a module of the drop-in, including its submodules."""
     return sorted({*homes(module), *kinds(module), *submodules(module)} - {"*"})
 
 
@@ -104,8 +105,17 @@ def names_of(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
 
 
 def look_up(module: str, name: str) -> Any:
-    """Return one name of a module of the drop-in: provided, a submodule, or one that can be
-    imported and not used.
+    """Return the value of a name in a module of the drop-in.
+
+    The value is a provided object, a submodule, a constant, or a placeholder that raises when it is
+    called.
+
+    Args:
+        module: Path of the module.
+        name: Name in the module.
+
+    Raises:
+        UnknownNameError: DeepSpeed does not have the name.
     """
     home = homes(module).get(name)
     if home is not None:
@@ -127,8 +137,11 @@ def look_up(module: str, name: str) -> Any:
 
 @cache
 def placeholder(module: str, name: str) -> Any:
-    """Return what stands for a class or a function of DeepSpeed's that is not built: calling it is
-    a NotBuiltError.
+    """Return a class or function that raises NotBuiltError when it is called.
+
+    Args:
+        module: Path of the module.
+        name: Name of the class or function.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -147,33 +160,41 @@ def placeholder(module: str, name: str) -> Any:
 
 
 class _Modules(MetaPathFinder, InspectLoader):
-    """Find and make the modules below `deepspeed`, where that is the drop-in."""
+    """Find and load the submodules of `deepspeed` if it is the drop-in."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of a module of the drop-in, or None.
+
+        Args:
+            fullname: Path of the module.
+            path: Ignored.
+            target: Ignored.
+        """
         if (
             not fullname.startswith("deepspeed.")
             or not is_dropin_imported()
             or fullname not in _modules()
         ):
             return None
-        # `python -m` runs no package, and gives the origin to the program as its own name.
+        # `python -m` does not run a package, and the program gets the origin as its own name.
         return ModuleSpec(fullname, self, origin=fullname, is_package=bool(submodules(fullname)))
 
     def exec_module(self, module: ModuleType) -> None:
         names: Any = module
         names.__getattr__, names.__dir__ = names_of(module.__name__)
         names.__doc__ = f"`{module.__name__}`, under DeepSpeed's path."
-        # A name that is a submodule's, too, means the function, as in DeepSpeed; importing the
-        # submodule would set it.
+        # If a function has the name of a submodule, the name means the function, as in DeepSpeed.
+        # The submodule is imported first, because its import sets the name.
         for name in submodules(module.__name__) & kinds(module.__name__).keys():
             import_module(f"{module.__name__}.{name}")
             setattr(module, name, look_up(module.__name__, name))
 
     def get_source(self, fullname: str) -> str:
-        """Return what `python -m` runs: the module's `main`, which raises an error if it is not
-        built.
+        """Return the code that `python -m` runs, which calls the module's `main`.
+
+        A module without `main` exits with a message.
         """
         if "main" in public_names(fullname):
             return f"from {fullname} import main\nraise SystemExit(main())\n"
@@ -187,17 +208,16 @@ class _Modules(MetaPathFinder, InspectLoader):
 
 
 def begin() -> None:
-    """Set up this process for a program that imports `deepspeed`: its modules, and DeepSpeed's
-    first log level.
-    """
+    """Install the finder of the drop-in's modules and set DeepSpeed's log level."""
     find_below()
     set_first_level("WARNING")
 
 
 def find_below() -> None:
-    """Let `import deepspeed.x` find the modules of the drop-in.  Python asks them first, once for
-    all: folders that an older version left behind, with nothing in them but compiled files, are
-    packages to Python's own finders.
+    """Install the finder for the modules of the drop-in.
+
+    It precedes Python's own finders. They would take a directory that an older version left behind,
+    with only compiled files in it, for a package.
     """
     if not any(isinstance(finder, _Modules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Modules())

@@ -1,7 +1,7 @@
-"""DeepSpeed's `deepspeed.moe.utils`: parameters that are marked as experts', apart from the others.
+"""DeepSpeed's `deepspeed.moe.utils`: tell parameters of experts from others.
 
-A parameter with `allreduce = False` is an expert's, and its `group_name` says which ranks share it:
-all of them here (moe_layers.py).  Programs call these functions for every model.
+A parameter of an expert has `allreduce = False`, and its `group_name` is the name of the ranks that
+share it. Here all ranks do (moe_layers.py). Programs call these functions for every model.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from .moe_layers import MoE
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return whether a parameter is marked as an expert's."""
+    """Return whether a parameter belongs to an expert."""
     return getattr(param, "allreduce", True) is False
 
 
 def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
-    """Return whether a group holds experts' parameters."""
+    """Return whether a parameter group contains parameters of experts."""
     return bool(param_group.get("moe", False))
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has DeepSpeed's expert layers, and how many experts the last of them
-    has.
-    """
+    """Return whether a model has MoE layers, and the last one's number of experts."""
     counts = [each.num_experts for each in m.modules() if isinstance(each, MoE)]
     return bool(counts), counts[-1] if counts else 0
 
@@ -35,7 +33,7 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return (shared parameters, experts' parameters)."""
+    """Return the shared parameters and the parameters of experts."""
     given = list(params)
     return [each for each in given if not is_moe_param(each)], [
         each for each in given if is_moe_param(each)
@@ -45,7 +43,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (shared parameters' gradients, experts' gradients), of those that have one."""
+    """Return the existing gradients of shared parameters and of parameters of experts."""
     shared, experts = split_params_into_shared_and_expert_params(
         param for param in group if param.grad is not None
     )
@@ -58,10 +56,17 @@ def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[dict[str, Any]],
     max_group_size: float | None = 178_956_971,
 ) -> list[dict[str, Any]]:
-    """Return the groups without experts' parameters, and behind them groups of those by
-    `group_name`.
+    """Move parameters of experts into separate groups by `group_name`.
 
-    max_group_size: elements of such a group, at most; None: no bound.
+    Args:
+        param_groups: One or more parameter groups, whose "params" are changed.
+        max_group_size: Largest number of elements of a group of experts; None for no limit.
+
+    Returns:
+        The given groups, followed by those of the experts.
+
+    Raises:
+        ValueError: `param_groups` has the wrong type.
     """
     if not isinstance(param_groups, Mapping | list | tuple):
         raise ValueError(f"Unknown param group type of {type(param_groups)}")
@@ -93,7 +98,11 @@ def _bounded(params: Sequence[nn.Parameter], most: float | None) -> list[list[nn
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Return groups for an optimizer of a list of parameters or of groups."""
+    """Return parameter groups for an optimizer from a list of parameters or of groups.
+
+    Raises:
+        TypeError: An element is neither a tensor nor a dict.
+    """
     assert isinstance(model_parameters, list), "model_parameters must be a list"
     for each in model_parameters:
         if not isinstance(each, Tensor | dict):

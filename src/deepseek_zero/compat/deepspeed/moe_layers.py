@@ -1,13 +1,13 @@
-"""DeepSpeed's expert layers: a gate that sends each token to k of several experts, and what stands
-around it.
+"""DeepSpeed's mixture-of-experts layers: gates that send each token to k experts.
 
-Every rank has all experts, whatever `ep_size` says: their states are sharded as those of any other
-layer, so nothing is to be gained by leaving experts to some ranks, and no token travels.  A gate
-looks at the tokens of its own rank alone, as in DeepSpeed, where ranks exchange what gates have
-chosen; so outputs and gradients are the same.
+Every rank has all experts, regardless of `ep_size`, and no token is sent to another rank. The
+states of experts are sharded like those of other layers, so distributing experts would save no
+memory. As in DeepSpeed, a gate only uses the tokens of its own rank, so outputs and gradients are
+the same.
 
-Each expert takes a fixed number of tokens, its capacity.  A token's place in an expert is a slot; a
-route is (expert, slot, weight).  Tokens beyond the capacity are dropped: that route's expert is -1.
+Each expert has a capacity, the number of tokens that it takes. A token's position in an expert is a
+slot, and a route is (expert, slot, weight). Tokens beyond the capacity are dropped, and the expert
+of such a route is -1.
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ Gated = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the tokens of one batch go.
+    """Routes of the tokens of one batch.
 
-    l_aux: the loss of uneven loads.  Of each of the k choices, one tensor [tokens]: experts (-1:
-    dropped), slots and weights (0 where dropped).  counts: tokens that chose each expert.
+    The lists have one tensor of shape ``(tokens,)`` for each of the k choices.
+
+    Attributes:
+        l_aux: Load-balancing loss.
+        capacity: Slots per expert.
+        experts: Experts; -1 for dropped tokens.
+        slots: Slots; 0 for dropped tokens.
+        weights: Weights; 0 for dropped tokens.
+        counts: Number of tokens that chose each expert, shape ``(experts,)``.
     """
 
     l_aux: Tensor
@@ -45,7 +52,7 @@ class Routes:
     counts: Tensor
 
     def sparse(self) -> Gated:
-        """Return them as DeepSpeed's gates do with `sparse_routes`."""
+        """Return the tuple that DeepSpeed's gates return with `sparse_routes`."""
         return (
             self.l_aux,
             self.capacity,
@@ -57,7 +64,12 @@ class Routes:
         )
 
     def dense(self) -> Gated:
-        """Return (l_aux, weights [tokens, experts, slots], where they are not zero, counts)."""
+        """Return DeepSpeed's dense form of the routes.
+
+        Returns:
+            The loss, weights of shape ``(tokens, experts, slots)``, the mask of nonzero weights,
+            and the counts.
+        """
         shape = (len(self.experts[0]), len(self.counts), self.capacity)
         whole = torch.zeros(shape, dtype=self.weights[0].dtype, device=self.weights[0].device)
         for experts, slots, weights in zip(self.experts, self.slots, self.weights, strict=True):
@@ -69,14 +81,18 @@ class Routes:
 
 
 def _capacity(gates: Tensor, capacity_factor: float, min_capacity: int) -> int:
-    """Return how many tokens an expert takes.  gates: [tokens, experts]."""
+    """Return the number of tokens that an expert takes.
+
+    Shape of gates: ``(tokens, experts)``.
+    """
     tokens, experts = gates.shape
     return max(ceil(tokens / experts * capacity_factor), int(min_capacity))
 
 
 def _largest(counts: Tensor, ep_group: Any) -> int:
-    """Return the capacity that drops no token: of the fullest expert, on any rank of the group.
-    Collective there.
+    """Return the smallest capacity that drops no token on any rank.
+
+    Collective over the group.
     """
     most = counts.max().reshape(1)
     if ep_group is not None and dist.get_world_size(group=ep_group) > 1:
@@ -85,15 +101,17 @@ def _largest(counts: Tensor, ep_group: Any) -> int:
 
 
 def _unevenness(gates: Tensor, mask: Tensor) -> Tensor:
-    """Return the loss that is 1 where tokens, and the gates' weights, are spread evenly over the
-    experts.
+    """Return the load-balancing loss.
+
+    It is 1 if tokens and gate weights are spread evenly over the experts.
     """
     return (gates.mean(0) * mask.float().mean(0)).sum() * gates.shape[1]
 
 
 def _queued(mask: Tensor) -> Tensor:
-    """Return each token's place among those that chose the same expert, in order.  [tokens,
-    experts], ints.
+    """Return each token's position among those that chose the same expert.
+
+    The result is an integer tensor of shape ``(tokens, experts)``.
     """
     return mask.cumsum(0) - 1
 
@@ -111,7 +129,7 @@ def _routes(
     kept: list[Tensor],
     counts: Tensor,
 ) -> Routes:
-    """Put routes together, without those that are not kept."""
+    """Build the routes. Those that are not kept are marked as dropped."""
     return Routes(
         l_aux,
         capacity,
@@ -123,7 +141,7 @@ def _routes(
 
 
 def _shared_out(weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    """Return weights whose sum over the kept choices of a token is 1."""
+    """Normalize the weights so that the sum over the kept choices of a token is 1."""
     held = [each * keep for each, keep in zip(weights, kept, strict=True)]
     total = torch.stack(held).sum(0)
     total = total.clamp(min=torch.finfo(total.dtype).eps)
@@ -131,13 +149,24 @@ def _shared_out(weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
 
 
 def multiplicative_jitter(x: Tensor, device: Any = None, epsilon: float = 1e-2) -> Tensor:
-    """Return a tensor times random factors within 1 +- epsilon."""
+    """Multiply a tensor by uniform random factors in [1 - epsilon, 1 + epsilon].
+
+    Args:
+        x: The tensor.
+        device: Ignored.
+        epsilon: Half the width of the interval.
+    """
     return x if epsilon == 0 else x * torch.empty_like(x).uniform_(1 - epsilon, 1 + epsilon)
 
 
 def gumbel_rsample(shape: tuple[int, ...], device: Any) -> Tensor:
-    """Return noise of the standard Gumbel distribution: the largest of logits with it added is
-    drawn by softmax.
+    """Sample from the standard Gumbel distribution.
+
+    The argmax of logits plus this noise is a sample from their softmax.
+
+    Args:
+        shape: Shape of the result.
+        device: Device of the result.
     """
     return -torch.empty(shape, device=device).exponential_().log()
 
@@ -153,11 +182,25 @@ def top1gating(
     ep_group: Any = None,
     sparse_routes: bool = False,
 ) -> Gated:
-    """Send each token to the expert of its largest logit.  logits: [tokens, experts].
+    """Route each token to the expert with the largest logit.
 
-    used_token: [tokens], 0 for those that go nowhere.  noisy_gate_policy: "RSample": drawn by
-    softmax.  drop_tokens: else every expert takes as many as chose the fullest one on any rank of
-    `ep_group`.  use_rts: which of too many tokens stay is drawn; else the first ones stay.
+    Args:
+        logits: Shape ``(tokens, experts)``.
+        capacity_factor: Capacity relative to an even distribution.
+        min_capacity: Smallest capacity.
+        used_token: Shape ``(tokens,)``; 0 for tokens that are not routed.
+        noisy_gate_policy: "RSample" to sample the expert from the softmax.
+        drop_tokens: Limit the capacity. Otherwise it is that of the fullest expert on any rank of
+            `ep_group`.
+        use_rts: Choose at random which tokens to drop. Otherwise the last ones are dropped.
+        ep_group: Process group for `drop_tokens=False`.
+        sparse_routes: Return the routes in sparse form.
+
+    Returns:
+        `Routes.sparse()` or `Routes.dense()`.
+
+    Note:
+        Collective over `ep_group` if `drop_tokens` is false.
     """
     gates = F.softmax(logits, dim=1)
     noisy = (
@@ -195,10 +238,24 @@ def top2gating(
     top2_2nd_expert_sampling: bool = True,
     sparse_routes: bool = False,
 ) -> Gated:
-    """Send each token to the experts of its two largest logits.  Arguments as for `top1gating`.
+    """Route each token to the experts with the two largest logits.
 
-    First choices have the first slots.  top2_2nd_expert_sampling: the second expert is drawn by
-    softmax.
+    First choices have the first slots.
+
+    Args:
+        logits: Shape ``(tokens, experts)``.
+        capacity_factor: Capacity relative to an even distribution.
+        min_capacity: Smallest capacity.
+        drop_tokens: As for `top1gating`.
+        ep_group: As for `top1gating`.
+        top2_2nd_expert_sampling: Sample the second expert from the softmax.
+        sparse_routes: Return the routes in sparse form.
+
+    Returns:
+        `Routes.sparse()` or `Routes.dense()`.
+
+    Note:
+        Collective over `ep_group` if `drop_tokens` is false.
     """
     gates = F.softmax(logits, dim=1)
     experts = logits.shape[1]
@@ -232,10 +289,27 @@ def topkgating(
     drop_policy: str = "probs",
     sparse_routes: bool = False,
 ) -> Gated:
-    """Send each token to the experts of its k largest logits.  Arguments as for `top1gating`.
+    """Route each token to the experts with the k largest logits.
 
-    drop_policy: which of too many tokens stay in an expert: "probs": those of the largest gates;
-    "position": the first.
+    Args:
+        logits: Shape ``(tokens, experts)``.
+        k: Number of experts per token.
+        capacity_factor: Capacity relative to an even distribution.
+        min_capacity: Smallest capacity.
+        drop_tokens: As for `top1gating`.
+        ep_group: As for `top1gating`.
+        drop_policy: Which tokens an expert keeps: "probs" for those with the largest gates,
+            "position" for the first.
+        sparse_routes: Return the routes in sparse form.
+
+    Returns:
+        `Routes.sparse()` or `Routes.dense()`.
+
+    Raises:
+        ValueError: `drop_policy` is unknown.
+
+    Note:
+        Collective over `ep_group` if `drop_tokens` is false.
     """
     gates = F.softmax(logits, dim=1)
     places = logits.topk(k, dim=1).indices
@@ -266,8 +340,9 @@ def topkgating(
 def _route_slots(
     experts: list[Tensor], slots: list[Tensor], num_experts: int, capacity: int
 ) -> Tensor:
-    """Return [k, tokens]: each route's row among the slots of all experts; one row past them where
-    it was dropped.
+    """Return each route's row among the slots of all experts, shape ``(k, tokens)``.
+
+    Dropped routes have the row after the last slot.
     """
     rows = [each * capacity + slot for each, slot in zip(experts, slots, strict=True)]
     dropped = num_experts * capacity
@@ -277,8 +352,10 @@ def _route_slots(
 
 
 def _sparse_encode(hidden: Tensor, slots: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Return [experts, slots, width]: each token, [tokens, width], in the slots of its routes;
-    zeros elsewhere.
+    """Copy each token into the slots of its routes.
+
+    `hidden` has shape ``(tokens, width)``, and the result ``(experts, slots, width)`` with zeros in
+    unused slots.
     """
     width = hidden.shape[-1]
     rows = hidden.new_zeros(num_experts * capacity + 1, width)
@@ -287,8 +364,9 @@ def _sparse_encode(hidden: Tensor, slots: Tensor, num_experts: int, capacity: in
 
 
 def _sparse_decode(rows: Tensor, slots: Tensor, weights: list[Tensor], num_tokens: int) -> Tensor:
-    """Return [tokens, width]: of each token the weighted sum of its rows, of [experts x slots,
-    width].
+    """Return the weighted sum of each token's rows, shape ``(tokens, width)``.
+
+    `rows` has shape ``(experts * slots, width)``.
     """
     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])])
     taken = rows[slots.reshape(-1)].reshape(len(slots), num_tokens, -1)
@@ -296,13 +374,23 @@ def _sparse_decode(rows: Tensor, slots: Tensor, weights: list[Tensor], num_token
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange equal parts of a tensor's first dimension between ranks: for expert layers of a
-    program's own.
+    """Differentiable all-to-all of equal parts of a tensor's first dimension.
+
+    It is for MoE layers of programs.
     """
 
     @staticmethod
     def forward(ctx: Any, group: Any, input: Tensor) -> Tensor:
-        """Return the parts that the ranks of the group had for this one.  Collective."""
+        """Exchange the parts of a tensor.
+
+        Args:
+            ctx: Context of the autograd function.
+            group: The process group.
+            input: Tensor whose first dimension is divisible by the size of the group.
+
+        Note:
+            Collective over `group`.
+        """
         ctx.group = group
         output = torch.empty_like(input)
         dist.all_to_all_single(output, input.contiguous(), group=group)
@@ -310,14 +398,28 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        """Send the gradients back.  Collective."""
+        """Exchange the gradients in the same way. Collective."""
         output = torch.empty_like(grads[0])
         dist.all_to_all_single(output, grads[0].contiguous(), group=ctx.group)
         return None, output
 
 
 class TopKGate(nn.Module):
-    """A linear layer in fp32 that chooses experts."""
+    """A gate: a linear layer in fp32 whose outputs choose experts.
+
+    Args:
+        model_dim: Width of a token.
+        num_experts: Number of experts.
+        k: Number of experts per token.
+        capacity_factor: Capacity in training, relative to an even distribution.
+        eval_capacity_factor: The same in evaluation.
+        min_capacity: Smallest capacity.
+        noisy_gate_policy: "Jitter", "RSample" or None.
+        drop_tokens: As for `top1gating`.
+        use_rts: As for `top1gating`.
+        ep_group: As for `top1gating`.
+        top2_2nd_expert_sampling: As for `top2gating`.
+    """
 
     def __init__(
         self,
@@ -348,7 +450,13 @@ class TopKGate(nn.Module):
     def forward(
         self, input: Tensor, used_token: Tensor | None = None, sparse_routes: bool = False
     ) -> Gated:
-        """Return what the gating function of k does for tokens [tokens, width]."""
+        """Route tokens with the gating function for k.
+
+        Args:
+            input: Tokens, shape ``(tokens, model_dim)``.
+            used_token: Shape ``(tokens,)``; 0 for tokens that are not routed. Only for k = 1.
+            sparse_routes: Return the routes in sparse form.
+        """
         given = input.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             given = multiplicative_jitter(given)
@@ -378,9 +486,13 @@ class TopKGate(nn.Module):
 
 
 class Experts(nn.Module):
-    """Copies of one module; each takes the slots of its own.
+    """Copies of one module, each of which computes the slots of one expert.
 
-    ep_size: the number of ranks over which DeepSpeed would spread these experts.
+    Args:
+        expert: The module to copy.
+        num_local_experts: Number of copies.
+        expert_group_name: Value of `group_name` of the parameters.
+        ep_size: Number of ranks over which DeepSpeed would distribute the experts.
     """
 
     def __init__(
@@ -401,8 +513,9 @@ class Experts(nn.Module):
             marked.group_name = expert_group_name
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Refuse one rank's experts of a DeepSpeed model: they would be taken for the first ones on
-        every rank.
+        """Load the experts, but report an error for one rank's experts of DeepSpeed.
+
+        They would otherwise be loaded as the first ones on every rank.
         """
         super()._load_from_state_dict(state_dict, prefix, *rest)
         errors: list[str] = rest[-1]
@@ -417,15 +530,27 @@ class Experts(nn.Module):
             )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what the experts make of [experts, slots, width]; of several outputs the first
-        counts.
+        """Apply each expert to its slots.
+
+        Args:
+            inputs: Shape ``(experts, slots, width)``. If an expert returns a tuple, its first
+                element is used.
         """
         made = [expert(each) for expert, each in zip(self.deepspeed_experts, inputs, strict=True)]
         return torch.stack([each[0] if isinstance(each, tuple) else each for each in made])
 
 
 class MOELayer(nn.Module):
-    """A gate and its experts."""
+    """A gate with its experts.
+
+    Args:
+        gate: The gate, for example a TopKGate.
+        experts: The experts.
+        ep_group_name: Stored as an attribute.
+        ep_size: Stored as an attribute.
+        num_local_experts: Stored as an attribute.
+        use_tutel: Ignored.
+    """
 
     def __init__(
         self,
@@ -446,7 +571,14 @@ class MOELayer(nn.Module):
         self.exp_counts = torch.zeros(0)
 
     def forward(self, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
-        """Return [..., width] of [..., width], and keep `l_aux` and `exp_counts`."""
+        """Route tokens to experts and combine the results.
+
+        The attributes `l_aux` and `exp_counts` are updated.
+
+        Args:
+            hidden: Shape ``(..., width)``.
+            used_token: Shape ``(tokens,)``; 0 for tokens that are not routed.
+        """
         tokens = hidden.reshape(-1, hidden.shape[-1])
         self.l_aux, capacity, count, experts, slots, weights, self.exp_counts = self.gate(
             tokens, used_token, True
@@ -459,11 +591,28 @@ class MOELayer(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts, which `forward` makes (output, loss of uneven loads, tokens of each
-    expert) of.
+    """A mixture-of-experts layer.
 
-    expert: the module that experts are copies of.  use_residual: each token also passes through a
-    module that all share, and a learned coefficient says how much of both it gets.
+    Args:
+        hidden_size: Width of a token.
+        expert: The module of which experts are copies.
+        num_experts: Number of experts, a multiple of `ep_size`.
+        ep_size: Number of ranks over which DeepSpeed would distribute the experts.
+        k: Number of experts per token.
+        capacity_factor: Capacity in training, relative to an even distribution.
+        eval_capacity_factor: The same in evaluation.
+        min_capacity: Smallest capacity.
+        use_residual: Add the output of a shared module, with learned coefficients for both.
+        noisy_gate_policy: "Jitter", "RSample" or None.
+        drop_tokens: As for `top1gating`.
+        use_rts: As for `top1gating`.
+        use_tutel: Ignored.
+        enable_expert_tensor_parallelism: Ignored.
+        top2_2nd_expert_sampling: As for `top2gating`.
+
+    Raises:
+        ConfigError: `num_experts` is not a multiple of `ep_size`, or `noisy_gate_policy` is
+            unknown.
     """
 
     def __init__(
@@ -524,12 +673,20 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Do nothing: no group of ranks is needed."""
+        """Do nothing: no process group is needed."""
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (output, loss of uneven loads, tokens that chose each expert) for [..., width]."""
+        """Apply the layer to hidden states.
+
+        Args:
+            hidden_states: Shape ``(..., width)``.
+            used_token: Shape ``(tokens,)``; 0 for tokens that are not routed.
+
+        Returns:
+            The output, the load-balancing loss, and the number of tokens that chose each expert.
+        """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
             shared = self.mlp(hidden_states)

@@ -1,7 +1,7 @@
-"""DeepSpeed's monitor classes, for programs that make one of a section of the configuration.
+"""DeepSpeed's monitor classes, for programs that create one themselves.
 
-Each is one of report/monitor.py's writers on rank 0, and its section's fields as attributes on
-every rank.
+Rank 0 writes with the writers of report/monitor.py. On every rank, the fields of the section are
+attributes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from ...report.monitor import (
 
 
 class Monitor:
-    """One monitor.  config: its section (TensorBoardConfig, ...); off, it drops what it is told."""
+    """Base class of monitors.
+
+    Args:
+        config: Section of the configuration, such as a TensorBoardConfig. If it is disabled, events
+            are ignored.
+    """
 
     writer_class: ClassVar[Any]
     settings_class: ClassVar[Any] = FileSettings
@@ -39,42 +44,42 @@ class Monitor:
         )
 
     def write_events(self, event_list: Sequence[Scalar]) -> None:
-        """Record (tag, value, samples) on rank 0."""
+        """Write events (tag, value, samples) on rank 0."""
         if self.writer is not None:
             self.writer.write_events([event[:3] for event in event_list])
 
     def flush(self) -> None:
-        """Nothing to do: events are written at once."""
+        """Do nothing: events are written immediately."""
 
 
 class TensorBoardMonitor(Monitor):
-    """TensorBoard's event files."""
+    """Write TensorBoard event files."""
 
     writer_class = TensorBoardWriter
 
 
 class csvMonitor(Monitor):
-    """One CSV file per tag."""
+    """Write one CSV file per tag."""
 
     writer_class = CsvWriter
 
 
 class WandbMonitor(Monitor):
-    """One Weights & Biases run."""
+    """Log to a Weights & Biases run."""
 
     writer_class = WandbWriter
     settings_class = WandbSettings
 
 
 class CometMonitor(Monitor):
-    """One Comet experiment."""
+    """Log to a Comet experiment."""
 
     writer_class = CometWriter
     settings_class = monitor.CometSettings
 
     @property
     def experiment(self) -> Any:
-        """Comet's own object, None where this rank writes nothing."""
+        """Comet's experiment object; None if this rank does not write."""
         return self.writer.experiment if self.writer is not None else None
 
 
@@ -88,7 +93,11 @@ KINDS: dict[str, type[Monitor]] = {
 
 
 class MonitorMaster(Monitor):
-    """All monitors that are on.  config: a DeepSpeedMonitorConfig."""
+    """All enabled monitors.
+
+    Args:
+        config: A DeepSpeedMonitorConfig.
+    """
 
     def __init__(self, config: Any) -> None:
         self.monitor_config = config
@@ -100,6 +109,6 @@ class MonitorMaster(Monitor):
         self.enabled = bool(self.monitors)
 
     def write_events(self, event_list: Sequence[Scalar]) -> None:
-        """Record (tag, value, samples) on rank 0 with each of them."""
+        """Write events (tag, value, samples) on rank 0 with each monitor."""
         for each in self.monitors:
             each.write_events(event_list)

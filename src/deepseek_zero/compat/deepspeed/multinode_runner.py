@@ -1,8 +1,7 @@
-"""DeepSpeed's `deepspeed.launcher.multinode_runner` and what its `runner` module answers to
-programs.
+"""DeepSpeed's `deepspeed.launcher.multinode_runner` and its `runner` functions.
 
-`deepseek-zero run` launches, on every host by itself.  A program that builds its own command for
-pdsh, MPI or Slurm gets that command from these classes; nothing here starts anything.
+`deepseek-zero run` launches processes itself, on every host. These classes only return commands,
+for programs that build their own command for pdsh, MPI or Slurm.
 """
 
 from __future__ import annotations
@@ -24,13 +23,15 @@ PDSH_MAX_FAN_OUT = 1024
 
 
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
-    """Return hosts and their slots as URL-safe base64 of JSON."""
+    """Encode hosts and their slots as URL-safe base64 of JSON."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode("utf-8")).decode("utf-8")
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
-    """Return host -> number of slots; a ValueError for a hostfile that is empty, twofold or not
-    understood.
+    """Return the number of slots of each host.
+
+    Raises:
+        ValueError: The hostfile is empty, has a duplicate host, or cannot be parsed.
     """
     try:
         return {host: len(slots) for host, slots in parse_hostfile(hostfile_lines).items()}
@@ -39,7 +40,7 @@ def _parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Return a hostfile's hosts and numbers of slots; None where there is no such file."""
+    """Return the number of slots of each host in a hostfile; None if there is no file."""
     if not os.path.isfile(hostfile_path):
         return None
     with open(hostfile_path, encoding="utf-8") as file:
@@ -49,8 +50,15 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Return the hosts and slots that --include or --exclude leave; an empty dict where nothing is
-    left.
+    """Return the hosts and slots that --include or --exclude select.
+
+    Args:
+        host_info: Slots of each host.
+        include_str: Value of --include.
+        exclude_str: Value of --exclude.
+
+    Raises:
+        ValueError: Both are given, one cannot be parsed, or a host or slot does not exist.
     """
     if include_str and exclude_str:
         raise ValueError("include_str and exclude_str are mutually exclusive.")
@@ -73,14 +81,20 @@ def parse_resource_filter(
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> dict[str, list[int]]:
-    """Return `parse_resource_filter` of hosts with numbers of slots."""
+    """Apply `parse_resource_filter` to hosts with numbers of slots.
+
+    Args:
+        resource_pool: Number of slots of each host.
+        inclusion: Value of --include.
+        exclusion: Value of --exclude.
+    """
     return parse_resource_filter(
         {host: list(range(n)) for host, n in resource_pool.items()}, inclusion, exclusion
     )
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of the `deepspeed` command, with DeepSpeed's names and defaults."""
+    """Parse the options of the `deepspeed` command with DeepSpeed's defaults."""
     parser = argparse.ArgumentParser(
         prog="deepspeed", description="DeepSpeed's options; see `deepseek-zero run`."
     )
@@ -114,8 +128,10 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Refuse options that exclude each other with a ValueError, then launch as the `deepspeed`
-    command does.
+    """Launch a program as the `deepspeed` command does. It does not return.
+
+    Raises:
+        ValueError: Options that exclude each other are given.
     """
     given = parse_args(args)
     if (given.num_nodes > 0 or given.num_gpus > 0) and (given.include or given.exclude):
@@ -127,10 +143,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 class MultiNodeRunner:
-    """Makes the command that starts one process per host or per rank.
+    """Build the command that starts one process per host or per rank.
 
-    args: what `parse_args` returned.  world_info_base64: `encode_world_info` of the hosts.
-    resource_pool: host -> slots.
+    Args:
+        args: Result of `parse_args`.
+        world_info_base64: Result of `encode_world_info`.
+        resource_pool: Slots of each host.
     """
 
     name: ClassVar[str]
@@ -147,29 +165,43 @@ class MultiNodeRunner:
         self.exports: dict[str, str] = {}
 
     def backend_exists(self) -> bool:
-        """Return whether the program is on the path."""
+        """Return whether the launcher program is on PATH."""
         return shutil.which(self.program) is not None
 
     def add_export(self, key: str, var: str) -> None:
-        """Have every process started with this variable."""
+        """Set an environment variable for all processes.
+
+        Args:
+            key: Name of the variable.
+            var: Value of the variable.
+        """
         self.exports[key.strip()] = var.strip()
 
     def validate_args(self) -> None:
-        """Raise a ValueError where the options ask for what this program cannot do."""
+        """Raise if an option is not supported by the launcher program.
+
+        Raises:
+            ValueError: --include, --exclude, --num_nodes or --num_gpus is given.
+        """
         if self.args.include or self.args.exclude:
             raise ValueError(f"{self.name} backend does not support worker include/exclusion")
         if self.args.num_nodes != -1 or self.args.num_gpus != -1:
             raise ValueError(f"{self.name} backend does not support limiting num nodes/gpus")
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
-        """Return the command as a list of words."""
+        """Return the command as a list of arguments.
+
+        Args:
+            environment: Environment of the launcher process.
+            active_resources: Slots of each host.
+        """
         raise NotImplementedError
 
     def _total(self, active: Mapping[str, Any]) -> int:
         return sum(slots if isinstance(slots, int) else len(slots) for slots in active.values())
 
     def _script(self) -> list[str]:
-        """Return the words that run the user's program in each process."""
+        """Return the command that runs the user's program in each process."""
         python = (
             []
             if self.args.no_python
@@ -188,6 +220,12 @@ class PDSHRunner(MultiNodeRunner):
     program = "pdsh"
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
+        """Return the command, a placeholder for DeepSpeed's kill command, and the environment.
+
+        Args:
+            environment: Environment of the launcher process.
+            active_resources: Slots of each host.
+        """
         environment = {**environment, "PDSH_RCMD_TYPE": "ssh"}
         if self.args.ssh_port is not None:
             environment["PDSH_SSH_ARGS_APPEND"] = f"-p {self.args.ssh_port}"
@@ -230,8 +268,14 @@ class OpenMPIRunner(MultiNodeRunner):
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Any]
     ) -> list[str]:
+        """Return the command as a list of arguments.
+
+        Args:
+            environment: Ignored.
+            active_resources: Slots of each host.
+        """
         options = self._options()
-        # Without a choice of its own, MPI may take an interface that the other hosts cannot reach.
+        # By default, MPI may choose an interface that the other hosts cannot reach.
         chosen = any("btl_tcp_if_include" in option for option in options)
         interface = [] if chosen else ["--mca", "btl_tcp_if_include", "eth0"]
         hosts = [
@@ -257,6 +301,12 @@ class MPICHRunner(MultiNodeRunner):
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Any]
     ) -> list[str]:
+        """Return the command as a list of arguments.
+
+        Args:
+            environment: Ignored.
+            active_resources: Slots of each host.
+        """
         total = self._total(active_resources)
         exports = [
             word for key, value in self.exports.items() for word in (self.export, key, value)
@@ -287,6 +337,12 @@ class SlurmRunner(MultiNodeRunner):
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Any]
     ) -> list[str]:
+        """Return the command as a list of arguments.
+
+        Args:
+            environment: Ignored.
+            active_resources: Slots of each host.
+        """
         options = self._options()
         for word, value in (("--nodelist", self.args.include), ("--exclude", self.args.exclude)):
             options += [word, value] if value else []

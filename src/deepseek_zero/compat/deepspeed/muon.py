@@ -1,7 +1,7 @@
-"""DeepSpeed's words for Muon: its functions over one matrix, and which parameters it takes.
+"""DeepSpeed's functions for Muon: updates of a matrix, choice of parameters.
 
-The iteration and the optimizer are in optimizers/muon.py; every class of DeepSpeed's stands for
-that one.
+The iteration and the optimizer are in optimizers/muon.py. All of DeepSpeed's classes are aliases of
+that optimizer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ MuonWithAuxAdam = SingleDeviceMuon = SingleDeviceMuonWithAuxAdam = Muon
 
 
 def mark_parameters(model: nn.Module) -> None:
-    """Say on each parameter whether Muon takes it (`use_muon`), as DeepSpeed does: matrices but
-    embeddings and `lm_head`.  `Muon.divide_groups` follows the marks.
+    """Set `use_muon` on each parameter, as DeepSpeed does.
+
+    It is true for matrices other than embeddings and `lm_head`. `Muon.divide_groups` reads it.
     """
     for name, param in model.named_parameters():
         is_outer = any(word in name.lower() for word in ("embed", "lm_head"))
@@ -39,12 +40,22 @@ def mark_parameters(model: nn.Module) -> None:
 
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
-    """Return a matrix, or a stack of them, with singular values near 1."""
+    """Return a matrix, or a batch of matrices, with singular values near 1.
+
+    Args:
+        G: Shape ``(..., rows, columns)``.
+        steps: Number of Newton-Schulz iterations.
+    """
     return orthogonalize(G, "standard", steps)
 
 
 def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
-    """Return the same by products of rows, where that is less work."""
+    """Compute `zeropower_via_newtonschulz5` with products of rows if that is cheaper.
+
+    Args:
+        G: Shape ``(..., rows, columns)``.
+        steps: Number of Newton-Schulz iterations.
+    """
     return orthogonalize(G, "gram", steps)
 
 
@@ -58,11 +69,23 @@ def muon_update(
     is_expert_group: bool = False,
     num_heads: int | None = None,
 ) -> Tensor:
-    """Return the direction of a step, in the gradient's dtype; `grad` and `momentum` are changed.
+    """Return the update direction of a step in the gradient's dtype.
 
-    num_heads: the rows are so many heads, orthogonalised one by one.  is_expert_group: the first of
-    three dims counts matrices, as three dims always do here.  A gradient that is not finite is
-    returned, and `momentum` stays.
+    `grad` and `momentum` are changed in place. If the gradient is not finite, it is returned and
+    `momentum` is not changed.
+
+    Args:
+        grad: The gradient.
+        momentum: The momentum.
+        beta: Decay of the momentum.
+        ns_steps: Number of Newton-Schulz iterations.
+        nesterov: Use Nesterov momentum.
+        ns_method: "standard" or "gram".
+        is_expert_group: Ignored; a tensor with three dimensions is always a batch of matrices.
+        num_heads: Number of heads in the rows, which are orthogonalized separately.
+
+    Raises:
+        ConfigError: The rows are not a multiple of `num_heads`.
     """
     if not bool(torch.isfinite(grad).all()):
         return grad
@@ -84,7 +107,16 @@ def muon_update(
 def adam_update(
     grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tuple[float, float], eps: float
 ) -> Tensor:
-    """Return Adam's direction after so many steps; the two moments are changed."""
+    """Return Adam's update direction. Both moments are changed in place.
+
+    Args:
+        grad: The gradient.
+        buf1: First moment.
+        buf2: Second moment.
+        step: Number of the step, from 1.
+        betas: Decay of the moments.
+        eps: Added to the denominator.
+    """
     buf1.lerp_(grad, 1 - betas[0])
     buf2.lerp_(grad.square(), 1 - betas[1])
     direction: Tensor = (buf1 / (1 - betas[0] ** step)) / (

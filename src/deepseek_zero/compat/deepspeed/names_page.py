@@ -1,6 +1,6 @@
-"""docs/reference/deepspeed-names.md, rendered from the drop-in's own tables and missing.py's.
+"""Render docs/reference/deepspeed-names.md from the tables of names.
 
-`scripts/deepspeed_names` writes it, and a contract test keeps it true.
+`scripts/deepspeed_names` writes the page, and a contract test compares it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .provided import PROVIDED as TABLE
 
 PROVIDED = "provided"
 IMPORTABLE = "importable"
-Row = tuple[str, str, str]  # name, today, where it lives or why not
+Row = tuple[str, str, str]  # name, status, where it is implemented or why it is missing
 
 _HEAD = """\
 # DeepSpeed's names
@@ -46,7 +46,7 @@ DeepSpeed does not have is an `AttributeError`.
 
 
 def render() -> str:
-    """Return the whole page.  The drop-in must be on the path (`install_as_deepspeed`)."""
+    """Return the whole page. The drop-in must be on the path (`install_as_deepspeed`)."""
     sections = {
         name: list(_rows(name)) for name in sorted({*TABLE, *_with_missing()} - {"deepspeed.comm"})
     }
@@ -74,7 +74,7 @@ def render() -> str:
 
 
 def _with_missing() -> list[str]:
-    """Return the modules of which the table of missing names speaks."""
+    """Return the modules in the table of missing names."""
     return [module for module in MISSING if module != ENGINE]
 
 
@@ -92,7 +92,7 @@ def _rows(module: str) -> Iterator[Row]:
 
 
 def _importable(module: str) -> list[str]:
-    """Return the public names that a module defines itself and that no other table speaks of."""
+    """Return a module's own public names that no other table lists."""
     told = {*missing_names(module), *homes(module)}
     own = [name for name, kind in kinds(module).items() if not kind.startswith("deepspeed.")]
     return sorted(name for name in own if name not in told and not name.startswith("_"))

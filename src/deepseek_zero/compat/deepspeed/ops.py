@@ -1,10 +1,9 @@
-"""DeepSpeed's `deepspeed.ops`: its optimizer classes, and the op builders that say whether a kernel
-can be had.
+"""DeepSpeed's `deepspeed.ops`: optimizer classes and op builders.
 
-There is one class per optimizer rule, on CPU and GPU alike; the registry
-(optimizers/registry.py) turns DeepSpeed's arguments into it.  Nothing here is compiled, so nothing
-is built: a builder says whether its use is served, by torch or by a tier (OPS).  A builder's
-`load()` would hand out a C++ module, and says why there is none.
+Each optimizer rule has one class for CPU and GPU, which the registry (optimizers/registry.py)
+creates from DeepSpeed's arguments. No op is compiled. A builder returns whether torch or this
+library provides the function of the op (OPS), and its `load()` raises, because there is no C++
+module.
 """
 
 from __future__ import annotations
@@ -21,13 +20,16 @@ from . import cpu_adam
 
 
 class _Made(type):
-    """A class of DeepSpeed's that makes one of torch's optimizers, or ours, and knows what it
-    makes.
+    """Metaclass of DeepSpeed's optimizer classes.
+
+    Calling such a class returns an optimizer of torch or of this library, and isinstance()
+    recognizes it.
     """
 
     rule: str
     lr: float
-    order: str  # DeepSpeed's arguments behind the parameters, as they may be passed by place
+    # DeepSpeed's positional arguments after the parameters
+    order: str
 
     def __call__(cls, *params: Any, **options: Any) -> Any:
         given = params[0] if params else options.pop("model_params", options.pop("params", None))
@@ -35,7 +37,12 @@ class _Made(type):
         return cls.made(given, {"lr": cls.lr, **named, **options})
 
     def made(cls, params: Any, options: dict[str, Any]) -> Any:
-        """Return the optimizer of these parameters, or groups of them."""
+        """Create the optimizer.
+
+        Args:
+            params: Parameters or parameter groups.
+            options: Keyword arguments of DeepSpeed's class.
+        """
         return resolve_optimizer(cls.rule, options).build(params)
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -44,9 +51,18 @@ class _Made(type):
 
 
 class _MadeOnCpu(_Made):
-    """The class of DeepSpeedCPUAdam, whose optimizers have more methods than torch's."""
+    """Metaclass of DeepSpeedCPUAdam, whose optimizers have more methods than torch's."""
 
     def made(cls, params: Any, options: dict[str, Any]) -> Any:
+        """Create the optimizer.
+
+        Args:
+            params: Parameters or parameter groups.
+            options: Keyword arguments of DeepSpeed's class.
+
+        Raises:
+            UsageError: `amsgrad` is true.
+        """
         if options.pop("amsgrad", False):
             raise UsageError(
                 "DeepSpeedCPUAdam does not support the AMSGrad variant.",
@@ -66,7 +82,7 @@ class _MadeOnCpu(_Made):
 
 
 class DeepSpeedCPUAdam(metaclass=_MadeOnCpu):
-    """Makes an Adam or, unless `adamw_mode` is false, AdamW, without decay unless asked for."""
+    """Create AdamW, or Adam if `adamw_mode` is false. The default weight decay is 0."""
 
     rule = "Adam"
     lr = 1e-3
@@ -74,7 +90,7 @@ class DeepSpeedCPUAdam(metaclass=_MadeOnCpu):
 
 
 class FusedAdam(metaclass=_Made):
-    """Makes an Adam or, unless `adam_w_mode` is false, AdamW, without decay unless asked for."""
+    """Create AdamW, or Adam if `adam_w_mode` is false. The default weight decay is 0."""
 
     rule = "Adam"
     lr = 1e-3
@@ -82,7 +98,7 @@ class FusedAdam(metaclass=_Made):
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Made):
-    """Makes an Adagrad."""
+    """Create Adagrad."""
 
     rule = "Adagrad"
     lr = 1e-2
@@ -90,7 +106,7 @@ class DeepSpeedCPUAdagrad(metaclass=_Made):
 
 
 class DeepSpeedCPULion(metaclass=_Made):
-    """Makes a Lion."""
+    """Create Lion."""
 
     rule = "Lion"
     lr = 1e-3
@@ -98,7 +114,7 @@ class DeepSpeedCPULion(metaclass=_Made):
 
 
 class FusedLion(metaclass=_Made):
-    """Makes a Lion."""
+    """Create Lion."""
 
     rule = "Lion"
     lr = 1e-4
@@ -106,7 +122,7 @@ class FusedLion(metaclass=_Made):
 
 
 class FusedLamb(metaclass=_Made):
-    """Makes a LAMB."""
+    """Create LAMB."""
 
     rule = "Lamb"
     lr = 1e-3
@@ -116,7 +132,7 @@ class FusedLamb(metaclass=_Made):
     )
 
 
-# Builder: (DeepSpeed's name of the op, what serves here or "")
+# builder -> (DeepSpeed's name of the op, its replacement or "")
 OPS: dict[str, tuple[str, str]] = {
     "CPUAdamBuilder": ("cpu_adam", "torch's fused Adam"),
     "FusedAdamBuilder": ("fused_adam", "torch's fused Adam"),
@@ -141,7 +157,7 @@ OPS: dict[str, tuple[str, str]] = {
 
 
 class OpBuilder:
-    """One op of DeepSpeed's: whether its use is served here."""
+    """An op of DeepSpeed, and whether this library replaces it."""
 
     NAME = ""
     SERVED_BY = ""
@@ -153,7 +169,7 @@ class OpBuilder:
         return type(self).__name__
 
     def load(self, verbose: bool = True) -> NoReturn:
-        """Raise a NotBuiltError: there is no compiled module to hand out."""
+        """Raise NotBuiltError, because there is no compiled module."""
         served = (
             f"its use is served by {self.SERVED_BY}" if self.SERVED_BY else "its use is not built"
         )

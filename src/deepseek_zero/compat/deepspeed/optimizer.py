@@ -1,6 +1,6 @@
-"""The sharded optimizer under DeepSpeed's names, which programs read from an engine's optimizer.
+"""The sharded optimizer with DeepSpeed's names.
 
-The engines of `initialize` have one of these.  Only names are added.
+The engines of `initialize` have one of these. Only names are added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...sharding.runtime import Runtime
 from ...tiers.tier import Tier
 from .parameters import ParameterOffload
 
-# Attributes of DeepSpeed's loss scale -> of ours; both ways.
+# DeepSpeed's attributes of the loss scale -> ours, for reading and writing
 SCALE_WORDS = {"cur_scale": "scale", "loss_scale": "scale"} | {
     name: name for name in ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 }
@@ -40,7 +40,10 @@ SETTING_WORDS = {
 
 
 class LossScaleView:
-    """An engine's loss scaler under DeepSpeed's names: reads and writes the scaler itself."""
+    """View of an engine's loss scaler with DeepSpeed's names.
+
+    Reads and writes go to the scaler itself.
+    """
 
     scale_factor = 2.0
 
@@ -65,7 +68,7 @@ class LossScaleView:
 
     @property
     def dynamic(self) -> bool:
-        """Whether it moves."""
+        """Whether the scale is dynamic."""
         return self.scaler.dynamic
 
     dynamic_loss_scale = dynamic
@@ -76,12 +79,12 @@ class LossScaleView:
         return True
 
     def update_scale(self, overflow: bool) -> None:
-        """Take the verdict of one step."""
+        """Update the scale after a step."""
         self.scaler.update(overflow)
 
 
 class _NoScale:
-    """The loss scale of an engine that has none: 1, for ever."""
+    """Constant loss scale of 1, for engines without a loss scaler."""
 
     cur_scale = loss_scale = 1.0
     cur_iter = 0
@@ -91,16 +94,16 @@ class _NoScale:
     last_overflow_iter = scale_factor = scale_window = min_loss_scale = None
 
 
-# What the inner optimizer takes for a parameter, where it begins in its group's flat tensors, and
-# its elements.
+# Parameter of the inner optimizer, its offset in the flat tensors of its group, its number of
+# elements
 _Span = tuple[torch.nn.Parameter, int, int]
 
 
 class NamedOptimizer(ShardedOptimizer):
-    """The sharded optimizer under DeepSpeed's names."""
+    """The sharded optimizer with DeepSpeed's attributes and methods."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Allocate an object without the constructors of the other base of `_plain_class`."""
+        """Allocate the object without the constructor of the other base of `_plain_class`."""
         return object.__new__(cls)
 
     def __init__(
@@ -117,19 +120,19 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def loss_scaler(self) -> Any:
-        """The loss scale; without one, a scale of 1."""
+        """The loss scale; a constant 1 if losses are not scaled."""
         return LossScaleView(self.scaler) if self.scaler is not None else _NoScale()
 
     loss_scale_config = loss_scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
+        """Whether the loss scale is dynamic."""
         return self.scaler is not None and self.scaler.dynamic
 
     @property
     def cur_scale(self) -> float:
-        """The factor that losses are multiplied by now."""
+        """Current factor of the loss."""
         return self.loss_scale
 
     @cur_scale.setter
@@ -138,26 +141,24 @@ class NamedOptimizer(ShardedOptimizer):
             self.scaler.scale = float(value)
 
     def needs_scaler(self) -> bool:
-        """Return whether a program that differentiates by itself must scale its loss."""
+        """Return whether a program that calls autograd itself must scale its loss."""
         return self.scaler is not None
 
     def scale_if_loss(self, value: Any) -> Any:
-        """Return a loss times the loss scale; anything but a scalar that requires a gradient as it
-        is.
-        """
+        """Scale a loss; return any value but a scalar that requires a gradient unchanged."""
         is_loss = isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
         return value * self.loss_scale if is_loss else value
 
     @property
     def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of each group that this optimizer updates, of whatever dtype."""
+        """The updated parameters of each group, of any dtype."""
         return [list(params) for params in self.params_by_group]
 
     bit16_groups = fp16_groups
 
     @property
     def low_precision_dtype(self) -> torch.dtype | None:
-        """What the model computes in; None: what it was given in."""
+        """Dtype of the computation; None for that of the model."""
         return self.runtime.settings.policy.compute
 
     @property
@@ -166,12 +167,12 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def clip_grad(self) -> float:
-        """The largest norm of the gradients; 0: not clipped."""
+        """Largest norm of the gradients; 0 if they are not clipped."""
         return self.settings.max_norm
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """Copies of this rank's masters in fp32 by group, a flat tensor for each tile."""
+        """Copies in fp32 of this rank's main weights by group, one flat tensor per tile."""
         self.finish()
         return [
             [shard.master.read(shard.start, shard.stop).float().cpu().reshape(-1) for shard in each]
@@ -180,7 +181,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
-        """`fp32_groups`, one flat tensor per group."""
+        """`fp32_groups`, concatenated to one flat tensor per group."""
         return [torch.cat([torch.zeros(0), *each]) for each in self.fp32_groups]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat = fp32_groups_flat
@@ -189,8 +190,9 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's parts of the reduced gradients, flat, by number of group; {} where there is
-        none.  Local.
+        """This rank's shards of the reduced gradients by group number, flat. Local.
+
+        Groups without gradients are left out.
         """
         parts = [[local_grad(param) for param in params] for params in self.params_by_group]
         found = {
@@ -200,8 +202,9 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
-        """The whole reduced gradients of each group, flat, in fp32; those that there are.
-        Collective.
+        """The whole reduced gradients of each group, flat and in fp32. Collective.
+
+        Parameters without a gradient are left out.
         """
         found = [[full_grad(param) for param in params] for params in self.params_by_group]
         return [
@@ -210,7 +213,7 @@ class NamedOptimizer(ShardedOptimizer):
         ]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Return `averaged_gradients` in fp32 by number of group and of parameter in it.  Local."""
+        """Return `averaged_gradients` in fp32, by group number and position. Local."""
         return {
             number: {place: part.float() for place, part in enumerate(each)}
             for number, each in self.averaged_gradients.items()
@@ -218,15 +221,13 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
-        """`averaged_gradients` by number of parameter."""
+        """`averaged_gradients` on the CPU, numbered over all groups."""
         return dict(
             enumerate(part.cpu() for each in self.averaged_gradients.values() for part in each)
         )
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """Return the norm of each group's reduced gradients over all ranks, as they are held.
-        Collective.
-        """
+        """Return the norm of each group's reduced gradients over all ranks. Collective."""
         own = [
             sum(
                 float(part.double().square().sum())
@@ -244,7 +245,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def leaf_parameters(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:
-        """The parameters of each module that is marked as a leaf."""
+        """Parameters of each module that is marked as a leaf."""
         return {
             module: list(module.parameters()) for module in get_z3_leaf_modules(self.runtime.model)
         }
@@ -255,9 +256,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def bit16_groups_flat(self) -> list[torch.Tensor]:
-        """Copies of the weights that this rank has whole, one flat tensor per group; stages 0 to
-        2.
-        """
+        """Copies of the whole weights, one flat tensor per group. Stages 0 to 2 only."""
         found = [
             [param.detach().reshape(-1) for param in params] for params in self.params_by_group
         ]
@@ -265,22 +264,24 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
-        """`bit16_groups_flat` cut among the ranks as evenly as it goes; masters may be cut
-        elsewhere.
+        """`bit16_groups_flat`, cut evenly into one part per rank.
+
+        Main weights may be cut differently.
         """
         return [
             list(flat.chunk(self.runtime.comm_ctx.comm.size)) for flat in self.bit16_groups_flat
         ]
 
     def get_param_id(self, param: torch.nn.Parameter) -> int:
-        """Return the number of a parameter among those that are updated, over all groups."""
+        """Return the index of a parameter among the updated ones of all groups."""
         every = (each for params in self.params_by_group for each in params)
         return next(number for number, each in enumerate(every) if each is param)
 
     @property
     def param_to_partition_ids(self) -> list[dict[int, list[int]]]:
-        """Of each group, by `get_param_id`: the parts of `parallel_partitioned_bit16_groups` a
-        parameter lies in.
+        """The partitions that contain each parameter, by group and `get_param_id`.
+
+        Partitions are those of `parallel_partitioned_bit16_groups`.
         """
         found = list[dict[int, list[int]]]()
         number = 0
@@ -295,7 +296,7 @@ class NamedOptimizer(ShardedOptimizer):
         return found
 
     def _set_fp32_optimizer_param_groups(self) -> None:
-        """Nothing: `optimizer` has its masters in its groups at any time."""
+        """Do nothing: the groups of `optimizer` always have its main weights."""
 
     _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
 
@@ -303,7 +304,7 @@ class NamedOptimizer(ShardedOptimizer):
 def _make_named(
     make_inner: Callable[[list[dict[str, Any]]], Optimizer], groups: list[dict[str, Any]]
 ) -> Optimizer:
-    """Make the optimizer that computes; one of Adam's kind says whether its decay is decoupled."""
+    """Create the inner optimizer, and set `adam_w_mode` on one of Adam's classes."""
     made = make_inner(groups)
     if isinstance(made, Adam) and not hasattr(type(made), "adam_w_mode"):
         setattr(made, "adam_w_mode", isinstance(made, AdamW))  # noqa: B010  # no attribute of Adam
@@ -311,23 +312,23 @@ def _make_named(
 
 
 class FlatStates:
-    """The optimizer that computes, with its states in DeepSpeed's form.
+    """The inner optimizer, with its states in DeepSpeed's format.
 
-    `state_dict()` returns, and `load_state_dict` takes, one flat tensor of each kind per parameter
-    group.  All ranks have it at one length, also a rank without an element of the group.  It is
-    this rank's slices of the units that the group has parameters in, one after the other, and zero
-    elsewhere.  States that are not as large as their parameters (of Adafactor) come as torch has
-    them.  Everything else is the optimizer's own.  Local.
+    `state_dict()` and `load_state_dict()` use one flat tensor of each kind per parameter group. The
+    tensor has the same length on all ranks, even on those without an element of the group. It
+    contains this rank's slices of the units in which the group has parameters, in order, with zeros
+    elsewhere. If the states do not have the size of their parameters (Adafactor), torch's format is
+    used. Everything else is delegated to the inner optimizer. Local.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
-        # Weak, because the sharded optimizer holds this object
+        # A weak reference, because the sharded optimizer holds this object
         object.__setattr__(self, "_sharded", weakref.ref(optimizer))
         object.__setattr__(self, "_inner", optimizer.inner)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class of the optimizer that computes, for `isinstance`."""
+        """Class of the inner optimizer, for `isinstance`."""
         return type(self._inner)
 
     def __getattr__(self, name: str) -> Any:
@@ -346,11 +347,11 @@ class FlatStates:
         return repr(self._inner)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of this rank, flat."""
+        """Return the flat states of this rank."""
         return _flat_states(self._owner())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the states of this rank, flat or as torch has them."""
+        """Load the states of this rank, in the flat or torch's format."""
         _load_flat_states(self._owner(), state_dict)
 
     def _owner(self) -> ShardedOptimizer:
@@ -360,7 +361,7 @@ class FlatStates:
 
 
 class DropInOptimizer(NamedOptimizer):
-    """The sharded optimizer of a program that has imported `deepspeed`, at stages 1 to 3."""
+    """The sharded optimizer of a program that imported `deepspeed`, at stages 1 to 3."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -368,7 +369,7 @@ class DropInOptimizer(NamedOptimizer):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that computes, with its states in DeepSpeed's form."""
+        """The inner optimizer, with its states in DeepSpeed's format."""
         return self._flat
 
 
@@ -404,7 +405,10 @@ def _flat_state(
     length: int,
     like: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return one state with flat tensors.  like: that of any parameter of the group, by kind."""
+    """Return one state with flat tensors.
+
+    `like` is the state of any parameter of the group.
+    """
     found: dict[str, Any] = {}
     for kind, value in like.items():
         if not _is_moment(value):
@@ -447,14 +451,12 @@ def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> Non
 
 
 def _is_moment(value: Any) -> bool:
-    """Return whether a state's value has elements; a counter of steps has none."""
+    """Return whether a state's value is per element. Step counts are not."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _spans(optimizer: ShardedOptimizer, number: int) -> tuple[list[_Span], int]:
-    """Return the spans of a parameter group on this rank, and how long its flat tensors are on
-    every rank.
-    """
+    """Return a group's spans on this rank and the length of its flat tensors."""
     names = set(optimizer.names_by_group[number])
     starts = dict[int, int]()
     length = 0
@@ -469,15 +471,16 @@ def _spans(optimizer: ShardedOptimizer, number: int) -> tuple[list[_Span], int]:
 
 
 def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state that a rank without an element of a group would have of one: seen in a step
-    of a copy.
+    """Return the state that a rank would have if it had one element of a group.
+
+    It is created by one step of a copy of the optimizer with a single element.
     """
     one = torch.nn.Parameter(torch.zeros(1))
     one.grad = torch.zeros(1)
     kind: Any = type(optimizer.inner)
     try:
         copy = kind([{**group, "params": [one]}])
-    except TypeError:  # a class that wants to be given more
+    except TypeError:  # the class requires more arguments
         return {}
     copy.step()
     state = dict(copy.state[one])
@@ -491,24 +494,34 @@ def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> 
 
 
 def scale_at_stage_0(settings: LossScaleSettings) -> LossScaleSettings:
-    """Return settings with which the loss scale falls at each overflow and stays at its minimum:
-    DeepSpeed's optimizer of stage 0 has no hysteresis and never gives up.
+    """Return settings that behave like DeepSpeed's loss scale at stage 0.
+
+    DeepSpeed's optimizer has no hysteresis there and does not raise at the minimum scale.
     """
     return replace(settings, hysteresis=1, gives_up=False)
 
 
 def named_class(inner: Any, settings: PlanSettings) -> type[NamedOptimizer]:
-    """Return the class of a sharded optimizer under DeepSpeed's names.
+    """Return the class of sharded optimizers with DeepSpeed's names.
 
-    DeepSpeed has no optimizer of its own at stage 0 in fp32.  There, the class is also one of the
-    optimizer that computes, and the two are equal.
+    DeepSpeed does not wrap the optimizer at stage 0 in fp32. In this case the returned class is
+    also a subclass of the inner optimizer's class, and both optimizers compare equal.
+
+    Args:
+        inner: Class of the inner optimizer.
+        settings: Settings of the plan.
     """
     is_plain = settings.stage == 0 and settings.policy.compute in (None, torch.float32)
     return _plain_class(inner) if is_plain else NamedOptimizer
 
 
 def dropin_class(inner: Any, settings: PlanSettings) -> type[NamedOptimizer]:
-    """Return the class of a sharded optimizer for a program that has imported `deepspeed`."""
+    """Return the class of sharded optimizers in a program that imported `deepspeed`.
+
+    Args:
+        inner: Class of the inner optimizer.
+        settings: Settings of the plan.
+    """
     return DropInOptimizer if settings.stage else named_class(inner, settings)
 
 
@@ -520,13 +533,14 @@ def _plain_class(inner: Any) -> type[NamedOptimizer]:
     words = {"__eq__": is_inner, "__hash__": object.__hash__, "__module__": __name__}
     try:
         return type(NamedOptimizer.__name__, (NamedOptimizer, inner), words)
-    except TypeError:  # a class with a metaclass or a layout of its own
+    except TypeError:  # the class has its own metaclass or layout
         return NamedOptimizer
 
 
 class _Kind(type):
-    """A class of DeepSpeed's optimizers, by what an engine was asked for: there is one
-    optimizer.
+    """Metaclass of DeepSpeed's optimizer classes.
+
+    There is a single optimizer class, so isinstance() depends on the settings of its engine.
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -537,40 +551,61 @@ class _Kind(type):
 
 
 class DeepSpeedZeroOptimizer(metaclass=_Kind):
-    """An optimizer of stage 1 or 2."""
+    """isinstance() is true for optimizers of stages 1 and 2."""
 
     @staticmethod
     def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether it is one."""
+        """Return whether the optimizer is of this kind.
+
+        Args:
+            optimizer: The optimizer.
+            stage: Its ZeRO stage.
+        """
         return stage in (1, 2)
 
 
 class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
-    """An optimizer of stage 3."""
+    """isinstance() is true for optimizers of stage 3."""
 
     @staticmethod
     def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether it is one."""
+        """Return whether the optimizer is of this kind.
+
+        Args:
+            optimizer: The optimizer.
+            stage: Its ZeRO stage.
+        """
         return stage == 3
 
 
 class FP16_Optimizer(metaclass=_Kind):
-    """An optimizer of stage 0 in fp16."""
+    """isinstance() is true for fp16 optimizers of stage 0."""
 
     @staticmethod
     def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether it is one."""
+        """Return whether the optimizer is of this kind.
+
+        Args:
+            optimizer: The optimizer.
+            stage: Its ZeRO stage.
+        """
         return stage == 0 and optimizer.runtime.settings.policy.compute is torch.float16
 
 
 class BF16_Optimizer(metaclass=_Kind):
-    """An optimizer in bf16 of stage 0, or of stage 1 that sums gradients in fp32 and offloads
-    nothing.
+    """isinstance() is true for some bf16 optimizers of stages 0 and 1.
+
+    At stage 1 gradients must be accumulated in fp32 and nothing may be offloaded.
     """
 
     @staticmethod
     def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether it is one."""
+        """Return whether the optimizer is of this kind.
+
+        Args:
+            optimizer: The optimizer.
+            stage: Its ZeRO stage.
+        """
         settings = optimizer.runtime.settings
         sums_wide = (
             settings.policy.accumulate is torch.float32 and settings.state_tier is Tier.DEVICE
@@ -581,11 +616,17 @@ class BF16_Optimizer(metaclass=_Kind):
 
 
 class FP16_UnfusedOptimizer(metaclass=_Kind):
-    """An optimizer of stage 0 in 16 bits, whose rule is not one of DeepSpeed's kernels; here no
-    rule is.
+    """isinstance() is true for 16-bit optimizers of stage 0.
+
+    In DeepSpeed these are optimizers without a fused kernel, and no optimizer here has one.
     """
 
     @staticmethod
     def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether it is one."""
+        """Return whether the optimizer is of this kind.
+
+        Args:
+            optimizer: The optimizer.
+            stage: Its ZeRO stage.
+        """
         return stage == 0 and optimizer.low_precision_dtype in (torch.float16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""DeepSpeed's names that the package `deepseek_zero` does not have: each with its reason."""
+"""Names of DeepSpeed that the package `deepseek_zero` does not have, with reasons."""
 
 from __future__ import annotations
 

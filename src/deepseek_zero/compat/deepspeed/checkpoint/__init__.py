@@ -1,5 +1,6 @@
-"""Checkpoints in DeepSpeed's layout: read, written, and made known to the core by
-`register_layout`.
+"""Read and write checkpoints in DeepSpeed's layout.
+
+Importing the package registers the layout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What DeepSpeed's tools ask of a folder of its checkpoint: its files, its shape, and what stands
-beside the tensors.
+"""DeepSpeed's classes for the files, shape and metadata of a checkpoint.
 
-reader.py reads the states; here files are only listed, and each model file is read once, for what
-is in it beside them.
+reader.py reads the tensors. These classes list files and read each model file once for its
+metadata.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ....base.given import whole_number
 from ..checkpoint_shapes import meg_2d_parallel_map, model_3d_desc, reshape_meg_2d_parallel
 from .reader import open_file
 
-# Of optimizer files, of which a folder has one kind
+# A folder's optimizer files have one of these prefixes.
 PREFIXES = ("zero_", "fp16_zero_", "bf16_zero_")
 LAYER = re.compile(r"layer_(\d+)-model_.*")
 DIMENSIONS = "checkpoint_parallel_dimensions"
@@ -26,7 +25,15 @@ TP = "tp_degree"
 
 
 class ZeROCheckpoint:
-    """The optimizer files of a folder, and which of them each rank of another shape joins."""
+    """The optimizer files of a checkpoint, and which target rank merges which.
+
+    Args:
+        dir: Folder of the checkpoint.
+        source_3d: Shape of the checkpoint; None to read it from the folder.
+
+    Raises:
+        CheckpointError: The folder has no optimizer files.
+    """
 
     def __init__(self, dir: str, source_3d: model_3d_desc | None = None) -> None:
         self.dir = dir
@@ -40,31 +47,43 @@ class ZeROCheckpoint:
         self.reshape(self.src_3d)
 
     def get_src_world_size(self) -> int:
-        """Return the number of ranks that wrote it."""
+        """Return the number of ranks that wrote the checkpoint."""
         return self.src_3d.world_size()
 
     def get_src_tp_degree(self) -> int:
-        """Return its tensor-parallel ranks."""
+        """Return the number of tensor-parallel ranks that wrote the checkpoint."""
         return self.src_3d.tp_degree
 
     def get_src_pp_degree(self) -> int:
-        """Return its pipeline stages."""
+        """Return the number of pipeline stages that wrote the checkpoint."""
         return self.src_3d.pp_degree
 
     def get_src_dp_degree(self) -> int:
-        """Return its data-parallel ranks."""
+        """Return the number of data-parallel ranks that wrote the checkpoint."""
         return self.src_3d.dp_degree
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
-        """Ask for another shape from now on, nowhere larger."""
+        """Set the target shape, which must not be larger than the source along any axis."""
         self.target_3d, self._maps = target_3d_desc, self.src_3d.reshape(target_3d_desc)
 
     def get_file_indices_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[int]:
-        """Return the numbers of the files that a rank of the asked shape joins."""
+        """Return the indices in `file_list` of the files that a target rank merges.
+
+        Args:
+            pp_index: Pipeline stage.
+            tp_index: Tensor-parallel rank.
+            dp_index: Data-parallel rank.
+        """
         return self._maps[dp_index].get_data(pp_index, tp_index)
 
     def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
-        """Return these files."""
+        """Return the paths of the files that a rank of the target shape merges.
+
+        Args:
+            pp_index: Pipeline stage.
+            tp_index: Tensor-parallel rank.
+            dp_index: Data-parallel rank.
+        """
         return [
             self.file_list[number]
             for number in self.get_file_indices_for_rank(pp_index, tp_index, dp_index)
@@ -72,8 +91,15 @@ class ZeROCheckpoint:
 
 
 class DeepSpeedCheckpoint:
-    """The files of a checkpoint's folder, as tools that plan a conversion ask for them.  Tensors
-    are not read.
+    """The files of a checkpoint, for tools that plan a conversion.
+
+    Tensors are not read.
+
+    Args:
+        dir: Folder of the checkpoint.
+        tp_degree: Tensor-parallel ranks of the target; None for those of the checkpoint.
+        pp_degree: Pipeline stages of the target; None for those of the checkpoint.
+        dp_degree: Data-parallel ranks of the target; None for those of the checkpoint.
     """
 
     def __init__(
@@ -116,42 +142,53 @@ class DeepSpeedCheckpoint:
         self.zero_checkpoint.reshape(model_3d_desc(self.pp_degree, self.tp_degree, self.dp_degree))
 
     def is_change_tp_degree(self) -> bool:
-        """Return whether other tensor-parallel ranks are asked for."""
+        """Return whether the target has a different number of tensor-parallel ranks."""
         return self.tp_degree != self.zero_checkpoint.src_3d.tp_degree
 
     def is_change_pp_degree(self) -> bool:
-        """Return whether other stages are asked for."""
+        """Return whether the target has a different number of pipeline stages."""
         return self.pp_degree != self.zero_checkpoint.src_3d.pp_degree
 
     def is_change_dp_degree(self) -> bool:
-        """Return whether other data-parallel ranks are asked for."""
+        """Return whether the target has a different number of data-parallel ranks."""
         return self.dp_degree != self.zero_checkpoint.src_3d.dp_degree
 
     def get_zero_files(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
-        """Return the optimizer files that a rank of the asked shape joins."""
+        """Return the optimizer files that a rank of the target shape merges.
+
+        Args:
+            pp_index: Pipeline stage.
+            tp_index: Tensor-parallel rank.
+            dp_index: Data-parallel rank.
+        """
         return self.zero_checkpoint.get_files_for_rank(pp_index, tp_index, dp_index)
 
     def get_2d_parallel_files(self, tp_index: int, pp_index: int) -> list[str]:
-        """Return the model files that a place of the asked shape joins."""
+        """Return the model files that a place in the target's grid merges.
+
+        Args:
+            tp_index: Tensor-parallel rank.
+            pp_index: Pipeline stage.
+        """
         return [
             self.mp_rank_files[number] for number in self.new_2d_map.get_data(pp_index, tp_index)
         ]
 
     def get_iteration(self) -> Any:
-        """Return the program's count of steps, 0 where it kept none."""
+        """Return the step count that the program saved, or 0."""
         return self.global_state["iteration"]
 
     def get_args(self) -> Any:
-        """Return the program's arguments, None where it kept none."""
+        """Return the arguments that the program saved, or None."""
         return self.global_state.get("args")
 
     def get_checkpoint_info(self, info_key: str = "checkpoint_info") -> Any:
-        """Return what the program kept under a name, None where it kept nothing."""
+        """Return the value that the program saved under a key, or None."""
         return self.global_state.get(info_key)
 
 
 def get_model_3d_descriptor(dir: str) -> model_3d_desc:
-    """Return how many stages, tensor-parallel and data-parallel ranks wrote a checkpoint."""
+    """Return the shape of a checkpoint: pipeline, tensor- and data-parallel degree."""
     files = _files(dir)
     found = [
         (path, {DIMENSIONS: open_file(Path(path)).get(DIMENSIONS)})
@@ -163,7 +200,7 @@ def get_model_3d_descriptor(dir: str) -> model_3d_desc:
 def _shape(
     files: Sequence[str], dir: str, models: Sequence[tuple[str, dict[str, Any]]]
 ) -> model_3d_desc:
-    """Read the shape from what the model files say; from their number, where none says it."""
+    """Read the shape from the model files, or infer it from the number of files."""
     optimizers = len(_optimizer_files(dir))
     said: dict[str, Any] = {path: facts.get(DIMENSIONS) for path, facts in models}
     if not any(said.values()):
@@ -204,7 +241,7 @@ def _named(files: Sequence[str], prefix: str) -> list[str]:
 
 
 def _optimizer_files(dir: str) -> list[str]:
-    """Return the optimizer files by data-parallel and model-parallel rank."""
+    """Return the optimizer files, sorted by data-parallel, then model-parallel rank."""
     files = next((found for prefix in PREFIXES if (found := _named(_files(dir), prefix))), [])
     return sorted(
         files,

@@ -1,10 +1,8 @@
-"""DeepSpeed's layout as an object: how the core recognises, checks and opens it, and how an engine
-saves and loads it.
+"""Detect, verify, save and load checkpoints in DeepSpeed's layout.
 
-A save writes our own slices first; then each rank turns them into its DeepSpeed files, reading the
-slices back by range, so that no rank gathers anything but what its own files hold.  The slices are
-removed when the checkpoint has its name.  A load is the same reshape as a load of ours: by name and
-flat range, at any world size and stage.
+To save, each rank first writes its own slices. It then reads the ranges that its DeepSpeed files
+need, so no rank gathers more than its files hold. The slices are removed after the checkpoint is
+published. Loading addresses states by name and flat range, at any world size and stage.
 """
 
 from __future__ import annotations
@@ -49,9 +47,9 @@ from ....sharding.regroup import follow_requires_grad
 from .reader import RESERVED_KEYS, DeepSpeedCheckpoint, deepspeed_files, read_deepspeed
 from .writer import SCRIPT, DeepSpeedTarget, write_rank
 
-# The states with elements of torch's and this library's classes: a file does not name the
-# optimizer's class. Another library's class may have the same name and other states (bitsandbytes'
-# AdamW).
+# Per-element states of the optimizers of torch and this library. A file does not name the optimizer
+# class. The exact class is the key because another library's class may have the same name and other
+# states (bitsandbytes' AdamW).
 STATES: dict[type[Optimizer], set[str]] = {
     torch.optim.Adam: {"exp_avg", "exp_avg_sq"},
     torch.optim.AdamW: {"exp_avg", "exp_avg_sq"},
@@ -63,7 +61,7 @@ STATES: dict[type[Optimizer], set[str]] = {
 
 
 class DeepSpeedLayout(EngineLayout):
-    """The layout of DeepSpeed's own checkpoints, stages 0 to 3, as the core asks for it."""
+    """`EngineLayout` for DeepSpeed's checkpoints of stages 0 to 3."""
 
     name = "deepspeed"
     title = "DeepSpeed's layout"
@@ -112,12 +110,24 @@ DEEPSPEED = DeepSpeedLayout()
 
 
 def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Fill weights, masters and moments from DeepSpeed's files in `directory/tag`, at any world
-    size and stage. Collective.
+    """Load weights, main weights and moments from DeepSpeed's files.
 
-    settings.verify: first compare the records of the files with the CRC-32s in them, the only
-    checksums they have; each rank reads its part of the files.  CheckpointError on every rank, and
-    an unchanged engine, where the files are damaged or do not fit.
+    The world size and stage may differ from those of the save.
+
+    If it raises, the engine is unchanged.
+
+    Args:
+        directory: Directory of the checkpoints.
+        tag: Name of the checkpoint in `directory`.
+        contents: The engine's states to fill.
+        settings: What to load. With `verify`, each rank first checks a part of the files against
+            their CRC-32 values, which are the only checksums they have.
+
+    Raises:
+        CheckpointError: The files are damaged or do not fit. Raised on every rank.
+
+    Note:
+        Collective: every rank must call it.
     """
     runtime = contents.runtime
     folder = directory / tag
@@ -165,7 +175,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
 
 
 def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> None:
-    """Raise CheckpointError if the files' moments are another optimizer's."""
+    """Raise CheckpointError if the files hold the states of another optimizer."""
     fix = "load with load_optimizer_states=False, or use the optimizer that was saved."
     if found.moments_problem:
         raise CheckpointError(
@@ -192,8 +202,9 @@ def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> No
 
 
 def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Keep those of the saved hyper-parameters that the optimizer has too; DeepSpeed's kernels have
-    more.
+    """Drop the saved hyper-parameters that the optimizer does not have.
+
+    DeepSpeed's optimizer kernels have more hyper-parameters.
     """
     return [
         {key: value for key, value in saved.items() if key in mine}
@@ -205,9 +216,7 @@ def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[di
 
 
 def unsupported_reason(contents: Contents) -> str:
-    """Say which of this rank's states DeepSpeed's layout has no place for; empty where it holds
-    all.
-    """
+    """Return why DeepSpeed's layout cannot hold this rank's states; "" if it can."""
     mesh = contents.runtime.plan.mesh
     if mesh.tp > 1 or mesh.pp > 1:
         return (
@@ -238,11 +247,25 @@ def unsupported_reason(contents: Contents) -> str:
 
 
 def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-    """Write `directory/tag` in DeepSpeed's layout and return it.  Collective; needs room for two
-    checkpoints.
+    """Write `directory/tag` in DeepSpeed's layout.
 
-    CheckpointError on every rank where one cannot write, or has a state that the layout has no
-    place for; the checkpoint before stays.
+    It needs disk space for two checkpoints. If it raises, the previous checkpoint is kept.
+
+    Args:
+        directory: Directory of the checkpoints.
+        tag: Name of the new checkpoint.
+        contents: The engine's states to write.
+        settings: How to save.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: A rank cannot write, or has a state that the layout cannot hold. Raised on
+            every rank.
+
+    Note:
+        Collective: every rank must call it.
     """
     comm = contents.runtime.comm.whole
     slices_folder = directory / ".slices.saving"
@@ -275,18 +298,17 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
 
 
 def _remove_written(written: list[Path], slices_folder: Path) -> None:
-    """Remove the slices that were written, and their directory if no other job's are there."""
+    """Remove the written slices, and their directory if it is empty."""
     for folder in written:
         with suppress(OSError):
             files.remove_folder(folder)
-    with suppress(OSError):  # another job's may be there
+    # Another job's slices may be there.
+    with suppress(OSError):
         files.remove_empty_folder(slices_folder)
 
 
 def _refuse(problem: str, final: Path) -> str:
-    """Raise CheckpointError if `final` is something else than a checkpoint, or `problem` says what
-    would be lost.
-    """
+    """Raise CheckpointError if there is a problem or `final` is no checkpoint."""
     refuse_foreign_files(final)
     if problem:
         raise CheckpointError(
@@ -298,14 +320,14 @@ def _refuse(problem: str, final: Path) -> str:
 
 
 def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
-    """Write DeepSpeed's files from the slices in `folder`, each rank its own.  Collective."""
+    """Write this rank's DeepSpeed files from the slices in `folder`. Collective."""
     comm = contents.runtime.comm.whole
     scaler = contents.optimizer.scaler if contents.optimizer is not None else None
     scaling = scaler.settings if scaler is not None else LossScaleSettings()
 
     def write() -> str:
         with ExitStack() as stack:
-            source = open_checkpoint(folder, None, stack, checks=False)  # written just now
+            source = open_checkpoint(folder, None, stack, checks=False)  # written above
             layout = replace(DeepSpeedTarget.of(source), scaling=scaling)
             if comm.rank in layout.files:
                 with files.describing_errors(f"writing '{output.path}'"):
@@ -324,9 +346,7 @@ def _open(output: StagedOutput) -> str:
 
 
 def _finish(output: StagedOutput, slices_folder: Path, settings: SaveSettings) -> str:
-    """Complete the folder, give it its name, and remove the slices it was made of.  Rank 0 alone
-    calls it.
-    """
+    """Complete and publish the folder, and remove its slices. Called on rank 0 only."""
     final = output.final
     with files.describing_errors(f"completing '{final}'"):
         output.finish()

@@ -1,17 +1,17 @@
-"""Reads a checkpoint that DeepSpeed wrote, stages 0 to 3, as ours is read: by name and flat range.
+"""Read a checkpoint that DeepSpeed wrote at stages 0 to 3, by name and flat range.
 
     mp_rank_00_model_states.pt                          stages 0 to 2: the whole weights;
-                                                        at stage 0 the optimizer too
-    zero_pp_rank_R_mp_rank_00_model_states.pt           stage 3: buffers, and rank R's parts of
+                                                        at stage 0 also the optimizer
+    zero_pp_rank_R_mp_rank_00_model_states.pt           stage 3: buffers, and rank R's shards of
                                                         frozen weights
-    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    stages 1 to 3: rank R's part of masters
-                                                        and moments
-    layer_LL[-model_00]-model_states.pt                 a pipeline: the weights of layer LL;
-                                                        mp_rank_PP then is a stage
+    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    stages 1 to 3: rank R's shards of main
+                                                        weights and moments
+    layer_LL[-model_00]-model_states.pt                 pipeline: the weights of layer LL;
+                                                        mp_rank_PP is then a stage
 
-The files are pickles.  They are read with weights_only=True, which builds tensors and plain values,
-and with stand-ins for the four classes of DeepSpeed's own that they hold; anything else in them is
-an error.  Tensors are mapped: a rank reads from the disk only what it copies.
+The files are pickles. They are read with weights_only=True, which builds only tensors and plain
+values, and with stand-ins for the four classes of DeepSpeed that they contain. Anything else is an
+error. Tensors are memory-mapped, so a rank reads only the bytes that it copies.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MODEL_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-BATCH_KEYS = {  # of ds_config, by our names
+BATCH_KEYS = {  # keys of ds_config, by our names
     "train": "train_batch_size",
     "micro": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",
 }
-# What this library says in ds_config of a file: {"run": which save, "rank": whose}
+# Key of ds_config for this library's own entry: {"run": identity of the save, "rank": rank}
 IDENTITY_KEY = "deepseek_zero"
-# What DeepSpeed itself puts beside the caller's client_state.
+# Keys that DeepSpeed stores next to those of the caller's client_state
 RESERVED_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
     "frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names "
@@ -55,7 +55,7 @@ RESERVED_KEYS = frozenset(
 
 
 class PickledObject:
-    """What an object of a class of DeepSpeed's is read as: its attributes, without behaviour."""
+    """An unpickled object of one of DeepSpeed's classes: attributes without methods."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -79,7 +79,7 @@ STAND_INS: dict[Any, str] = {
 
 
 def deepspeed_files(folder: Path) -> list[Path]:
-    """Return the files in DeepSpeed's layout that lie in a folder."""
+    """Return the files in a folder whose names are those of DeepSpeed's layout."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     return [
         path
@@ -90,28 +90,36 @@ def deepspeed_files(folder: Path) -> list[Path]:
 
 @dataclass
 class DeepSpeedCheckpoint(MappedCheckpoint):
-    """A folder in DeepSpeed's layout.  moments_problem: why there are no moments although the files
-    hold some.
+    """An open checkpoint in DeepSpeed's layout.
+
+    Attributes:
+        moments_problem: Why the moments in the files cannot be used; "" if they can.
+        clients: client_state by rank, of the ranks that passed their own.
     """
 
     moments_problem: str = ""
-    # client_state of ranks that passed their own
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 def open_file(path: Path) -> dict[str, Any]:
-    """Open one of the files, its tensors mapped, with stand-ins for objects of DeepSpeed's.
+    """Load one file, with mapped tensors and stand-ins for DeepSpeed's objects.
 
-    CheckpointError where it is missing, damaged, or holds anything else.
+    Raises:
+        CheckpointError: The file is missing, damaged, or contains other objects.
     """
     return load_mapped(path, STAND_INS, ", and four classes of DeepSpeed's,")
 
 
 def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepSpeedCheckpoint:
-    """Open the checkpoint in a folder; only names, shapes and places are read.
+    """Open the checkpoint in a folder. Only names, shapes and positions are read.
 
-    trained: names that the reader's model trains, which stage 0's files do not say.
-    CheckpointError where it is incomplete, damaged, or of a kind that is not read.
+    Args:
+        folder: Folder of the checkpoint.
+        trained: Names of the parameters that the caller's model trains. The files of stage 0 do not
+            record them.
+
+    Raises:
+        CheckpointError: The checkpoint is incomplete, damaged, or of an unsupported kind.
     """
     try:
         return _read(folder, trained)
@@ -171,8 +179,10 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
 def _completed(
     found: DeepSpeedCheckpoint, first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
 ) -> DeepSpeedCheckpoint:
-    """Add the plain values, and return the checkpoint.  CheckpointError where elements of it are
-    missing.
+    """Add the plain values and return the checkpoint.
+
+    Raises:
+        CheckpointError: Elements of a weight or moment are missing.
     """
     groups = _groups(optimizers[0] if optimizers else first.get("optimizer") or {})
     trainer: dict[str, Any] = {
@@ -194,9 +204,7 @@ def _completed(
 
 
 def _batch(first: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the batch sizes of the run that saved a checkpoint; None if its configuration does not
-    say them.
-    """
+    """Return the batch sizes of the run that saved the checkpoint, or None if unknown."""
     config = first.get("ds_config") or {}
     train, micro, accumulation = (_size(config.get(key)) for key in BATCH_KEYS.values())
     ranks = _size(first.get("dp_world_size"))
@@ -213,12 +221,12 @@ def _batch(first: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def _size(value: Any) -> int:
-    """Return a size that a configuration states as a number; 0 for "auto" and for nothing."""
+    """Return a size from the configuration; 0 for "auto" or a missing value."""
     return value if isinstance(value, int) and value > 0 else 0
 
 
 def _client(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the caller's values in a model file."""
+    """Return the caller's client_state in a model file."""
     return {
         name: all_from_plain(value) for name, value in model.items() if name not in RESERVED_KEYS
     }
@@ -233,9 +241,7 @@ def _tensor_parallel(folder: Path, ranks: int) -> CheckpointError:
 
 
 def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
-    """Raise CheckpointError unless every weight, and every moment in the files, is there from its
-    first element to its last.
-    """
+    """Raise CheckpointError if elements of a weight or of a saved moment are missing."""
     wanted = {(WEIGHT, name, "") for name in found.manifest.parameters}
     wanted |= {(*state, key) for state, keys in found.segments.items() for key in keys}
     for kind, name, key in sorted(wanted):
@@ -257,8 +263,9 @@ def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
 
 
 def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-    """Raise CheckpointError if files that this library wrote are of different saves, or of other
-    ranks than their names say.
+    """Raise CheckpointError if a file is of another save or another rank.
+
+    Only files that this library wrote record their save and rank.
     """
     identities = [(rank, (each.get("ds_config") or {}).get(IDENTITY_KEY)) for rank, each in files]
     own = next((each["run"] for _, each in identities if each is not None), None)
@@ -275,9 +282,10 @@ def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]])
 def _optimizer_files(
     folder: Path, ranks: int, first: Mapping[str, Any], stage: int = 0
 ) -> list[dict[str, Any]]:
-    """Open the optimizer files of all ranks of a pipeline's stage; [] where there are none.
+    """Load the optimizer files of all ranks of a pipeline stage; [] if there are none.
 
-    CheckpointError where some are missing.
+    Raises:
+        CheckpointError: Some of the files are missing.
     """
     named = {path: OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
     numbered = {
@@ -296,9 +304,7 @@ def _optimizer_files(
 
 
 def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
-    """Say what the model file of the first rank holds in the words of our manifest, but for
-    parameters and buffers.
-    """
+    """Build a manifest without parameters and buffers from the first model file."""
     stage = (
         3
         if is_third
@@ -341,8 +347,9 @@ def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _base(optimizer: Mapping[str, Any]) -> Any:
-    """Return the inner optimizer's own state dict, which each of DeepSpeed's optimizers keeps under
-    another name.
+    """Return the state dict of the inner optimizer.
+
+    DeepSpeed's optimizers keep it under different names.
     """
     for name in ("base_optimizer_state", "optimizer_state_dict"):
         if name in optimizer:
@@ -350,18 +357,18 @@ def _base(optimizer: Mapping[str, Any]) -> Any:
     return optimizer
 
 
-# -- stages 0 to 2: the whole weights are there
+# -- stages 0 to 2: the files have the whole weights
 
 
 def _master(
     found: DeepSpeedCheckpoint, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
-    """Record that the files have a parameter's master, which is then read as the weight."""
+    """Register a parameter's main weight, which replaces the weight of the model file."""
     found.segments.pop((WEIGHT, name), None)
     found.manifest.parameters[name] = parameter_facts(shape, dtype, trained=True)
 
 
-# -- stages 1 and 2: each parameter group end to end, cut into as many parts as ranks
+# -- stages 1 and 2: each parameter group is one flat tensor, cut into one part for each rank
 
 
 def _add_flat(
@@ -370,10 +377,15 @@ def _add_flat(
     optimizers: Sequence[Mapping[str, Any]],
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Add masters and states of stages 1 and 2: rank r has the r-th part of each group's flat
-    tensor.
+    """Add main weights and states of stages 1 and 2.
 
-    elsewhere: names that another stage of a pipeline has said already.
+    Rank r has the r-th part of each group's flat tensor.
+
+    Args:
+        found: The checkpoint to add them to.
+        shapes: Shapes by name, for each parameter group.
+        optimizers: Optimizer state dicts by rank.
+        elsewhere: Names that an earlier stage of the pipeline has already added.
     """
     for number, of_group in enumerate(shapes):
         gaps = optimizers[0].get("param_alignment_paddings")
@@ -392,8 +404,7 @@ def _add_flat(
         found.manifest.extra["groups"].append(list(ends))
         for rank, optimizer in enumerate(optimizers):
             part = optimizer["single_partition_of_fp32_groups"][number]
-            # ZeRO's own optimizer cuts the padding off before it saves, the bf16 optimizer does
-            # not.
+            # ZeRO's optimizer removes the padding before it saves; the bf16 optimizer does not.
             size = part.numel() + (
                 int(optimizer["group_paddings"][number]) if "zero_stage" in optimizer else 0
             )
@@ -407,9 +418,9 @@ def _add_flat(
 
 
 def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the states of one flat parameter, with the step that is kept by group."""
+    """Return the states of one flat parameter, including its group's step."""
     base = _base(optimizer)
-    if isinstance(base, list):  # the elastic form: group by group
+    if isinstance(base, list):  # the elastic format has a list of groups
         states = dict(base[number])
         step = optimizer.get("base_optimizer_state_step")
     else:
@@ -425,8 +436,14 @@ def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
 def _add_states(
     found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any], start: int, cut: slice
 ) -> None:
-    """Add a parameter's optimizer states: of tensors the elements `cut`, as those from `start` on;
-    all numbers.
+    """Add the optimizer states of a parameter or of a range of it.
+
+    Args:
+        found: The checkpoint to add them to.
+        name: Name of the parameter.
+        states: States by key. All numbers are added.
+        start: Offset in the parameter of the first element.
+        cut: Elements of the flat state tensors to add.
     """
     for key, value in states.items():
         if isinstance(value, Tensor) and value.dim():
@@ -438,17 +455,17 @@ def _add_states(
             found.manifest.scalars.setdefault(name, {})[key] = {"value": value, "dtype": None}
 
 
-# -- pipelines: a file for each layer, and for each stage what a data-parallel run has
+# -- pipelines: one file for each layer; each stage also has the files of a data-parallel run
 
 
 def _read_pipeline(
     folder: Path, first: Mapping[str, Any], ranks: int, trained: frozenset[str]
 ) -> DeepSpeedCheckpoint:
-    """Read what a PipelineModule saved.  Its parameters are called "LAYER.weight" and
-    "tied_modules.KEY.weight".
+    """Read the checkpoint of a PipelineModule.
 
-    Stages with ZeRO say the names of what they train; of others `trained` tells tied layers by
-    their names.  What two stages have under one name is the first one's.
+    Its parameters are named "LAYER.weight" and "tied_modules.KEY.weight". Stages with ZeRO record
+    the names of their trained parameters. For other stages, `trained` is used to recognize tied
+    layers. If two stages have the same name, the first one is used.
     """
     layers: dict[int, list[Path]] = {}
     for path in sorted(folder.iterdir()):
@@ -507,8 +524,13 @@ def _read_pipeline(
 def _add_layer(
     found: DeepSpeedCheckpoint, layer: int, state: Mapping[str, Tensor], known: Mapping[str, Any]
 ) -> None:
-    """Add the weights of a layer's file under the names that they have in the module.  known:
-    names, with shapes where the files say them.
+    """Add the weights of a layer's file under their names in the module.
+
+    Args:
+        found: The checkpoint to add them to.
+        layer: Index of the layer.
+        state: State dict of the layer.
+        known: Known parameter names, with their shapes if the files record them.
     """
     prefix = f"{layer}."
     if known and not any(prefix + leaf in known for leaf in state):
@@ -538,12 +560,12 @@ def _add_layer(
 
 
 def _is_tied(known: Mapping[str, Any], key: str, leaf: str, value: Tensor) -> bool:
-    """Return whether a tied module may have this weight."""
+    """Return whether a weight of a layer fits a tied module."""
     name = f"tied_modules.{key}.{leaf}"
     return name in known and known[name] in (None, value.shape)
 
 
-# -- stage 3: each parameter is cut into as many parts as ranks
+# -- stage 3: each parameter is cut into one part for each rank
 
 
 def _add_partitioned(
@@ -551,8 +573,9 @@ def _add_partitioned(
     models: Sequence[Mapping[str, Any]],
     optimizers: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Add masters, states and frozen weights of stage 3: rank r has the r-th part of each
-    parameter.
+    """Add main weights, states and frozen weights of stage 3.
+
+    Rank r has the r-th part of each parameter.
     """
     ranks = len(models)
     groups = _base(optimizers[0])["param_groups"]
@@ -583,8 +606,14 @@ def _add_partitioned(
 
 
 def partition_slice(numel: int, rank: int, ranks: int) -> slice:
-    """Return the elements of a parameter that stage 3 gives a rank; the last ranks' may be fewer,
-    or none.
+    """Return the range of a parameter's elements that stage 3 assigns to a rank.
+
+    The last ranks may have fewer elements, or none.
+
+    Args:
+        numel: Number of elements of the parameter.
+        rank: The rank.
+        ranks: Number of ranks.
     """
     size = -(-numel // ranks)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
@@ -593,9 +622,7 @@ def partition_slice(numel: int, rank: int, ranks: int) -> slice:
 def _fits(
     found: DeepSpeedCheckpoint, flat: Tensor, offset: int, shape: Sequence[int], ranks: int
 ) -> None:
-    """Raise CheckpointError if a flat tensor ends before the part of a parameter that it should
-    hold.
-    """
+    """Raise CheckpointError if a flat tensor ends before a parameter's shard does."""
     if offset + -(-prod(shape) // ranks) > flat.numel():
         raise CheckpointError(
             f"{found.folder} holds masters of {flat.numel()} elements where more belong.",
@@ -605,14 +632,15 @@ def _fits(
         )
 
 
-# -- stage 0: an optimizer that says no names
+# -- stage 0: the optimizer's state has no names
 
 
 def _add_replicated(
     found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], trained: frozenset[str]
 ) -> None:
-    """Add an optimizer's states that are numbered in the model's order: of all parameters or of the
-    trained ones, whichever fits.
+    """Add optimizer states that are numbered in the order of the model's parameters.
+
+    The numbers cover either all parameters or the trained ones, whichever has matching shapes.
     """
     base = _base(optimizer)
     everything = list(found.manifest.parameters)
@@ -659,8 +687,9 @@ def _add_flat_masters(
     flats: Sequence[Tensor],
     names: Sequence[str],
 ) -> list[list[str]]:
-    """Add fp16 masters of stage 0: each group's end to end, without padding.  Returns names by
-    group.
+    """Add the fp16 main weights of stage 0 and return their names by group.
+
+    Each group's parameters are concatenated without padding.
     """
     number = 0
     offset = 0
@@ -682,7 +711,7 @@ def _add_flat_masters(
 def _scaler(
     first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return our loss scaler's state dict out of DeepSpeed's; None where there is no scaler."""
+    """Convert DeepSpeed's loss scaler to our state dict; None if there is no scaler."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
     saved_scaler = vars(saved) if isinstance(saved, PickledObject) else first.get("optimizer") or {}
     if "cur_scale" not in saved_scaler:

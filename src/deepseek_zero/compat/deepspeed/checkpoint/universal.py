@@ -1,8 +1,8 @@
-"""DeepSpeed's `ds_to_universal`: a checkpoint under another name, for any number of ranks.
+"""DeepSpeed's `ds_to_universal`: copy a checkpoint for any number of ranks.
 
-Every checkpoint loads at any number of ranks here, DeepSpeed's own included, so what is written is
-a copy, and `latest_universal` names it.  Programs that convert before they load at another size go
-on to work; DeepSpeed itself cannot load the copy at another size.
+This library loads every checkpoint at any number of ranks, including DeepSpeed's. The result is
+therefore a copy that the file `latest_universal` names. Programs that convert a checkpoint before
+they load it at another size still work. DeepSpeed itself cannot load the copy at another size.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ....checkpoint.format import LATEST_UNIVERSAL
 from ....checkpoint.read import open_checkpoint
 from ....checkpoint.staging import staged_output
 
-_AT_ONCE = 1 << 24  # bytes
+_AT_ONCE = 1 << 24  # bytes per read
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read DeepSpeed's arguments."""
+    """Parse the command-line options of DeepSpeed's script."""
     parser = argparse.ArgumentParser(description="Copy a checkpoint for any number of ranks.")
     parser.add_argument("--input_folder", required=True, help="the folder of one checkpoint")
     parser.add_argument("--output_folder", required=True, help="the folder to write")
@@ -34,14 +34,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(args: Any = None) -> None:
-    """Copy the checkpoint `args.input_folder` to `args.output_folder`.  CheckpointError where it is
-    none.  Local.
+    """Copy the checkpoint `args.input_folder` to `args.output_folder`. Local.
+
+    Args:
+        args: Parsed options; None to parse the command line.
+
+    Raises:
+        CheckpointError: The input is not a checkpoint, or the output exists.
     """
     given = args if args is not None else parse_arguments()
     source = Path(given.input_folder)
     out = Path(given.output_folder)
     with ExitStack() as stack:
-        open_checkpoint(source, None, stack)  # or an error that says what is wrong
+        open_checkpoint(source, None, stack)  # raises if the folder is not a checkpoint
     if out.exists():
         raise CheckpointError(
             f"'{out}' exists already.", fix="name another output_folder, or remove that one."

@@ -1,9 +1,8 @@
-"""Writes a checkpoint in DeepSpeed's layout from any checkpoint folder, file by file: ranks may
-share the work.
+"""Write any checkpoint in DeepSpeed's layout, one file at a time.
 
-The files are what DeepSpeed itself would have written for so many ranks at that stage, so that
-DeepSpeed loads them and its tools work on them.  They hold tensors and plain values, and objects of
-two of DeepSpeed's classes, by name alone.
+Ranks may share the work. The files are those that DeepSpeed would have written for this number of
+ranks and this stage, so DeepSpeed and its tools can read them. They contain tensors, plain values,
+and objects of DeepSpeed's classes, which are pickled by name only.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from .reader import (
     partition_slice,
 )
 
-LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout this is
-# Elements of a rank's part after which stage 3 starts another flat tensor: its default
+LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout is written
+# DeepSpeed's default: stage 3 starts a new flat tensor when a rank's part has this many elements.
 SUB_GROUP_NUMEL = 1_000_000_000
 SCRIPT = '''"""Writes the whole fp32 weights of the checkpoints beside it: \
 python zero_to_fp32.py . OUTPUT_FOLDER"""
@@ -62,8 +61,14 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class DeepSpeedTarget:
-    """The checkpoint to write: its stage, its number of ranks, the dtype that its weights compute
-    in, its identity, and how its loss is scaled.
+    """Properties of the checkpoint to write.
+
+    Attributes:
+        stage: ZeRO stage.
+        ranks: Number of ranks.
+        dtype: Dtype of the computation.
+        run: Identity of the save.
+        scaling: Settings of the loss scaler.
     """
 
     stage: int
@@ -76,8 +81,12 @@ class DeepSpeedTarget:
     def of(
         cls, source: OpenCheckpoint, stage: int | None = None, ranks: int | None = None
     ) -> DeepSpeedTarget:
-        """Return the target that a checkpoint itself describes, but for the stage and the ranks
-        that are asked for.
+        """Return the target with the properties of a checkpoint.
+
+        Args:
+            source: The checkpoint.
+            stage: Replaces the checkpoint's stage if given.
+            ranks: Replaces the checkpoint's number of ranks if given.
         """
         manifest = source.manifest
         rows = " ".join(row["weight"] for row in manifest.plan.values())
@@ -92,13 +101,24 @@ class DeepSpeedTarget:
 
     @property
     def files(self) -> list[int]:
-        """Return the ranks that have a file."""
+        """Ranks that write files."""
         return list(range(self.ranks if self.stage else 1))
 
 
 def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, rank: int) -> None:
-    """Write the files of one rank.  Holds its part of masters and moments in memory, and for rank 0
-    at stages 0 to 2 all weights.  CheckpointError where the disk refuses.
+    """Write the files of one rank.
+
+    It holds the rank's shards of main weights and moments in memory. For rank 0 at stages 0 to 2 it
+    also holds all weights.
+
+    Args:
+        source: The checkpoint to convert.
+        folder: Folder to write to.
+        layout: Properties of the new checkpoint.
+        rank: Rank whose files are written.
+
+    Raises:
+        CheckpointError: Writing to the disk failed.
     """
     groups = _groups(source)
     if layout.stage == 3 or rank == 0:
@@ -122,8 +142,9 @@ def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, ra
 
 
 def _config(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
-    """Return the ds_config entry: it says which save and rank a file belongs to.  DeepSpeed reads
-    nothing back.
+    """Return the ds_config entry, which identifies the save and rank of a file.
+
+    DeepSpeed does not read it.
     """
     return {
         IDENTITY_KEY: {"run": layout.run, "rank": rank},
@@ -138,8 +159,11 @@ def _config(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[
 
 
 def _groups(source: OpenCheckpoint) -> list[list[str]]:
-    """Return the trained names by parameter group, in the optimizer's order; CheckpointError if
-    nothing says them.
+    """Return the names of trained parameters by group, in the optimizer's order.
+
+    Raises:
+        CheckpointError: The checkpoint does not record the groups, or a state does not have the
+            shape of its parameter.
     """
     groups: list[list[str]] = source.manifest.extra.get("groups") or []
     if not groups and not source.plain["groups"]:
@@ -168,11 +192,20 @@ def convert_to_deepspeed(
     stage: int | None = None,
     ranks: int | None = None,
 ) -> None:
-    """Write a checkpoint in DeepSpeed's layout into the folder `out`.
+    """Convert a checkpoint to DeepSpeed's layout.
 
-    stage, ranks: those that DeepSpeed will run with, which must match; by default the checkpoint's
-    own.  Holds one rank's part of masters and moments in memory, and at stages 0 to 2 all weights.
-    CheckpointError where the source is damaged or has no optimizer states; then nothing is written.
+    It holds one rank's shards of main weights and moments in memory. At stages 0 to 2 it also holds
+    all weights. If it raises, nothing is written.
+
+    Args:
+        path: The checkpoint, or the directory of checkpoints.
+        out: Folder to write.
+        tag: Name of the checkpoint in `path`; None for the latest.
+        stage: ZeRO stage with which DeepSpeed will run; None for the checkpoint's.
+        ranks: Number of ranks with which DeepSpeed will run; None for the checkpoint's.
+
+    Raises:
+        CheckpointError: The source is damaged or has no optimizer states.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)
@@ -198,7 +231,7 @@ def convert_to_deepspeed(
 def _model_state(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Make one rank's model file, with the keys that DeepSpeed looks for."""
+    """Return one rank's model file as a dictionary with DeepSpeed's keys."""
     manifest = source.manifest
     trainer = source.plain["trainer"]
     trained = {name for group in groups for name in group}
@@ -243,13 +276,15 @@ def _model_state(
 
 
 def _curriculum(position: Any) -> Any:
-    """Return the state of the curriculum that deals the data, None without one."""
+    """Return the state of the data curriculum, or None."""
     return position.get("curriculum") if isinstance(position, Mapping) else None
 
 
 def _client(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
-    """Return the caller's values, which lie among DeepSpeed's own.  CheckpointError where a key is
-    taken.
+    """Return the caller's client_state for the dictionary of a model file.
+
+    Raises:
+        CheckpointError: A key of client_state is one of DeepSpeed's.
     """
     client = dict(source.plain["client"] or {})
     if layout.ranks == source.manifest.world_size and source.manifest.extra.get("clients"):
@@ -265,8 +300,10 @@ def _client(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[
 
 
 def _module(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> OrderedDict[str, Tensor]:
-    """Read weights as they compute, empty at stage 3, and buffers: this rank's at stage 3, else
-    rank 0's.
+    """Return the module's state dict, with weights in the dtype of the computation.
+
+    At stage 3 the weights are empty and the buffers are this rank's. Otherwise the buffers are rank
+    0's.
     """
     found: dict[str, Tensor] = {}
     for name, lazy in tensors_of(source).items():
@@ -287,7 +324,7 @@ def _computes_in(own: torch.dtype, layout: DeepSpeedTarget) -> torch.dtype:
 
 
 def _frozen(source: OpenCheckpoint, layout: DeepSpeedTarget, name: str, rank: int) -> Tensor:
-    """Read one rank's part of a frozen weight: padded and cut at stage 3, else whole."""
+    """Return one rank's padded shard of a frozen weight at stage 3, else all of it."""
     facts = source.manifest.parameters[name]
     numel = prod(facts["shape"])
     own = dtype_named(facts["dtype"])
@@ -311,8 +348,9 @@ def _shapes(source: OpenCheckpoint, names: Sequence[str]) -> OrderedDict[str, to
 
 
 def _fill(source: OpenCheckpoint, what: tuple[str, str, str], cut: slice, into: Tensor) -> None:
-    """Read elements of a state into a tensor, which keeps its zeros where a parameter never had the
-    state.
+    """Read a range of a state into a tensor.
+
+    If the parameter does not have the state, the tensor keeps its zeros.
     """
     if source.values.has(*what):
         for low, part in source.values.read(*what, cut.start, cut.stop):
@@ -324,8 +362,9 @@ def _keys(source: OpenCheckpoint, names: Sequence[str]) -> list[str]:
 
 
 def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
-    """Return the counters that a group's parameters share in these files: those of the one updated
-    most often.
+    """Return the counters of a parameter group.
+
+    The files have one set of counters for each group: that of its parameter with the most updates.
     """
     each_one = {name: source.manifest.scalars.get(name, {}) for name in names}
     found = max(
@@ -349,7 +388,7 @@ def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, Any]:
-    """Return a group's hyper-parameters, without those that say how to compute."""
+    """Return a group's hyper-parameters with neutral implementation options."""
     saved = source.plain["groups"][number] if source.plain["groups"] else {}
     kept = {key: value for key, value in saved.items() if key not in IMPLEMENTATION_OPTIONS}
     how = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
@@ -359,8 +398,9 @@ def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, 
 def _flat(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Make the optimizer file of stages 1 and 2: each group end to end, padded at the end, cut into
-    equal parts.
+    """Return the optimizer state of stages 1 and 2.
+
+    Each group is concatenated, padded at the end, and cut into equal parts.
     """
     masters = []
     states = {}
@@ -410,15 +450,24 @@ def _flat(
 
 @dataclass(frozen=True)
 class _Vector:
-    """A flat tensor to be filled: which elements of each parameter it holds, and where."""
+    """A flat tensor to fill.
+
+    Attributes:
+        source: The checkpoint to read.
+        here: For each parameter its range of elements and its offset in the tensor.
+        numel: Number of elements of the tensor.
+    """
 
     source: OpenCheckpoint
     here: dict[str, tuple[slice, int]]
     numel: int
 
     def of(self, kind: str, key: str) -> Tensor:
-        """Read one state of the parameters into a new fp32 tensor, with zeros where nothing
-        belongs.
+        """Read one state of the parameters into a new fp32 tensor with zero padding.
+
+        Args:
+            kind: WEIGHT or MOMENT.
+            key: Name of the optimizer state; "" for weights.
         """
         values = torch.zeros(self.numel)
         for name, (cut, at) in self.here.items():
@@ -429,8 +478,9 @@ class _Vector:
 def _sub_groups(
     source: OpenCheckpoint, names: Sequence[str], layout: DeepSpeedTarget
 ) -> list[list[str]]:
-    """Cut a group's parameters into stage 3's flat tensors: a new one begins when a rank's part is
-    large enough.
+    """Split a group's parameters into the flat tensors of stage 3.
+
+    A new tensor starts when a rank's part has `SUB_GROUP_NUMEL` elements.
     """
     found: list[list[str]] = [[]]
     filled = 0
@@ -446,8 +496,9 @@ def _sub_groups(
 def _partitioned(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Make the optimizer file of stage 3: each parameter padded and cut by itself, a rank's parts
-    end to end.
+    """Return the optimizer state of stage 3.
+
+    Each parameter is padded and cut separately, and a rank's parts are concatenated.
     """
     masters: list[Tensor] = []
     states = {}
@@ -482,10 +533,11 @@ def _partitioned(
 def _replicated(
     source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Make the optimizer entry of stage 0: the inner optimizer's own state; below fp32 with masters
-    of the trained parameters.
+    """Return the optimizer entry of stage 0, which is the inner optimizer's state.
+
+    Below fp32 it includes the main weights of the trained parameters.
     """
-    # Then DeepSpeed numbers frozen parameters too
+    # In this case DeepSpeed numbers the frozen parameters, too.
     if layout.dtype == torch.float32 and len(groups) == 1:
         names = source.manifest.extra.get("names") or {}
         groups = [
@@ -529,7 +581,7 @@ def _replicated(
 
 
 def _scaler(source: OpenCheckpoint, layout: DeepSpeedTarget) -> dict[str, Any]:
-    """Return the loss scaler as an object of DeepSpeed's, which stage 3 requires."""
+    """Return the loss scaler as DeepSpeed's object, which stage 3 requires."""
     saved = source.plain["trainer"].get("scaler") or {}
     is_dynamic = bool(saved.get("dynamic", False))
     scaler: Any = LossScaler(cur_scale=float(saved.get("scale", 1.0)), dynamic=False)
@@ -554,10 +606,16 @@ def _scaler(source: OpenCheckpoint, layout: DeepSpeedTarget) -> dict[str, Any]:
 # -- pickling
 
 
-class _Pickler(pickle._Pickler):  # the one in Python: its steps can be replaced
-    """Writes our stand-ins under the names of the classes they stand for."""
+class _Pickler(pickle._Pickler):  # the Python implementation, whose methods can be overridden
+    """Pickle our stand-ins under the names of DeepSpeed's classes."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
+        """Pickle a class by name, a stand-in by that of DeepSpeed's class.
+
+        Args:
+            obj: The class or function.
+            name: Its name, as in the base class.
+        """
         known = STAND_INS.get(obj) if obj is not int and isinstance(obj, type) else None
         if known is None:
             super().save_global(obj, name)  # type: ignore[misc]
@@ -571,8 +629,10 @@ _PICKLE: Any = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    """Write a file with torch.save, stand-ins named as DeepSpeed's classes.  CheckpointError where
-    the disk refuses.
+    """Write a file with torch.save, with stand-ins pickled as DeepSpeed's classes.
+
+    Raises:
+        CheckpointError: Writing to the disk failed.
     """
     with files.describing_errors(f"writing '{path}'"), files.new_file(path) as stream:
         torch.save(state, stream, pickle_module=_PICKLE)

@@ -1,3 +1,4 @@
-"""DeepSpeed's data efficiency: samples by difficulty (curricula).  Imported where a configuration
-asks for it.
+"""DeepSpeed's data efficiency: curriculum learning.
+
+It is imported only if a configuration enables it.
 """

@@ -1,6 +1,6 @@
-"""The section `data_efficiency` with every default filled in, under DeepSpeed's names.
+"""Read the section `data_efficiency` and fill in DeepSpeed's defaults.
 
-Each function takes the dict that its part stands in, and leaves it as it is.
+Each function takes the dictionary that contains its section and does not change it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Given = Mapping[str, Any]
 
 
 def get_data_efficiency_config(param_dict: Given) -> dict[str, Any]:
-    """Return the section of a whole configuration, complete."""
+    """Return the section `data_efficiency` of a configuration with all defaults."""
     given = _part(param_dict, "data_efficiency")
     return {
         "enabled": get_data_efficiency_enabled(param_dict),
@@ -62,7 +62,11 @@ def get_data_sampling_pin_memory(param_dict: Given) -> bool:
 
 
 def get_curriculum_learning(param_dict: Given) -> dict[str, Any]:
-    """Return the curriculum; raises UsageError where it is on and names no metric."""
+    """Return the section `curriculum_learning`.
+
+    Raises:
+        UsageError: It is enabled and has no metric.
+    """
     if not get_curriculum_learning_enabled(param_dict):
         return {"enabled": False}
     found = get_curriculum_learning_params(param_dict)
@@ -88,8 +92,10 @@ def get_curriculum_learning_params(param_dict: Given) -> dict[str, Any]:
 
 
 def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
-    """Return what is said of batches by tokens; raises UsageError where they are on and max_tokens
-    is missing.
+    """Return the section `dynamic_batching`.
+
+    Raises:
+        UsageError: It is enabled and `max_tokens` is missing.
     """
     given = _part(param_dict, "dynamic_batching")
     most = given.get("max_batch_size")

@@ -1,4 +1,4 @@
-"""How difficult samples may be at a step: DeepSpeed's schedules, with its arithmetic."""
+"""DeepSpeed's schedules of the difficulty of samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ....base.errors import UsageError
 
-# schedule type -> what its schedule_config must name
+# schedule type -> required keys of schedule_config
 SCHEDULES = {
     "fixed_discrete": ("difficulty", "max_step"),
     "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
@@ -20,10 +20,18 @@ SCHEDULES = {
 def by_root(
     step: int, total: float, degree: float, least: float, most: float, multiple: int
 ) -> float:
-    """Return a value that goes from `least` to `most` in `total` steps as the degree-th root does.
+    """Return the value of a root schedule at a step.
 
-    Values are rounded down to multiples of `multiple`, and never below the first multiple at or
-    above `least`.
+    The value rises from `least` to `most` in `total` steps like the degree-th root. It is rounded
+    down to a multiple of `multiple`, but not below the first multiple that is at least `least`.
+
+    Args:
+        step: Current step.
+        total: Number of steps of the schedule.
+        degree: Degree of the root; 1 for a linear schedule.
+        least: Value at step 0.
+        most: Value at step `total`.
+        multiple: Granularity of the value.
     """
     value: int = math.floor((float(step) / total) ** (1.0 / degree) * (most - least) + least)
     value -= value % multiple
@@ -31,10 +39,14 @@ def by_root(
 
 
 class CurriculumScheduler:
-    """The difficulty of one metric over steps.
+    """Difficulty of one metric as a function of the step.
 
-    config: min_difficulty, max_difficulty, schedule_type (a key of SCHEDULES) and schedule_config.
-    Raises UsageError where one is missing.
+    Args:
+        config: min_difficulty, max_difficulty, schedule_type (a key of SCHEDULES) and
+            schedule_config.
+
+    Raises:
+        UsageError: A key is missing or schedule_type is unknown.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -66,7 +78,7 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], Any]) -> None:
-        """Take the function of the schedule "custom": step -> difficulty."""
+        """Set the function of the schedule "custom", which maps a step to a difficulty."""
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
@@ -76,7 +88,7 @@ class CurriculumScheduler:
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> Any:
-        """Return the difficulty of a step; steps begin at 1."""
+        """Return the difficulty of a step. Steps start at 1."""
         kind = self.state["schedule_type"]
         if kind == "custom":
             if self.custom_get_difficulty is None:
@@ -101,7 +113,10 @@ class CurriculumScheduler:
         )
 
     def update_difficulty(self, global_steps: int) -> Any:
-        """Go to a step and return its difficulty, which stays once it has reached the maximum."""
+        """Advance to a step and return its difficulty.
+
+        Once the difficulty has reached the maximum, it does not change any more.
+        """
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.state["current_difficulty"]

@@ -1,12 +1,12 @@
-"""Samples by difficulty: which ones a step may take, in DeepSpeed's order for the same seed.
+"""Choose samples by difficulty, in the same order as DeepSpeed for the same seed.
 
-A *cluster* is what joined when difficulties rose: samples in a shuffled order, and how many of them
-are given.  A step takes of each cluster a share that is drawn by the clusters' sizes; a cluster
-that is used up is shuffled again.
+A cluster contains the samples that became eligible when difficulties rose, in shuffled order. The
+number of samples that a step takes from each cluster is drawn in proportion to the clusters' sizes.
+An exhausted cluster is shuffled again.
 
-Every rank draws all of it by itself, from the seed and the same index files, and takes its rows;
-nothing is sent, and nothing is written.  A state holds the generator's state before each shuffle,
-by which clusters are made again.
+Every rank draws the samples of all ranks from the same seed and index files, and keeps its own
+rows. Nothing is sent or written. The state dict has the generator's state before each shuffle, from
+which the clusters are rebuilt.
 """
 
 from __future__ import annotations
@@ -32,10 +32,15 @@ WHERE = "data_efficiency.data_sampling.curriculum_learning"
 
 @dataclass
 class Cluster:
-    """Samples that joined when difficulties rose from `previous` to `current`.
+    """Samples that became eligible when difficulties rose.
 
-    shuffles: the generator's state before each shuffle that made this order of those of the
-    members.
+    Attributes:
+        name: Name in logs and state dicts.
+        previous: Difficulties before; exclusive.
+        current: Difficulties after; inclusive.
+        samples: Indices of the samples in their current order.
+        position: Number of samples that were taken since the last shuffle.
+        shuffles: State of the generator before each shuffle.
     """
 
     name: str
@@ -51,12 +56,21 @@ class Cluster:
 
 
 class DeepSpeedDataSampler:
-    """Yields the samples of this rank's micro-batches, by a curriculum.  Local.
+    """Yield the samples of this rank's micro-batches according to a curriculum. Local.
 
-    data_efficiency_config: as `get_data_efficiency_config` returns it.  one_epoch_total_samples: in
-    the dataset.
-    data_parallel_group, global_rank: ignored; every rank draws the same samples.  drop_last: leave
-    out a micro-batch that clusters cannot fill.
+    Args:
+        data_efficiency_config: Result of `get_data_efficiency_config`.
+        one_epoch_total_samples: Number of samples in the dataset.
+        micro_batch_size: Samples of a micro-batch of one rank.
+        data_parallel_rank: This rank along the data axis.
+        data_parallel_size: Number of data-parallel ranks.
+        data_parallel_group: Ignored; every rank draws all samples.
+        gradient_accumulation_steps: Micro-batches per step.
+        global_rank: Ignored.
+        drop_last: Leave out a micro-batch that the clusters cannot fill.
+
+    Raises:
+        UsageError: The configuration has no curriculum, or the dataset is empty.
     """
 
     def __init__(
@@ -88,7 +102,8 @@ class DeepSpeedDataSampler:
         self.consumed_samples = self.curriculum_step = 0
         self.batch: list[
             int
-        ] = []  # of the step that is being given, all ranks' samples that are left
+            # samples of all ranks that are left in the current step
+        ] = []
         self._given: deque[list[int]] = deque(maxlen=gradient_accumulation_steps)
         self.current_difficulties: Difficulties = {}
         self.data_clusters: list[Cluster] = []
@@ -105,12 +120,13 @@ class DeepSpeedDataSampler:
             name: CurriculumScheduler(metric) for name, metric in self._metrics.items()
         }
         self.curriculum_index_to_sample: dict[str, MMapIndexedDataset] = {}
-        self._values: dict[str, Array] = {}  # metric by value -> the value of each row
+        # metric -> the value of each row; only for metrics by value
+        self._values: dict[str, Array] = {}
         for name, metric in self._metrics.items():
             self._open(name, metric)
 
     def _open(self, name: str, metric: Mapping[str, Any]) -> None:
-        """Open the index files of a metric that has clusters of its own."""
+        """Open the index files of a metric, unless it has a single cluster."""
         kind = metric.get("difficulty_type")
         if kind not in ("value", "percentile") or "clustering_type" not in metric:
             raise UsageError(
@@ -131,19 +147,23 @@ class DeepSpeedDataSampler:
 
     @property
     def micro_batches(self) -> int:
-        """Return how many micro-batches each rank is given in all, if every one is full."""
+        """Return the number of micro-batches of a rank in all epochs, if all are full."""
         return len(self) // self.micro_batch_times_data_parallel_size + 1
 
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: Mapping[str, Callable[[int], Any]]
     ) -> None:
-        """Take functions for metrics whose schedule is "custom": metric -> (step -> difficulty)."""
+        """Set the functions of metrics with a custom schedule.
+
+        Args:
+            schedule_func_dict: For each metric, a function that maps a step to a difficulty.
+        """
         for metric, scheduler in self.curriculum_schedulers.items():
             if metric in schedule_func_dict:
                 scheduler.set_custom_get_difficulty(schedule_func_dict[metric])
 
     def get_start_end_idx(self, batch_len: int | None = None) -> tuple[int, int]:
-        """Return which of so many samples of all ranks are this rank's."""
+        """Return the range of this rank's samples in a micro-batch of all ranks."""
         many = batch_len or self.micro_batch_times_data_parallel_size
         first, last = (round(rank * many / self.data_parallel_size) for rank in self._bounds())
         return first, last
@@ -156,7 +176,13 @@ class DeepSpeedDataSampler:
     def get_sample_based_on_metric_value(
         self, metric: str, value_start: float, value_end: float
     ) -> Array:
-        """Return the samples with value_start < value <= value_end."""
+        """Return the samples with value_start < value <= value_end.
+
+        Args:
+            metric: Name of the metric.
+            value_start: Exclusive lower bound.
+            value_end: Inclusive upper bound.
+        """
         values = self._values[metric]
         rows = self.curriculum_index_to_sample[metric]
         return self._joined(
@@ -169,8 +195,14 @@ class DeepSpeedDataSampler:
     def get_sample_based_on_metric_percentile(
         self, metric: str, percentile_start: int, percentile_end: int
     ) -> Array:
-        """Return the samples between two percentiles of a metric's order; max_difficulty
-        percentiles are all.
+        """Return the samples between two percentiles in the order of a metric.
+
+        The metric's max_difficulty is the number of percentiles.
+
+        Args:
+            metric: Name of the metric.
+            percentile_start: Lower bound.
+            percentile_end: Upper bound.
         """
         rows = self.curriculum_index_to_sample[metric]
         most = self._metrics[metric]["max_difficulty"]
@@ -196,10 +228,11 @@ class DeepSpeedDataSampler:
         return self.get_sample_based_on_metric_percentile(metric, previous or 0, current)
 
     def _members(self, previous: Difficulties, current: Difficulties) -> Array:
-        """Return what joins when difficulties rise, in the order of the index files."""
+        """Return the samples that become eligible, in the order of the index files."""
         everything = np.arange(self.one_epoch_total_samples, dtype=self.index_dtype)
         clustered = list(self.curriculum_index_to_sample)
-        # A sample is let in by all of them, so that what is new is what no cluster has
+        # With several metrics, a sample must be eligible for all of them. The new samples are then
+        # those that are in no cluster yet.
         if len(clustered) > 1:
             found: Array | None = None
             for metric in self._metrics:
@@ -219,7 +252,7 @@ class DeepSpeedDataSampler:
         return everything if not self.data_clusters else everything[:0]
 
     def get_new_cluster(self, previous_difficulties: Difficulties) -> None:
-        """Let in what the present difficulties allow and the previous ones did not."""
+        """Add a cluster of the samples that the current difficulties newly allow."""
         current = dict(self.current_difficulties)
         samples = self._members(previous_difficulties, current)
         told = f"new data cluster (difficulties {previous_difficulties} -> {current})"
@@ -232,7 +265,14 @@ class DeepSpeedDataSampler:
         self.data_clusters[-1].shuffle(self.np_rng)
 
     def sample_from_clusters(self) -> Array:
-        """Draw how many samples of a step each cluster gives, int [clusters]."""
+        """Draw the number of samples that a step takes from each cluster.
+
+        Returns:
+            An integer array of shape ``(clusters,)``.
+
+        Raises:
+            UsageError: There is no cluster, because no sample is easy enough.
+        """
         sizes = [len(cluster.samples) for cluster in self.data_clusters]
         if not sizes:
             raise UsageError(
@@ -244,7 +284,12 @@ class DeepSpeedDataSampler:
         return np.bincount(drawn, minlength=len(sizes))
 
     def get_sample_from_cluster(self, cidx: int, num_samples: int) -> list[int]:
-        """Take a cluster's next samples; where it ends it is shuffled and begins again."""
+        """Take the next samples of a cluster and shuffle it again if it is exhausted.
+
+        Args:
+            cidx: Index of the cluster.
+            num_samples: Number of samples.
+        """
         cluster = self.data_clusters[cidx]
         found = cluster.samples[cluster.position : cluster.position + num_samples].tolist()
         cluster.position += num_samples
@@ -257,7 +302,7 @@ class DeepSpeedDataSampler:
     # -- batches
 
     def get_next_global_batch(self) -> None:
-        """Draw the samples of one step of all ranks into `batch`."""
+        """Draw the samples of all ranks for one step into `batch`."""
         self.curriculum_step += 1
         previous = {
             metric: self.current_difficulties.get(metric) for metric in self.curriculum_schedulers
@@ -274,7 +319,7 @@ class DeepSpeedDataSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         many = self.micro_batch_times_data_parallel_size
-        # With fewer, a rank would have no row
+        # A smaller micro-batch would leave a rank without a sample.
         least = many if self.drop_last else self.data_parallel_size
         while self.consumed_samples <= self.total_samples:
             if not self.batch:
@@ -290,8 +335,9 @@ class DeepSpeedDataSampler:
             yield current[first:last]
 
     def _refuse_too_few(self, least: int) -> None:
-        """Raise where no step to come can have a micro-batch: the clusters are too small, and all
-        there will be.
+        """Raise if neither this step nor any later one can fill a micro-batch.
+
+        That is so if all difficulties are at their maximum and the clusters are still too small.
         """
         levels = self.current_difficulties.items()
         is_last = all(level >= self._metrics[metric]["max_difficulty"] for metric, level in levels)
@@ -303,7 +349,7 @@ class DeepSpeedDataSampler:
             )
 
     def deal_steps_of(self, samples: int) -> None:
-        """Have the steps from the next one on take so many samples of all ranks."""
+        """Set the number of samples of all ranks per step, from the next step on."""
         self.global_batch_size = samples
         self._given = deque(
             self._given, maxlen=samples // self.micro_batch_times_data_parallel_size
@@ -312,8 +358,10 @@ class DeepSpeedDataSampler:
     # -- states
 
     def state_dict(self, again: int = 0) -> dict[str, Any]:
-        """Return where it is, as plain values.  again: so many micro-batches, the last ones, count
-        as not given.
+        """Return the position in the curriculum as plain values.
+
+        Args:
+            again: Number of the most recent micro-batches to count as not yet yielded.
         """
         back = [
             sample for given in list(self._given)[len(self._given) - again :] for sample in given
@@ -339,10 +387,10 @@ class DeepSpeedDataSampler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state, at any number of ranks.
+        """Resume from a state, at any number of ranks.
 
-        DeepSpeed's own states name files of clusters instead of shuffles: from such a one the
-        curriculum goes on, over samples in a new order, with a warning.
+        DeepSpeed's own states refer to files of clusters and have no shuffles. The curriculum then
+        continues with samples in a new order and a warning is logged.
         """
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.curriculum_step = int(state_dict["curriculum_step"])

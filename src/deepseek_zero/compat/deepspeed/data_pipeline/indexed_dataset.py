@@ -1,9 +1,8 @@
-"""Lists of numbers in two files, read through the page cache: DeepSpeed's (Megatron's)
-memory-mapped dataset.
+"""DeepSpeed's (Megatron's) indexed dataset: memory-mapped rows of integers.
 
-`NAME.bin` holds the rows one behind the other.  `NAME.idx` holds, little-endian: 9 bytes of magic,
-the version as uint64, the dtype's code as uint8, the number of rows and of document bounds as
-uint64; then sizes of rows in elements (int32), their offsets in bytes (int64), and the bounds
+`NAME.bin` has the concatenated rows. `NAME.idx` has, in little-endian order: 9 bytes of magic, the
+version (uint64), the dtype's code (uint8), the number of rows and of document bounds (uint64 each),
+the sizes of the rows in elements (int32), their offsets in bytes (int64), and the document bounds
 (int64).
 """
 
@@ -38,10 +37,16 @@ def index_file_path(prefix_path: str) -> str:
 
 
 class MMapIndexedDataset:
-    """Rows of numbers, read only: `dataset[i]` is a 1-D array over the file's pages.
+    """Read-only rows of integers.
 
-    path: without .idx and .bin.  skip_warmup: ignored; pages are read when they are needed.  Raises
-    UsageError where a file is missing, is of another kind or is too short.
+    `dataset[i]` is a 1-D array that views the mapped file.
+
+    Args:
+        path: Path without .idx and .bin.
+        skip_warmup: Ignored; pages are read on demand.
+
+    Raises:
+        UsageError: A file is missing, has the wrong format or is truncated.
     """
 
     def __init__(self, path: str | os.PathLike[str], skip_warmup: bool = False) -> None:
@@ -66,7 +71,7 @@ class MMapIndexedDataset:
         many = int(self.sizes.sum(dtype=np.int64))
         if os.path.getsize(data) < many * self.dtype.itemsize:
             raise self._damaged(data)
-        # an empty file cannot be mapped
+        # An empty file cannot be mapped.
         self._data: Array = (
             np.memmap(data, self.dtype, "r", shape=(many,)) if many else np.empty(0, self.dtype)
         )
@@ -85,7 +90,13 @@ class MMapIndexedDataset:
         return self.get(index)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Array:
-        """Return elements [offset, offset + length) of one row; to its end without a length."""
+        """Return elements [offset, offset + length) of one row.
+
+        Args:
+            idx: Index of the row.
+            offset: First element.
+            length: Number of elements; None for the rest of the row.
+        """
         row = range(len(self))[int(idx)]
         size = int(self.sizes[row])
         first = int(self._offsets[row]) // self.dtype.itemsize
@@ -109,9 +120,16 @@ class MMapIndexedDataset:
 
 
 class MMapIndexedDatasetBuilder:
-    """Writes such files: rows by `add_item`, the index by `finalize`.  Local.
+    """Write an indexed dataset: rows with `add_item`, then the index with `finalize`.
 
-    out_file: the .bin file.  dtype: of the numbers, an integer type of numpy's.
+    Local.
+
+    Args:
+        out_file: Path of the .bin file.
+        dtype: Integer type of numpy.
+
+    Raises:
+        UsageError: The dtype is not supported.
     """
 
     def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64) -> None:
@@ -125,7 +143,7 @@ class MMapIndexedDatasetBuilder:
         self._doc_idx = [0]
 
     def add_item(self, tensor: Any) -> None:
-        """Write a tensor as a row."""
+        """Append a tensor as one row."""
         self.add_item_numpy(tensor.numpy())
 
     def add_items(self, arr_list: Sequence[Any]) -> None:
@@ -140,7 +158,11 @@ class MMapIndexedDatasetBuilder:
         self._doc_idx.append(len(self._sizes))
 
     def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
-        """Write the rows of another such dataset behind those that are there."""
+        """Append the rows of another dataset.
+
+        Raises:
+            UsageError: Its dtype is different.
+        """
         other = MMapIndexedDataset(another_file)
         before = len(self._sizes)
         if other.dtype != self._dtype:
@@ -164,7 +186,12 @@ class MMapIndexedDatasetBuilder:
 
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
-    """Return the smallest integer type of numpy's that holds both."""
+    """Return numpy's smallest integer type that can hold both values.
+
+    Args:
+        min_value: Smallest value.
+        max_value: Largest value.
+    """
     kinds = (np.uint8, np.uint16, np.uint32) if min_value >= 0 else (np.int8, np.int16, np.int32)
     for kind in kinds:
         if np.iinfo(kind).min <= min_value and max_value <= np.iinfo(kind).max:
@@ -175,18 +202,36 @@ def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
 def create_mmap_dataset_builder(
     fname: str | os.PathLike[str], dtype: Any
 ) -> MMapIndexedDatasetBuilder:
+    """Return a builder for the dataset `fname`.
+
+    Args:
+        fname: Path without .idx and .bin.
+        dtype: Integer type of numpy.
+    """
     return MMapIndexedDatasetBuilder(data_file_path(os.fspath(fname)), dtype)
 
 
 def close_mmap_dataset_builder(
     builder: MMapIndexedDatasetBuilder, fname: str | os.PathLike[str]
 ) -> None:
+    """End the document and write the index of the dataset `fname`.
+
+    Args:
+        builder: The dataset's builder.
+        fname: Path without .idx and .bin.
+    """
     builder.end_document()
     builder.finalize(index_file_path(os.fspath(fname)))
 
 
 def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[list[int]]:
-    """Cut [start_idx, end_idx) into ranges of one size, the last ones shorter."""
+    """Split [start_idx, end_idx) into equal ranges; the last ones may be shorter.
+
+    Args:
+        start_idx: First index.
+        end_idx: End of the range.
+        num_partitions: Number of ranges.
+    """
     size = -(-(end_idx - start_idx) // num_partitions)
     bounds = [start_idx + part * size for part in range(num_partitions + 1)]
     return [[first, min(end_idx, last)] for first, last in pairwise(bounds)]
@@ -195,6 +240,16 @@ def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[list[
 def split_dataset(
     dataset: Any, num_workers: int, worker_id: int, num_threads: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ranges of all workers, and those of one worker's threads."""
+    """Split a dataset between workers, and one worker's rows between its threads.
+
+    Args:
+        dataset: The dataset.
+        num_workers: Number of workers.
+        worker_id: Worker whose range is split further.
+        num_threads: Number of threads of the worker.
+
+    Returns:
+        The ranges of all workers, and those of the worker's threads.
+    """
     workers = split_index(0, len(dataset), num_workers)
     return workers, split_index(workers[worker_id][0], workers[worker_id][1], num_threads)

@@ -1,4 +1,4 @@
-"""The loader that a curriculum deals the samples of."""
+"""Data loader whose samples are chosen by a curriculum."""
 
 from __future__ import annotations
 
@@ -16,12 +16,23 @@ from .data_sampler import WHERE, DeepSpeedDataSampler
 
 
 class CurriculumLoader(ShardedLoader):
-    """Iterates over this rank's micro-batches as a curriculum deals them, `num_epochs` of the data
-    in all.
+    """Iterate over this rank's micro-batches in the order of a curriculum.
 
-    A loop that is left goes on where it was when the loader is iterated again.  settings: what
-    `get_data_efficiency_config` returns.  accumulation: micro-batches of a step.  The rest: as
-    `ShardedLoader` has it.
+    One pass covers `num_epochs` of the data. Iterating again after a `break` resumes at the same
+    position.
+
+    Args:
+        dataset: Dataset with `__len__` and `__getitem__`.
+        batch_size: Samples of a micro-batch of one rank.
+        mesh: The device mesh.
+        settings: Result of `get_data_efficiency_config`.
+        accumulation: Micro-batches per step.
+        collate_fn: As for `ShardedLoader`.
+        drop_last: As for `ShardedLoader`.
+        take: As for `ShardedLoader`.
+
+    Raises:
+        UsageError: The dataset is an IterableDataset.
     """
 
     post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
@@ -81,23 +92,27 @@ class CurriculumLoader(ShardedLoader):
             yield to_device(self._take(batch), self.device)
 
     def deal_steps_of(self, samples: int) -> None:
-        """Have the steps from the next one on take so many samples of all ranks."""
+        """Set the number of samples of all ranks per step, from the next step on."""
         self.data_sampler.deal_steps_of(samples)
 
     def state_dict(self, again: int = 0) -> dict[str, Any]:
-        """Return the curriculum's state.  again: so many batches, the last ones, count as not
-        given.
+        """Return the state of the curriculum.
+
+        Args:
+            again: Number of the most recent micro-batches to count as not yet yielded.
         """
         state = self.data_sampler.state_dict(again)
-        # Epoch and samples are for a run that goes on without a curriculum.
+        # Epoch and samples are used if the run resumes without a curriculum.
         epoch, samples = divmod(
             state["consumed_samples"], self.data_sampler.one_epoch_total_samples
         )
         return {"epoch": epoch, "samples": samples, "curriculum": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there, at any number of ranks; a run that was saved without a curriculum begins it,
-        with a warning.
+        """Resume from a state, at any number of ranks.
+
+        If the state was saved without a curriculum, the curriculum starts from the beginning and a
+        warning is logged.
         """
         if "curriculum" in state:
             self.data_sampler.load_state_dict(state["curriculum"])

@@ -1,8 +1,9 @@
-"""deepseek_zero under DeepSpeed's name, for programs that import `deepspeed` (deepseek_zero's
-docs/how-to/clients.md).
+"""Drop-in package for programs that import `deepspeed`.
 
-Nothing here does anything: this module and those below it are made of two tables, of what
-deepseek_zero provides and of every name that DeepSpeed has; they load on first use.
+See docs/how-to/clients.md of deepseek_zero.
+
+This module and its submodules are generated from two tables: the names that deepseek_zero provides,
+and all names of DeepSpeed. They are loaded on first use.
 """
 
 from __future__ import annotations
