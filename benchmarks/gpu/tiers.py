@@ -10,8 +10,8 @@ host and on a disk.
 
 Every model is built on the meta device and never whole in one memory.  `"device": "auto"` fills the
 GPU, then the host, then the disk.  All clip by the exact norm of the whole gradient, which is known
-before the first weight changes (decision 0021).  TFLOP/s are the model's, as in throughput.py: what
-checkpointing computes again is not counted, nor is padding (there is none).
+before the first weight changes (docs/design/update-timing.md).  TFLOP/s are the model's, as in
+throughput.py: what checkpointing computes again is not counted, nor is padding (there is none).
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def test_checkpoints_behind_a_flip_save_and_load(stage: int, tmp_path: Path) -> 
         for name, value in values_of(again.model).items():
             # The run that went on has what was frozen first in groups of its own, the resumed one
             # beside the others: a fused kernel's last elements are others, and may be rounded once
-            # more or less in a step (decision 0012).
+            # more or less in a step (docs/design/updates.md).
             assert int((value != expected[name]).sum()) <= KERNEL_TAIL, (tag, name)
             torch.testing.assert_close(
                 value, expected[name], rtol=3 * EPSILON, atol=3 * EPSILON, msg=f"{tag} {name}"

@@ -5,7 +5,7 @@ What is loaded is compared bit by bit.  What is computed afterwards has the same
 machine that wrote the files (same torch, same instruction set, and the same result of `probe`);
 other kernels round otherwise, so elsewhere it is compared with a tolerance.  So it is for
 OTHER_BITS: the last elements of parameters whose length is not a multiple of 8 were computed by
-another formula then (decision 0126), and in that run it shows.
+another formula then (docs/design/updates.md), and in that run it shows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 formula.
 
 This file is the definition of the bits of an update
-(docs/decisions/0126-one-definition-of-an-update.md).  A formula is written once, over operations
+(docs/design/updates.md).  A formula is written once, over operations
 that the caller passes in: numba compiles it with its own (cpu.py), and NumPy evaluates it with
 exact ones (definition.py).  Rules of the definition:
 

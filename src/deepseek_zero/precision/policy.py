@@ -83,7 +83,7 @@ class Policy:
 
 # Elements that are cast at once: on the CPU what fits a core's own cache with its scratch.
 CAST_TILE = PerDevice(cpu=1 << 17, accelerator=1 << 24)
-# the bits of the only NaN in weights, main weights and optimizer states (decision 0126)
+# the bits of the only NaN in weights, main weights and optimizer states (docs/design/updates.md)
 CANONICAL_NAN = 0x7FC00000
 # Tensors, since torch makes one of a Python number in each call.
 HALF = torch.tensor(0x8000, dtype=torch.int32)
