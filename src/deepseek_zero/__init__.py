@@ -1,8 +1,8 @@
-"""deepseek_zero: train models far larger than memory, on whatever there is.
+"""Train models that do not fit into memory, with ZeRO, offload and parallelism.
 
-Two APIs: `DeepSeekZeRO3` with `ZeroOptimizer`, and `initialize`, which returns an engine
-(`engine.backward`, ...).  Names load on first use, so that importing the package costs little more
-than importing torch.
+There are two APIs: `DeepSeekZeRO3` with `ZeroOptimizer`, and `initialize`, which returns an engine
+(`engine.backward`, `engine.step`). Names are loaded on first use, so importing the package costs
+little more than importing torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-# Before anything fails for want of memfd, SO_PEERCRED or /proc, and says so less clearly
+# Checked first, because a missing memfd, SO_PEERCRED or /proc would fail with a less clear error.
 if sys.platform != "linux":
     raise ImportError(
         f"deepseek_zero runs on Linux only, and this is {sys.platform}: its ranks use memory, "
@@ -56,7 +56,7 @@ __all__ = [
     "plan",
 ]
 _NAMES = tuple(__all__)
-del __all__  # at run time it has contributed names, too, which `__getattr__` adds when it is read
+del __all__  # At run time `__getattr__` returns `__all__` with the contributed names
 
 _HOMES = {
     "ConfigKeywords": "api.configuration",
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
     elif name in _ROOMS:
         value = import_at_once(f"{__name__}.{_ROOMS[name]}")
     elif name in _files():
-        # `from .. import parallel` asks, too, before it imports the package
+        # `from .. import parallel` also calls this before it imports the package
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     else:
         try:
@@ -103,5 +103,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, so that completion shows nothing else."""
+    """Return the public names, so that completion shows nothing else."""
     return sorted({*_NAMES, *contributed_names(__name__), *_ROOMS})

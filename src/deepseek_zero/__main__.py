@@ -1,4 +1,4 @@
-"""`python -m deepseek_zero`: the command `deepseek-zero` where the script is not on the path."""
+"""Run the command `deepseek-zero` as `python -m deepseek_zero`."""
 
 from __future__ import annotations
 

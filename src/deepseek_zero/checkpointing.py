@@ -1,5 +1,6 @@
-"""Recomputation of activations, at the import path `deepspeed.checkpointing` (not saving models).
-Re-exports only.
+"""Activation checkpointing, under the import path of `deepspeed.checkpointing`.
+
+This module only re-exports. To save and load models, see `ZeroEngine.save_checkpoint`.
 """
 
 from __future__ import annotations

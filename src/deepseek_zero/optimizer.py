@@ -1,4 +1,4 @@
-"""Seed 000's import path: `from deepseek_zero.optimizer import ZeroOptimizer`."""
+"""Import path `deepseek_zero.optimizer`, which re-exports `ZeroOptimizer`."""
 
 from .api.wrap import ZeroOptimizer
 

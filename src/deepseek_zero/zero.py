@@ -1,7 +1,6 @@
-"""DeepSpeed's `deepspeed.zero`: building sharded, gathering parameters, announcing external ones,
-tiled layers.
+"""`deepspeed.zero`: sharded construction, gathered parameters and tiled layers.
 
-Re-exports only.
+This module only re-exports.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The public functions and classes of the library, in its own terms."""
+"""The public functions and classes of the library."""

@@ -1,4 +1,4 @@
-"""Recomputation of activations: `deepseek_zero.checkpointing` (not saving models)."""
+"""Activation checkpointing: `deepseek_zero.checkpointing` (not saving models)."""
 
 from __future__ import annotations
 
@@ -30,42 +30,60 @@ WORDS = (
     "contiguous_checkpointing",
     "num_checkpoints",
     "checkpoint_in_cpu",
-    "synchronize",  # without effect: it orders nothing that is not ordered already
+    "synchronize",  # no effect: all operations are ordered already
     "profile",
 )
 
 
 class _Process:
-    """The object that was passed last as an mpu."""
+    """The object that was last passed as `mpu_` in this process."""
 
     mpu: ClassVar[Any] = None
 
 
 def remember_mpu(mpu: Any) -> None:
-    """Remember an object that says which rank along "tp" this is; None: the engine's mesh says."""
+    """Store an object that returns this rank's position in the "tp" axis.
+
+    With None, the engine's mesh is used.
+    """
     _Process.mpu = mpu
 
 
 def remembered_mpu() -> Any:
-    """Return what was passed to `remember_mpu` last."""
+    """Return the object that was last passed to `remember_mpu`."""
     return _Process.mpu
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Do what `checkpoint` does, which is never reentrant; a `PipelineModule` tells the two
-    apart.
+    """Run a function without storing its activations, and recompute them in backward.
+
+    This is the same as `checkpoint`, which is never reentrant. It is a separate function because a
+    `PipelineModule` distinguishes the two.
+
+    Args:
+        function: The function to call.
+        *args: Its arguments.
+
+    Returns:
+        The return value of `function`.
     """
     return checkpoint(function, *args)
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
-    """Say where `checkpoint` keeps its inputs, for the whole process.
+    """Configure for the whole process where `checkpoint` stores its inputs.
 
-    deepspeed_config: a dict, a path, JSON text or an engine's configuration, whose
-    `activation_checkpointing` section is read; without it, what was configured before stays.
-    words: DeepSpeed's (WORDS); each changes one thing, None
-    leaves it.  mpu_: says where this rank is along "tp", for `model_parallel_cuda_manual_seed`;
-    inputs are cut along an engine's own mesh.
+    Args:
+        mpu_: An object that returns this rank's position in the "tp" axis, used by
+            `model_parallel_cuda_manual_seed`. Inputs are partitioned by the engine's own mesh.
+        deepspeed_config: A dict, a path, JSON text or an engine's configuration, of which the
+            section `activation_checkpointing` is read. If None, the current settings are the base.
+        **words: The other arguments of DeepSpeed's function: `partition_activations`,
+            `contiguous_checkpointing`, `num_checkpoints`, `checkpoint_in_cpu`, `synchronize` and
+            `profile`. Each overrides one setting; None leaves it unchanged.
+
+    Raises:
+        UsageError: An argument is unknown or has the wrong type.
     """
     unknown = [name for name in words if name not in WORDS]
     if unknown:
@@ -88,14 +106,15 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Say whether tensor-parallel ranks keep shares of inputs, as
-    `configure(partition_activations=...)` does.
+    """Set whether tensor-parallel ranks each keep a share of the inputs.
+
+    This is the same as `configure(partition_activations=...)`.
     """
     configure(partition_activations=partition_activation)
 
 
 def settings_of(deepspeed_config: Any) -> RecomputeSettings:
-    """Return the settings of a configuration; without one, those in force."""
+    """Return the settings of a configuration, or the current ones if it is None."""
     if isinstance(deepspeed_config, Config):  # an engine's
         return recompute_settings_of(deepspeed_config)
     if deepspeed_config is not None:
@@ -127,13 +146,14 @@ def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSet
 
 
 def is_configured() -> bool:
-    """Return whether `configure` was called, or a living engine has a configuration of it."""
+    """Return whether `configure` was called or a live engine configures checkpointing."""
     return recompute.current() is not None
 
 
 def reset() -> None:
-    """Free the arena of offloaded inputs and learn its size anew.  Graphs that are alive keep
-    theirs.
+    """Free the arena of offloaded inputs, so that its size is measured again.
+
+    Graphs that are still alive keep their inputs.
     """
     if (current := recompute.current()) is not None:
         current.reset()

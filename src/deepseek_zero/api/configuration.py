@@ -1,5 +1,6 @@
-"""What `initialize` takes as a configuration.  For type checkers: no run loads its hundreds of
-keys.
+"""The type of the `config` argument of `initialize`.
+
+For type checkers only; at run time nothing imports its hundreds of keys.
 """
 
 from __future__ import annotations
@@ -12,6 +13,6 @@ from ..config.keywords import ConfigKeywords
 
 __all__ = ["ConfigKeywords", "Configuration"]
 
-# A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its
-# keys checked.
+# A dict that a program builds at run time is accepted as any Mapping. Annotate it as ConfigKeywords
+# to have its keys checked.
 Configuration = ConfigKeywords | Mapping[str, Any] | str | os.PathLike[str] | None

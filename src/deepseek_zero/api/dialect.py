@@ -1,7 +1,7 @@
-"""What depends on the name under which a program has imported the library.
+"""Behavior that depends on the name under which a program imported the library.
 
-`initialize` and `zero.Init` ask the dialect, which is chosen once for each call.  `Plain` is this
-library's own; a package above contributes another one (base/plugins.py).
+`initialize` and `zero.Init` select the dialect once per call. `Plain` is the default; a package
+above can register another one (base/plugins.py).
 """
 
 from __future__ import annotations
@@ -22,31 +22,56 @@ if TYPE_CHECKING:  # as in engine/engine.py
 
 
 class Dialect(EngineBuilder[ZeroEngine], Protocol):
-    """The decisions of an API that differ between the names of the library."""
+    """The decisions of the API that differ between the names of the library.
 
-    # Subclasses of api/zero.py's; None: these classes themselves
+    Attributes:
+        init_class: A subclass of `api.zero.Init` to use in its place, or None.
+        gathered_class: A subclass of `api.zero.GatheredParameters` to use in its place, or None.
+    """
+
     init_class: type[zero_init.Init] | None
     gathered_class: type[gathered_parameters.GatheredParameters] | None
 
     def load(self, source: Any, origin: str | None) -> RawConfig:
-        """Read a configuration, with the dialect's defaults for keys that are not stated."""
+        """Read a configuration and apply the dialect's defaults.
+
+        Args:
+            source: A dict, a path, JSON text or base64.
+            origin: The argument that contained it, for error messages.
+        """
         ...
 
     def join(self, port: int, required: bool | None) -> None:
-        """Join the ranks of the job.  Collective under a launcher."""
+        """Join the process group of the job.
+
+        Args:
+            port: The port of the rendezvous, if the launcher sets none.
+            required: False if the process has joined already.
+
+        Note:
+            Collective under a launcher.
+        """
         ...
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
-        """Return what else is known about the call; raise for what the dialect does not allow."""
+        """Return the request with what the dialect adds to it.
+
+        Args:
+            raw: The configuration.
+            request: The arguments of the call.
+
+        Raises:
+            UsageError: The dialect does not allow the call.
+        """
         ...
 
     def show_names(self, session: zero_init.Init) -> None:
-        """Let parameters that are built sharded answer to the dialect's attributes."""
+        """Add the dialect's attributes to parameters that are built sharded."""
         ...
 
 
 class Plain(EngineDialect[ZeroEngine]):
-    """The library under its own name: its own defaults, and nothing else is shown or refused."""
+    """The library under its own name: its own defaults, no additional names or checks."""
 
     init_class: type[zero_init.Init] | None = None
     gathered_class: type[gathered_parameters.GatheredParameters] | None = None
@@ -69,7 +94,7 @@ class Plain(EngineDialect[ZeroEngine]):
 
 
 def current_dialect() -> Dialect:
-    """Return the dialect of a call that begins now."""
+    """Return the dialect for a call that starts now."""
     for module in contributions(DIALECT):
         chosen: Dialect = module.choose()
         return chosen

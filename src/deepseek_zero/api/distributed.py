@@ -1,4 +1,4 @@
-"""`init_distributed`: a process joins the ranks of its job."""
+"""`init_distributed`: join the process group of a job."""
 
 from __future__ import annotations
 
@@ -29,14 +29,31 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the group a launcher describes, or the one that rank, world_size and init_method
-    describe.
+    """Join the process group that a launcher or the arguments describe.
 
-    Collective under a launcher; without one it starts a group of one, so that a script may ask
-    torch.distributed for
-    its rank.  init_method: "env://", "tcp://host:port", "file:///path".  dist_init_required=False
-    says that a group is there already, and is an error where there is none.  auto_mpi_discovery,
-    verbose and config change nothing.
+    Without a launcher and without arguments, a group of one rank is created, so that
+    `torch.distributed.get_rank()` works in a script that runs alone. If a group exists already, it
+    is used.
+
+    Args:
+        dist_backend: Backend of torch.distributed. By default it depends on the device.
+        auto_mpi_discovery: Accepted and ignored.
+        distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.
+        verbose: Accepted and ignored.
+        timeout: Timeout of collectives of torch.distributed.
+        init_method: "env://", "tcp://host:port" or "file:///path".
+        dist_init_required: False asserts that the process group exists already.
+        config: Accepted and ignored.
+        rank: This process's rank, if neither a launcher nor `init_method` defines it.
+        world_size: Number of ranks, likewise.
+
+    Raises:
+        UsageError: `dist_init_required` is False but there is no process group, or `rank` or
+            `world_size` is out of range.
+        NotBuiltError: `init_method` has another scheme.
+
+    Note:
+        Collective under a launcher: every rank must call it.
     """
     if not join(
         dist_backend,
@@ -68,8 +85,28 @@ def join(
     rank: int = -1,
     world_size: int = -1,
 ) -> bool:
-    """Do as `init_distributed` does, but leave a process alone that nobody described a group to;
-    return whether it has one.
+    """Join the described process group as `init_distributed` does, if there is one.
+
+    Args:
+        dist_backend: Backend of torch.distributed. By default it depends on the device.
+        timeout: Timeout of collectives of torch.distributed.
+        distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.
+        init_method: "env://", "tcp://host:port" or "file:///path".
+        dist_init_required: False asserts that the process group exists already.
+        rank: This process's rank, if neither a launcher nor `init_method` defines it.
+        world_size: Number of ranks, likewise.
+
+    Returns:
+        Whether the process has a process group. False if neither a launcher nor the arguments
+        describe one.
+
+    Raises:
+        UsageError: `dist_init_required` is False but there is no process group, or `rank` or
+            `world_size` is out of range.
+        NotBuiltError: `init_method` has another scheme.
+
+    Note:
+        Collective under a launcher: every rank must call it.
     """
     if not dist.is_initialized():
         if dist_init_required is False:
@@ -96,9 +133,7 @@ def join(
 
 
 def _describe(method: str, rank: int, size: int) -> None:
-    """Write the caller's group into the variables that launchers set; a launcher's own value
-    stands.
-    """
+    """Export the caller's group as launcher variables; existing variables take precedence."""
     address = urlsplit(method)
     if address.scheme not in ("env", "tcp"):
         raise NotBuiltError(

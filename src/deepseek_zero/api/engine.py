@@ -1,4 +1,8 @@
-"""The engine that `initialize` returns: steps, checkpoints, exports, memory and compilation."""
+"""The engine that `initialize` returns.
+
+`ZeroEngine` adds checkpoints, exports, state offload, reports and compilation to the training loop
+of `Engine`.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,28 @@ if TYPE_CHECKING:  # as in engine/engine.py
 
 
 class NoFolderError(UsageError, ValueError):
-    """A checkpoint is to be saved, and no folder is named; a ValueError, as in DeepSpeed."""
+    """`save_checkpoint` was called without a folder. Also a ValueError, as in DeepSpeed."""
 
 
 class ZeroEngine(Engine):
-    """An engine with everything that a program asks for beside its steps."""
+    """The training engine: a sharded model with its optimizer and schedule.
 
-    preferred_layout = ""  # the name of that of checkpoints, if the configuration names none
+    Created by `initialize`. Attributes that the engine does not have are those of the model.
+
+    Attributes:
+        client_state: A function that returns the `client_state` of checkpoints that the program
+            does not request itself (`checkpoint.save_on_signal`), or None.
+        preferred_layout: Layout of checkpoints if the configuration names none.
+
+    Example:
+        >>> for batch in loader:
+        ...     loss = engine(batch)
+        ...     engine.backward(loss)
+        ...     engine.step()
+        >>> engine.save_checkpoint("checkpoints")
+    """
+
+    preferred_layout = ""  # layout of checkpoints if the configuration names none
 
     def __init__(
         self,
@@ -52,36 +71,42 @@ class ZeroEngine(Engine):
         self._states = StateOffload(parts.runtime, parts.optimizer)
         self._compiled_units: list[Any] = []
 
-    # -- names of the optimizer, which Lightning looks for on the engine
+    # -- attributes of the optimizer, which Lightning reads from the engine
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's parameter groups, or an empty list without an optimizer."""
         return self.optimizer.param_groups if self.optimizer is not None else []
 
     @property
     def state(self) -> Any:
+        """Return the optimizer's state by parameter, or {} without an optimizer.
+
+        States on another memory tier are fetched first.
+        """
         return self.optimizer.load_states() if self.optimizer is not None else {}
 
     @property
     def defaults(self) -> dict[str, Any]:
+        """Return the optimizer's default options, or an empty dict without an optimizer."""
         return self.optimizer.defaults if self.optimizer is not None else {}
 
-    # -- figures
+    # -- batch size, gradient norm and learning rate
 
     def train_batch_size(self) -> int:
-        """Return the samples of a step, over all ranks."""
+        """Return the number of samples per step, over all ranks."""
         return self.config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a micro-batch of one rank."""
+        """Return the number of samples per micro-batch of one rank."""
         return self.config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
-        """Return how many micro-batches a step sums."""
+        """Return the number of micro-batches per step."""
         return self.config.gradient_accumulation_steps
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the gradients of the last step; None before the first one."""
+        """Return the global gradient norm of the last step, or None before the first one."""
         optimizer = self.optimizer
         return optimizer.last_norm if optimizer is not None and optimizer.last is not None else None
 
@@ -100,11 +125,28 @@ class ZeroEngine(Engine):
         exclude_frozen_parameters: bool = False,
         wait: bool = True,
     ) -> bool:
-        """Write `save_dir/tag`; True.  Collective; every rank needs the same `save_dir`.
+        """Save a checkpoint to `save_dir/tag`.
 
-        client_state: plain values, tensors, numpy arrays, of each rank.  wait=False: write while
-        training goes on; the first step after the last byte makes it visible, or raises what went
-        wrong, as `finish_saving` does at once.
+        Args:
+            save_dir: The folder of all checkpoints of the run, the same on every rank.
+            tag: Name of the checkpoint. By default it contains the number of steps.
+            client_state: This rank's own values to save: plain values, tensors and NumPy arrays.
+            save_latest: Let the file `latest` name this checkpoint.
+            exclude_frozen_parameters: Leave out parameters that no stage trains.
+            wait: Return after the checkpoint is complete. If False, it is written in the
+                background, and the first step after the last byte publishes it or raises the error.
+                `finish_saving` does so at once.
+
+        Returns:
+            True.
+
+        Raises:
+            NoFolderError: `save_dir` is None or empty.
+            UsageError: `client_state` is not a mapping, or states are offloaded.
+            StorageError: The checkpoint cannot be written.
+
+        Note:
+            Collective: every rank must call it.
         """
         if save_dir is None or save_dir == "":
             raise NoFolderError(
@@ -140,11 +182,26 @@ class ZeroEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, Any]:
-        """Go on from a checkpoint of any world size and stage: (path, client_state), (None, None)
-        without one.
+        """Restore a checkpoint that was saved with any number of ranks and any stage.
 
-        tag: None for what `latest` names, "newest" for the newest one of which every byte is right.
-        Collective.
+        Every byte is verified on all ranks before any rank changes its state.
+
+        Args:
+            load_dir: The folder of all checkpoints.
+            tag: Name of the checkpoint. None means the one that the file `latest` names, "newest"
+                the newest one whose bytes are all intact.
+            load_module_strict: Raise if the checkpoint and the model have different parameters.
+            load_optimizer_states: Restore the optimizer states.
+            load_lr_scheduler_states: Restore the learning-rate schedule.
+            load_module_only: Restore only the weights.
+            custom_load_fn: Not built; must be None.
+
+        Returns:
+            The path of the checkpoint and its `client_state`; (None, None) if there is no
+            checkpoint.
+
+        Note:
+            Collective: every rank must call it.
         """
         _refuse_load_fn("load_checkpoint", custom_load_fn)
         self._states.refuse()
@@ -161,15 +218,21 @@ class ZeroEngine(Engine):
         return saving.load_checkpoint(self, folder, tag, restore)
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that is written while training goes on.  Collective where there is
-        one.
+        """Wait for a checkpoint that is written in the background, and publish it.
+
+        Note:
+            Collective if there is such a checkpoint.
         """
         self.parts.saver.finish()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the model's whole state dict, on every rank.  Collective.
+        """Return the full state dict of the model on every rank.
 
-        exclude_frozen_parameters: leave out parameters that no stage trains.
+        Args:
+            exclude_frozen_parameters: Leave out parameters that no stage trains.
+
+        Note:
+            Collective: every rank must call it.
         """
         frozen = frozen_names(self.runtime) if exclude_frozen_parameters else frozenset()
         with self.parts.state_dicts.gathering():
@@ -177,10 +240,10 @@ class ZeroEngine(Engine):
         return {name: value for name, value in whole.items() if name not in frozen}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the whole state dict, with "module." before each name.
+        """Return the full state dict, with "module." in front of each name.
 
         Note:
-            Collective, also if `engine.module.state_dict()` is local.
+            Collective, even if `engine.module.state_dict()` is configured to be local.
         """
         with self.parts.state_dicts.gathering():
             return super().state_dict(*args, **kwargs)
@@ -192,8 +255,19 @@ class ZeroEngine(Engine):
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Load a whole state dict (or {"module": state dict}); every rank passes it and keeps its
-        slices.
+        """Load a full state dict; each rank keeps its shards.
+
+        Args:
+            checkpoint: A full state dict, or `{"module": state_dict}`; the same on every rank.
+            strict: Raise if names are missing or unexpected.
+            custom_load_fn: Not built; must be None.
+            fetch_z3_params: Accepted and ignored.
+
+        Raises:
+            UsageError: `checkpoint` is not a mapping.
+
+        Note:
+            Collective: every rank must call it.
         """
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
         if not isinstance(checkpoint, Mapping):
@@ -216,11 +290,22 @@ class ZeroEngine(Engine):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole weights, in the dtype they compute in, as one file of rank 0.
-        Collective.
+        """Write the full weights to one file, in the dtype they compute in.
 
-        A name that ends in .safetensors is written as such, tied weights once.  False at stage 3
-        without stage3_gather_16bit_weights_on_model_save, as in DeepSpeed.
+        Rank 0 writes the file.
+
+        Args:
+            save_dir: The folder.
+            save_filename: Name of the file. With the suffix .safetensors it has that format, with
+                tied weights stored once.
+            exclude_frozen_parameters: Leave out parameters that no stage trains.
+
+        Returns:
+            Whether the file was written. As in DeepSpeed, False at stage 3 unless
+            `stage3_gather_16bit_weights_on_model_save` is set.
+
+        Note:
+            Collective: every rank must call it.
         """
         target = path_of("save_16bit_model", "save_dir", save_dir)
         target /= path_of("save_16bit_model", "save_filename", save_filename)
@@ -243,25 +328,45 @@ class ZeroEngine(Engine):
         max_shard_bytes: int = MAX_SHARD_BYTES,
         exclude_frozen: bool = False,
     ) -> Path:
-        """Write the whole weights for others to read: a folder that `from_pretrained` loads, or one
-        file.  Collective.
+        """Write the full weights, either for `from_pretrained` or as one file.
 
-        path: a folder of safetensors, or a file that ends in .safetensors, .pth, .pt or .bin.
-        dtype: "fp32", "bf16", a torch.dtype; None: what the weights compute in.
+        Args:
+            path: A folder of safetensors, or a file with the suffix .safetensors, .pth, .pt or
+                .bin.
+            dtype: "fp32", "bf16" or a torch.dtype. By default the dtype that the weights compute
+                in.
+            max_shard_bytes: Largest size of one file in a folder, in bytes.
+            exclude_frozen: Leave out parameters that no stage trains.
+
+        Returns:
+            The path.
+
+        Note:
+            Collective: every rank must call it with the same path.
         """
         return exporting.export(self.runtime, path, dtype, max_shard_bytes, exclude_frozen)
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
-        """Take weights from safetensors (Hugging Face's folder, or a file), each rank its slices
-        alone.  Collective.
+        """Load weights from safetensors; each rank reads only its shards.
+
+        Args:
+            path: A folder in the layout of Hugging Face, or one file.
+            strict: Raise if the files and the model have different parameters.
+
+        Note:
+            Collective: every rank must call it.
         """
         exporting.load_weights(self.runtime, path, strict)
 
     # -- memory and speed
 
     def empty_partition_cache(self) -> None:
-        """Reshard every unit and free the buffers kept for the next gather.  Collective; between
-        steps.
+        """Reshard every unit and free the pooled gather buffers.
+
+        Call it between two steps.
+
+        Note:
+            Collective: every rank must call it.
         """
         with torch.no_grad():
             self.runtime.executor.gathers.reshard_all()
@@ -275,25 +380,27 @@ class ZeroEngine(Engine):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Return the memory of states to the system until `reload_states`.  Collective, between two
-        steps.
+        """Release the memory of states until `reload_states` is called.
 
-        States of an accelerator go to host memory.  States of the CPU go to a file, since there is
-        no other memory: in `nvme_path` if an offload section has one, else in the folder for
-        temporary files.  Whoever uses an offloaded state meanwhile gets a UsageError.
+        States of an accelerator are moved to host memory. States of the CPU are moved to a file,
+        because there is no other memory. The file is in the `nvme_path` of an offload section, or
+        else in the folder for temporary files. Any use of an offloaded state raises UsageError.
 
         Args:
-            include: Kinds of state, as `OffloadStateTypeEnum` or its values; None: all.
+            include: Kinds of state, as `OffloadStateTypeEnum` or its values. By default all.
                 `hp_params` are the main weights, `lp_params` the weights that compute (in fp32
-                these are the same, and stay unless `lp_params` are named), `lp_grads` the memory
-                of gradients, `contiguous_grad_buffer` that of messages.
-            device: "cpu"; "nvme" takes the file for everything; "none" does nothing.
-            pin_memory: Page-lock the host memory that a GPU's states go to.
+                these are the same, and stay unless `lp_params` is given), `lp_grads` the memory of
+                gradients, `contiguous_grad_buffer` that of messages.
+            device: "cpu", "nvme" to use the file for all states, or "none" to do nothing.
+            pin_memory: Page-lock the host memory that a GPU's states are moved to.
             non_blocking: Accepted; the states have been moved when this returns.
 
         Raises:
             UsageError: An unknown kind of state or device, or a call inside a forward or backward.
             StorageError: The file cannot be written.
+
+        Note:
+            Collective, between two steps.
         """
         asked = (
             KINDS if include is None else [str(getattr(kind, "value", kind)) for kind in include]
@@ -328,43 +435,65 @@ class ZeroEngine(Engine):
         self._states.offload(asked, pinned=is_pinned, in_file=where == "nvme", folder=folder)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved away, with the same bits.  Collective; harmless
-        without an offload.
+        """Restore the states that `offload_states` moved, bit for bit.
 
-        non_blocking: accepted; the states are there when this returns.
+        Without offloaded states it does nothing.
+
+        Args:
+            non_blocking: Accepted; the states have been restored when this returns.
+
+        Note:
+            Collective: every rank must call it.
         """
         self._states.reload()
 
     @property
     def offloaded_states(self) -> set[Any]:
-        """Return the kinds of state that `offload_states` has moved away."""
+        """Return the kinds of state that are currently offloaded."""
         return set(self._states.offloaded)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Take a step as `Engine.step` does; refused while states are offloaded.  Collective."""
+        """Run `Engine.step`, or raise UsageError while states are offloaded.
+
+        Args:
+            lr_kwargs: Keyword arguments for the schedule's `step`.
+
+        Note:
+            Collective: every rank must call it.
+        """
         self._states.refuse()
         super().step(lr_kwargs)
 
-    # -- looking
+    # -- inspection
 
     @property
     def sparse_attention(self) -> attention.SparseAttention | None:
-        """Return attention by the layout that the configuration's section says, None without one.
+        """Return the configured sparse attention, or None.
 
-        A model of transformers has it already; another one calls it with query, key and value.
+        Models of transformers use it already. In other models, call it with query, key and value.
         """
         return self.parts.sparse_attention
 
     def memory_report(self) -> Any:
-        """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""
+        """Return the predicted and measured bytes of this rank by kind of state.
+
+        Returns:
+            A `report.measure.MemoryReport`.
+        """
         parked = self.parts.recompute.offloaded() if self.parts.recompute is not None else []
         return memory_report(self.runtime, self.optimizer, parked, self.parts.pipeline)
 
     def explain(self, picture: Path | str | None = None) -> str:
-        """The plan, and where this rank's steps went since the second one: computing, waiting,
-        updating.  Local.
+        """Describe the plan and where this rank's step time went.
 
-        picture: where rank 0 also draws plan and schedule, mesh and pipeline, as a PNG.
+        The times cover all steps from the second one: computing, waiting for ranks and updating.
+
+        Args:
+            picture: Path of a PNG to which rank 0 also draws the plan, the schedule, the mesh and
+                the pipeline.
+
+        Returns:
+            Text of several lines.
         """
         if picture is not None:
             path_of("explain", "picture", picture)
@@ -384,8 +513,15 @@ class ZeroEngine(Engine):
 
     @contextmanager
     def timeline(self) -> Iterator[report.Timeline]:
-        """A log of the block: each collective and each transfer to or from another memory, with its
-        times.
+        """Record the times of each collective and each transfer between memories.
+
+        Yields:
+            A `report.Timeline` that is filled while the block runs.
+
+        Example:
+            >>> with engine.timeline() as timeline:
+            ...     engine.backward(engine(batch))
+            ...     engine.step()
         """
         meter = self.runtime.comm.meter
         tiers = self.runtime.comm_ctx.tiers
@@ -400,11 +536,16 @@ class ZeroEngine(Engine):
 
     @contextmanager
     def memory_trace(self, picture: Path | str | None = None) -> Iterator[report.MemoryTrace]:
-        """Follow every storage that the block makes, by kind: a forward, a backward and a step,
-        say.  Local.
+        """Track every storage that the block allocates, by kind.
 
-        picture: where rank 0 draws bytes over operators, as a PNG.  Operators take longer
-        meanwhile.
+        The block is usually one forward, backward and step. Operators are slower while they are
+        tracked.
+
+        Args:
+            picture: Path of a PNG to which rank 0 draws the bytes over the operators.
+
+        Yields:
+            A `report.MemoryTrace` that is filled while the block runs.
         """
         if picture is not None:
             path_of("memory_trace", "picture", picture)
@@ -429,8 +570,19 @@ class ZeroEngine(Engine):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile each unit's forward by torch.compile; gathering and reduction stay outside the
-        graphs.
+        """Compile each unit's forward with `torch.compile`.
+
+        Gathers and reductions stay outside the graphs.
+
+        Args:
+            backend: Backend of `torch.compile`.
+            compile_kwargs: Other arguments of `torch.compile`.
+            schedule: Not built; must be None.
+            compiled_autograd_enabled: Not built; must be False.
+
+        Raises:
+            NotBuiltError: One of the last two arguments is set, or `vertical_micro_batches` is
+                enabled.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotBuiltError(
@@ -451,13 +603,16 @@ class ZeroEngine(Engine):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compile() was called and not undone."""
+        """Return whether `compile` was called and the engine is not destroyed."""
         return bool(self._compiled_units)
 
     def destroy(self) -> None:
-        """Unhook the model, undo compile() and close the records; calling it twice is harmless.
+        """Remove the hooks from the model, undo `compile` and close the records.
 
-        Offloaded states are restored first, without communication.
+        Offloaded states are restored first, without communication. A second call does nothing.
+
+        Note:
+            Collective if a checkpoint is being written, because it is finished first.
         """
         if self._states.offloaded:
             self._states.release()

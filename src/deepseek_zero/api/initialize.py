@@ -1,4 +1,4 @@
-"""`initialize`: makes an engine of a model and a configuration."""
+"""`initialize`: create an engine from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -41,16 +41,49 @@ def initialize(
     config_params: Configuration = None,
     mesh: Any = None,
 ) -> tuple[ZeroEngine, Any, Any, Any]:
-    """Wrap a model; returns (engine, optimizer, training_dataloader, lr_scheduler).  Collective.
+    """Shard a model and return the engine that trains it.
 
-    config: a dict, the path of a JSON file, or base64; also as `config_params` or
-    `args.deepspeed_config`.
-    optimizer: an optimizer, or a callable that makes one from parameters; else the configuration's.
-    lr_scheduler: a schedule, or a callable that makes one from the optimizer; else the
-    configuration's.  model_parameters: parameters or groups to train.  mesh: axes over the ranks
-    ({"dp_replicate": 2, "dp_shard": 4}, a Mesh, or a DeviceMesh with names); also the
-    configuration's.  mpu: an object that tells sizes and places of groups, which are compared with
-    the mesh.  mesh_param: (data-parallel ranks, sequence-parallel ranks).
+    The model is changed in place and stays available as `engine.module`.
+
+    Args:
+        args: A namespace whose `deepspeed_config` is used if `config` and `config_params` are None.
+        model: The module to train. Required.
+        optimizer: An optimizer over the model's parameters, or a callable that creates one from
+            parameters. By default the configuration's `optimizer` section.
+        model_parameters: Parameters or parameter groups to train. By default all that require a
+            gradient.
+        training_data: A dataset, of which a loader of this rank's share is made.
+        lr_scheduler: A learning-rate schedule, or a callable that creates one from the optimizer.
+            By default the configuration's `scheduler` section.
+        distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.
+        mpu: An object with the getters of a Megatron mpu. Its group sizes and ranks are compared
+            with the mesh.
+        dist_init_required: False if the process has joined a process group already.
+        collate_fn: Collate function of the loader of `training_data`.
+        config: A dict, the path of a JSON file, or base64.
+        mesh_param: A pair (data-parallel ranks, sequence-parallel ranks).
+        config_params: Another name of `config`.
+        mesh: Axes over the ranks, such as `{"dp_replicate": 2, "dp_shard": 4}`, a `Mesh`, or a
+            `DeviceMesh` with names. By default the configuration's `mesh` section.
+
+    Returns:
+        The tuple (engine, optimizer, training_dataloader, lr_scheduler). Each of the last three is
+        None if the run has none.
+
+    Raises:
+        ConfigError: The configuration has an unknown key or a value that cannot be used.
+        UsageError: An argument is missing or cannot be used.
+
+    Note:
+        Collective: every rank must call it with the same model and configuration.
+
+    Example:
+        >>> engine, optimizer, _, _ = deepseek_zero.initialize(
+        ...     model=model, config={"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
+        ... )
+        >>> loss = engine(batch)
+        >>> engine.backward(loss)
+        >>> engine.step()
     """
     if model is None:
         raise UsageError("initialize requires a model.", "", "pass model=your_module.")
@@ -92,7 +125,7 @@ def _refuse_group_arguments(port: Any, is_required: Any) -> None:
 
 
 def _statements_of(mpu: Any, mesh_param: Any) -> tuple[MeshStatement, ...]:
-    """Return what the arguments say about the mesh.  Collective with an mpu."""
+    """Return the mesh statements of the arguments. Collective if there is an mpu."""
     found = []
     if mpu is not None:
         found.append(mpu_statement(mpu))

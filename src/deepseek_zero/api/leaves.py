@@ -1,8 +1,8 @@
-"""Marks on modules that travel as one piece (mixtures of experts).
+"""Marks on modules that are gathered as one unit, such as mixtures of experts.
 
-The mark is DeepSpeed's own attribute, `_z3_leaf = True` on the module, which clients test.  The
-APIs pass the names of the marked modules to the engine when they wrap a model
-(`leaf_module_names`); nothing below them reads the mark.
+The mark is DeepSpeed's attribute `_z3_leaf = True` on the module, because programs test it. The
+APIs pass the names of the marked modules to the engine (`leaf_module_names`); no other code reads
+the mark.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..sharding.sharded_parameter import owner_of
 
 
 class LeafNotFoundError(UsageError, ValueError):
-    """A module that was to be marked is not in the model; DeepSpeed's error is a ValueError."""
+    """A module to mark is not in the model. Also a ValueError, as in DeepSpeed."""
 
 
 def set_z3_leaf_modules(
@@ -28,8 +28,21 @@ def set_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Mark every module of these classes (types, class names, or full class names); returns
-    them.
+    """Mark every module of the given classes as one unit.
+
+    Args:
+        model: The model, before `initialize`.
+        leaf_module_classes: Types, class names, or full class names.
+        raise_if_not_found: Raise if no module has one of the classes.
+
+    Returns:
+        The marked modules.
+
+    Raises:
+        LeafNotFoundError: No module matches.
+
+    Example:
+        >>> set_z3_leaf_modules(model, [MixtralSparseMoeBlock])
     """
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -39,15 +52,37 @@ def unset_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Take the mark off every module of these classes; returns them."""
+    """Remove the mark from every module of the given classes.
+
+    Args:
+        model: The model, before `initialize`.
+        leaf_module_classes: Types, class names, or full class names.
+        raise_if_not_found: Raise if no module has one of the classes.
+
+    Returns:
+        The modules that matched.
+
+    Raises:
+        LeafNotFoundError: No module matches.
+    """
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their full names in the model; returns them, and the names that no module
-    has.
+    """Mark modules by their full names in the model.
+
+    Args:
+        model: The model, before `initialize`.
+        module_names: Names as in `model.named_modules()`.
+        raise_if_not_found: Raise if a name is missing.
+
+    Returns:
+        The marked modules, and the names that no module has.
+
+    Raises:
+        LeafNotFoundError: A name is missing.
     """
     return _mark_each(model, module_names, str.__eq__, raise_if_not_found)
 
@@ -55,8 +90,18 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules whose full names end like this; returns them, and the endings that no name
-    has.
+    """Mark modules whose full names have one of the suffixes.
+
+    Args:
+        model: The model, before `initialize`.
+        module_name_suffixes: Suffixes of names as in `model.named_modules()`.
+        raise_if_not_found: Raise if no name has a suffix.
+
+    Returns:
+        The marked modules, and the suffixes that no name has.
+
+    Raises:
+        LeafNotFoundError: No name has a suffix.
     """
     return _mark_each(model, module_name_suffixes, str.endswith, raise_if_not_found)
 
@@ -74,19 +119,24 @@ def _mark_each(
 
 
 def mark_configured(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Mark the modules that a configuration's `zero_optimization.leaf_module` names."""
+    """Mark the modules that `zero_optimization.leaf_module` names.
+
+    Args:
+        model: The model.
+        section: The configuration's section, with "classes", "names" and "name_suffixes".
+    """
     _mark_classes(model, section.get("classes", ()), True, False)
     _mark_each(model, section.get("names", ()), str.__eq__, False)
     _mark_each(model, section.get("name_suffixes", ()), str.endswith, False)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the marked modules."""
+    """Return the marked modules of a model."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the full names of the marked modules; all of them where a module has several."""
+    """Return the full names of the marked modules, including every alias."""
     return tuple(
         name
         for name, module in model.named_modules(remove_duplicate=False)
@@ -95,18 +145,23 @@ def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take its mark off."""
+    """Mark one module, or remove its mark.
+
+    Args:
+        model: The module. Its children are not changed.
+        flag: True to mark it.
+    """
     _tell_of_wrapped(model)
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether this very module is marked."""
+    """Return whether this module itself is marked."""
     return bool(model.__dict__.get("_z3_leaf", False))
 
 
 def z3_leaf_parameter(param: nn.Parameter) -> bool:
-    """Return False: modules are marked here, and parameters never."""
+    """Return False: only modules are marked, never parameters."""
     return False
 
 

@@ -1,8 +1,8 @@
-"""Statements about the mesh in the arguments `mpu` and `mesh_param` of `initialize`.
+"""Read the arguments `mpu` and `mesh_param` of `initialize`.
 
-An mpu ("model parallel unit": Megatron's, DeepSpeed's grid, a client's own) is any object or module
-with getters; READ has their names.  Its sizes and this rank's places are read once, on every rank,
-and compared with the mesh.
+An mpu ("model parallel unit": Megatron's, DeepSpeed's grid, or a program's own) is any object or
+module with getters for group sizes and ranks, whose names are in `READ`. They are called once on
+every rank and compared with the mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..base.given import refuse
 from ..comm.bootstrap import all_gather_text
 from ..engine.mesh_statements import MeshStatement
 
-# What an mpu tells: the middles of get_..._world_size and get_..._rank, the clearest word first.
+# Middle parts of the getter names get_..._world_size and get_..._rank, the least ambiguous first.
 READ: dict[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
     "pp": ("pipeline_model_parallel", "pipe_parallel", "pipeline_parallel"),
@@ -28,10 +28,14 @@ READ: dict[str, tuple[str, ...]] = {
 
 
 def mpu_statement(mpu: Any) -> MeshStatement:
-    """Read an mpu's sizes and places.  Collective where there is a process group: every rank tells
-    all.
+    """Read the group sizes and ranks of an mpu.
 
-    UsageError on every rank where it is no mpu, or where ranks have mpus of different sizes.
+    Raises:
+        UsageError: On every rank, if the object has no such getters or if ranks have different
+            sizes.
+
+    Note:
+        Collective if there is a process group.
     """
     own = _read(mpu)
     told = [own]
@@ -68,7 +72,7 @@ def mpu_statement(mpu: Any) -> MeshStatement:
 
 
 def _read(mpu: Any) -> dict[str, tuple[int, int | None]]:
-    """Return the size of each kind of group that the mpu knows, and this rank's place in it."""
+    """Return (size, rank) of each kind of group that the mpu has."""
     found: dict[str, tuple[int, int | None]] = {}
     words: dict[str, str] = {}
     for name, middles in READ.items():
@@ -80,9 +84,7 @@ def _read(mpu: Any) -> dict[str, tuple[int, int | None]]:
     tensor = found.get("tp", (1, 0))[0]
     sequence = found.get("sp", (1, 0))[0]
     if words.get("tp") == "model_parallel" and tensor == sequence > 1:
-        del found[
-            "tp"
-        ]  # a sequence-parallel unit that shows its group under this name, too, for Megatron's sake
+        del found["tp"]  # a sequence-parallel mpu shows its group under this name too, for Megatron
     return found
 
 
@@ -103,7 +105,11 @@ def _told(sizes: Mapping[str, int]) -> str:
 
 
 def mesh_param_statement(mesh_param: Any) -> MeshStatement:
-    """Read DeepSpeed's `mesh_param`: (data-parallel ranks, sequence-parallel ranks)."""
+    """Read DeepSpeed's `mesh_param`: (data-parallel ranks, sequence-parallel ranks).
+
+    Raises:
+        UsageError: It is not a pair of positive integers.
+    """
     is_pair = (
         isinstance(mesh_param, Sequence)
         and not isinstance(mesh_param, str)

@@ -1,7 +1,8 @@
-"""Access to the sharded states of a parameter.
+"""Read and write the sharded states of a parameter.
 
-`safe_*_full_*` reads or writes a whole value: every rank calls it with the same parameter.
-`safe_*_local_*` reads or writes this rank's part, flat.  `deepseek_zero.utils` re-exports them.
+`safe_*_full_*` reads or writes a full value: every rank calls it with the same parameter.
+`safe_*_local_*` reads or writes this rank's shard, flat. `deepseek_zero.utils` re-exports these
+functions.
 """
 
 from __future__ import annotations
@@ -18,19 +19,29 @@ from ..sharding.sharded_parameter import owner_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's whole master in fp32, in the parameter's shape; None for a frozen one.
-    Collective.
+    """Return the full fp32 main weight of a parameter, in the parameter's shape.
+
+    Returns:
+        A new tensor, or None for a frozen parameter.
+
+    Note:
+        Collective: every rank must call it with the same parameter.
     """
     found = full_master(param)
     return found.float() if found is not None else None
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's whole reduced gradient, in its shape, between backward and step; None at
-    any other time.  Collective.
+    """Return the full reduced gradient of a parameter, in the parameter's shape.
 
-    Under fp16 it is still multiplied by the loss scale, as it is held.  Inside no_sync, where
-    nothing is reduced yet, it is this rank's own.
+    Under fp16 it is still multiplied by the loss scale. Inside `no_sync`, before the reduction, it
+    is this rank's own gradient.
+
+    Returns:
+        The gradient between backward and step; None at any other time.
+
+    Note:
+        Collective: every rank must call it with the same parameter.
     """
     found = full_grad(param)
     owner = owner_of(param)
@@ -41,71 +52,141 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return a whole element-wise optimizer state ("exp_avg"), in the parameter's shape; None
-    before the first step.  Collective.
+    """Return a full optimizer state of a parameter, in the parameter's shape.
+
+    Args:
+        param: A parameter of a wrapped model.
+        optim_state_key: Name of an element-wise state, such as "exp_avg".
+
+    Returns:
+        An fp32 tensor, or None before the first step and for an unknown name.
+
+    Note:
+        Collective: every rank must call it with the same parameter.
     """
     return param_states.full_state(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace a parameter's master and weight by a whole value, which every rank passes alike.
-    Collective.
+    """Replace the main weight and the weight of a parameter.
+
+    Args:
+        param: A parameter of a wrapped model.
+        value: The full value, the same on every rank.
+
+    Note:
+        Collective: every rank must call it with the same parameter.
     """
     param_states.set_full_master(param, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace a parameter's reduced gradient by a whole value, which every rank passes alike."""
+    """Replace the reduced gradient of a parameter.
+
+    Args:
+        param: A parameter of a wrapped model.
+        value: The full gradient, the same on every rank.
+    """
     param_states.set_grad(param, value, local=False)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace an element-wise optimizer state by a whole value, which every rank passes alike."""
+    """Replace an optimizer state of a parameter.
+
+    Args:
+        param: A parameter of a wrapped model.
+        value: The full state, the same on every rank.
+        optim_state_key: Name of an element-wise state, such as "exp_avg".
+
+    Raises:
+        UsageError: The optimizer has no such state.
+
+    Note:
+        Collective: every rank must call it with the same parameter.
+    """
     param_states.set_full_state(param, value, optim_state_key)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's part of the master in fp32, flat; None for a frozen parameter."""
+    """Return this rank's shard of the fp32 main weight, flat.
+
+    None for a frozen parameter.
+    """
     found = param_states.local_master(param)
     return found.float() if found is not None else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's part of the reduced gradient, flat, between backward and step; None at any
-    other time.
+    """Return this rank's shard of the reduced gradient, flat.
+
+    None except between backward and step.
     """
     return param_states.local_grad(param)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return this rank's part of an optimizer state, flat; None where it has none."""
+    """Return this rank's shard of an optimizer state, flat.
+
+    Args:
+        param: A parameter of a wrapped model.
+        optim_state_key: Name of an element-wise state, such as "exp_avg".
+
+    Returns:
+        A copy, or None if this rank has no such state.
+    """
     return param_states.local_state(param, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's part of master and weight, flat.  Collective: other ranks' copies
-    follow.
+    """Replace this rank's shard of the main weight and the weight.
+
+    Args:
+        param: A parameter of a wrapped model.
+        value: The new shard, flat.
+
+    Note:
+        Collective: the other ranks update their copies of the weight.
     """
     param_states.set_local_master(param, value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's part of the reduced gradient, flat."""
+    """Replace this rank's shard of the reduced gradient.
+
+    Args:
+        param: A parameter of a wrapped model.
+        value: The new shard, flat.
+    """
     param_states.set_grad(param, value, local=True)
 
 
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    """Replace this rank's part of an optimizer state, flat."""
+    """Replace this rank's shard of an optimizer state.
+
+    Args:
+        param: A parameter of a wrapped model.
+        value: The new shard, flat.
+        optim_state_key: Name of an element-wise state, such as "exp_avg".
+
+    Raises:
+        UsageError: The optimizer has no such state.
+    """
     param_states.set_local_state(param, value, optim_state_key)
 
 
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace whole gradients by a function of (gradient, parameter), the same on every rank.
-    Collective.
+    """Replace the full gradients of several parameters by a function of each.
+
+    Args:
+        param_list: Parameters of a wrapped model. Those without a gradient are skipped.
+        update_func: Returns the new gradient from (gradient, parameter); the same on every rank.
+
+    Note:
+        Collective: every rank must call it with the same parameters.
     """
     with torch.no_grad():
         for param in param_list:

@@ -1,4 +1,4 @@
-"""The 16 bits that a configuration asks to compute in."""
+"""The 16-bit format that a configuration enables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,5 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def low_precision(values: Mapping[str, Any]) -> str | None:
-    """Return the section of the 16 bits that a configuration's values ask to compute in; None where
-    they do not.
-    """
+    """Return "fp16" or "bf16", whichever section a configuration enables, or None."""
     return next((name for name in DTYPES if lookup(values, f"{name}.enabled") is True), None)

@@ -1,4 +1,4 @@
-"""Logging on some ranks, memory in the log, and a loader that starts again."""
+"""Logging on selected ranks, memory usage, and a loader that restarts."""
 
 from __future__ import annotations
 
@@ -16,23 +16,37 @@ from ..base.log import LEVELS, logger, speak
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on some ranks; None or a list with -1 means every rank."""
+    """Log a message on selected ranks.
+
+    Args:
+        message: The message.
+        ranks: Ranks that log it. None, an empty list, or a list that contains -1 means every rank.
+        level: Level of the standard `logging` module.
+    """
     speak()
     if not ranks or -1 in ranks or world.rank() in ranks:
         logger.log(level, message)
 
 
 def set_log_level_from_string(level: str) -> None:
-    """Set the library's logger to "debug", "info", "warning", "error" or "critical"."""
+    """Set the level of the library's logger.
+
+    Args:
+        level: "debug", "info", "warning", "error" or "critical".
+    """
     logger.setLevel(get_log_level_from_string(level))
 
 
 class UnknownLevelError(UsageError, ValueError):
-    """A text that names no level of the log; DeepSpeed's error is a ValueError."""
+    """A string names no log level. Also a ValueError, as in DeepSpeed."""
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """Return the number of a level: "debug", "info", "warning", "error" or "critical"."""
+    """Return the numeric level for "debug", "info", "warning", "error" or "critical".
+
+    Raises:
+        UnknownLevelError: The string names no level.
+    """
     if log_level_str.lower() not in LEVELS:
         raise UnknownLevelError(
             f"{log_level_str!r} is no level of the log.", fix=f"name one of {', '.join(LEVELS)}."
@@ -41,7 +55,12 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log this process's memory on every rank; nothing unless `force`, as in DeepSpeed."""
+    """Log this process's memory usage, on every rank.
+
+    Args:
+        message: Text in front of the figures.
+        force: Log it. Without it nothing happens, as in DeepSpeed.
+    """
     if not force:
         return
     speak()
@@ -56,8 +75,12 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 class RepeatingLoader:
-    """Start a loader again when it ends; `next()` never raises StopIteration unless the loader is
-    empty.
+    """Wrap a loader so that it restarts when it ends.
+
+    `next()` raises StopIteration only if the loader is empty.
+
+    Args:
+        loader: Any iterable that can be iterated several times.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:

@@ -1,6 +1,6 @@
-"""`DeepSeekZeRO3(model, **zero_config)` and `ZeroOptimizer(params, lr=, optimizer_type=)`.
+"""`DeepSeekZeRO3` and `ZeroOptimizer`: the API without an engine.
 
-The model is wrapped in place and used as before, by itself or through what `DeepSeekZeRO3` returns:
+The model is wrapped in place and used as before, either itself or through the returned object:
 `model(...)`, `loss.backward()`, `optimizer.step()`.
 """
 
@@ -43,7 +43,8 @@ from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from .leaves import leaf_module_names
 
-# What only an engine of `initialize` reads; nothing is ignored silently.
+# Keys that only an engine of `initialize` reads. They are reported in the log, not ignored
+# silently.
 ENGINE_ONLY = (
     *(
         "scheduler",
@@ -69,14 +70,19 @@ _ZERO = "zero_optimization"
 
 
 def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn the keywords of `DeepSeekZeRO3` (seed 000's `stage`, and top-level keys) into a
-    configuration of stage 3.
+    """Return the configuration for the keyword arguments of `DeepSeekZeRO3`.
+
+    The keywords are the top-level keys of the configuration, `stage` (3 by default), and the name
+    and learning rate of the optimizer.
+
+    Raises:
+        UsageError: A keyword cannot be used, or two of them contradict each other.
     """
     config = dict(keywords)
     section = config.get(_ZERO, {})
     if not isinstance(section, Mapping):
         if type(section) is not int or section not in range(4):
-            return config  # for `load` to refuse
+            return config  # `load` raises the error
         fix = f'write {{"stage": {section}}}, or stage={section} without it.'
         raise UsageError(
             f"DeepSeekZeRO3: {_ZERO} = {shown(section)}", f"{_ZERO} is a section of keys.", fix
@@ -112,9 +118,7 @@ def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asks(stated: Any) -> bool:
-    """Return whether a key, or one of a section, asks for something: switched off and empty it does
-    not.
-    """
+    """Return whether a key is set, or any key of a section; False and empty do not count."""
     return any(map(_asks, stated.values())) if isinstance(stated, Mapping) else bool(stated)
 
 
@@ -122,19 +126,37 @@ _DOOR = "DeepSeekZeRO3"
 
 
 class DeepSeekZeRO3(StandsForModule):
-    """Shards a model in place, by seed 000's keywords or any key of the configuration.  Collective.
+    """Shard a model in place.
 
-    The name says 3; `stage` may be 0 to 3.  The object stands for the model it has wrapped
-    (`module`): it computes what the model computes and has the model's names, without a prefix, so
-    `model = DeepSeekZeRO3(model)` and going on with the model itself are equally good.  It tells
-    (`explain`), exports, and can be dropped.
+    The stage may be 0 to 3, in spite of the name. This object has the outputs and the attribute
+    names of the wrapped model (`module`), without a prefix. The model itself can be used as well,
+    and this object can be dropped.
+
+    Args:
+        model: The module to shard.
+        **zero_config: Any key of the configuration, `stage`, and `optimizer` and `lr` as a check of
+            the optimizer that follows.
+
+    Raises:
+        ConfigError: A key is unknown or has a value that cannot be used.
+        UsageError: An argument cannot be used.
+
+    Note:
+        Collective: every rank must call it with the same model and arguments.
+
+    Example:
+        >>> model = DeepSeekZeRO3(model, stage=3)
+        >>> optimizer = ZeroOptimizer(model.parameters(), lr=1e-3, optimizer_type="adamw")
+        >>> model(batch).backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
     """
 
     def __init__(self, model: nn.Module, **zero_config: Unpack[ZeroKeywords]) -> None:
         super().__init__()
         request = Request(model, door=_DOOR)
         keywords: dict[str, Any] = dict(zero_config)
-        # A mesh that is no mapping is no configuration's business.
+        # A `Mesh` or `DeviceMesh` object is not part of the configuration.
         given = keywords.pop("mesh") if not isinstance(keywords.get("mesh", {}), Mapping) else None
         raw = load(configuration_of(keywords))
         prepare_process(raw)
@@ -156,13 +178,14 @@ class DeepSeekZeRO3(StandsForModule):
         self.module = model
         self.runtime = parts.runtime
         self._loop = parts.loop
-        # The model keeps what drives it: a caller who drops this object still trains.
+        # The model keeps the parts alive, so it still trains after the caller drops this object.
         model.register_forward_pre_hook(_Keep(parts))
         _parts[parts.runtime] = weakref.ref(parts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on this rank's micro-batch; over stages, in training, its backward
-        too.
+        """Run the model's forward on this rank's micro-batch.
+
+        With pipeline stages, a forward in training mode also runs the backward.
         """
         return self.module(*args, **kwargs) if self._loop is None else self._loop(args, kwargs)
 
@@ -173,44 +196,78 @@ class DeepSeekZeRO3(StandsForModule):
     def export(
         self, path: str | Path, dtype: torch.dtype | str | None = None, **settings: Any
     ) -> Path:
-        """Write the whole weights for others to read, as `ZeroEngine.export` does.
-        Collective.
+        """Write the full weights, either for `from_pretrained` or as one file.
+
+        Args:
+            path: A folder of safetensors, or a file with the suffix .safetensors, .pth, .pt or
+                .bin.
+            dtype: "fp32", "bf16" or a torch.dtype. By default the dtype that the weights compute
+                in.
+            **settings: `max_shard_bytes` and `exclude_frozen`, as in `ZeroEngine.export`.
+
+        Returns:
+            The path.
+
+        Note:
+            Collective: every rank must call it with the same path.
         """
         return exporting.export(self.runtime, path, dtype, **settings)
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
-        """Take weights from safetensors, each rank its slices alone.  Collective."""
+        """Load weights from safetensors; each rank reads only its shards.
+
+        Args:
+            path: A folder in the layout of Hugging Face, or one file.
+            strict: Raise if the files and the model have different parameters.
+
+        Note:
+            Collective: every rank must call it.
+        """
         exporting.load_weights(self.runtime, path, strict)
 
-    # -- the model's names: what nn.Module would spell with this object's own attribute in front
+    # -- without this override nn.Module would add a "module." prefix
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters under the model's names, without a prefix."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the buffers under the model's names, without a prefix."""
         return self.module.named_buffers(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Iterate over the modules under the model's names, without a prefix."""
         return self.module.named_modules(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return whole tensors under the model's names, on every rank.  Collective."""
+        """Return the full state dict under the model's names, on every rank.
+
+        Note:
+            Collective: every rank must call it.
+        """
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take whole tensors under the model's names; every rank passes them and keeps its
-        slices.
+        """Load a full state dict under the model's names; each rank keeps its shards.
+
+        Args:
+            state_dict: Full tensors by name, the same on every rank.
+            *args: Other arguments of `nn.Module.load_state_dict`.
+            **kwargs: Other arguments of `nn.Module.load_state_dict`.
+
+        Note:
+            Collective: every rank must call it.
         """
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
 
-# What this door has wrapped, for the optimizers that come later; both weakly, since the model holds
-# the parts (_Keep).
+# The parts of each wrapped model, for optimizers that are created later. Both are weak references,
+# because the model keeps the parts alive (_Keep).
 _parts: weakref.WeakKeyDictionary[Runtime, weakref.ref[Parts]] = weakref.WeakKeyDictionary()
 
 
 class _Keep:
-    """A hook that does nothing but hold the parts."""
+    """A forward pre-hook that does nothing but keep the parts alive."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -220,10 +277,15 @@ class _Keep:
 
 
 class ZeroOptimizer(ScalesItself, Optimizer):
-    """An optimizer over a model that is, or will be, wrapped by `DeepSeekZeRO3`.
+    """An optimizer over a model that `DeepSeekZeRO3` wraps before or after.
 
-    params: parameters or groups. optimizer_type: any name of the registry.  Other keywords are the
-    optimizer's own. Gradients stay until `zero_grad`, as with torch's optimizers.
+    Gradients are kept until `zero_grad`, as with the optimizers of torch.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        optimizer_type: The name of any optimizer of the registry.
+        **options: The optimizer's own arguments.
     """
 
     def __init__(
@@ -236,20 +298,21 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Return the parameter groups, as in `torch.optim.Optimizer`."""
         return self.client.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        """Return the state by parameter, as in `torch.optim.Optimizer`."""
         return self.client.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the default options, as in `torch.optim.Optimizer`."""
         return self.client.defaults
 
     def _attach(self) -> ShardedOptimizer | Optimizer:
-        """Return the sharded optimizer once the parameters are wrapped; before that, the plain
-        one.
-        """
+        """Return the sharded optimizer, or the plain one while the model is not wrapped."""
         if self.sharded is None:
             owners = (
                 owner_of(each) for group in self.client.param_groups for each in group["params"]
@@ -259,7 +322,8 @@ class ZeroOptimizer(ScalesItself, Optimizer):
             if runtime is None:
                 return self.client
             parts = _parts_of(runtime)
-            if parts.loop is not None:  # it may have been made of the whole model
+            # the optimizer may cover the whole model, not only this stage
+            if parts.loop is not None:
                 forget_others(runtime.model, self.client, None)
             for name, told in parts.told.items():
                 if str(told).lower() != str(self.asked[name]).lower():
@@ -290,11 +354,14 @@ class ZeroOptimizer(ScalesItself, Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the weights.
 
-        Raises: UsageError: This process is one of several, and no model of these parameters was
-            wrapped.
+        Args:
+            closure: Called before the update to compute the loss, as in torch.
+
+        Raises:
+            UsageError: There are several ranks, and no wrapped model has these parameters.
 
         Note:
-            Collective once the model is wrapped.
+            Collective after the model was wrapped.
         """
         optimizer = self._attach()
         if optimizer is self.client and size() > 1:
@@ -302,16 +369,19 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         optimizer.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update more parameters; once the model is wrapped, of that model."""
+        """Add a parameter group; if the model is wrapped, of that model's parameters."""
         self._attach().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters."""
         self._attach().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer, as in `torch.optim.Optimizer`."""
         return self._attach().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned."""
         self._attach().load_state_dict(state_dict)
 
     def __repr__(self) -> str:
@@ -319,7 +389,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
 
 def _refuse_unmanaged(optimizer: Optimizer) -> None:
-    """Raise UsageError if an optimizer has parameters to update; no wrapped model holds them."""
+    """Raise UsageError if an optimizer has trained parameters outside of a wrapped model."""
     params = [
         param
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Building sharded, gathering parameters, and announcing external ones: `deepseek_zero.zero`."""
+"""`deepseek_zero.zero`: sharded construction and access to full parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..sharding.sharded_parameter import owner_of
 from ..sharding.unit import Unit
 from .dialect import current_dialect
 
-# Arguments of DeepSpeed's zero.Init; they change nothing.
+# Arguments of DeepSpeed's zero.Init that have no effect.
 WITHOUT_EFFECT = frozenset(
     "data_parallel_group mem_efficient_linear remote_device pin_memory config mpu "
     "zero_param_parallel_group zero_quantized_weights zero_quantized_nontrainable_weights "
@@ -30,8 +30,10 @@ WITHOUT_EFFECT = frozenset(
 
 
 def _class_of(cls: Any, base: type, chosen: Any) -> Any:
-    """Return the class of a new object: `chosen`, which the dialect has for `base`, or a program's
-    own subclass of `base` with what `chosen` changes.
+    """Return the class to instantiate in place of `base` or of a subclass of it.
+
+    This is `chosen`, the dialect's subclass of `base`, or for a program's own subclass a class that
+    combines both.
     """
     if chosen is None or issubclass(cls, chosen):
         return cls
@@ -44,12 +46,28 @@ def _both(cls: Any, chosen: Any) -> Any:
 
 
 class Init(zero_init.Init):
-    """Context in which modules are built sharded.  Collective: every rank builds the same model.
+    """Context in which modules are constructed sharded.
 
-    module: shard one that exists already. dtype: cast the values when they are cut. enabled=False
-    does nothing. Without a launcher (a world of one) each slice is the whole parameter and the same
-    code runs.  DeepSpeed's other arguments are accepted and change nothing; a model built so
-    answers to `ds_*` before there is an engine.
+    Without a launcher (one rank) each shard is the whole parameter and the same code runs. With the
+    name `deepspeed`, parameters have the `ds_*` attributes before there is an engine.
+
+    Args:
+        module: An existing module to shard.
+        dtype: Cast the values when they are sharded.
+        enabled: If False, the context does nothing.
+        config_dict_or_path: A configuration, of which the dialect may read the dtype.
+        **deepspeed_words: DeepSpeed's other arguments, which are accepted and have no effect.
+
+    Raises:
+        UsageError: An argument is unknown or cannot be used.
+
+    Note:
+        Collective: every rank must construct the same model.
+
+    Example:
+        >>> with deepseek_zero.zero.Init():
+        ...     model = Model()
+        >>> engine, *_ = deepseek_zero.initialize(model=model, config=config)
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -87,14 +105,29 @@ class Init(zero_init.Init):
         super().__init__(module, dtype=dtype, enabled=enabled)
 
     def _begin(self, config: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype to cast values to, before anything is built."""
+        """Return the dtype to cast values to. Called before any module is built."""
         return dtype
 
 
 class GatheredParameters(gathered_parameters.GatheredParameters):
-    """Whole parameters inside the `with` block.  Collective at entry and at exit.
+    """Context in which parameters have their full values.
 
-    A change without a modifier_rank is an error.
+    Parameters that are not sharded are passed through unchanged.
+
+    Args:
+        params: A parameter, several parameters, or a module.
+        modifier_rank: The rank whose in-place changes all ranks adopt at exit. If None, the values
+            are read-only, and a change raises UsageError on all ranks because it would be lost.
+        fwd_module: Accepted and ignored.
+        enabled: If False, the context does nothing.
+
+    Note:
+        Collective at entry and at exit: every rank must enter it with the same parameters.
+
+    Example:
+        >>> with deepseek_zero.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+        ...     if rank == 0:
+        ...         model.head.weight.zero_()
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -104,12 +137,19 @@ class GatheredParameters(gathered_parameters.GatheredParameters):
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
-    """Give a model the weights of a safetensors folder or file.  Collective where ranks share the
-    model.
+    """Load weights from a safetensors folder or file into a model.
 
-    A wrapped model takes them into slices and masters.  One that will be wrapped may be on the meta
-    device or built
-    under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.
+    A wrapped model receives them in its shards and main weights. A model that will be wrapped may
+    be on the meta device or constructed under `zero.Init`; each rank reads only its shards, and
+    `initialize` uses them.
+
+    Args:
+        model: The model, before or after `initialize`.
+        path: A folder in the layout of Hugging Face, or one file.
+        strict: Raise if the files and the model have different parameters.
+
+    Note:
+        Collective if ranks share the model.
     """
     checkpoint.load_weights(model, path_of("load_weights", "path", path), strict)
     for session in {
@@ -121,10 +161,17 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Announce that a module's forward reads a parameter of another unit.  Local; every rank
-    announces the same.
+    """Declare that a module's forward reads a parameter of another unit.
 
-    Found by itself at the first use inside a forward; announcing it saves that first search.
+    Without it the parameter is found at its first use in a forward; the declaration saves that
+    search. No communication, but every rank must make the same calls.
+
+    Args:
+        module: The module that reads the parameter.
+        parameter: A parameter of a wrapped model.
+
+    Raises:
+        UsageError: No engine has wrapped the parameter.
     """
     runtime, owner = _home(parameter)
     for reader in _units_around(module, runtime):
@@ -132,8 +179,17 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take an announcement back.  Local; every rank does the same.  Should the module read it
-    again, it is found.
+    """Undo `register_external_parameter`.
+
+    If the module reads the parameter again, it is found again. No communication, but every rank
+    must make the same calls.
+
+    Args:
+        module: The module that read the parameter.
+        parameter: A parameter of a wrapped model.
+
+    Raises:
+        UsageError: No engine has wrapped the parameter.
     """
     runtime, owner = _home(parameter)
     for reader in _units_around(module, runtime):
@@ -141,7 +197,11 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def _home(parameter: nn.Parameter) -> tuple[Runtime, Unit]:
-    """Return the engine and the unit of a wrapped parameter; a UsageError for any other."""
+    """Return the engine's runtime and the unit of a wrapped parameter.
+
+    Raises:
+        UsageError: No engine has wrapped the parameter.
+    """
     owner = owner_of(parameter)
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
     if runtime is None or not isinstance(owner, ParamGroup):

@@ -563,6 +563,7 @@ class Engine(StandsForModule):
 
     @property
     def device(self) -> torch.device:
+        """Return the device of this rank."""
         return self.mesh.device
 
 
