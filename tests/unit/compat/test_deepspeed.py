@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import base64
+import inspect
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,12 @@ from deepseek_zero import checkpointing, comm, utils
 from deepseek_zero.activations import recompute
 from deepseek_zero.activations.recompute import RecomputeSettings
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UnknownNameError, UsageError
-from deepseek_zero.compat.deepspeed.engine import ATTRIBUTES, GETTERS, METHODS
+from deepseek_zero.compat.deepspeed.engine import (
+    ATTRIBUTES,
+    GETTERS,
+    METHODS,
+    DeepSpeedEngine,
+)
 from deepseek_zero.compat.deepspeed.missing import ENGINE, IN_THE_DROPIN, missing_names
 from deepseek_zero.tiers.disk import DiskSettings
 from deepseek_zero.tiers.tier import Tier
@@ -93,6 +100,18 @@ def test_every_getter_and_attribute_answers_with_and_without_an_optimizer() -> N
         for name in ATTRIBUTES:
             getattr(engine, name)
         assert all(callable(getattr(engine, name)) for name in METHODS)
+
+
+def test_every_public_method_and_property_of_the_engine_has_a_docstring() -> None:
+    members = inspect.getmembers_static(DeepSpeedEngine)
+    undocumented = [
+        name
+        for name, member in members
+        if not name.startswith("_")
+        and (callable(member) or isinstance(member, property | cached_property))
+        and not member.__doc__
+    ]
+    assert not undocumented
 
 
 def test_unknown_attributes_fall_through_to_the_model() -> None:

@@ -34,6 +34,7 @@ from ...engine.request import Request
 from . import groups
 from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
+from .getter_docs import GETTER_DOCS
 from .missing import ENGINE, engine_name_missing, missing_names
 from .parameters import show_ds_names
 
@@ -281,6 +282,12 @@ METHODS = (
 
 class DeepSpeedEngine(ZeroEngine):
     """The engine with DeepSpeed's methods and attributes.
+
+    Attributes:
+        pipeline_parallelism: Whether the model is split into pipeline stages.
+        client_optimizer: The `optimizer` that was passed to `initialize`.
+        client_lr_scheduler: The `lr_scheduler` that was passed to `initialize`.
+        client_mpu: The `mpu` that was passed to `initialize`.
 
     Args:
         config: The configuration.
@@ -565,6 +572,7 @@ class DeepSpeedEngine(ZeroEngine):
 # DeepSpeed has these as methods of the class, so a program may call
 # DeepSpeedEngine.gradient_clipping(engine).
 for _name, _getter in GETTERS.items():
+    _getter.__doc__ = GETTER_DOCS[_name]
     setattr(DeepSpeedEngine, _name, _getter)
 
 
