@@ -1,4 +1,4 @@
-"""What the packages of other libraries' names add to the core (base/plugins.py)."""
+"""Register what compatibility packages add to other packages (base/plugins.py)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""What programs read and write of a sharded parameter in DeepSpeed's words: `ds_*`, `safe_get_*`
-and `safe_set_*`.
+"""DeepSpeed's attributes of sharded parameters, such as `ds_shape`.
 
-`ds_*` (VIEWS) ask the engine at each read.  They stand on `torch.nn.Parameter`, because that is
-what a gathered parameter is; one that no stage 3 engine and no zero.Init has sharded does not have
-them.  Nothing of ours reads them. They go with the last engine and zero.Init.
-
-`safe_*_full_*` reads or writes a whole value: every rank calls it with the same parameter.
-`safe_*_local_*` reads or writes this rank's part, flat.  `deepseek_zero.utils` re-exports them.
+Each read of an attribute (VIEWS) is computed from the parameter's owner. The attributes are set on
+`torch.nn.Parameter`, because that is the class of a gathered parameter. Parameters that no stage 3
+engine or zero.Init has sharded do not have them, and this library does not read them. They are
+removed with the last engine and zero.Init.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from ...tiers.tier import Tier
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter is whole on this rank."""
+    """Whether a parameter is gathered on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -40,7 +37,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """Which parameters are sharded; DeepSpeed's word."""
+    """DeepSpeed's kinds of parameters."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -49,7 +46,7 @@ class ZeroParamType(Enum):
 
 Owner = ParamGroup | InitShard
 
-_orig_torch_empty = torch.empty  # zero.Init here replaces no function of torch's
+_orig_torch_empty = torch.empty  # zero.Init of this library does not replace torch's functions
 
 
 def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:
@@ -57,7 +54,7 @@ def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:
 
 
 def _number(owner: Owner, param: nn.Parameter) -> int:
-    """Return the parameter's place in the model's parameters(), which every rank has alike."""
+    """Return the parameter's index in the model's parameters(), equal on every rank."""
     if isinstance(owner, InitShard):
         return owner.number
     return next(
@@ -68,8 +65,9 @@ def _number(owner: Owner, param: nn.Parameter) -> int:
 
 
 def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
-    """Return the elements of the weight whose masters this rank has, flat: a view of the very
-    bytes.
+    """Return the elements of the weight whose main weights this rank has.
+
+    The result is a flat view of the weight's memory.
     """
     if isinstance(owner, InitShard):
         return owner.slice
@@ -118,9 +116,7 @@ def _summary(owner: Owner, param: nn.Parameter) -> dict[str, Any]:
 
 
 class _Whole:
-    """Parameters of one group that `all_gather` has made whole, until `partition` has had them
-    all.
-    """
+    """A gathered group, until `partition` was called for all of its parameters."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self.block = GatheredParameters(param, modifier_rank=0)
@@ -128,14 +124,16 @@ class _Whole:
         self.block.__enter__()
 
 
-_whole: weakref.WeakKeyDictionary[Any, _Whole] = weakref.WeakKeyDictionary()  # by owner
+_whole: weakref.WeakKeyDictionary[Any, _Whole] = (
+    weakref.WeakKeyDictionary()
+)  # owner -> its gathered group
 
 
 class GatherHandle:
-    """What `all_gather` gives where DeepSpeed's gather may be under way: it is done."""
+    """Handle of a gather that has already finished."""
 
     def wait(self, **words: Any) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class MultipleAllGatherHandles:
@@ -145,7 +143,7 @@ class MultipleAllGatherHandles:
         self.handles = handles
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Wait for each."""
+        """Wait for every handle."""
         for handle in self.handles:
             handle.wait(handle_dependency=handle_dependency)
 
@@ -162,7 +160,16 @@ def _all_gather(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle
     def all_gather(
         param_list: Any = None, async_op: bool = False, **words: Any
     ) -> GatherHandle | None:
-        """Make parameters whole until `partition`.  Collective."""
+        """Gather parameters until `partition` is called for them.
+
+        Args:
+            param_list: One or more parameters; None for the one whose attribute was called.
+            async_op: Return a handle.
+            **words: Ignored.
+
+        Note:
+            Collective: every rank must call it.
+        """
         for holder, each in _those(param_list, param):
             if holder not in _whole:
                 _whole[holder] = _Whole(each)
@@ -174,7 +181,7 @@ def _all_gather(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle
 
 def _all_gather_coalesced(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle]:
     def all_gather_coalesced(params: Any, **words: Any) -> GatherHandle:
-        """Make parameters whole until `partition`.  Collective."""
+        """Gather parameters until `partition` is called for them. Collective."""
         _all_gather(owner, param)(params)
         return GatherHandle()
 
@@ -185,9 +192,17 @@ def _partition(owner: Owner, param: nn.Parameter) -> Callable[..., None]:
     def partition(
         param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **words: Any
     ) -> None:
-        """Put parameters that `all_gather` has made whole back to rest.  Collective.
+        """Release parameters that `all_gather` has gathered.
 
-        has_been_updated: with the values that rank 0 has now; else with those from before.
+        Args:
+            param_list: One or more parameters; None for the one whose attribute was called.
+            hierarchy: Ignored.
+            has_been_updated: Keep the current values of rank 0. Otherwise the values from before
+                the gather are restored.
+            **words: Ignored.
+
+        Note:
+            Collective: every rank must call it.
         """
         for holder, each in _those(param_list, param):
             if (whole := _whole.get(holder)) is None:
@@ -212,14 +227,14 @@ VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
     "ds_process_group": lambda owner, param: dist.group.WORLD if dist.is_initialized() else None,
     "ds_active_sub_modules": lambda owner, param: (
         set()
-    ),  # who uses it now is the schedule's business
+    ),  # the schedule decides which modules use it
     "partition_numel": lambda owner, param: lambda: _numel_here(owner, param),
     "is_external_param": lambda owner, param: (
         False
-    ),  # what is used outside its module is found, and not marked
+    ),  # uses outside of the parameter's module are detected, not registered
     "ds_secondary_tensor": lambda owner, param: (
         None
-    ),  # a second copy is a unit's, not a parameter's
+    ),  # a second copy belongs to a unit, not to a parameter
     "ds_zero_param_process_group": lambda owner, param: None,
     "all_gather": _all_gather,
     "all_gather_coalesced": _all_gather_coalesced,
@@ -229,8 +244,9 @@ VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
 
 
 class _View:
-    """Compute a name from the parameter's owner; an attribute of that name which somebody set comes
-    first.
+    """Descriptor that computes an attribute from the parameter's owner.
+
+    It is not a data descriptor, so an attribute that was set on the parameter takes precedence.
     """
 
     def __init__(self, name: str) -> None:
@@ -256,8 +272,9 @@ _needed_by: set[int] = set()
 
 
 def show_ds_names(user: object) -> None:
-    """Let parameters answer to DeepSpeed's names while `user` lives: an engine of stage 3, or a
-    zero.Init.
+    """Enable DeepSpeed's attributes of parameters as long as `user` exists.
+
+    `user` is an engine of stage 3 or a zero.Init.
     """
     if not _needed_by:
         for name in VIEWS:
@@ -268,7 +285,7 @@ def show_ds_names(user: object) -> None:
 
 
 def _no_longer(user: int) -> None:
-    """Take the names off `torch.nn.Parameter` with the last user."""
+    """Remove the attributes from `torch.nn.Parameter` with the last user."""
     _needed_by.discard(user)
     if not _needed_by:
         for name in VIEWS:
@@ -276,7 +293,15 @@ def _no_longer(user: int) -> None:
 
 
 class ZeROOrderedDict(OrderedDict[str, Any]):
-    """A module's own parameters by name, with the module they are of.  Here it changes nothing."""
+    """Dictionary of a module's own parameters, with a reference to the module.
+
+    It exists for compatibility and does not change how parameters are found.
+
+    Args:
+        parent_module: The module.
+        *given: Arguments of OrderedDict.
+        **named: Items of the dictionary.
+    """
 
     def __init__(self, parent_module: Any, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -285,8 +310,9 @@ class ZeROOrderedDict(OrderedDict[str, Any]):
 
 
 def ensure_zero_ordered_dict(module: Any) -> None:
-    """Let a module keep its own parameters in a `ZeROOrderedDict`; what it had stays as
-    `_original_parameters`.
+    """Store a module's own parameters in a `ZeROOrderedDict`.
+
+    The previous dictionary is kept as `_original_parameters`.
     """
     params = parameters_dict(module)
     if params is None or isinstance(params, ZeROOrderedDict):
@@ -297,18 +323,19 @@ def ensure_zero_ordered_dict(module: Any) -> None:
 
 
 class NoHook:
-    """Stand for a hook that is taken off while a gathered model generates: nothing is."""
+    """Placeholder for a hook that TRL removes while a gathered model generates."""
 
     def remove(self) -> None:
         """Do nothing."""
 
 
 class ParameterOffload:
-    """Stand for what TRL takes off a stage 3 optimizer while a gathered model generates, and puts
-    back: nothing.
+    """Placeholder for the hooks that TRL removes from a stage 3 optimizer.
 
-    A forward gathers by itself and leaves alone what is gathered already.  `module` is where TRL
-    looks for parameters to tidy up.  `forward_hooks` tells whether they are thought to be there.
+    TRL removes them while a gathered model generates and restores them afterwards. Here this is not
+    necessary, because forward gathers parameters itself and skips those that are gathered already.
+    TRL looks for parameters to reset in `module`, and `forward_hooks` is empty while it has removed
+    the hooks.
     """
 
     def __init__(self) -> None:
@@ -323,5 +350,5 @@ class ParameterOffload:
         return iter(())
 
     def _register_deepspeed_module(self, module: Any) -> None:
-        """Nothing was taken off."""
+        """Restore the placeholder in `forward_hooks`."""
         self.forward_hooks = [NoHook()]

@@ -1,6 +1,4 @@
-"""DeepSpeed's `PipelineModule`: a model written as a list of layers, of which this rank builds its
-stage's.
-"""
+"""DeepSpeed's `PipelineModule`, of whose layers each rank builds its stage."""
 
 from __future__ import annotations
 
@@ -31,8 +29,13 @@ __all__ = [
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the boundaries of parts with equal numbers of items; parts behind the last item are
-    empty.
+    """Return the boundaries of parts with equal numbers of items.
+
+    If there are more parts than items, the last parts are empty.
+
+    Args:
+        num_items: Number of items.
+        num_parts: Number of parts.
     """
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
@@ -40,24 +43,46 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return the boundaries of parts of which the heaviest is as light as can be."""
+    """Return boundaries that minimize the weight of the heaviest part.
+
+    Args:
+        weights: Weight of each item.
+        num_parts: Number of parts.
+    """
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return list(balanced(weights, num_parts))
 
 
 class PipelineModule(LayerStages):
-    """A model as a list of layers, cut into stages over the ranks.
+    """A model as a list of layers that is split into pipeline stages.
 
-    layers: modules, functions, `LayerSpec`s and `TiedLayerSpec`s; each takes what the one before
-    returns, one argument,
-    of which a tuple is one.  num_stages: must divide the world; the ranks of a stage are
-    neighbours.  topology: axes over the ranks, instead.  partition_method: "parameters", "uniform",
-    "type:REGEX".  The other arguments are DeepSpeed's.  All ZeRO stages take it.  Only this rank's
-    layers are built; names hold a layer's place in the whole list.
+    Each layer gets the result of the previous one as its only argument, which may be a tuple. Only
+    this rank's layers are built. Parameter names contain the layer's index in the whole list. All
+    ZeRO stages are supported.
+
+    Args:
+        layers: Modules, functions, `LayerSpec`s and `TiedLayerSpec`s.
+        num_stages: Number of stages, a divisor of the world size. The ranks of a stage are
+            consecutive.
+        topology: Axes over the ranks; replaces `num_stages`.
+        loss_fn: Function of the last layer's output and the labels.
+        seed_layers: Seed the random generator before each layer is built.
+        seed_fn: Function that sets a seed.
+        base_seed: First seed.
+        partition_method: "parameters", "uniform" or "type:REGEX".
+        activation_checkpoint_interval: Number of layers to recompute together; 0 for none.
+        activation_checkpoint_func: Function that recomputes layers in backward.
+        checkpointable_layers: Names of the classes of layers to recompute; None for layers with
+            parameters.
+        dynamic_shape: Stored as an attribute.
+
+    Raises:
+        UsageError: Neither `num_stages` nor `topology` is given, or `num_stages` does not divide
+            the world size.
     """
 
-    engine_class = PipelineEngine  # that `initialize` makes of it
+    engine_class = PipelineEngine  # class of the engine that `initialize` creates
 
     def __init__(
         self,
@@ -121,13 +146,16 @@ class PipelineModule(LayerStages):
     # -- recomputation
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute so many layers at a time in backward from the next forward on; 0: none."""
+        """Set the number of layers to recompute together in backward; 0 for none.
+
+        It takes effect in the next forward pass.
+        """
         self.activation_checkpoint_interval = whole_number(
             "set_checkpoint_interval", "interval", interval, 0
         )
 
     def take_configured(self, pipeline: Mapping[str, Any]) -> None:
-        """Recompute as the section `pipeline` of a configuration says, where it says it."""
+        """Apply the recomputation settings in the section `pipeline` of a configuration."""
         if (
             isinstance(interval := pipeline.get("activation_checkpoint_interval"), int)
             and interval > 0
@@ -138,24 +166,22 @@ class PipelineModule(LayerStages):
 
     @property
     def is_checkpointable_results(self) -> list[bool]:
-        """Of each run of layers that would be recomputed at once, whether it is."""
+        """For each interval of layers, whether it is recomputed."""
         count = len(self.forward_funcs)
         interval = self.activation_checkpoint_interval
         starts = range(0, count, interval) if interval else ()
         return [self.recomputes(self.forward_funcs[start : start + interval]) for start in starts]
 
     def _precompute_checkpointable_values(self) -> None:
-        """Do nothing: `is_checkpointable_results` is computed where it is read."""
+        """Do nothing: `is_checkpointable_results` is computed when it is read."""
 
     def _is_checkpointable(self, funcs: Sequence[Callable[..., Any]]) -> bool:
         return self.recomputes(funcs)
 
-    # -- who stands where
+    # -- ranks
 
     def mesh_statement(self) -> MeshStatement:
-        """What the topology says: stages, tensor-parallel ranks where it has that axis, who is
-        where.
-        """
+        """Return the mesh axes of the topology and the coordinates of each rank."""
         topology = self.topology()
         words = {"pp": "pipe", "tp": "model"}
         axes = {axis: size for axis, word in words.items() if (size := topology.get_dim(word))}
@@ -165,7 +191,7 @@ class PipelineModule(LayerStages):
 
     @property
     def mesh(self) -> Mesh:
-        """The axes that the topology says."""
+        """The mesh axes of the topology."""
         grid = self._grid
         return Mesh(
             pp=self.num_stages, dp_shard=grid.data_parallel_size, tp=grid.slice_parallel_size
@@ -176,7 +202,7 @@ class PipelineModule(LayerStages):
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
-        """Return who stands where."""
+        """Return the grid of process groups, which is an mpu."""
         return self._grid
 
     def num_pipeline_stages(self) -> int:

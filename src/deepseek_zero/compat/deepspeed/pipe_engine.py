@@ -1,4 +1,4 @@
-"""DeepSpeed's engine over a `PipelineModule`: whole batches only, and who stands where."""
+"""DeepSpeed's engine for a `PipelineModule`, which trains on whole batches only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PipelineEngine", "PipelineError"]
 
 
 class PipelineError(DeepSeekZeroError):
-    """A call that an engine over a `PipelineModule` does not take."""
+    """A method that an engine of a `PipelineModule` does not support was called."""
 
 
 def _refused() -> PipelineError:
@@ -30,7 +30,7 @@ def _refused() -> PipelineError:
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """The engine of a model that is written as a list of layers."""
+    """The engine of a model that is a list of layers."""
 
     pipeline_parallelism = True
 
@@ -49,11 +49,17 @@ class PipelineEngine(DeepSpeedEngine):
     # -- batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Take a whole step; return the mean loss over micro-batches and data-parallel ranks.
-        Collective.
+        """Run a whole training step.
 
-        data_iter: yields (inputs, labels); None: what `set_dataiterator` or `set_dataloader` gave,
-        or the loader.
+        Args:
+            data_iter: Iterator over (inputs, labels). None for the data of `set_dataiterator`,
+                `set_dataloader` or the training loader.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks.
+
+        Note:
+            Collective: every rank must call it.
         """
         return Engine.train_batch(self, self._read(data_iter))
 
@@ -66,9 +72,21 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Return the mean loss of a batch without a backward, or with `return_logits` that and the
-        last stage's outputs.  Collective.  reduce_output, bcast_loss: every rank gets the mean,
-        whatever they say.
+        """Compute the mean loss of a batch without gradients.
+
+        Args:
+            data_iter: Iterator over (inputs, labels).
+            return_logits: Also return the outputs of the last stage.
+            compute_loss: Whether to compute the loss.
+            reduce_output: Ignored; every rank gets the mean.
+            bcast_loss: Ignored; every rank gets the loss.
+            num_micro_batches: Number of micro-batches; None for that of training.
+
+        Returns:
+            The loss, or with `return_logits` the loss and the outputs.
+
+        Note:
+            Collective: every rank must call it.
         """
         found = self._read(data_iter)
         assert found is not None
@@ -86,11 +104,11 @@ class PipelineEngine(DeepSpeedEngine):
         )
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Take training batches from an iterator."""
+        """Use an iterator for training batches."""
         self._data = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Take training batches from a loader, epoch after epoch."""
+        """Use a loader for training batches. It is iterated repeatedly."""
 
         def again() -> Iterator[Any]:
             while True:
@@ -99,12 +117,13 @@ class PipelineEngine(DeepSpeedEngine):
         self._data = again()
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Call a function on each batch; it returns (inputs, labels)."""
+        """Set a function that converts each batch to (inputs, labels)."""
         self._batch_fn = fn
 
     def _reentrant_activation_checkpointing(self) -> bool:
-        """Return whether layers are recomputed by the function that is reentrant in DeepSpeed; here
-        none is.
+        """Return whether layers are recomputed with DeepSpeed's reentrant function.
+
+        In this library no function is reentrant.
         """
         layers = self._layers
         is_named = (
@@ -114,17 +133,18 @@ class PipelineEngine(DeepSpeedEngine):
         return layers.activation_checkpoint_interval > 0 and is_named
 
     def reset_activation_shape(self) -> None:
-        """Forget the shapes of what travels between stages: the next batch has others.  On every
-        rank.
+        """Reset the shapes of messages between stages, for a next batch with other shapes.
+
+        All ranks must call it.
         """
         if self.parts.pipeline is not None:
             self.parts.pipeline.reset_shapes()
 
-    # -- who stands where
+    # -- ranks
 
     @property
     def _layers(self) -> Any:
-        return self.module  # a PipelineModule (pipe.py, which knows this class)
+        return self.module  # a PipelineModule; pipe.py imports this module
 
     @property
     def grid(self) -> PipelineParallelGrid:

@@ -1,6 +1,6 @@
-"""DeepSpeed's schedules as programs see them: for one stage, lists of instructions tick by tick.
+"""DeepSpeed's pipeline schedules: a stage's instructions for each tick.
 
-They tell what a schedule is; what runs is the table of pipeline/schedule.py.
+They are for programs that inspect a schedule. Engines run the table of pipeline/schedule.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class PipeInstruction:
-    """One instruction; its arguments are its attributes."""
+    """One instruction, whose keyword arguments become attributes."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -24,34 +24,39 @@ class PipeInstruction:
 
 
 class OptimizerStep(PipeInstruction):
-    """Take the optimizer's step and drop the gradients."""
+    """Run the optimizer's step and drop the gradients."""
 
 
 class ReduceGrads(PipeInstruction):
-    """Add up gradients over the ranks of a stage."""
+    """Reduce gradients over the ranks of a stage."""
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Add up the gradients of what stages share."""
+    """Reduce the gradients of parameters that stages share."""
 
 
 class BufferOpInstruction(PipeInstruction):
-    """An instruction on one of the stage's buffers."""
+    """An instruction for one of the stage's buffers.
+
+    Args:
+        buffer_id: Index of the buffer.
+        **kwargs: Further attributes.
+    """
 
     def __init__(self, buffer_id: int, **kwargs: Any) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Take a micro-batch from the data."""
+    """Load a micro-batch."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """Compute a forward."""
+    """Run a forward pass."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Compute a backward and add up gradients."""
+    """Run a backward pass and accumulate gradients."""
 
 
 class SendActivation(BufferOpInstruction):
@@ -59,11 +64,11 @@ class SendActivation(BufferOpInstruction):
 
 
 class RecvActivation(BufferOpInstruction):
-    """Receive an output of the stage before."""
+    """Receive the output of the previous stage."""
 
 
 class SendGrad(BufferOpInstruction):
-    """Send a gradient to the stage before."""
+    """Send a gradient to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
@@ -74,7 +79,13 @@ Tick = list[PipeInstruction]
 
 
 class PipeSchedule(ABC):
-    """The instructions of one stage; iterating gives those of each tick."""
+    """Instructions of one stage. Iterating yields the instructions of each tick.
+
+    Args:
+        micro_batches: Number of micro-batches.
+        stages: Number of stages.
+        stage_id: Index of the stage.
+    """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         self.micro_batches = micro_batches
@@ -89,7 +100,7 @@ class PipeSchedule(ABC):
         """Yield the instructions of each tick."""
 
     def num_pipe_buffers(self) -> int:
-        """Return how many buffers the stage uses."""
+        """Return the number of buffers of the stage."""
         return self.micro_batches
 
     @property
@@ -133,7 +144,7 @@ class PipeSchedule(ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards alone: stage s computes micro-batch t - s in tick t."""
+    """Forward passes only: stage s computes micro-batch t - s in tick t."""
 
     def steps(self) -> Iterator[Tick]:
         for tick in range(self.micro_batches + self.stages - 1):
@@ -158,10 +169,11 @@ class InferenceSchedule(PipeSchedule):
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B in 2(m + P - 1) ticks, forwards and backwards in turn.
+    """The 1F1B schedule, with alternating forward and backward passes.
 
-    In tick t stage s computes forward (t - s) / 2, or where that is no whole number backward (t -
-    2P + 1 + s) / 2.
+    With m micro-batches and P stages it has 2(m + P - 1) ticks. In tick t, stage s computes the
+    forward pass of micro-batch (t - s) / 2 if that is an integer. Otherwise it computes the
+    backward pass of micro-batch (t - 2P + 1 + s) / 2.
     """
 
     def steps(self) -> Iterator[Tick]:
@@ -196,7 +208,7 @@ class TrainSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """Accumulation without stages."""
+    """Gradient accumulation without pipeline stages."""
 
     def steps(self) -> Iterator[Tick]:
         for micro in range(self.micro_batches):

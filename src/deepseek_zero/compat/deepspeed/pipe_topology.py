@@ -1,4 +1,4 @@
-"""DeepSpeed's topology classes: named axes over ranks, and the grid of a pipeline's groups.
+"""DeepSpeed's topology classes: named axes over ranks, and their process groups.
 
 The order of ranks is that of our `Mesh`: pipe is the slowest axis, then data, then model (tensor).
 """
@@ -14,7 +14,12 @@ import torch.distributed as dist
 
 
 class ProcessTopology:
-    """Maps coordinates on named axes to ranks, row-major: the last axis is the fastest."""
+    """A mapping of coordinates on named axes to ranks. The last axis is the fastest.
+
+    Args:
+        axes: Names of the axes.
+        dims: Sizes of the axes.
+    """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes = list(axes)
@@ -26,7 +31,11 @@ class ProcessTopology:
         self._coords = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at these coordinates, one for each axis."""
+        """Return the rank at the given coordinates, one for each axis.
+
+        Raises:
+            ValueError: A coordinate is missing.
+        """
         if len(coord_kwargs) != len(self.axes):
             raise ValueError("get_rank() does not support slices. Use filter_match())")
         key = self.ProcessCoord(**coord_kwargs)
@@ -44,24 +53,35 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Return a rank's coordinates as a name: "model_01"."""
+        """Format a rank's coordinates as a name such as "model_01".
+
+        Args:
+            rank: The rank.
+            omit_axes: Axes to leave out.
+            inner_sep: Separator of axis and coordinate.
+            outer_sep: Separator of axes.
+        """
         omitted = set(omit_axes)
         coord = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omitted]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
-        """Return the size of an axis, 0 where there is none."""
+        """Return the size of an axis, or 0 if it does not exist."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Return the coordinates of a rank, a namedtuple."""
+        """Return the coordinates of a rank as a namedtuple.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
         if not 0 <= rank < len(self._coords):
             raise ValueError(f"rank {rank} not found in topology.")
         return self._coords[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ on one axis only."""
+        """Return the groups of ranks that differ only on one axis."""
         if axis not in self.axes:
             return []
         found: dict[tuple[int, ...], list[int]] = {}
@@ -71,7 +91,7 @@ class ProcessTopology:
         return list(found.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return the ranks with these coordinates."""
+        """Return the ranks with the given coordinates."""
         wanted = filter_kwargs.items()
         return [
             rank
@@ -80,7 +100,12 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return the ranks at one place of an axis."""
+        """Return the ranks at one index of an axis.
+
+        Args:
+            axis: Name of the axis.
+            idx: Index along the axis.
+        """
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -92,21 +117,32 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages over replicas: the ranks of a stage are neighbours."""
+    """Pipeline stages with data-parallel ranks. The ranks of a stage are consecutive.
+
+    Args:
+        num_pp: Number of stages.
+        num_dp: Number of data-parallel ranks.
+    """
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages over replicas over slices of tensors."""
+    """Pipeline stages with data-parallel and tensor-parallel ranks.
+
+    Args:
+        num_pp: Number of stages.
+        num_mp: Number of tensor-parallel ranks.
+        num_dp: Number of data-parallel ranks.
+    """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 def _prime_factors(N: int) -> list[int]:
-    """Return the prime factors of a positive number, rising."""
+    """Return the prime factors of a positive number in ascending order."""
     if N <= 0:
         raise ValueError("Values must be strictly positive.")
     found = []
@@ -121,10 +157,14 @@ def _prime_factors(N: int) -> list[int]:
 
 
 class PipelineParallelGrid:
-    """Where this rank stands in a topology, and with whom; an `mpu` for programs written for one.
+    """The position of this rank in a topology and its process groups. It is an `mpu`.
 
-    "Model parallel" is pipe and tensor together, "slice parallel" is tensor alone.  A process group
-    is made when it is first asked for; asking is collective in the world then.
+    "Model parallel" means pipe and tensor parallel together, "slice parallel" means tensor parallel
+    only. A process group is created on first use, which is collective over all ranks.
+
+    Args:
+        topology: The axes; None for data parallelism only.
+        process_group: Ignored.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
@@ -163,7 +203,7 @@ class PipelineParallelGrid:
         return next(ranks for ranks in groups if self.global_rank in ranks)
 
     def _pairs(self) -> list[list[int]]:
-        """By rank, itself and the rank of the next stage, around the end."""
+        """Return each rank's pair with the rank of the next stage, cyclically."""
         found = []
         for rank in range(self.world_size):
             ranks = next(ranks for ranks in self.pipe_groups if rank in ranks)
@@ -188,12 +228,15 @@ class PipelineParallelGrid:
         return int(self._topo.get_coord(self.global_rank).pipe) if self._topo.get_dim("pipe") else 0
 
     def get_data_parallel_id(self) -> int:
-        """Return this rank's place along data."""
+        """Return this rank's index along the data axis."""
         return int(self._topo.get_coord(self.global_rank).data) if self._topo.get_dim("data") else 0
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank of a stage whose other coordinates are this rank's, but for those
-        given.
+        """Return the rank of another stage with this rank's other coordinates.
+
+        Args:
+            stage_id: The stage.
+            **kwargs: Coordinates that differ from this rank's.
         """
         here = self._topo.get_coord(self.global_rank)
         return self._topo.get_rank(**here._replace(pipe=stage_id, **kwargs)._asdict())

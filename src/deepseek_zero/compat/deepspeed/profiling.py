@@ -1,7 +1,4 @@
-"""DeepSpeed's profiler and timers, in its words.
-
-What is counted, timed and written is report/'s: flops.py and timers.py.
-"""
+"""DeepSpeed's flops profiler and timers, based on report/flops.py and timers.py."""
 
 from __future__ import annotations
 
@@ -24,10 +21,14 @@ from ...report.timers import Timer as Watch
 
 
 class FlopsProfiler:
-    """Counts the forwards of a model between start_profile and stop_profile.
+    """Count the operations of a model's forward passes.
 
-    recompute_fwd_factor: forwards that backward repeats (1 with activation checkpointing), for the
-    printed step.
+    Args:
+        model: The model.
+        ds_engine: Engine whose ranks are printed.
+        recompute_fwd_factor: Number of forward passes that backward repeats (1 with activation
+            checkpointing), for the printed step.
+        counted: Result of earlier forward passes.
     """
 
     def __init__(
@@ -37,7 +38,6 @@ class FlopsProfiler:
         recompute_fwd_factor: float = 0.0,
         counted: ForwardCost | None = None,
     ) -> None:
-        """counted: forwards that were watched already."""
         self.model = model
         self.ds_engine = ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
@@ -45,57 +45,59 @@ class FlopsProfiler:
         self._cost = counted or ForwardCost(model)
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Watch the model from now on.  ignore_list: accepted; modules cost nothing where they
-        compute nothing.
+        """Start counting.
+
+        Args:
+            ignore_list: Ignored; modules without computation cost nothing.
         """
         self.started = True
         self._cost.reset()
         self._cost.start()
 
     def stop_profile(self) -> None:
-        """Stop watching; the counts stay until end_profile."""
+        """Stop counting. The counts are kept until `end_profile`."""
         self._cost.stop()
 
     def reset_profile(self) -> None:
-        """Forget the counts."""
+        """Reset the counts."""
         self._cost.reset()
 
     def end_profile(self) -> None:
-        """Stop, and forget everything."""
+        """Stop counting and reset everything."""
         self._cost.stop()
         self._cost = ForwardCost(self.model)
         self.started = False
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Return the floating-point operations of the watched forwards on this rank."""
+        """Return this rank's floating-point operations."""
         return flops_to_string(self._total.flops) if as_string else self._total.flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Return the multiplications with their additions: half the operations."""
+        """Return the number of multiply-accumulate operations, half of the flops."""
         macs = self._total.flops // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Return the seconds of the watched forwards."""
+        """Return the time of the forward passes in seconds."""
         return duration_to_string(self._total.seconds) if as_string else self._total.seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Return the number of the model's elements, as if whole."""
+        """Return the number of elements of the whole model."""
         return params_to_string(self._total.params) if as_string else self._total.params
 
     @property
     def flops(self) -> int:
-        """The floating-point operations, 0 where nothing was watched."""
+        """Floating-point operations; 0 before the first forward pass."""
         return self._cost.rows[""].flops if "" in self._cost.rows else 0
 
     @property
     def macs(self) -> int:
-        """Half of the operations."""
+        """Multiply-accumulate operations."""
         return self.flops // 2
 
     @property
     def params(self) -> int:
-        """The number of the model's elements."""
+        """Number of elements of the model."""
         return sum(param.numel() for param in self.model.parameters())
 
     @property
@@ -114,12 +116,19 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the totals and, if `detailed`, each module down to `module_depth` (-1: all); or
-        write them to a file.
+        """Print the profile or write it to a file.
 
-        top_modules: accepted; every module is listed, in the model's order.
+        Args:
+            profile_step: Number of the step to print.
+            module_depth: Deepest level of modules; -1 for all.
+            top_modules: Ignored; all modules are listed in the model's order.
+            detailed: Print every module in addition to the totals.
+            output_file: Path to write to; None for standard output.
+
+        Raises:
+            UsageError: Nothing was counted.
         """
-        _ = self._total  # or the error that nothing was watched
+        _ = self._total  # raises if nothing was counted
         settings = FlopsSettings(profile_step, self.recompute_fwd_factor, module_depth, detailed)
         text = _ranks_of(self.ds_engine) + flops_table(self._cost, settings) + "\n"
         Path(output_file).write_text(text, encoding="utf-8") if output_file else sys.stdout.write(
@@ -128,7 +137,7 @@ class FlopsProfiler:
 
 
 def _ranks_of(engine: Any) -> str:
-    """Return lines of an engine's ranks, in DeepSpeed's words; nothing without one."""
+    """Return lines about an engine's ranks, in DeepSpeed's form; "" without an engine."""
     if engine is None:
         return ""
     data = engine.dp_world_size if engine.dp_world_size is not None else engine.seq_dp_world_size
@@ -156,11 +165,28 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Return (flops, macs, parameters) of one forward (mode "generate": of model.generate) without
-    gradients.
+    """Profile one forward pass without gradients.
 
-    input_shape: the model is given zeros of this shape, in its own dtype; else args and kwargs are
-    passed.
+    Args:
+        model: The model.
+        input_shape: Shape of an input of zeros, in the model's dtype.
+        args: Positional arguments of the call, if there is no `input_shape`.
+        kwargs: Keyword arguments of the call.
+        print_profile: Print the profile.
+        detailed: As for `FlopsProfiler.print_model_profile`.
+        module_depth: As for `FlopsProfiler.print_model_profile`.
+        top_modules: Ignored.
+        warm_up: Number of calls before the profiled one.
+        as_string: Return formatted values.
+        output_file: As for `FlopsProfiler.print_model_profile`.
+        ignore_modules: Ignored.
+        mode: "forward", or "generate" to call `model.generate`.
+
+    Returns:
+        Flops, multiply-accumulate operations, and parameters.
+
+    Raises:
+        UsageError: The model would be called without arguments.
     """
     if input_shape is not None:
         like = next(model.parameters(), torch.empty(()))
@@ -193,27 +219,56 @@ def get_model_profile(
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """1.5e12 -> "1.50TFLOPS"."""
+    """Format a number of operations, for example 1.5e12 as "1.50TFLOPS".
+
+    Args:
+        flops: The number.
+        units: Ignored.
+        precision: Ignored.
+    """
     return f"{format_count(flops)}FLOPS"
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """1.5e12 -> "1.50TMACs"."""
+    """Format a number of operations, for example 1.5e12 as "1.50TMACs".
+
+    Args:
+        macs: The number.
+        units: Ignored.
+        precision: Ignored.
+    """
     return f"{format_count(macs)}MACs"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """1.5e9 -> "1.50G"."""
+    """Format a number of parameters, for example 1.5e9 as "1.50G".
+
+    Args:
+        params_num: The number.
+        units: Ignored.
+        precision: Ignored.
+    """
     return format_count(params_num)
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """0.0123 -> "12.3 ms"."""
+    """Format a time in seconds, for example 0.0123 as "12.3 ms".
+
+    Args:
+        duration: The time.
+        units: Ignored.
+        precision: Ignored.
+    """
     return format_seconds(duration)
 
 
 class Timer:
-    """One name of SynchronizedWallClockTimer."""
+    """One named timer of SynchronizedWallClockTimer.
+
+    Args:
+        name: Name of the timer.
+        watch: The underlying timer.
+    """
 
     def __init__(self, name: str, watch: Watch) -> None:
         self.name_ = name
@@ -225,7 +280,12 @@ class Timer:
         self.started_ = True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """End a call.  reset: forget the calls before it."""
+        """Stop the timer.
+
+        Args:
+            reset: Discard the time of earlier intervals.
+            record: Ignored.
+        """
         if reset:
             self._watch.seconds = 0.0
             self._watch.calls = 0
@@ -237,19 +297,19 @@ class Timer:
         self.started_ = False
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the milliseconds of all calls since the last reset."""
+        """Return the time of all intervals since the last reset in milliseconds."""
         found = self._watch.seconds * 1000
         if reset:
             self._watch.reset()
         return found
 
     def mean(self) -> float:
-        """Return the milliseconds of a call."""
+        """Return the mean time of an interval in milliseconds."""
         return self._watch.mean * 1000
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name; on a GPU each waits for the kernels queued before it."""
+    """Timers by name. On a GPU, each waits for the kernels that were queued before it."""
 
     def __init__(self) -> None:
         self.timers: dict[str, Timer] = {}
@@ -266,7 +326,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """Return in words what this process holds."""
+        """Return a text with the allocated memory of this process."""
         return f"allocated {format_bytes(allocated_bytes(default_device()))}"
 
     def log(
@@ -277,7 +337,15 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Log milliseconds by name, on rank 0 unless `ranks` says otherwise."""
+        """Log times in milliseconds.
+
+        Args:
+            names: Names of the timers.
+            normalizer: Divisor of the times.
+            reset: Reset the timers.
+            memory_breakdown: Also log the allocated memory.
+            ranks: Ranks that log; None for rank 0.
+        """
         spans = [
             f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}"
             for name in names
@@ -289,7 +357,13 @@ class SynchronizedWallClockTimer:
     def get_mean(
         self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
     ) -> dict[str, float]:
-        """Return mean milliseconds by name."""
+        """Return the mean time of each timer in milliseconds.
+
+        Args:
+            names: Names of the timers.
+            normalizer: Divisor of the times.
+            reset: Reset the timers.
+        """
         found = {
             name: self.timers[name].mean() / normalizer for name in names if name in self.timers
         }
@@ -299,7 +373,7 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """Takes the calls of SynchronizedWallClockTimer and times nothing."""
+    """A timer with the interface of SynchronizedWallClockTimer that measures nothing."""
 
     def __call__(self, name: str) -> NoopTimer:
         return self
@@ -323,7 +397,16 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples per second over global steps, from step `start_step` on."""
+    """Measure samples per second over global steps.
+
+    Args:
+        config: Configuration with an optional field `enabled`.
+        batch_size: Samples per step.
+        start_step: First step to measure.
+        steps_per_output: Number of steps between logs; None for no logs.
+        monitor_memory: Ignored.
+        logging_fn: Function that logs a text.
+    """
 
     def __init__(
         self,
@@ -349,7 +432,7 @@ class ThroughputTimer:
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """Begin a micro-step; the first steps are not timed."""
+        """Start a micro-step. Steps before `start_step` are not timed."""
         if self.enabled:
             self.initialized = self.started = True
             if self.global_step_count >= self.start_step:
@@ -357,7 +440,12 @@ class ThroughputTimer:
                 self.start_time = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """End a micro-step.  global_step: it ends a step, too."""
+        """End a micro-step.
+
+        Args:
+            global_step: Whether it ends a step.
+            report_speed: Log the throughput if it is due.
+        """
         if not self.enabled or not self.started:
             return
         self.started = False
@@ -380,7 +468,7 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Return samples per second; -inf before the steps that count, as in DeepSpeed."""
+        """Return samples per second; -inf before the first measured step, as in DeepSpeed."""
         steps = self.global_step_count - self.start_step
         if steps > 0 and self.total_elapsed_time:
             return self.batch_size * steps / self.total_elapsed_time

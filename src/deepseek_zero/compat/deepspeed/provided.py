@@ -1,13 +1,12 @@
-"""What the drop-in provides: each module of DeepSpeed's, and where in this library its names live.
+"""Table of the names that the drop-in provides and of the modules that have them.
 
-The one table of it (module_stub.py makes modules of it).  A name that another module of DeepSpeed's
-only imports from
-one of these is not repeated: inventory.json says where DeepSpeed takes it from.
+module_stub.py creates the drop-in's modules from it. Names that a module of DeepSpeed only imports
+from another one are not repeated; inventory.json records the import.
 """
 
 from __future__ import annotations
 
-# module of DeepSpeed -> our module -> the names it gives, "*" for every name it has
+# module of DeepSpeed -> our module -> names that it provides, "*" for all of its names
 PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed": {
         "deepseek_zero": "add_config_arguments dist initialize",

@@ -1,9 +1,8 @@
-"""DeepSpeed's named streams of random numbers, of `deepspeed.checkpointing`: for layers that a
-program splits itself.
+"""DeepSpeed's named random streams, for programs that split layers themselves.
 
-A stream is a state of the device's default generator. `fork` draws from it, and puts the default
-one back. What a checkpoint computes again draws from every stream what it drew before. Layers that
-this library splits need none of it (parallel/streams.py).
+A stream is a state of the device's default generator. `fork` draws from it and then restores the
+default state. A recomputed checkpoint draws the same numbers from every stream as in forward.
+Layers that this library splits do not need streams (parallel/streams.py).
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ from ...base.errors import UsageError
 from . import groups
 
 MODEL_PARALLEL = "model-parallel-rng"
-OFFSET = 2718  # of the seed of that stream, to which the rank along tp is added
+# added, with the tensor-parallel rank, to the seed of that stream
+OFFSET = 2718
 
 
 class RandomStreams:
-    """Streams by name, each with a seed of its own."""
+    """Random streams by name, each with its own seed."""
 
     def __init__(self) -> None:
         self._states: dict[str, Tensor] = {}
         self._seeds = set[int]()
 
     def reset(self) -> None:
-        """Forget every stream."""
+        """Delete all streams."""
         self._states = {}
         self._seeds = set()
 
@@ -45,7 +45,15 @@ class RandomStreams:
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a stream.  UsageError for a name or a seed that another stream has."""
+        """Create a stream.
+
+        Args:
+            name: Name of the stream.
+            seed: Seed of the stream.
+
+        Raises:
+            UsageError: Another stream has the name or the seed.
+        """
         if seed in self._seeds or name in self._states:
             taken = f"the name '{name}'" if name in self._states else f"the seed {seed}"
             raise UsageError(
@@ -62,7 +70,11 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Open a block that draws from a stream.  UsageError where there is none of this name."""
+        """Draw from a stream inside the `with` block.
+
+        Raises:
+            UsageError: There is no stream with this name.
+        """
         if name not in self._states:
             raise UsageError(
                 f"there is no stream '{name}'.",
@@ -98,8 +110,10 @@ def get_cuda_rng_tracker() -> RandomStreams:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default stream, alike on every rank, and the one of split layers, by this rank's
-    place along "tp".
+    """Seed the default stream and the stream of split layers.
+
+    The default stream is the same on every rank. The other seed depends on the tensor-parallel
+    rank.
     """
     _Process.streams.reset()
     _seed(seed)

@@ -1,8 +1,7 @@
-"""DeepSpeed's `deepspeed.runtime.utils`: arithmetic over gradients and partitions that scripts
-borrow.
+"""DeepSpeed's `deepspeed.runtime.utils`: functions for gradients and partitions.
 
-No engine uses it: norms, clipping and overflow of sharded gradients are the optimizer's
-(optim/sharded.py).
+They are for scripts. Engines do not use them: the optimizer computes norms, clipping and overflow
+of sharded gradients (optim/sharded.py).
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from .moe import is_moe_param
 from .pipe import partition_uniform
 
 ZeRORuntimeException = (
-    CheckpointError  # DeepSpeed's word for a checkpoint that does not fit the ranks
+    CheckpointError  # DeepSpeed's error for a checkpoint that does not fit the ranks
 )
 
 
 class DummyOptim:
-    """Stands where an engine has no optimizer: parameters and nothing else."""
+    """An optimizer for engines without one: it only has parameters."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.param_groups = [{"params": params}]
 
 
 class noop_context:
-    """A context that does nothing."""
+    """A context manager that does nothing."""
 
     def __enter__(self) -> None: ...
 
@@ -44,10 +43,12 @@ class noop_context:
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
-    """Return how many of these parameters the backward that is under way reaches; a RuntimeError
-    outside of one.
+    """Return how many of these parameters the current backward pass reaches.
 
-    Asked of autograd itself, which nothing here does: units count the gradients that they expect.
+    It queries autograd. Engines do not use it, because units count the gradients that they expect.
+
+    Raises:
+        RuntimeError: It is called outside of a backward pass.
     """
     if backward_id() == -1:
         raise RuntimeError(
@@ -57,18 +58,22 @@ def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """Return the running sums, each with its own weight: [1, 2, 3] -> [1, 3, 6]."""
+    """Return inclusive prefix sums, for example [1, 3, 6] for [1, 2, 3]."""
     return list(accumulate(weights))
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """Return a call as text: `call_to_str("f", 1, a=2)` -> "f(1, a=2)"."""
+    """Format a call, for example `call_to_str("f", 1, a=2)` as "f(1, a=2)"."""
     named = [f"{name}={value!r}" for name, value in kwargs.items()]
     return f"{base}({', '.join([*map(repr, args), *named])})"
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """Return the one value that all items have; a RuntimeError where they differ."""
+    """Return the value that all items have.
+
+    Raises:
+        RuntimeError: The items differ, or there is none.
+    """
     found = set(items)
     if len(found) != 1:
         raise RuntimeError(f"expected there to be only one unique element in {items}")
@@ -76,7 +81,7 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def filter_empty_parameters(params: Any) -> Any:
-    """Return parameters, or groups of them, without those that have no element."""
+    """Remove parameters without elements from a list of parameters or groups."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         return params
     return [
@@ -89,7 +94,7 @@ def filter_empty_parameters(params: Any) -> Any:
 
 
 def get_inactive_params(param_list: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that are at rest: sharded at stage 3 and not gathered now."""
+    """Return the parameters that are sharded at stage 3 and not gathered now."""
     return [
         param
         for param in param_list
@@ -98,15 +103,20 @@ def get_inactive_params(param_list: Iterable[nn.Parameter]) -> list[nn.Parameter
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Return whether a parameter is marked as a piece of a larger one: `model_parallel`,
-    `tensor_model_parallel`.
+    """Return whether a parameter is marked as a shard of a tensor-parallel layer.
+
+    The marks are `model_parallel` and `tensor_model_parallel`.
     """
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
-    """Return nested lists, tuples and dicts with copies on a device of the tensors that meet the
-    criterion.
+    """Copy the tensors that meet a criterion in nested lists, tuples and dicts.
+
+    Args:
+        item: The nested structure.
+        device: Device of the copies.
+        criterion_func: Function that returns whether an item is copied.
     """
     if criterion_func(item):
         return item.detach().to(device, copy=True)
@@ -118,7 +128,7 @@ def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Return the bytes of the tensors in nested lists, tuples and dicts."""
+    """Return the number of bytes of the tensors in nested lists, tuples and dicts."""
     if isinstance(item, Tensor):
         return item.numel() * item.element_size()
     inside = (
@@ -131,24 +141,28 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def has_inf_or_nan(x: Tensor) -> Tensor:
-    """Return a boolean tensor: whether an element is not finite."""
+    """Return a boolean tensor: whether any element is not finite."""
     return torch.logical_not(torch.isfinite(x.float()).all())
 
 
 def is_invalid_grad_norm(norm: Any) -> bool:
-    """Return whether a norm cannot be one: -1 (DeepSpeed's word for it), infinite or not a
-    number.
-    """
+    """Return whether a norm is invalid: -1 (DeepSpeed's marker), infinite or NaN."""
     return float(norm) == -1 or not math.isfinite(float(norm))
 
 
 def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: float = -1.0) -> None:
-    """Write `val` over a norm that is not finite."""
+    """Replace the values that are not finite in a tensor of norms.
+
+    Args:
+        input: The tensor, which is changed in place.
+        device: Ignored.
+        val: The replacement.
+    """
     input.masked_fill_(torch.logical_not(torch.isfinite(input)), val)
 
 
 def get_global_norm(norm_list: Iterable[Any]) -> float:
-    """Return the 2-norm of parts with these norms; infinity where one cannot be a norm."""
+    """Return the 2-norm of parts from their norms; infinity if one is invalid."""
     norms = [float(norm) for norm in norm_list]
     return (
         math.inf
@@ -164,7 +178,7 @@ def _sum_over(value: Tensor, group: Any, largest: bool = False) -> Tensor:
 
 
 def _norm_of(tensors: Sequence[Tensor], norm_type: float, mpu: Any = None) -> Tensor:
-    """Return the norm of tensors together, over the model-parallel ranks of an mpu."""
+    """Return the common norm of tensors over the model-parallel ranks of an mpu."""
     group = mpu.get_model_parallel_group() if mpu is not None else None
     device = tensors[0].device if tensors else default_device()
     if norm_type == math.inf:
@@ -178,9 +192,7 @@ def _norm_of(tensors: Sequence[Tensor], norm_type: float, mpu: Any = None) -> Te
 
 
 def _own(tensors: Iterable[Any], mpu: Any) -> list[Any]:
-    """Leave out what another model-parallel rank counts: what is not split counts on the first
-    alone.
-    """
+    """Leave out replicated tensors except on the first model-parallel rank."""
     first = mpu is None or mpu.get_model_parallel_rank() == 0
     return [
         tensor
@@ -199,8 +211,15 @@ def _valid(norm: Tensor) -> float:
 
 
 def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """Return the norm of tensors; -1 where it is not finite.  Collective over an mpu's
-    model-parallel ranks.
+    """Return the norm of tensors, or -1 if it is not finite.
+
+    Args:
+        parameters: One or more tensors.
+        norm_type: Order of the norm.
+        mpu: Model-parallel unit over whose ranks the norm is computed.
+
+    Note:
+        Collective over the model-parallel ranks of `mpu`.
     """
     return _valid(_norm_of(_own(_each(parameters), mpu), float(norm_type), mpu))
 
@@ -208,9 +227,17 @@ def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> f
 def get_flattened_grad_norm(
     parameters: Any, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Any = None
 ) -> float:
-    """Return the norm of the gradients of parameters; -1 where it is not finite.
+    """Return the norm of the gradients of parameters, or -1 if it is not finite.
 
-    grad_norm_mask: for each parameter, ranges [start, stop) of elements that do not count.
+    Args:
+        parameters: One or more parameters.
+        norm_type: Order of the norm.
+        mpu: Model-parallel unit over whose ranks the norm is computed.
+        grad_norm_mask: For each parameter with a gradient, a tensor of ranges [start, stop) of
+            elements to leave out.
+
+    Note:
+        Collective over the model-parallel ranks of `mpu`.
     """
     grads = []
     for place, param in enumerate(param for param in _each(parameters) if param.grad is not None):
@@ -224,7 +251,15 @@ def get_flattened_grad_norm(
 
 
 def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
-    """Return how many elements of the gradients are zero."""
+    """Return the number of zeros in the gradients of parameters.
+
+    Args:
+        parameters: One or more parameters.
+        mpu: Model-parallel unit over whose ranks the zeros are counted.
+
+    Note:
+        Collective over the model-parallel ranks of `mpu`.
+    """
     grads = [param.grad for param in _own(_each(parameters), mpu) if param.grad is not None]
     zeros = torch.tensor(
         float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads))
@@ -235,7 +270,17 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
 def get_global_norm_of_tensors(
     input_tensors: Iterable[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> Tensor:
-    """Return the norm of tensors over the model-parallel ranks; -1 where it is not finite."""
+    """Return the norm of tensors, or -1 if it is not finite.
+
+    Args:
+        input_tensors: The tensors.
+        norm_type: Order of the norm.
+        mpu: Model-parallel unit over whose ranks the norm is computed.
+        moe_ep_group: Process group of expert-parallel ranks, over which the norm is computed, too.
+
+    Note:
+        Collective over the ranks of `mpu` and `moe_ep_group`.
+    """
     norm = _norm_of(list(input_tensors), float(norm_type), mpu)
     if moe_ep_group is not None:
         norm = _sum_over(norm.pow(norm_type), moe_ep_group).pow(1.0 / norm_type)
@@ -250,8 +295,17 @@ def clip_tensors_by_global_norm(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> Any:
-    """Multiply tensors in place so that their norm together is at most `max_norm`; returns the norm
-    before.
+    """Scale tensors in place so that their common norm is at most `max_norm`.
+
+    Args:
+        input_tensors: The tensors.
+        max_norm: Largest norm.
+        global_norm: The norm, if it is known.
+        mpu: Model-parallel unit over whose ranks the norm is computed.
+        eps: Added to the norm.
+
+    Returns:
+        The norm before scaling.
     """
     norm = (
         get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
@@ -266,11 +320,21 @@ def clip_tensors_by_global_norm(
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
-    """Clip gradients that every data-parallel rank has whole; returns their norm, averaged over
-    those ranks.
+    """Clip unsharded gradients in place.
 
-    Collective over the data-parallel ranks.  Sharded gradients are clipped by the key
-    `gradient_clipping`.
+    Sharded gradients are clipped by the configuration key `gradient_clipping`.
+
+    Args:
+        parameters: One or more parameters.
+        max_norm: Largest norm.
+        norm_type: Order of the norm.
+        mpu: Model-parallel unit over whose ranks the norm is computed.
+
+    Returns:
+        The norm, averaged over the data-parallel ranks.
+
+    Note:
+        Collective over the data-parallel ranks.
     """
     given = [param for param in _each(parameters) if param.grad is not None]
     grads = [param.grad for param in (given if mpu is None else _own(given, mpu))]
@@ -285,10 +349,13 @@ def clip_grad_norm_(
 
 
 class CheckOverflow:
-    """Ask whether gradients are not finite, on any rank that shares the model.
+    """Check whether gradients overflowed on any rank that shares the model.
 
-    param_groups: lists of parameters.  zero_reduce_scatter: gradients are sharded, so every rank is
-    asked.
+    Args:
+        param_groups: Lists of parameters.
+        mpu: Model-parallel unit whose ranks share the model.
+        zero_reduce_scatter: Whether gradients are sharded; all ranks are then checked.
+        deepspeed: Stored as an attribute.
     """
 
     def __init__(
@@ -305,8 +372,10 @@ class CheckOverflow:
         self.has_moe_params = any(map(is_moe_param, self.params))
 
     def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
-        """Return whether a gradient of these parameters (or those of the constructor) is not
-        finite.
+        """Return whether a gradient is not finite.
+
+        Args:
+            param_groups: Lists of parameters; None for those of the constructor.
         """
         params = (
             self.params
@@ -316,19 +385,29 @@ class CheckOverflow:
         return self.has_overflow(params)
 
     def has_overflow_serial(self, params: Iterable[nn.Parameter]) -> bool:
-        """Return it for this rank alone."""
+        """Return whether a gradient on this rank is not finite."""
         return any(param.grad is not None and bool(has_inf_or_nan(param.grad)) for param in params)
 
     def has_overflow(
         self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None
     ) -> bool:
-        """Return it for all ranks that hold pieces or experts of the model."""
+        """Return whether a gradient on any rank that shares the model is not finite.
+
+        Args:
+            params: The parameters.
+            has_moe_params: Whether there are parameters of experts; all ranks are then checked.
+        """
         params = list(params)
         experts = any(map(is_moe_param, params)) if has_moe_params is None else has_moe_params
         return self._agreed(self.has_overflow_serial(params), experts or self.zero_reduce_scatter)
 
     def check_using_norm(self, norm_group: Iterable[Any], reduce_overflow: bool = True) -> bool:
-        """Return whether a norm is not one, on any rank where that is asked for."""
+        """Return whether a norm is invalid on any of the checked ranks.
+
+        Args:
+            norm_group: The norms.
+            reduce_overflow: Check all ranks.
+        """
         return self._agreed(
             any(map(is_invalid_grad_norm, norm_group)), reduce_overflow or self.has_moe_params
         )
@@ -342,12 +421,18 @@ class CheckOverflow:
         return bool(flag.item())
 
 
-# -- tensors cut over ranks
+# -- tensors split over ranks
 
 
 class PartitionedTensor:
-    """A tensor of which each rank of a group keeps a run of elements.  Collective: all pass the
-    same values.
+    """A tensor that is split over the ranks of a group.
+
+    All ranks pass the same values.
+
+    Args:
+        tensor: The whole tensor.
+        group: The process group.
+        partition_meta: Ignored.
     """
 
     def __init__(self, tensor: Tensor, group: Any, partition_meta: Any = None) -> None:
@@ -364,8 +449,13 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None
     ) -> PartitionedTensor:
-        """Return the partitioned tensor that `to_meta` described and `local_part` is this rank's
-        part of.
+        """Rebuild a partitioned tensor from the result of `to_meta` and this rank's part.
+
+        Args:
+            meta: Result of `to_meta`.
+            local_part: This rank's elements.
+            group: The process group.
+            device: Device of the whole tensor; None for that of `local_part`.
         """
         assert meta.dtype == torch.long
         found = cls.__new__(cls)
@@ -380,12 +470,12 @@ class PartitionedTensor:
         return found
 
     def to_meta(self) -> Tensor:
-        """Return sizes and boundaries as one tensor: [dims, *size, parts, rank, *boundaries]."""
+        """Encode sizes and boundaries: [dims, *size, parts, rank, *boundaries]."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
 
     def full(self, device: Any = None) -> Tensor:
-        """Return the whole tensor, on every rank.  Collective in the group."""
+        """Return the whole tensor on every rank. Collective over the group."""
         longest = max(stop - start for start, stop in self._bounds())
         own = self.local_data.new_zeros(longest)
         own[: self.local_data.numel()] = self.local_data
@@ -413,10 +503,16 @@ class PartitionedTensor:
 
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
-    """Return this rank's part of the mean of each tensor over the ranks, flat; the last ranks'
-    parts may be shorter.
+    """Return this rank's flat shard of the mean of each tensor over the ranks.
 
-    Collective in the group; one message for all tensors.
+    The shards of the last ranks may be shorter. One message contains all tensors.
+
+    Args:
+        tensors: The tensors.
+        group: The process group.
+
+    Note:
+        Collective over the group.
     """
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)
@@ -436,8 +532,11 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
 
 
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """Return the tensors, and behind them zeros that make their elements a multiple of
-    `alignment`.
+    """Append zeros so that the number of elements is a multiple of `alignment`.
+
+    Args:
+        tensor_list: The tensors.
+        alignment: The divisor.
     """
     missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
     return [*tensor_list, *([tensor_list[0].new_zeros(missing)] if missing else [])]
@@ -447,17 +546,23 @@ def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[T
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Log this process's memory."""
+    """Log this process's memory.
+
+    Args:
+        msg: Text of the log.
+        print_rank: Rank that logs; -1 for all.
+        reset_max: Ignored.
+    """
     if print_rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
         see_memory_usage(msg, force=True)
 
 
 def get_ma_status() -> int:
-    """Return the bytes in use on the device."""
+    """Return the number of allocated bytes on the device."""
     return allocated_bytes(default_device())
 
 
 def empty_cache() -> None:
-    """Give a GPU's unused memory back."""
+    """Release unused memory of a GPU."""
     if default_device().type == "cuda":
         torch.cuda.empty_cache()

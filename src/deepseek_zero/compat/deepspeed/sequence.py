@@ -1,6 +1,4 @@
-"""DeepSpeed's `deepspeed.sequence.layer`: attention over sequences that ranks of a process group
-share.
-"""
+"""DeepSpeed's `deepspeed.sequence.layer`: attention with sequence parallelism."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ from ...parallel.sequence import SequenceAttention, exchange, spread
 
 
 class GroupRanks:
-    """The ranks of torch's process group, as `parallel.sequence` takes them; without a group one
-    rank alone.
+    """The ranks of a process group, in the form that `parallel.sequence` expects.
+
+    Without a process group there is one rank.
     """
 
     def __init__(self, group: Any) -> None:
@@ -27,6 +26,15 @@ class GroupRanks:
         self.index = 0 if is_alone else dist.get_rank(group)
 
     def exchange(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Exchange pieces between the ranks, which must have equal sizes on all ranks.
+
+        Args:
+            pieces: Tensors whose first dimension is the rank.
+            what: Ignored.
+
+        Note:
+            Collective over the group.
+        """
         found = []
         for piece in pieces:
             outgoing = piece.contiguous()
@@ -36,14 +44,15 @@ class GroupRanks:
 
 
 class DistributedAttention(SequenceAttention):
-    """Attention of whole sequences, of which each rank of a group holds its own tokens (Ulysses).
+    """Attention over sequences that are split over the ranks of a group (Ulysses).
 
-    local_attention: is called with (query, key, value, *args, **kwargs) of all tokens and this
-    rank's heads.
-    sequence_process_group: torch's group.  scatter_idx: below 2 where tokens are whole and heads
-    are cut outside, else
-    heads are.  gather_idx: accepted; which dimension holds the tokens follows from the batch's.
-    sp_stream: accepted; exchanges are waited for.
+    Args:
+        local_attention: Function of (query, key, value, *args, **kwargs) with all tokens and this
+            rank's heads.
+        sequence_process_group: The process group.
+        scatter_idx: At least 2 if tokens are split outside of the attention; below 2 if heads are.
+        gather_idx: Ignored; the dimension of the tokens follows from that of the batch.
+        sp_stream: Ignored; exchanges are waited for.
     """
 
     def __init__(
@@ -74,12 +83,21 @@ class DistributedAttention(SequenceAttention):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Return the output for this rank's tokens. Collective in the group; waits.
+        """Return the output for this rank's tokens. It waits for the exchanges.
 
-        query, key, value: (batch, tokens, heads, width) where batch_dim_idx is 0, (tokens, batch,
-        heads, width) where
-        it is 1. rotary_pos_emb: a pair (cos, sin) over all tokens, (batch, tokens, heads, width) or
-        broadcast to it.
+        Args:
+            query: Shape ``(batch, tokens, heads, width)`` if `batch_dim_idx` is 0, or ``(tokens,
+                batch, heads, width)`` if it is 1.
+            key: As `query`.
+            value: As `query`.
+            batch_dim_idx: Dimension of the batch.
+            rotary_pos_emb: Pair (cos, sin) over all tokens, broadcastable to ``(batch, tokens,
+                heads, width)``.
+            *args: Passed to `local_attention`.
+            **kwargs: Passed to `local_attention`.
+
+        Note:
+            Collective over the group.
         """
         outer, inner = (2, 1 - batch_dim_idx) if self.scatter_idx >= 2 else (1 - batch_dim_idx, 2)
         if self.scatter_idx >= 2:
@@ -97,9 +115,7 @@ class DistributedAttention(SequenceAttention):
 
 
 def _rotated(tensor: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return a tensor turned by rotary positions, in the first cos.shape[-1] of its last
-    dimension.
-    """
+    """Apply rotary position embeddings to the first elements of the last dimension."""
     turned = tensor[..., : cos.shape[-1]]
     rest = tensor[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)

@@ -1,13 +1,15 @@
-"""DeepSpeed's tiled computations of `deepspeed.runtime.sequence_parallel.ulysses_sp`, over
-activations/tiles.py.
+"""DeepSpeed's tiled computations over sequences.
 
-They are called as there, `TiledMLP.apply(...)`, and every gradient arrives once. So nothing waits
-for a parameter's `ds_grad_is_ready`, and `compute_params` are not needed: whatever weights a
-function uses get their gradients. Those of 16 bits are added up over tiles in fp32: of TiledMLP the
-module's, of TiledFusedLogitsLoss the `compute_params`. TiledFusedLogitsLoss differentiates tiles in
-forward where it is told what its function reads (`sum_at_once`), as DeepSpeed does, and in backward
-elsewhere; its weights get the factor that the loss is multiplied by afterwards (accumulation, loss
-scale), which theirs miss there.
+They are those of `deepspeed.runtime.sequence_parallel.ulysses_sp`. They are based on
+activations/tiles.py and have DeepSpeed's interface, for example `TiledMLP.apply(...)`. Every
+gradient is complete when it arrives, so `ds_grad_is_ready` of a parameter is not needed. All
+weights that a function uses get their gradients, even without `compute_params`. 16-bit gradients
+are accumulated over tiles in fp32: those of the module for TiledMLP, those of `compute_params` for
+TiledFusedLogitsLoss.
+
+With `compute_params`, TiledFusedLogitsLoss computes gradients in forward (`sum_at_once`), like
+DeepSpeed, and otherwise in backward. A factor that is applied to the loss afterwards (accumulation,
+loss scale) also applies to these gradients, unlike in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -40,14 +42,24 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> Tensor:
-    """Return fn(**kwargs_to_shard, **kwargs_to_pass), computed in tiles of the sequence and again
-    in backward.
+    """Compute fn(**kwargs_to_shard, **kwargs_to_pass) in tiles of the sequence.
 
-    kwargs_to_shard: of (samples, seqlen, ...). output_unshard_dimension: where tiles are joined; 0:
-    each returns one
-    number, a loss. output_reduction: "mean", "sum" or None, of what is joined. seqlen,
-    grad_requiring_tensor_key,
-    compute_params: accepted; they follow from the tensors. ValueError for another reduction.
+    The tiles are recomputed in backward.
+
+    Args:
+        fn: The function.
+        seqlen: Ignored.
+        shards: Number of tiles.
+        kwargs_to_shard: Tensors of shape ``(samples, seqlen, ...)`` to split.
+        kwargs_to_pass: Arguments for every tile.
+        grad_requiring_tensor_key: Ignored.
+        compute_params: Ignored.
+        output_unshard_dimension: Dimension along which results are joined; 0 if each result is a
+            scalar loss.
+        output_reduction: "mean", "sum" or None for the joined result.
+
+    Raises:
+        ValueError: The reduction is unknown.
     """
     if output_reduction not in _REDUCTIONS:
         raise ValueError(f"unknown value {output_reduction}: valid values are: none/mean/sum")
@@ -66,7 +78,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """`sequence_tiled_compute` by places."""
+    """`sequence_tiled_compute` with positional arguments."""
 
     @staticmethod
     def apply(
@@ -81,8 +93,19 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> Tensor:
-        """Return what `sequence_tiled_compute` does.  args: the values of keys_to_shard, then those
-        of keys_to_pass.
+        """Call `sequence_tiled_compute`.
+
+        Args:
+            fn: The function.
+            seqlen: Ignored.
+            shards: Number of tiles.
+            keys_to_shard: Names of the tensors to split.
+            keys_to_pass: Names of the arguments for every tile.
+            grad_requiring_tensor_key: Ignored.
+            compute_params: Ignored.
+            output_unshard_dimension: As for `sequence_tiled_compute`.
+            output_reduction: As for `sequence_tiled_compute`.
+            *args: Values of `keys_to_shard`, then those of `keys_to_pass`.
         """
         cut = args[: len(keys_to_shard)]
         passed = args[len(keys_to_shard) :]
@@ -100,7 +123,7 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """A module's forward in tiles of the sequence."""
+    """A module's forward pass in tiles of the sequence."""
 
     @staticmethod
     def apply(
@@ -110,17 +133,22 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Return fn(self, x), computed tile by tile and again in backward.
+        """Compute fn(self, x) in tiles, which are recomputed in backward.
 
-        x: (samples, tokens, width), or (tokens, width).  compute_params: those whose gradients of
-        16 bits are added up in fp32; None or none: all of the module's.
+        Args:
+            fn: Function of the module and a tile.
+            self: The module.
+            x: Shape ``(samples, tokens, width)`` or ``(tokens, width)``.
+            shards: Number of tiles.
+            compute_params: Parameters whose 16-bit gradients are accumulated in fp32. If it is None
+                or empty, all of the module's are.
         """
         with fp32_sums(_module(self), compute_params or None) as reading:
             return in_tiles(reading(partial(fn, self)), shards, x, dim=-2)
 
 
 class TiledFusedLogitsLoss:
-    """A loss in tiles of the tokens, so that the logits of all of them never exist."""
+    """A loss in tiles of the tokens, which never computes all logits at once."""
 
     @staticmethod
     def apply(
@@ -133,13 +161,23 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[Tensor] | None,
         output_reduction: str,
     ) -> Tensor:
-        """Return the mean or the sum of what fn(self, x, y) is for each tile.
+        """Return the mean or the sum of fn(self, x, y) over the tiles.
 
-        x, y: (samples, tokens, ...); fn gets tiles of (some tokens of all samples in turn, ...).
-        mask: (samples, tokens), cut beside them and passed where it is not None.  output_reduction:
-        "mean" or "sum"; tiles of unequal numbers of valid tokens ask for "sum".  compute_params:
-        the weights that fn reads, whose gradients are computed in forward then (`sum_at_once`), and
-        added up in fp32.  ValueError as DeepSpeed raises.
+        Args:
+            fn: Function of the module and tiles of `x`, `y` and `mask`. The samples and tokens of a
+                tile are flattened to one dimension.
+            self: The module.
+            x: Shape ``(samples, tokens, ...)``.
+            y: Shape ``(samples, tokens, ...)``.
+            mask: Shape ``(samples, tokens)``; passed to `fn` only if it is not None.
+            shards: Number of tiles.
+            compute_params: Weights that `fn` reads. Their gradients are computed in forward and
+                accumulated in fp32.
+            output_reduction: "mean" or "sum". Use "sum" if tiles have different numbers of valid
+                tokens.
+
+        Raises:
+            ValueError: A shape or the reduction is invalid.
         """
         if output_reduction not in ("mean", "sum"):
             raise ValueError(

@@ -1,9 +1,9 @@
-"""DeepSpeed's `deepspeed.runtime.sequence_parallel.ulysses_sp`: what programs ask before
-`initialize(mpu=...)`.
+"""DeepSpeed's sequence parallelism (Ulysses) for transformers models.
 
-Registering looks at the model and returns an mpu that says how many ranks share sequences;
-`initialize` with it does the rest (parallel/sequence_model.py). The loss stays each rank's own:
-DeepSpeed's recipe weighs it by tokens outside.
+The module is `deepspeed.runtime.sequence_parallel.ulysses_sp`. `register_with_transformers` checks
+the model and returns an mpu, with which `initialize` sets up sequence parallelism
+(parallel/sequence_model.py). Each rank has its own loss; programs weight it by the number of
+tokens, as for DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from . import groups
 
 
 class SequenceMpu:
-    """An mpu of ranks that share sequences. sequence_settings: what `initialize` is told of
-    them.
+    """An mpu with sequence parallelism.
+
+    Args:
+        ranks: Number of ranks that share a sequence.
+        settings: Settings for `initialize`.
     """
 
     def __init__(self, ranks: int, settings: SequenceSettings) -> None:
@@ -42,8 +45,10 @@ class SequenceMpu:
         self.sequence_settings = settings
 
     def get_sequence_parallel_group(self) -> Any:
-        """Return torch's group of the ranks that share this one's sequences. Collective in the
-        world the first time.
+        """Return the group of ranks that share this rank's sequences.
+
+        Note:
+            Collective over all ranks on the first call.
         """
         return groups.group_of(*groups.SEQUENCE, over=self.mesh)
 
@@ -54,8 +59,10 @@ class SequenceMpu:
         return self.mesh.coordinates["sp"]
 
     def get_data_parallel_group(self) -> Any:
-        """Return torch's group of the ranks that see different batches. Collective in the world the
-        first time.
+        """Return the group of ranks with different batches.
+
+        Note:
+            Collective over all ranks on the first call.
         """
         return groups.group_of(*groups.DATA, over=self.mesh)
 
@@ -73,7 +80,7 @@ class SequenceMpu:
 
 
 class UlyssesSPAttentionHF:
-    """Attention of transformers models over ranks that share sequences."""
+    """Sequence-parallel attention for transformers models."""
 
     @classmethod
     def register_with_transformers(
@@ -87,11 +94,23 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceMpu | None:
-        """Return the mpu for `initialize` of this model, or None for one rank. Local.
+        """Check that a model can use sequence parallelism and return an mpu. Local.
 
-        model_name_or_path: the model, or where its configuration is. micro_batch_size, seq_length,
-        seq_length_is_variable: compared; any batch may follow. disable_in_eval: ranks compute alone
-        in evaluation. ValueError in DeepSpeed's words where the ranks cannot share its sequences.
+        Args:
+            model_name_or_path: The model, or the location of its configuration.
+            core_attn_implementation: Name of transformers' attention function.
+            sequence_parallel_size: Number of ranks that share a sequence.
+            micro_batch_size: Ignored; batches may have any size.
+            seq_length: Number of tokens; only checked.
+            seq_length_is_variable: Do not check the number of tokens.
+            disable_in_eval: Compute without sequence parallelism in evaluation.
+            max_length: Used if `seq_length` is None.
+
+        Returns:
+            The mpu for `initialize`, or None for one rank.
+
+        Raises:
+            ValueError: The model does not support it. The texts are DeepSpeed's.
         """
         if sequence_parallel_size == 1:
             return None
@@ -114,9 +133,7 @@ class UlyssesSPAttentionHF:
 
 
 def _refuse(config: Any, core: str, ranks: int) -> None:
-    """Raise what DeepSpeed raises of a configuration that these ranks cannot share sequences
-    with.
-    """
+    """Raise ValueError if the model cannot share its sequences over these ranks."""
     named = getattr(config, "_attn_implementation", None)
     if named is not None and named != core:
         raise ValueError(
@@ -143,12 +160,20 @@ def _refuse(config: Any, core: str, ranks: int) -> None:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Iterates over the batches of all ranks that share sequences, one after the other, each rank
-    over its own tokens.
+    """Iterate over the batches of all ranks that share sequences.
 
-    dl: this rank's loader, of (samples, tokens) batches with `input_ids` and `labels`; as long as
-    the other ranks'. Batches are padded to a multiple of the ranks, unless pad_to_sp_multiple is
-    False: then ValueError.
+    Each batch has the tokens of this rank.
+
+    Args:
+        dl: This rank's loader of batches of shape ``(samples, tokens)`` with `input_ids` and
+            `labels`. All loaders must have the same length.
+        sp_rank: Index of this rank in the group.
+        sp_group: The process group.
+        sp_world_size: Size of the group.
+        device: Device of the batches.
+        pad_to_sp_multiple: Pad batches to a multiple of the ranks. Otherwise such a batch raises
+            ValueError.
+        pad_token_id: Value of the padding of `input_ids`.
     """
 
     def __init__(
@@ -178,8 +203,10 @@ class UlyssesSPDataLoaderAdapter:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """Return this rank's tokens of the next batch. Collective in the group every
-        `sp_world_size` batches.
+        """Return this rank's tokens of the next batch.
+
+        Note:
+            Collective over the group in every `sp_world_size`-th call.
         """
         if not self.micro_batches:
             self.refill()
@@ -187,8 +214,13 @@ class UlyssesSPDataLoaderAdapter:
         return found
 
     def refill(self) -> None:
-        """Take one batch of each rank's loader. Collective in the group; StopIteration where the
-        loaders end.
+        """Exchange the next batch of each rank's loader.
+
+        Raises:
+            StopIteration: The loader is exhausted.
+
+        Note:
+            Collective over the group.
         """
         try:
             batch = next(self.iter)
@@ -207,7 +239,7 @@ class UlyssesSPDataLoaderAdapter:
             )
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch of as many tokens as the ranks divide."""
+        """Pad a batch to a number of tokens that is a multiple of the ranks."""
         length = batch["input_ids"].shape[1]
         missing = math.ceil(length / self.sp_world_size) * self.sp_world_size - length
         if not missing:
@@ -231,8 +263,9 @@ class UlyssesSPDataLoaderAdapter:
 
 
 def _as_bytes(batch: dict[str, Any]) -> bytes:
-    """Return a batch of tensors and plain values as a header of JSON, its length before it, and the
-    elements.
+    """Serialize a batch of tensors and plain values.
+
+    The format is the length of a JSON header, the header, and the elements of the tensors.
     """
     tensors: dict[str, Tensor] = {}
     try:
@@ -255,7 +288,7 @@ def _as_bytes(batch: dict[str, Any]) -> bytes:
 
 
 def _from_bytes(row: bytes) -> dict[str, Any]:
-    """Return the batch that `_as_bytes` wrote."""
+    """Deserialize a batch that `_as_bytes` wrote."""
     place = 8 + int.from_bytes(row[:8], "little")
     values, shapes = json.loads(row[8:place])
     tensors: dict[str, Tensor] = {}

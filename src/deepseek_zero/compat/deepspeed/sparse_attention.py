@@ -1,9 +1,9 @@
-"""DeepSpeed's `deepspeed.ops.sparse_attention`: its configurations, its two modules and its
-utilities.
+"""DeepSpeed's `deepspeed.ops.sparse_attention`: configurations and modules.
 
-They are words for `deepseek_zero.attention`: a configuration makes a layout, a module calls the
-kernel. Sequences have any length, on any device and in any dtype. A layout is made for the sequence
-at hand, not cut out of one of the longest length, and "unidirectional" is causal by token.
+They are based on `deepseek_zero.attention`: a configuration creates a layout, and a module calls
+the kernel. Sequences may have any length, device and dtype. A layout is created for the length of
+each sequence, not cut out of the layout of the longest one. "unidirectional" is causal for each
+token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class SparsityConfig:
-    """What the kinds have in common. A class of one's own overrides `make_layout`."""
+    """Base class of the configurations. Custom ones override `make_layout`.
+
+    Args:
+        num_heads: Number of heads.
+        block: Block size in tokens.
+        different_layout_per_head: Whether heads have different layouts.
+    """
 
     KIND: ClassVar[type[BlockLayout] | None] = None
 
@@ -48,19 +54,27 @@ class SparsityConfig:
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 
     def setup_layout(self, seq_len: int) -> Tensor:
-        """Return an empty layout, (heads, blocks, blocks); a last block may be short."""
+        """Return an empty layout of shape ``(heads, blocks, blocks)``.
+
+        The last block may be shorter than the others.
+        """
         blocks = math.ceil(seq_len / self.block)
         return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """Give every head the first one's layout, in place, unless heads differ."""
+        """Copy the first head's layout to all heads in place, unless heads differ."""
         if not self.different_layout_per_head:
             layout[1:] = layout[:1]
         return layout
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """Return the layout of a sequence, 0 or 1 for each pair of blocks, (heads, blocks,
-        blocks).
+        """Return the layout of a sequence, with 0 or 1 for each pair of blocks.
+
+        Returns:
+            An integer tensor of shape ``(heads, blocks, blocks)``.
+
+        Raises:
+            NotBuiltError: The class is the base class.
         """
         if self.KIND is None:
             raise NotBuiltError(
@@ -71,7 +85,7 @@ class SparsityConfig:
         return self.layout_for(seq_len).table(self.num_heads, seq_len).to(torch.int64)
 
     def layout_for(self, seq_len: int) -> BlockLayout:
-        """Return the layout as an object, read from the attributes as they are now."""
+        """Return the layout as an object, from the current values of the attributes."""
         kind: Any = self.KIND
         if kind is None or type(self).make_layout is not SparsityConfig.make_layout:
             seen = self.make_layout(seq_len).bool()
@@ -91,14 +105,23 @@ class SparsityConfig:
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """Every block sees every block."""
+    """A layout in which every block attends to every block."""
 
     KIND = Dense
 
 
 class FixedSparsityConfig(SparsityConfig):
-    """Windows, and blocks in each of them that are seen by all:
-    `deepseek_zero.attention.layouts.Fixed`.
+    """Local windows with global blocks; see `deepseek_zero.attention.layouts.Fixed`.
+
+    Args:
+        num_heads: Number of heads.
+        block: Block size in tokens.
+        different_layout_per_head: Whether heads have different layouts.
+        num_local_blocks: Blocks per window.
+        num_global_blocks: Global blocks per window.
+        attention: "bidirectional" or "unidirectional".
+        horizontal_global_attention: Whether global blocks attend to all blocks.
+        num_different_global_patterns: Number of patterns of global blocks over the heads.
     """
 
     KIND = Fixed
@@ -120,12 +143,24 @@ class FixedSparsityConfig(SparsityConfig):
         self.attention = attention
         self.horizontal_global_attention = horizontal_global_attention
         self.num_different_global_patterns = num_different_global_patterns
-        self.layout_for(block)  # refuses what cannot be
+        self.layout_for(block)  # raises if the values are invalid
 
 
 class VariableSparsityConfig(SparsityConfig):
-    """Windows of stated sizes, global and random blocks:
-    `deepseek_zero.attention.layouts.Variable`.
+    """Windows of given sizes with global and random blocks.
+
+    See `deepseek_zero.attention.layouts.Variable`.
+
+    Args:
+        num_heads: Number of heads.
+        block: Block size in tokens.
+        different_layout_per_head: Whether heads have different layouts.
+        num_random_blocks: Random blocks per row of blocks.
+        local_window_blocks: Blocks of each window.
+        global_block_indices: Global blocks, or the starts of ranges of them.
+        global_block_end_indices: Ends of the ranges; None for single blocks.
+        attention: "bidirectional" or "unidirectional".
+        horizontal_global_attention: Whether global blocks attend to all blocks.
     """
 
     KIND = Variable
@@ -155,8 +190,18 @@ class VariableSparsityConfig(SparsityConfig):
 
 
 class BigBirdSparsityConfig(SparsityConfig):
-    """A sliding window, first blocks seen by all, and random blocks:
-    `deepseek_zero.attention.layouts.BigBird`.
+    """A sliding window with global blocks at the start and random blocks.
+
+    See `deepseek_zero.attention.layouts.BigBird`.
+
+    Args:
+        num_heads: Number of heads.
+        block: Block size in tokens.
+        different_layout_per_head: Whether heads have different layouts.
+        num_random_blocks: Random blocks per row of blocks.
+        num_sliding_window_blocks: Width of the window in blocks.
+        num_global_blocks: Number of global blocks.
+        attention: "bidirectional" or "unidirectional".
     """
 
     KIND = BigBird
@@ -180,7 +225,19 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A sliding window, and blocks seen by all: `deepseek_zero.attention.layouts.BSLongformer`."""
+    """A sliding window with global blocks.
+
+    See `deepseek_zero.attention.layouts.BSLongformer`.
+
+    Args:
+        num_heads: Number of heads.
+        block: Block size in tokens.
+        different_layout_per_head: Whether heads have different layouts.
+        num_sliding_window_blocks: Width of the window in blocks.
+        global_block_indices: Global blocks, or the starts of ranges of them.
+        global_block_end_indices: Ends of the ranges; None for single blocks.
+        attention: "bidirectional" or "unidirectional".
+    """
 
     KIND = BSLongformer
 
@@ -205,7 +262,14 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window alone: `deepseek_zero.attention.layouts.LocalSlidingWindow`."""
+    """A sliding window; see `deepseek_zero.attention.layouts.LocalSlidingWindow`.
+
+    Args:
+        num_heads: Number of heads.
+        block: Block size in tokens.
+        num_sliding_window_blocks: Width of the window in blocks.
+        attention: "bidirectional" or "unidirectional".
+    """
 
     KIND = LocalSlidingWindow
 
@@ -226,10 +290,19 @@ _MODES = ("add", "mul")
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention by a layout, with masks in DeepSpeed's two ways: "add" is added to scores, "mul"
-    hides where it is 0.
+    """Attention with a sparse layout and DeepSpeed's masks.
 
-    max_seq_length is not needed: layouts are made for the sequence at hand.
+    A mask with the mode "add" is added to the scores. With "mul", positions where it is 0 are
+    hidden.
+
+    Args:
+        sparsity_config: The layout.
+        key_padding_mask_mode: Mode of the padding mask.
+        attn_mask_mode: Mode of the attention mask.
+        max_seq_length: Ignored; a layout is created for the length of each sequence.
+
+    Raises:
+        ConfigError: A mode is unknown.
     """
 
     def __init__(
@@ -254,7 +327,10 @@ class SparseSelfAttention(nn.Module):
         self._known: dict[int, BlockLayout] = {}
 
     def get_layout(self, seq_len: int) -> Tensor:
-        """Return the layout of a sequence, 0 or 1, (heads, blocks, blocks)."""
+        """Return the layout of a sequence, with 0 or 1 for each pair of blocks.
+
+        The shape is ``(heads, blocks, blocks)``.
+        """
         return self.sparsity_config.make_layout(seq_len)
 
     def forward(
@@ -266,12 +342,16 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return attention, (samples, heads, tokens, width). Local.
+        """Return the attention output of shape ``(samples, heads, tokens, width)``. Local.
 
-        query, key, value: (samples, heads, tokens, width); key may have its last two dimensions
-        turned.  rpe: added to scores, of (tokens, tokens), or with heads, or with samples and heads
-        before; it may have a gradient.
-        key_padding_mask: (samples, tokens).  attn_mask: (tokens, tokens).
+        Args:
+            query: Shape ``(samples, heads, tokens, width)``.
+            key: As `query`; the last two dimensions may be swapped.
+            value: As `query`.
+            rpe: Relative position bias, which is added to the scores. Shape ``(tokens, tokens)``,
+                optionally with dimensions for heads and samples. It may require a gradient.
+            key_padding_mask: Shape ``(samples, tokens)``.
+            attn_mask: Shape ``(tokens, tokens)``.
         """
         tokens = query.shape[2]
         if key.shape != query.shape and key.mT.shape == query.shape:
@@ -293,15 +373,21 @@ class SparseSelfAttention(nn.Module):
             if tokens not in self._known
             else self._known[tokens]
         )
-        # Equal to itself alone: a plan is found again by the same object
+        # A Listed layout is only equal to itself, and the plan of a layout is found by equality.
         if isinstance(layout, Listed):
             self._known[tokens] = layout
         return layout
 
 
 class BertSparseSelfAttention(nn.Module):
-    """BERT's self-attention by a layout: hidden states and a mask of padding (added to scores) to
-    hidden states.
+    """BERT's self-attention with a sparse layout.
+
+    Args:
+        config: Configuration of a BERT model.
+        sparsity_config: The layout.
+
+    Raises:
+        UsageError: The hidden size is not a multiple of the number of heads.
     """
 
     def __init__(self, config: Any, sparsity_config: SparsityConfig | None = None) -> None:
@@ -322,13 +408,20 @@ class BertSparseSelfAttention(nn.Module):
         self.sparse_self_attention = SparseSelfAttention(sparsity_config)
 
     def transpose_for_scores(self, x: Tensor) -> Tensor:
-        """Return hidden states as (samples, heads, tokens, width of a head)."""
+        """Return hidden states in the shape ``(samples, heads, tokens, head width)``."""
         heads: Tensor = x.unflatten(-1, (self.num_attention_heads, self.attention_head_size))
         return heads.transpose(1, 2)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return hidden states, (samples, tokens, hidden size).  attention_mask: as many numbers as
-        tokens.
+        """Apply the attention.
+
+        Args:
+            hidden_states: Shape ``(samples, tokens, hidden size)``.
+            attention_mask: Padding mask with one number for each token, which is added to the
+                scores.
+
+        Returns:
+            Hidden states of the same shape.
         """
         query, key, value = (
             self.transpose_for_scores(layer(hidden_states))
@@ -341,16 +434,22 @@ class BertSparseSelfAttention(nn.Module):
 
 
 class SparseAttentionUtils:
-    """What DeepSpeed has for turning a trained model into one of longer sequences."""
+    """DeepSpeed's functions for extending a trained model to longer sequences."""
 
     @staticmethod
     def extend_position_embedding(model: Module, max_position: int) -> Module:
-        """Give BERT or RoBERTa a table of `max_position` positions, its rows over and over; return
-        the model.
+        """Extend the position embeddings of BERT or RoBERTa by repeating their rows.
 
-        Its buffers by position and its configuration follow. RoBERTa keeps the rows it reserves
-        beside them. NotBuiltError for a model without such a table; UsageError where the table is
-        no shorter.
+        The model's position buffers and configuration are changed, too. RoBERTa keeps its reserved
+        rows in addition.
+
+        Args:
+            model: The model, which is changed in place and returned.
+            max_position: New number of positions.
+
+        Raises:
+            NotBuiltError: The model has no such embeddings.
+            UsageError: The model already has as many positions.
         """
         own: Any = getattr(model, "bert", None) or getattr(model, "roberta", None) or model
         embeddings: Any = getattr(own, "embeddings", None)
@@ -389,7 +488,12 @@ class SparseAttentionUtils:
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
-        """Tell a tokenizer how long sequences may be; return it."""
+        """Set a tokenizer's maximum length and return the tokenizer.
+
+        Args:
+            tokenizer: Tokenizer of transformers.
+            max_position: Number of tokens.
+        """
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         return tokenizer
@@ -398,11 +502,17 @@ class SparseAttentionUtils:
     def replace_model_self_attention_with_sparse_self_attention(
         model: Module, max_position: int, sparsity_config: SparsityConfig | None = None
     ) -> Module:
-        """Let a model of transformers attend by a layout, in place; return it. Its modules and
-        their names stay.
+        """Make a model of transformers use sparse attention, in place, and return it.
 
-        max_position: tokens of the longest sequence. NotBuiltError where the model's attention
-        cannot.
+        Its modules and their names do not change.
+
+        Args:
+            model: The model.
+            max_position: Number of tokens of the longest sequence.
+            sparsity_config: The layout.
+
+        Raises:
+            NotBuiltError: The model is not from transformers.
         """
         if not is_of_transformers(model):
             raise NotBuiltError(
@@ -420,10 +530,14 @@ class SparseAttentionUtils:
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Iterable[nn.Module], sparsity_config: SparsityConfig | None = None
     ) -> Iterable[nn.Module]:
-        """Let layers of one model of transformers attend by a layout, in place; return them.
-        config: the model's.
+        """Make the layers of a transformers model use sparse attention, and return them.
 
-        The layers must be all that attend in the model, since its masks are made for one way.
+        The layers must be all attention layers of the model, because they share its masks.
+
+        Args:
+            config: Configuration of the model.
+            layers: The layers, which are changed in place.
+            sparsity_config: The layout.
         """
         layout = (sparsity_config or FixedSparsityConfig(4)).layout_for(
             config.max_position_embeddings
@@ -442,11 +556,26 @@ class SparseAttentionUtils:
         pad_token_id: int,
         model_embeddings: Any,
     ) -> tuple[int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Return how many tokens were added, and the inputs with them, on the right, hidden by the
-        mask.
+        """Pad inputs on the right to a multiple of the block size.
 
-        The kernel does not need it; programs that count on full blocks do. model_embeddings: embeds
-        padding where there are inputs_embeds.
+        The attention mask hides the padding. The kernel does not need padding. It is for programs
+        that expect full blocks.
+
+        Args:
+            block_size: Block size in tokens.
+            input_ids: Shape ``(samples, tokens)``.
+            attention_mask: Shape ``(samples, tokens)``.
+            token_type_ids: Shape ``(samples, tokens)``.
+            position_ids: Shape ``(samples, tokens)``.
+            inputs_embeds: Shape ``(samples, tokens, width)``.
+            pad_token_id: Value of the padding.
+            model_embeddings: Embeds the padding if there are `inputs_embeds`.
+
+        Returns:
+            The number of added tokens, followed by the five inputs.
+
+        Raises:
+            UsageError: Neither `input_ids` nor `inputs_embeds` is given.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
@@ -470,5 +599,10 @@ class SparseAttentionUtils:
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """Return an output without the tokens that `pad_to_block_size` added."""
+        """Remove the padding that `pad_to_block_size` added from an output.
+
+        Args:
+            pad_len: Number of added tokens.
+            sequence_output: Shape ``(samples, tokens, ...)``.
+        """
         return sequence_output[:, : sequence_output.shape[1] - pad_len]

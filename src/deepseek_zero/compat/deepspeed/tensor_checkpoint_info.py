@@ -1,9 +1,8 @@
-"""What DeepSpeed's converter of checkpoints asks of a model that is split along tp: where each
-parameter was cut.
+"""Metadata for DeepSpeed's checkpoint converter about tensor-parallel parameters.
 
-A parameter carries how it lies over the ranks (`ds_autotp_universal_checkpoint_meta`), a model a
-summary by patterns of names (`universal_checkpoint_info`).  Checkpoints of this library need
-neither: they load at any number of ranks.
+Each parameter has an attribute `ds_autotp_universal_checkpoint_meta` with its split. The model has
+a summary `universal_checkpoint_info` of patterns of names. Checkpoints of this library load at any
+number of ranks without them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 META = "ds_autotp_universal_checkpoint_meta"
-INFO = "universal_checkpoint_info"  # of a model
+INFO = "universal_checkpoint_info"  # attribute of the model
 VERSION = 0.4
 _SHAPES = (
     "logical_shape",
@@ -45,8 +44,9 @@ def _build_param_uc_restore_meta(
     unsupported_reason: str | None = None,
     **shapes: Sequence[Any] | None,
 ) -> dict[str, Any]:
-    """Return what is said of one parameter; "conversion" repeats what a model's summary is made
-    of.
+    """Return the metadata of a parameter.
+
+    The entry "conversion" contains the values that the model's summary needs.
     """
     found: dict[str, Any] = {"partition_type": partition_type, "partition_dim": partition_dim}
     for name in _SHAPES:
@@ -67,7 +67,7 @@ def _build_param_uc_restore_meta(
 
 
 def _get_param_uc_conversion_meta(param: Tensor) -> dict[str, Any] | None:
-    """Return what a model's summary is made of; None for a parameter that was not cut."""
+    """Return a parameter's values for the summary; None if it is not split."""
     meta = getattr(param, META, None)
     return meta.get("conversion") if meta else None
 
@@ -81,12 +81,16 @@ def mark(
     parts: Sequence[Sequence[int]],
     spec: Sequence[Any] | None = None,
 ) -> None:
-    """Say on a parameter how it was cut.
+    """Store on a parameter how it is split.
 
-    kind: "column" or "row".  whole: its shape in the whole model.  dim: that was cut, None for one
-    that every rank has.
-    parts: the widths, by rank, of each part in that dimension.  spec: of a fused projection, the
-    shape that names them.
+    Args:
+        param: The parameter.
+        kind: "column" or "row".
+        whole: Shape of the parameter in the whole model.
+        outputs: Number of outputs of the layer.
+        dim: Split dimension; None for a replicated parameter.
+        parts: For each part of that dimension, its width on each rank.
+        spec: Shape that describes the parts of a fused projection.
     """
     told: dict[str, Any] = {
         "logical_shape": whole,
@@ -108,10 +112,11 @@ def mark(
 
 
 def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
-    """Return a model's summary: patterns of the names of its parameters, by how they were cut.
+    """Return the summary of a model: patterns of names by how parameters are split.
+
     Local.
 
-    What was not cut is replicated; of tied parameters the first name counts.
+    Parameters that are not split are replicated. Tied parameters have their first name.
     """
     rows = list[str]()
     replicated = list[str]()

@@ -1,7 +1,7 @@
-"""DeepSpeed's `AutoTP`: puts its split layers into a model by rules of names, for programs that
-call it themselves.
+"""DeepSpeed's `AutoTP`, which replaces layers by split ones according to rules.
 
-`initialize` splits a model by the planner (parallel/plans.py) and needs none of this.
+It is for programs that call it themselves. `initialize` splits a model with the planner instead
+(parallel/plans.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,20 @@ from .tensor_layers import (
 
 
 class AutoTP:
-    """The rules of a model, and the group that its layers are split over.
+    """Replace the layers of a model by split ones.
 
-    partition_config: the rules.  The other arguments are DeepSpeed's and change nothing.
+    Args:
+        module: The model.
+        all_reduce_linears: Ignored.
+        prefix: Ignored.
+        state_dict: Ignored.
+        linear_layer_setting: Ignored.
+        orig_layer_impl: Ignored.
+        keep_module_on_host: Ignored.
+        partition_config: The rules.
+
+    Raises:
+        NotBuiltError: There is no `partition_config`.
     """
 
     def __init__(
@@ -51,18 +62,24 @@ class AutoTP:
         self.tp_meta = AutoTPMeta.from_model_config(getattr(module, "config", None))
 
     def set_tensor_parallel_config(self, mp_size: int, mp_group: Any) -> None:
-        """Say over how many ranks, and which, layers are split."""
+        """Set the ranks over which layers are split.
+
+        Args:
+            mp_size: Number of ranks.
+            mp_group: The process group.
+        """
         self.mp_size = mp_size
         self.mp_group = mp_group
 
     def update_linear_policies(self) -> None:
-        """Nothing to do: the rules are read as layers are met."""
+        """Do nothing: the rules are read when a layer is replaced."""
 
     def _replace_module(
         self, r_module: nn.Module, prev_name: str = "", prev_class_name: str = ""
     ) -> nn.Module:
-        """Put split layers into a model in the places of those that a rule names; returns the
-        model.  Local.
+        """Replace the layers that a rule matches by split ones, in place.
+
+        Returns the model. Local.
         """
         for name, child in r_module.named_children():
             full_name = f"{prev_class_name}.{name}" if prev_class_name else name
@@ -80,7 +97,7 @@ class AutoTP:
         return r_module
 
     def _replace_with_config(self, child: nn.Module, full_name: str) -> nn.Module | None:
-        """Return what stands for a layer; None where it stays."""
+        """Return the replacement of a layer; None if it stays."""
         spec = self.partition_config.find_matching_spec(
             f"{full_name}.weight", self._get_model_type()
         )
@@ -99,8 +116,9 @@ class AutoTP:
         return kind(child, self.mp_group, spec.shape, spec.get_partition_dim(), **shared)
 
     def _is_tied(self, child: nn.Module) -> bool:
-        """Whether another module has the layer's weight, too: a table of words that it would cut
-        unasked.
+        """Return whether another module has the layer's weight, too.
+
+        Splitting such a weight, for example a word embedding, would also split the other module's.
         """
         return any(
             param is child.weight
@@ -110,7 +128,7 @@ class AutoTP:
         )
 
     def _get_model_type(self) -> str | None:
-        """Return what the model calls its family, or the name of its class in small letters."""
+        """Return the configuration's model type, or the lower-case name of the class."""
         told = getattr(getattr(self.module, "config", None), "model_type", None)
         return (
             str(told).lower()

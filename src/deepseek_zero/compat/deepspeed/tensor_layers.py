@@ -1,12 +1,13 @@
-"""DeepSpeed's layers of tensor parallelism, for programs that put them into models by themselves.
+"""DeepSpeed's tensor-parallel layers, for programs that insert them into models.
 
-    LinearLayer      y_i = x W_i^T + b_i      each rank its own outputs, or all with gather_output
-    LinearAllreduce  y = sum_i x_i W_i^T + b  each rank its own inputs
+    LinearLayer      y_i = x W_i^T + b_i      each rank has some outputs, or all with gather_output
+    LinearAllreduce  y = sum_i x_i W_i^T + b  each rank has some inputs
 
-A layer takes the parameters of the one it is made of, leaves its own part in each, and communicates
-by torch's group. What it cut is a `Split` of the parameter (planner/split.py), so an engine knows
-norms, checkpoints and whole state dicts of a model with such layers.  An engine's own split layers
-(parallel/layers.py) count as these classes, too: `show_names` gives them DeepSpeed's attributes.
+A layer takes over the parameters of another layer, keeps this rank's shard of each, and
+communicates with torch's process group. The shard is described by a `Split` of the parameter
+(planner/split.py), so an engine computes norms, checkpoints and whole state dicts of such a model
+correctly. The engine's own split layers (parallel/layers.py) also count as instances of these
+classes, and `show_names` gives them DeepSpeed's attributes.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from .tensor_checkpoint_info import INFO, collect_autotp_universal_checkpoint_in
 
 DS_IS_REPLACED_MODULE = "ds_is_replaced_module"
 DS_TENSOR_MODEL_PARALLEL = "tensor_model_parallel"
-_KEPT = "_zero_own_part"  # of a parameter that is whole for a while: the memory of its part
+# attribute of a gathered parameter: the memory of its shard
+_KEPT = "_zero_own_part"
 
-# -- products and sums
+# -- matrix products and reductions
 
 
 def _summed(x: Tensor, group: Any) -> Tensor:
@@ -46,41 +48,84 @@ def _summed(x: Tensor, group: Any) -> Tensor:
 
 
 class ColumnParallel(torch.autograd.Function):
-    """A tensor that every rank has, read by column layers: its gradient is the sum of theirs."""
+    """Pass a replicated tensor to column layers. Backward all-reduces its gradient."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, input: Tensor) -> Tensor:
+        """Return the input.
+
+        Args:
+            ctx: Context of the autograd function.
+            group: The process group; None for one rank.
+            input: The replicated tensor.
+        """
         ctx.group = group
         return input.view_as(input)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """All-reduce the gradient.
+
+        Args:
+            ctx: Context of the autograd function.
+            grad: Gradient of the output.
+
+        Note:
+            Collective over the group.
+        """
         return None, grad if ctx.group is None else _summed(grad, ctx.group)
 
 
 class RowParallel(torch.autograd.Function):
-    """The sum of every rank's tensor; each gets the whole gradient.  Collective."""
+    """All-reduce the input. Backward passes the gradient through."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, input: Tensor, is_inference_mode: bool = False) -> Tensor:
+        """All-reduce the input.
+
+        Args:
+            ctx: Context of the autograd function.
+            group: The process group; None for one rank.
+            input: This rank's summand.
+            is_inference_mode: Ignored.
+
+        Note:
+            Collective over the group.
+        """
         return input.view_as(input) if group is None else _summed(input, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        """Return the gradient unchanged.
+
+        Args:
+            ctx: Context of the autograd function.
+            grad: Gradient of the output.
+        """
         return None, grad, None
 
 
 class GatherFromTensorParallelRegion(torch.autograd.Function):
-    """Every rank's last dimension, side by side; the gradient must be equal on every rank.
-    Collective.
+    """All-gather the last dimension. Backward keeps this rank's part of the gradient.
 
-    partition_sizes: of that dimension, by rank.
+    The gradient must be equal on every rank.
     """
 
     @staticmethod
     def forward(ctx: Any, group: Any, input: Tensor, partition_sizes: Sequence[int]) -> Tensor:
+        """Concatenate the tensors of all ranks along the last dimension.
+
+        Args:
+            ctx: Context of the autograd function.
+            group: The process group; None for one rank.
+            input: This rank's part.
+            partition_sizes: Size of the last dimension on each rank.
+
+        Note:
+            Collective over the group.
+        """
         ctx.own = None
         if group is None or len(partition_sizes) == 1:
             return input.view_as(input)
@@ -91,18 +136,34 @@ class GatherFromTensorParallelRegion(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        """Return this rank's part of the gradient.
+
+        Args:
+            ctx: Context of the autograd function.
+            grad: Gradient of the output.
+        """
         return None, grad if ctx.own is None else grad.narrow(-1, *ctx.own).contiguous(), None
 
 
 class ScatterToTensorParallelRegion(torch.autograd.Function):
-    """A rank's part of the last dimension of a tensor that every rank has.  Backward gathers:
-    collective there.
+    """Select this rank's part of a replicated tensor.
+
+    Backward all-gathers the gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, group: Any, input: Tensor, partition_sizes: Sequence[int], tp_index: int
     ) -> Tensor:
+        """Return this rank's part of the last dimension.
+
+        Args:
+            ctx: Context of the autograd function.
+            group: The process group.
+            input: The replicated tensor.
+            partition_sizes: Size of the last dimension on each rank.
+            tp_index: Index of this rank.
+        """
         ctx.group = group
         ctx.sizes = partition_sizes
         return input.narrow(
@@ -112,11 +173,21 @@ class ScatterToTensorParallelRegion(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        """All-gather the gradient.
+
+        Args:
+            ctx: Context of the autograd function.
+            grad: Gradient of this rank's part.
+
+        Note:
+            Collective over the group.
+        """
         return None, _side_by_side(grad, ctx.sizes, ctx.group), None, None
 
 
 def _side_by_side(own: Tensor, widths: Sequence[int], group: Any) -> Tensor:
-    """Return every rank's last dimension, one behind the other.  widths: of it, by rank.
+    """All-gather along the last dimension, whose size on each rank is `widths`.
+
     Collective.
     """
     rows = own.reshape(-1, own.shape[-1])
@@ -125,8 +196,9 @@ def _side_by_side(own: Tensor, widths: Sequence[int], group: Any) -> Tensor:
 
 
 def _gathered(own: Tensor, shapes: Sequence[tuple[int, ...]], group: Any) -> list[Tensor]:
-    """Return every rank's tensor, by rank.  Collective.  torch's groups gather equal sizes, so they
-    are padded.
+    """Return the tensors of all ranks. Collective.
+
+    They are padded, because torch's all-gather requires equal sizes.
     """
     if group is None:
         return [own]
@@ -137,11 +209,20 @@ def _gathered(own: Tensor, shapes: Sequence[tuple[int, ...]], group: Any) -> lis
     return [box[: prod(shape)].view(shape) for box, shape in zip(boxes, shapes, strict=True)]
 
 
-# -- parts of parameters
+# -- shards of parameters
 
 
 def gather_part(param: Tensor, split: Split, group: Any) -> None:
-    """Make a parameter whole, in new memory, until `cut_part`.  Collective in the group."""
+    """All-gather a parameter into new memory, until `cut_part`.
+
+    Args:
+        param: The parameter.
+        split: How the parameter is split.
+        group: The process group.
+
+    Note:
+        Collective over the group.
+    """
     own = param.data
     shapes = [split.local_shape(coordinate) for coordinate in range(len(split.ranges))]
     param.data = put_together(_gathered(own, shapes, group), split, split.dim)
@@ -149,8 +230,14 @@ def gather_part(param: Tensor, split: Split, group: Any) -> None:
 
 
 def cut_part(param: Tensor, split: Split, index: int) -> None:
-    """Leave a rank's part in a whole parameter, in the memory where it was before `gather_part`.
-    Local.
+    """Replace a gathered parameter by this rank's shard. Local.
+
+    The shard is stored in its memory from before `gather_part`.
+
+    Args:
+        param: The parameter.
+        split: How the parameter is split.
+        index: Index of this rank.
     """
     own = taken(param.data, split.dim, split.ranges[index])
     kept: Tensor | None = param.__dict__.pop(_KEPT, None)
@@ -160,8 +247,12 @@ def cut_part(param: Tensor, split: Split, index: int) -> None:
 
 
 def split_by(shape: Sequence[int], dim: int, parts: Sequence[Sequence[int]]) -> Split:
-    """Return the split of a dimension in which parts lie one behind the other.  parts: the widths
-    of each, by rank.
+    """Return the split of a dimension that consists of several parts.
+
+    Args:
+        shape: Shape of the whole parameter.
+        dim: The split dimension.
+        parts: For each part, its width on each rank.
     """
     return Split("split", tuple(shape), dim, laid_out(parts))
 
@@ -170,16 +261,23 @@ def split_by(shape: Sequence[int], dim: int, parts: Sequence[Sequence[int]]) -> 
 
 
 class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
-    """A layer of which each rank of a group has a part.
+    """Base class of layers that are split over the ranks of a group.
 
-    module: with a weight (out, in) and a bias, or None; its parameters become this layer's.
-    mp_group: torch's group; None for a layer that is whole.  skip_partition: the parameters are
-    this rank's parts already.  tp_meta: how the heads of its model are counted.  Local.
+    Creating one is local.
+
+    Args:
+        module: Layer with a weight of shape ``(out, in)`` and a bias or None. Its parameters become
+            this layer's.
+        mp_group: The process group; None for a layer that is not split.
+        name: Name of the layer.
+        skip_partition: Whether the parameters are already this rank's shards.
+        tp_meta: Number of heads of the model, which determines the split.
+        **others: Ignored.
     """
 
-    keep_module_on_host: ClassVar[bool] = False  # layers are cut where they are
+    keep_module_on_host: ClassVar[bool] = False  # layers are split on their device
     tp_overlap_comm: ClassVar[bool] = False
-    partition_dim: int = 0  # of the weight
+    partition_dim: int = 0  # dimension of the weight
     cuts_bias: ClassVar[bool] = True
 
     weight: nn.Parameter
@@ -218,18 +316,18 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
         self._mark_uc_metadata()
 
     def _freeze_partition_sizes(self, total_size: int) -> tuple[int, ...]:
-        """Say, once for all, how much of the cut dimension each rank has."""
+        """Compute how much of the split dimension each rank has. Called once."""
         sizes = get_shard_size_list(total_size, self.tp_world_size, self.tp_meta, self.name)
         self._partition_sizes = tuple(sizes)
         return self._partition_sizes
 
     @property
     def _parts(self) -> Sequence[Sequence[int]]:
-        """The widths of each part that lies in the cut dimension, by rank."""
+        """For each part of the split dimension, its width on each rank."""
         return [self._partition_sizes]
 
     def _split_of(self, param: Tensor) -> Split | None:
-        """How one of this layer's parameters lies over the ranks; None where each has all of it."""
+        """Return the split of one of the layer's parameters; None if it is replicated."""
         if param is self.bias or param.dim() == 1:
             shape = (sum(map(sum, self._parts)),)
             dim = 0
@@ -246,7 +344,7 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
                 set_own_cut(param, split)
 
     def _mark_uc_metadata(self) -> None:
-        """Say on the parameters how they were cut, for DeepSpeed's converter of checkpoints."""
+        """Store how parameters are split, for DeepSpeed's checkpoint converter."""
         kind = "row" if isinstance(self, LinearAllreduce) else "column"
         outputs = self._orig_weight_shape[0]
         for param, whole in (
@@ -259,13 +357,15 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
                 mark(param, kind, whole, outputs, dim, self._parts, self._spec_of(whole))
 
     def _spec_of(self, whole: tuple[int, ...]) -> tuple[Any, ...] | None:
-        """The shape that names the parts of a fused parameter; None for one of a single part."""
+        """Return the shape that describes a fused parameter; None for a single part."""
         return None
 
     @torch.no_grad()
     def gather_params(self, params_list: Iterable[Tensor | None]) -> None:
-        """Make these of the layer's parameters whole, until `_tp_partition`.  Collective in the
-        group.
+        """All-gather parameters of the layer, until `_tp_partition`.
+
+        Note:
+            Collective over the group.
         """
         for param in params_list:
             split = self._split_of(param) if param is not None else None
@@ -274,14 +374,14 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
 
     @torch.no_grad()
     def _tp_partition(self, params_list: Iterable[Tensor | None]) -> None:
-        """Leave this rank's part in these parameters.  Local."""
+        """Replace parameters by this rank's shards. Local."""
         for param in params_list:
             split = self._split_of(param) if param is not None else None
             if param is not None and split is not None:
                 cut_part(param, split, self.tp_index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel_Layer:
-        memo[id(self.mp_group)] = self.mp_group  # a copy is computed by the same ranks
+        memo[id(self.mp_group)] = self.mp_group  # a copy uses the same process group
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
@@ -298,20 +398,26 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
 
 
 def _name(param: Any, gather_params: Any, tp_partition: Any) -> None:
-    """Give a parameter of a split layer DeepSpeed's names."""
+    """Set DeepSpeed's attributes on a parameter of a split layer."""
     param.tensor_model_parallel = param.ds_is_replaced_module = True
     param.gather_params = gather_params
     param._tp_partition = tp_partition
 
 
 def _whole_shape(param: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter; of one that ZeRO-3 holds in parts, that of the whole."""
+    """Return a parameter's shape, or that of the whole if ZeRO-3 has sharded it."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 class LinearLayer(TensorParallel_Layer):
-    """A column layer: each rank has some of the outputs.  gather_output: each is given all of
-    them.
+    """A column layer, in which each rank has some of the outputs.
+
+    Args:
+        module: As for the base class.
+        mp_group: As for the base class.
+        skip_partition: As for the base class.
+        gather_output: All-gather the outputs.
+        **others: As for the base class.
     """
 
     def __init__(
@@ -326,8 +432,12 @@ class LinearLayer(TensorParallel_Layer):
         self.gather_output = gather_output
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's outputs.  Backward sums the gradient of the input: collective
-        there.
+        """Return this rank's outputs, or all with `gather_output`.
+
+        Backward all-reduces the gradient of the input.
+
+        Note:
+            Collective over the group in backward, and with `gather_output`.
         """
         read: Tensor = ColumnParallel.apply(self.mp_group, input)  # type: ignore[no-untyped-call]
         found = nn.functional.linear(read, self.weight, self.bias)
@@ -346,8 +456,17 @@ class LinearLayer(TensorParallel_Layer):
         bias: Tensor | None = None,
         gather_output: bool = False,
     ) -> LinearLayer:
-        """Return a layer with parameters that are this rank's parts, or with random ones of a shape
-        (out, in).
+        """Create a layer from this rank's shards of the parameters, or a random one.
+
+        Args:
+            weight_shape: Shape ``(out, in)`` of random weights.
+            dtype: Dtype of random weights.
+            weight: This rank's shard of the weight.
+            bias: This rank's shard of the bias.
+            gather_output: All-gather the outputs.
+
+        Raises:
+            UsageError: Neither `weight` nor `weight_shape` is given.
         """
         if weight is None and weight_shape is None:
             raise UsageError(
@@ -365,7 +484,16 @@ class LinearLayer(TensorParallel_Layer):
 
 
 class VocabParallelLinear(LinearLayer):
-    """A column layer whose outputs are the logits of this rank's words."""
+    """A column layer that computes the logits of this rank's part of the vocabulary.
+
+    Args:
+        module: As for the base class.
+        mp_group: As for the base class.
+        **others: As for the base class.
+
+    Raises:
+        ValueError: A rank would have no part of the vocabulary.
+    """
 
     def __init__(self, module: nn.Module, mp_group: Any = None, **others: Any) -> None:
         super().__init__(module, mp_group, gather_output=False, **others)
@@ -381,15 +509,16 @@ class VocabParallelLinear(LinearLayer):
 
 
 class LinearAllreduce(TensorParallel_Layer):
-    """A row layer: each rank has some of the inputs, and is given the sum of all products and the
-    bias.
+    """A row layer, in which each rank has some of the inputs.
+
+    The result is the sum over all ranks plus the bias.
     """
 
     partition_dim = 1
     cuts_bias = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum over the ranks.  Collective."""
+        """Return the sum over all ranks. Collective over the group."""
         total: Tensor = RowParallel.apply(  # type: ignore[no-untyped-call]
             self.mp_group, nn.functional.linear(input, self.weight)
         )
@@ -397,10 +526,14 @@ class LinearAllreduce(TensorParallel_Layer):
 
 
 class LinearAllreduceWithReplicatedInput(LinearAllreduce):
-    """A row layer that is given all inputs on every rank."""
+    """A row layer that receives all inputs on every rank."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum over the ranks.  Collective."""
+        """Return the sum over all ranks. Collective over the group.
+
+        Raises:
+            UsageError: The input does not have the layer's number of features.
+        """
         if sum(self._partition_sizes) != input.shape[-1]:
             raise UsageError(
                 f"layer '{self.name}' of {sum(self._partition_sizes)} input features was given "
@@ -416,8 +549,14 @@ class LinearAllreduceWithReplicatedInput(LinearAllreduce):
 
 
 class LmHeadLinearAllreduce(LinearAllreduceWithReplicatedInput):
-    """A row layer that makes logits.  Its parameters are its own, although a table of words may
-    have had them.
+    """A row layer that computes logits, with its own copy of the parameters.
+
+    The parameters may have been tied to a word embedding.
+
+    Args:
+        module: As for the base class.
+        mp_group: As for the base class.
+        **others: As for the base class.
     """
 
     def __init__(self, module: nn.Module, mp_group: Any, **others: Any) -> None:
@@ -429,16 +568,16 @@ class LmHeadLinearAllreduce(LinearAllreduceWithReplicatedInput):
 
 
 class _OfParts(TensorParallel_Layer):
-    """A layer of a fused projection: each of the parts in the cut dimension is cut by itself.
+    """Base class of layers with fused projections, whose parts are split separately.
 
-    shape: of the whole weight: in the cut dimension how many equal parts there are, or the width of
-    each; -1 elsewhere.
+    `shape` describes the whole weight. The entry of the split dimension is the number of equal
+    parts, or the width of each part. Other entries are -1.
     """
 
     shape: tuple[Any, ...]
     _subparam_sizes: tuple[int, ...]
     counts_as: ClassVar[str | None] = (
-        None  # the name by which widths are shared out, where it is not the layer's own
+        None  # name that determines the split, instead of the layer's own
     )
 
     def __init__(
@@ -478,13 +617,21 @@ def _subparam_shard_widths(
     tp_meta: AutoTPMeta | None = None,
     name: str | None = None,
 ) -> list[list[int]]:
-    """Return how much of each part every rank has."""
+    """Return the width of each part on each rank."""
     return [get_shard_size_list(size, tp_world_size, tp_meta, name) for size in subparam_sizes]
 
 
 def subparam_sizes(whole: Sequence[int], shape: tuple[Any, ...], dim: int) -> tuple[int, ...]:
-    """Return the widths of the parts of a dimension that a `shape` says; UsageError where they do
-    not add up.
+    """Return the widths of the parts of a dimension.
+
+    Args:
+        whole: Shape of the whole weight.
+        shape: Description of the parts; see `_OfParts`.
+        dim: The split dimension.
+
+    Raises:
+        NotBuiltError: `shape` has another number of dimensions.
+        UsageError: The widths do not add up to the dimension.
     """
     if len(shape) != len(whole):
         raise NotBuiltError(
@@ -512,8 +659,12 @@ class SubParamLinearLayer(_OfParts, LinearLayer):
         return super()._split_of(param)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's outputs of each part.  Backward sums the gradient of the input:
-        collective there.
+        """Return this rank's outputs of each part, or all with `gather_output`.
+
+        Backward all-reduces the gradient of the input.
+
+        Note:
+            Collective over the group in backward, and with `gather_output`.
         """
         found = super().forward(input)
         if not self.gather_output or self.tp_world_size == 1:
@@ -523,7 +674,15 @@ class SubParamLinearLayer(_OfParts, LinearLayer):
 
 
 class SubParamLinearAllreduce(_OfParts, LinearAllreduce):
-    """A row layer whose inputs lie in parts."""
+    """A row layer whose inputs consist of several parts.
+
+    Args:
+        module: As for the base class.
+        mp_group: As for the base class.
+        shape: Description of the parts; see `subparam_sizes`.
+        partition_dim: The split dimension.
+        **others: As for the base class.
+    """
 
     def __init__(
         self,
@@ -537,7 +696,13 @@ class SubParamLinearAllreduce(_OfParts, LinearAllreduce):
 
 
 class GateUpPack_LinearLayer(SubParamLinearLayer):
-    """A column layer of two projections of one width, one behind the other."""
+    """A column layer of two fused projections of equal width.
+
+    Args:
+        module: As for the base class.
+        mp_group: As for the base class.
+        **others: As for the base class.
+    """
 
     counts_as = "mlp"
 
@@ -547,10 +712,16 @@ class GateUpPack_LinearLayer(SubParamLinearLayer):
 
 
 class GatherReplacedLayerParams:
-    """Whole parameters of split layers inside the `with` block.  Collective at entry.
+    """Gather parameters of split layers inside a `with` block.
 
-    params: a parameter, or parameters of one layer; what is not split is passed over.  enabled:
-    False changes nothing.
+    Args:
+        params: One parameter, or parameters of one layer. Others than those of split layers are
+            ignored.
+        module: Stored as an attribute.
+        enabled: If False, the block does nothing.
+
+    Note:
+        Entering the block is collective over the group.
     """
 
     def __init__(
@@ -575,13 +746,11 @@ class GatherReplacedLayerParams:
             param._tp_partition([param])
 
 
-# -- an engine's own split layers
+# -- the engine's own split layers
 
 
 def show_names(engine: Engine) -> None:
-    """Give the layers that an engine has split DeepSpeed's attributes: they count as its classes.
-    Local.
-    """
+    """Give the split layers of an engine DeepSpeed's attributes and classes. Local."""
     is_split = False
     for name, module in engine.module.named_modules():
         kind = (
@@ -620,8 +789,9 @@ def show_names(engine: Engine) -> None:
 
 
 def _parts_of(split: Split | None) -> tuple[list[list[int]], tuple[Any, ...] | None]:
-    """Return the widths of the parts of a cut dimension, by rank, and of several the shape that
-    names them.
+    """Return the widths of the parts of a split dimension on each rank.
+
+    If there are several parts, the shape that describes them is returned, too.
     """
     if split is None or not split.ranges:
         return [], None

@@ -1,9 +1,8 @@
-"""DeepSpeed's `deepspeed.runtime.torch_autocast`: which parameters belong to layers that autocast
-computes in 16 bits.
+"""DeepSpeed's `deepspeed.runtime.torch_autocast`: marks of autocast layers.
 
-There, such a parameter's `comm_dtype` is the dtype in which its gradient travels.  Here gradients
-travel in their own dtype, and the mark says what a program asks: whether autocast computes with the
-parameter in fewer bits.
+In DeepSpeed, `comm_dtype` of a parameter is the dtype in which its gradient is reduced. Here
+gradients are reduced in their own dtype. The mark only shows programs whether autocast uses a lower
+precision for the parameter.
 """
 
 from __future__ import annotations
@@ -18,18 +17,22 @@ from torch import Tensor, nn
 LOWER_PRECISION_SAFE_MODULES: list[type[nn.Module]] = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d]
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
-_dtype: list[torch.dtype] = []  # of the autocast that an engine was asked for last
+# dtype of the last engine with autocast
+_dtype: list[torch.dtype] = []
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
-    """Return the layers that are marked where the configuration names none, by their full names."""
+    """Return the full names of the layer classes that are marked by default."""
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in LOWER_PRECISION_SAFE_MODULES]
 
 
 def init_autocast_params(engine: Any, dtype: torch.dtype, modules: Iterable[str] | None) -> None:
-    """Mark the parameters of an engine's layers with the dtype of autocast.  Local.
+    """Mark the parameters of an engine's layers with the autocast dtype. Local.
 
-    modules: the classes of these layers by their full names; None: `LOWER_PRECISION_SAFE_MODULES`.
+    Args:
+        engine: The engine.
+        dtype: The autocast dtype.
+        modules: Full names of the layer classes; None for `LOWER_PRECISION_SAFE_MODULES`.
     """
     names = set(modules or get_default_autocast_lower_precision_modules())
     _dtype[:] = [dtype]
@@ -40,20 +43,21 @@ def init_autocast_params(engine: Any, dtype: torch.dtype, modules: Iterable[str]
 
 
 def _full_names(kind: type) -> set[str]:
-    """Return a class's full name; for a layer of torch's also the one that users write
-    ("torch.nn.Linear").
+    """Return a class's full name.
+
+    For torch's layers, the result includes the usual name ("torch.nn.Linear").
     """
     short = {f"torch.nn.{kind.__name__}"} if getattr(nn, kind.__name__, None) is kind else set()
     return {f"{kind.__module__}.{kind.__qualname__}", *short}
 
 
 def is_autocast_initialized() -> bool:
-    """Return whether an engine of this process was asked for autocast."""
+    """Return whether an engine with autocast was created in this process."""
     return bool(_dtype)
 
 
 def get_autocast_dtype() -> torch.dtype | None:
-    """Return the dtype of that autocast; None without one."""
+    """Return the autocast dtype of the last engine with autocast, or None."""
     return _dtype[0] if _dtype else None
 
 
@@ -63,26 +67,24 @@ def has_comm_dtype(param: Tensor) -> bool:
 
 
 def get_comm_dtype(param: Tensor) -> torch.dtype:
-    """Return the mark of a parameter; its own dtype without one."""
+    """Return a parameter's mark, or its dtype if it is not marked."""
     found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
     return found
 
 
 def get_all_comm_dtypes(params: Iterable[Tensor]) -> set[torch.dtype]:
-    """Return the different dtypes of parameters (`get_comm_dtype`)."""
+    """Return the set of `get_comm_dtype` of the parameters."""
     return {get_comm_dtype(param) for param in params}
 
 
 def sort_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """Return dtypes in one order."""
+    """Return the dtypes sorted by name."""
     return sorted(dtypes, key=str)
 
 
 @contextmanager
 def autocast_if_enabled(engine: Any) -> Iterator[None]:
-    """Open a block under the autocast that an engine was configured with; without one the block
-    runs as it is.
-    """
+    """Run a block with the autocast that the engine's configuration enables, if any."""
     dtype = engine.torch_autocast_dtype()
     with torch.autocast(
         engine.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None

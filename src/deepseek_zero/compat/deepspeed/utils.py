@@ -1,6 +1,4 @@
-"""DeepSpeed's `deepspeed.utils`, beyond `deepseek_zero.utils`: OnDevice and functions that scripts
-borrow.
-"""
+"""DeepSpeed's `deepspeed.utils`, in addition to `deepseek_zero.utils`."""
 
 from __future__ import annotations
 
@@ -29,14 +27,20 @@ _SAID: set[str] = set()
 def log_dist_once(
     message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
 ) -> None:
-    """Log as `log_dist` does, unless the message was logged already."""
+    """Log a message as `log_dist` does, but only once.
+
+    Args:
+        message: The message.
+        ranks: Ranks that log; None for all.
+        level: Log level.
+    """
     if message not in _SAID:
         _SAID.add(message)
         log_dist(message, ranks, level)
 
 
 def warning_once(message: str) -> None:
-    """Log a warning, unless it was logged already."""
+    """Log a warning, but only once."""
     log_dist_once(message, level=logging.WARNING)
 
 
@@ -46,15 +50,20 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Return whether the level of the library's logger is at most this one."""
+    """Return whether the logger's level is at most the given one."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 class OnDevice:
-    """Make what is built inside on `device`, and its floating values in `dtype`.
+    """Build modules on a device and in a dtype inside a `with` block.
 
-    "meta": shapes without values.  To train a model larger than memory, build it under zero.Init,
-    which gives each rank its slices.
+    The device "meta" creates shapes without values. To train a model that does not fit into memory,
+    use zero.Init, which gives each rank its shards.
+
+    Args:
+        dtype: Default dtype of floating-point tensors.
+        device: The device.
+        enabled: If False, the block does nothing.
     """
 
     def __init__(
@@ -87,15 +96,20 @@ def zero_wrapper_for_fp_tensor_constructor(
 ) -> Callable[..., Any]:
     """Return the constructor itself.
 
-    DeepSpeed's zero.Init wraps torch's constructors, and transformers replaces the wrapper for a
-    while.  Ours wraps none.
+    DeepSpeed's zero.Init wraps torch's constructors, and transformers temporarily replaces the
+    wrapper. This library does not wrap them.
     """
     return constructor
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Copy nested dicts, lists and tuples so that each tensor has bytes of its own, and no buffer
-    around a view is saved with it.
+    """Copy the tensors in nested dicts, lists and tuples.
+
+    Otherwise torch.save would write the whole storage of a tensor that is a view.
+
+    Args:
+        item: The nested structure.
+        device: Device of the copies.
     """
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
@@ -110,8 +124,12 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the engine with all its weights gathered once, for many forwards.  Collective; the
-    weights may be read only.
+    """Gather all weights of an engine for several forward passes.
+
+    Yields the engine. The weights are read-only.
+
+    Note:
+        Collective: every rank must call it.
     """
     offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
     if offload is not None:
@@ -127,8 +145,12 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 def move_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Tensor], bool] | None = None
 ) -> Any:
-    """Return nested dicts, lists and tuples with their tensors (those that meet the criterion) on a
-    device.
+    """Move the tensors in nested dicts, lists and tuples to a device.
+
+    Args:
+        item: The nested structure.
+        device: The device.
+        criterion_func: Function that returns whether a tensor is moved; None for all.
     """
     if isinstance(item, Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
@@ -146,17 +168,17 @@ def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 
-# DeepSpeed marks a function in NVIDIA's profiler; torch.profiler sees ours without
+# DeepSpeed adds ranges for NVIDIA's profiler. torch.profiler does not need them.
 instrument_w_nvtx = noop_decorator
 
 
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
-    """Make the folder that a file will lie in."""
+    """Create the parent directory of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python's, numpy's (where it is) and torch's generators."""
+    """Seed the random generators of Python, numpy (if installed) and torch."""
     random.seed(seed)
     torch.manual_seed(seed)
     if find_spec("numpy") is not None:
@@ -164,12 +186,23 @@ def set_random_seed(seed: int) -> None:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """Return `model.a.b` for "a.b"."""
+    """Get a nested attribute: `model.a.b` for "a.b".
+
+    Args:
+        model: The object.
+        module_name: Dotted name.
+    """
     return reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Assign `model.a.b` for "a.b"."""
+    """Set a nested attribute: `model.a.b` for "a.b".
+
+    Args:
+        model: The object.
+        module_name: Dotted name.
+        module: The value.
+    """
     *path, last = module_name.split(".")
     setattr(reduce(getattr, path, model), last, module)
 
@@ -177,7 +210,12 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 def required_torch_version(
     min_version: float | None = None, max_version: float | None = None
 ) -> bool:
-    """Return whether torch's version lies within these bounds; 2.1 is below 2.13."""
+    """Return whether torch's version is in a range. 2.1 is lower than 2.13.
+
+    Args:
+        min_version: Lowest version; None for no bound.
+        max_version: Highest version; None for no bound.
+    """
     found = _version(torch.__version__)
     above = min_version is None or found >= _version(str(min_version))
     return above and (max_version is None or found <= _version(str(max_version)))
@@ -189,27 +227,48 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """ "0,2-4" -> [0, 2, 3, 4]; rising, as a list of cores is."""
+    """Parse an ascending list of cores, for example "0,2-4" as [0, 2, 3, 4].
+
+    Raises:
+        ValueError: The list is not ascending.
+    """
     found: list[int] = []
     for part in range_str.split(","):
         first, _, last = part.strip().partition("-")
         numbers = range(int(first), int(last or first) + 1)
-        found += numbers or [-1]  # a range that falls
+        found += numbers or [-1]  # a descending range
     if found != sorted(set(found)) or found[:1] == [-1]:
         raise ValueError(f"the list {range_str!r} does not rise; write it as in 0,2-4.")
     return found
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Return the path of DeepSpeed's file of a model's states."""
+    """Return the path of DeepSpeed's model file.
+
+    Args:
+        base_folder: Folder of the checkpoint.
+        mp_rank_str: Model-parallel rank, with two digits.
+    """
     return str(Path(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt"))
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """Return the path of DeepSpeed's file of one rank's optimizer states."""
+    """Return the path of DeepSpeed's optimizer file of one rank.
+
+    Args:
+        base_folder: Folder of the checkpoint.
+        dp_rank: Data-parallel rank.
+        mp_rank: Model-parallel rank.
+    """
     return str(Path(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"))
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
-    """Return the path of DeepSpeed's file of one layer of a pipeline."""
+    """Return the path of DeepSpeed's file of one layer of a pipeline.
+
+    Args:
+        base_folder: Folder of the checkpoint.
+        layer_id: Name of the layer.
+        tp_rank: Tensor-parallel rank.
+    """
     return str(Path(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt"))

@@ -1,4 +1,4 @@
-"""`zero.Init` and `GatheredParameters` of a program that has imported `deepspeed`."""
+"""`zero.Init` and `GatheredParameters` for programs that imported `deepspeed`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from .comm import init_distributed
 
 
 class DropInInit(Init):
-    """`zero.Init` as DeepSpeed's: it joins the ranks of the job, takes the dtype of a
-    configuration, and cuts parameters that no parent module has registered, too.
+    """`zero.Init` with DeepSpeed's behaviour.
+
+    It joins the process group, uses the dtype of the configuration, and also shards parameters of
+    modules without a registered parent.
     """
 
     def _begin(self, config: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         self._begun: list[weakref.ref[nn.Module]] = []
         self._parameters_seen: Any = None
-        # Programs written for DeepSpeed ask torch for their rank
+        # Programs written for DeepSpeed query torch.distributed for their rank.
         init_distributed()
         if config is None:
             return dtype
@@ -46,7 +48,7 @@ class DropInInit(Init):
         return self
 
     def _complete(self) -> None:
-        """Cut, too, what no parent has registered: the outermost module's own parameters."""
+        """Also shard modules without a registered parent, such as the outermost module."""
         super()._complete()
         modules = [module for reference in self._begun if (module := reference()) is not None]
         self._begun = []
@@ -71,17 +73,17 @@ class DropInInit(Init):
 
 
 class DropInGatheredParameters(GatheredParameters):
-    """`GatheredParameters` as DeepSpeed's.
+    """`GatheredParameters` with DeepSpeed's behaviour.
 
-    A change without a modifier_rank is lost with a warning, which is logged once, unless
-    `zero_optimization.enable_sanity_checks` asks for an error.
+    A change without a modifier_rank is discarded and a warning is logged once. With
+    `zero_optimization.enable_sanity_checks` it is an error.
     """
 
     has_checks = False
 
     @classmethod
     def follow(cls, values: Mapping[str, Any]) -> None:
-        """Follow the configuration that was read last."""
+        """Apply the settings of a configuration to all later blocks."""
         cls.has_checks = bool(lookup(values, "zero_optimization.enable_sanity_checks", False))
 
     def _refuse_changes(self) -> None:
@@ -96,11 +98,10 @@ class DropInGatheredParameters(GatheredParameters):
 def _contradicting_single_rank_pg_error(
     dp_world_size: int, explicit_process_group: Any, env: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Return what is wrong where a launcher started several processes and this one would shard
-    among itself alone.
+    """Return the error message if a process would shard its model over itself only.
 
-    explicit_process_group: one that the program named is meant as it is.  env: of the launcher;
-    None: this process's.
+    A launcher has then started several processes. If the program passed a process group explicitly,
+    there is no error. `env` is the environment of the launcher; None for this process's.
     """
     said = str((os.environ if env is None else env).get("WORLD_SIZE") or "")
     if (

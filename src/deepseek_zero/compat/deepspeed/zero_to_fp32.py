@@ -1,7 +1,7 @@
-"""DeepSpeed's `zero_to_fp32` in its words: whole fp32 weights out of a checkpoint folder, ours or a
-genuine one.
+"""DeepSpeed's `zero_to_fp32`: extract whole fp32 weights from a checkpoint folder.
 
-One process, no process group, no GPU.  Re-exported by `deepseek_zero.utils.zero_to_fp32`.
+The folder may be in our layout or DeepSpeed's. The functions run in one process without a process
+group or GPU. `deepseek_zero.utils.zero_to_fp32` re-exports them.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Return the whole state dict in fp32, tied weights under each name.
+    """Return the whole state dict in fp32, with tied weights under all their names.
 
-    lazy_mode: its values have `.shape`, `.dtype` and `.contiguous()`, which reads the one tensor
-    into memory.
+    Args:
+        checkpoint_dir: The checkpoint, or the directory of checkpoints.
+        tag: Name of the checkpoint in the directory; None for the latest.
+        exclude_frozen_parameters: Leave out parameters that were not trained.
+        lazy_mode: Return values with `.shape`, `.dtype` and `.contiguous()`, which reads the
+            tensor.
     """
     lazy = _lazy_state(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
     if lazy_mode:
@@ -65,8 +69,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: M, checkpoint_dir: str | Path, tag: str | None = None
 ) -> M:
-    """Move a plain model to the CPU and give it the checkpoint's weights; names it lacks are passed
-    over.
+    """Move a model to the CPU and load a checkpoint's weights into it.
+
+    Names that the model or the checkpoint does not have are ignored.
+
+    Args:
+        model: A model without an engine.
+        checkpoint_dir: The checkpoint, or the directory of checkpoints.
+        tag: Name of the checkpoint in the directory; None for the latest.
     """
     model = model.cpu()
     model.load_state_dict(
@@ -83,7 +93,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write fp32 weights into `output_dir`, as safetensors or as `pytorch_model.bin`."""
+    """Write the fp32 weights of a checkpoint as safetensors or torch files.
+
+    Args:
+        checkpoint_dir: The checkpoint, or the directory of checkpoints.
+        output_dir: Folder to write.
+        max_shard_size: Largest size of a file, in bytes or as a text such as "5GB"; None for one
+            file.
+        safe_serialization: Write safetensors.
+        tag: Name of the checkpoint in the directory; None for the latest.
+        exclude_frozen_parameters: Leave out parameters that were not trained.
+    """
     settings: dict[str, Any] = {
         "max_shard_size": max_shard_size,
         "safe_serialization": safe_serialization,
@@ -103,7 +123,17 @@ def convert_zero_checkpoint_to_state_dict(
     dtype: torch.dtype | str = torch.float32,
     **settings: Any,
 ) -> None:
-    """As `convert_zero_checkpoint_to_fp32_state_dict`, in another dtype."""
+    """Write the weights of a checkpoint in a dtype.
+
+    Args:
+        checkpoint_dir: The checkpoint, or the directory of checkpoints.
+        output_dir: Folder to write.
+        dtype: Dtype of the weights.
+        **settings: As for `convert_zero_checkpoint_to_fp32_state_dict`.
+
+    Raises:
+        TypeError: A setting is unknown.
+    """
     size = settings.pop("max_shard_size", "5GB")
     safe = settings.pop("safe_serialization", False)
     tag = settings.pop("tag", None)
@@ -113,7 +143,8 @@ def convert_zero_checkpoint_to_state_dict(
     most = _bytes_of(size)
     source = Path(checkpoint_dir)
     out = Path(output_dir)
-    with in_turn(out):  # every rank of a program may convert into one folder, as in DeepSpeed
+    # As in DeepSpeed, all ranks of a program may convert into the same folder.
+    with in_turn(out):
         if safe:
             convert_to_safetensors(
                 source, out, dtype, tag=tag, max_shard_bytes=most, exclude_frozen=skip
@@ -123,8 +154,16 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """Return the path of rank 0's model file; for a checkpoint in our layout, of a file with what
-    stands beside the tensors.
+    """Return the path of rank 0's model file.
+
+    For a checkpoint in our layout, it is a temporary file without tensors.
+
+    Args:
+        checkpoint_dir: The checkpoint.
+        zero_stage: Its ZeRO stage.
+
+    Raises:
+        FileNotFoundError: There is no such file.
     """
     names = (
         "mp_rank_00_model_states.pt"
@@ -138,8 +177,12 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """Return the paths of every rank's optimizer file, in the order of ranks; for a checkpoint in
-    our layout, of one that names the stage.
+    """Return the paths of all ranks' optimizer files in the order of ranks.
+
+    For a checkpoint in our layout, it is one temporary file that contains the stage.
+
+    Raises:
+        FileNotFoundError: There are no such files.
     """
     found = [
         str(path) for path in _in_deepspeeds_layout(Path(checkpoint_dir)).glob("*_optim_states.pt")
@@ -157,11 +200,12 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
 
 
 def _in_deepspeeds_layout(folder: Path) -> Path:
-    """Return the folder itself, or for one in our layout a folder with DeepSpeed's two files and no
-    tensors in them.
+    """Return a folder with DeepSpeed's two files for a checkpoint in any layout.
 
-    Lightning's conversion asks them for the stage and for its own state.  The folder goes with the
-    process.
+    For our layout it is a temporary folder whose files have no tensors.
+
+    Lightning's conversion reads the stage and its own state from them. The temporary folder is
+    removed when the process ends.
     """
     if not (folder / MANIFEST).exists():
         return folder
@@ -179,14 +223,17 @@ def _in_deepspeeds_layout(folder: Path) -> Path:
 def _lazy_state(
     path: str | Path, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool
 ) -> dict[str, LazyTensor]:
-    # Its files stay open for as long as somebody may read them
+    # The files stay open as long as a returned tensor may be read.
     source = open_checkpoint(Path(path), tag, ExitStack())
     found = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
     return found | {name: found[first] for name, first in source.tied.items() if first in found}
 
 
 def _write_torch_shards(lazy: dict[str, LazyTensor], out: Path, most: int) -> None:
-    """Write torch files, one in memory at a time; tied names stand in the file of their tensor."""
+    """Write torch files, with one file in memory at a time.
+
+    Tied names are in the file of their tensor.
+    """
     draft = StagedOutput(out)
     draft.open()
     try:
@@ -195,7 +242,7 @@ def _write_torch_shards(lazy: dict[str, LazyTensor], out: Path, most: int) -> No
             ("pytorch_model.bin", "pytorch_model-*-of-*.bin", BIN_INDEX), BIN_INDEX
         )
     finally:
-        draft.discard()  # nothing, once it is in place
+        draft.discard()  # does nothing after the folder is published
 
 
 def _write_torch_files(lazy: dict[str, LazyTensor], out: Path, most: int) -> None:
@@ -216,7 +263,7 @@ def _write_torch_files(lazy: dict[str, LazyTensor], out: Path, most: int) -> Non
 
 
 def _bytes_of(size: str | int | None) -> int:
-    """Return the bytes of "5GB", "500MB", "1GiB" or a number; None: everything in one file."""
+    """Parse a size in bytes, such as "5GB", "1GiB" or a number; None means no limit."""
     if size is None:
         return 1 << 62
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", str(size).strip().upper())
@@ -226,9 +273,7 @@ def _bytes_of(size: str | int | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """`zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`: the script that DeepSpeed leaves beside
-    checkpoints.
-    """
+    """Run DeepSpeed's script `zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`."""
     parser = argparse.ArgumentParser(description="Write the whole fp32 weights of a checkpoint.")
     parser.add_argument(
         "checkpoint_dir", help="the folder that save_checkpoint was given, or one checkpoint in it"
