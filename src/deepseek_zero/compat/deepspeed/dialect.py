@@ -62,6 +62,12 @@ class DeepSpeedNames(Plain):
     is_dropin = False
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
+        """Add the mesh axes of `tp_model_init` and of a list of layers to the request.
+
+        Args:
+            raw: The configuration.
+            request: Arguments of `initialize`.
+        """
         statements = list(request.mesh_statements)
         asked = tensor_parallel_statement(request.model, raw, request.mpu is not None)
         if asked is not None:
@@ -80,11 +86,26 @@ class DeepSpeedNames(Plain):
         )
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
+        """Return the rules for building the parts of an engine.
+
+        Args:
+            config: The configuration.
+            mesh: The device mesh.
+            request: Arguments of `initialize`.
+        """
         return BuildRules(optimizer_class=named_class)
 
     def make_loader(
         self, config: Config, mesh: Mesh, parts: Parts, request: Request
     ) -> ShardedLoader:
+        """Create the loader of the training data, which follows a configured curriculum.
+
+        Args:
+            config: The configuration.
+            mesh: The device mesh.
+            parts: Parts of the engine.
+            request: Arguments of `initialize`.
+        """
         found = curriculum_loader(
             config, mesh, parts, request.model, request.training_data, request.collate_fn
         )
@@ -99,6 +120,16 @@ class DeepSpeedNames(Plain):
         lr_scheduler: Any,
         loader: Any,
     ) -> DeepSpeedEngine:
+        """Create the engine and make its mesh the current one of `groups`.
+
+        Args:
+            config: The configuration.
+            mesh: The device mesh.
+            parts: Parts of the engine.
+            request: Arguments of `initialize`.
+            lr_scheduler: Learning-rate scheduler.
+            loader: Loader of the training data.
+        """
         layers: Any = _layers_of(request.model)
         kind: type[DeepSpeedEngine] = DeepSpeedEngine if layers is None else layers.engine_class
         engine = kind(config, mesh, parts, lr_scheduler, loader, request, is_dropin=self.is_dropin)
@@ -118,14 +149,41 @@ class DeepSpeedDropIn(DeepSpeedNames):
     gathered_class = DropInGatheredParameters
 
     def load(self, source: Any, origin: str | None) -> RawConfig:
+        """Read a configuration with DeepSpeed's defaults. Unknown keys are only logged.
+
+        Args:
+            source: A dict, a path or a text.
+            origin: Name of the source in messages.
+        """
         raw = load(source, origin=origin, unknown="warn")
         return raw.changed(defaults.defaults_of(raw))
 
     def join(self, port: int, required: bool | None) -> None:
+        """Start the process group, also for one rank, and check accelerate's count.
+
+        Args:
+            port: Port of the rendezvous.
+            required: Value of `dist_init_required` of `initialize`.
+
+        Note:
+            Collective: every rank must call it.
+        """
         init_distributed(distributed_port=port, dist_init_required=required)
         refuse_miscount()
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
+        """Apply DeepSpeed's checks and ask accelerate for its mesh.
+
+        The previous engine of the model is destroyed, and the model's fp32 values are rounded to
+        the dtype of the computation.
+
+        Args:
+            raw: The configuration.
+            request: Arguments of `initialize`.
+
+        Returns:
+            The request with the mesh axes of all sources.
+        """
         request = super().complete(raw, request)
         model = request.model
         defaults.refuse(raw, model, request.optimizer)
@@ -139,6 +197,13 @@ class DeepSpeedDropIn(DeepSpeedNames):
         return replace(request, mesh_statements=statements, drops_idle_schedule=True)
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
+        """Return the rules for building the parts of an engine.
+
+        Args:
+            config: The configuration.
+            mesh: The device mesh.
+            request: Arguments of `initialize`.
+        """
         # As in DeepSpeed, a state dict is local. With one rank, all of it is on this rank.
         # DeepSpeed supports pipelines of lists of layers only. Without gathering, a program would
         # save one stage of another model as if it were the whole.
@@ -161,6 +226,19 @@ class DeepSpeedDropIn(DeepSpeedNames):
         lr_scheduler: Any,
         loader: Any,
     ) -> DeepSpeedEngine:
+        """Create the engine, its autocast marks and the process groups of its mesh.
+
+        Args:
+            config: The configuration.
+            mesh: The device mesh.
+            parts: Parts of the engine.
+            request: Arguments of `initialize`.
+            lr_scheduler: Learning-rate scheduler.
+            loader: Loader of the training data.
+
+        Note:
+            Collective: every rank must call it.
+        """
         engine = super().make_engine(config, mesh, parts, request, lr_scheduler, loader)
         autocast = engine.runtime.settings.policy.autocast
         if autocast is not None:

@@ -90,6 +90,12 @@ class DeepSpeedLayout(EngineLayout):
         )
 
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
+        """Open a checkpoint for reading by name and range.
+
+        Args:
+            path: Folder of the checkpoint.
+            stack: Closes the files.
+        """
         found = read_deepspeed(path)
         return OpenCheckpoint(path, found.manifest, found.plain, found)
 
@@ -97,9 +103,31 @@ class DeepSpeedLayout(EngineLayout):
         return unsupported_reason(contents)
 
     def save(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
+        """Write `directory/tag`; see `save_deepspeed`.
+
+        Args:
+            directory: Directory of the checkpoints.
+            tag: Name of the new checkpoint.
+            contents: The engine's states to write.
+            settings: How to save.
+
+        Note:
+            Collective: every rank must call it.
+        """
         return save_deepspeed(directory, tag, contents, settings)
 
     def load(self, directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
+        """Load `directory/tag`; see `load_deepspeed`.
+
+        Args:
+            directory: Directory of the checkpoints.
+            tag: Name of the checkpoint in `directory`.
+            contents: The engine's states to fill.
+            settings: What to load.
+
+        Note:
+            Collective: every rank must call it.
+        """
         return load_deepspeed(directory, tag, contents, settings)
 
 
