@@ -1,7 +1,7 @@
-"""Bytes between ranks: the collectives of engines, their transports and what is told about them.
+"""Communication between ranks: collectives, transports and failure detection.
 
-`deepseek_zero.comm` is also the import path of names that packages above add (base/plugins.py):
-those of `deepspeed.comm`.
+The module also serves the names that `base/plugins.py` contributes under this path, such as those
+of `deepspeed.comm`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _files() -> frozenset[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # `from .comm import context` asks, too, before it imports the file
+    # `from .comm import context` looks up the attribute before it imports the file
     if name.startswith("_") or name in _files():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return contributed_name(__name__, name)

@@ -1,7 +1,7 @@
-"""Compares what ranks are about to do before they do it, and raises on all of them if one cannot.
+"""Compare values between ranks and raise the same error on every rank.
 
-Differences found here are named; found later they would be wrong gradients or ranks that wait for
-each other.
+A difference that is found here is named in the error. Found later, it would show as wrong gradients
+or as ranks that wait for each other.
 """
 
 from __future__ import annotations
@@ -16,15 +16,26 @@ from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError, show
 from .collectives import Comm
 
 T = TypeVar("T")
-MOST_KEYS = 8  # that an error lists
+MOST_KEYS = 8  # Number of differing keys that an error lists
 
 
 def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> None:
-    """Raise on every rank, with the first line that differs, unless all ranks bring the same lines.
-    Collective.
+    """Raise on every rank if the lines differ between ranks.
 
-    what: the subject of the collective's name ("the model").  why, fix: the error's second and
-    third sentence.
+    The error names the first line that differs.
+
+    Args:
+        comm: The ranks to compare.
+        lines: This rank's lines.
+        what: The subject of the comparison ("the model"), also the name of the collective.
+        why: The second sentence of the error.
+        fix: The third sentence of the error.
+
+    Raises:
+        ModelMismatchError: The lines of two ranks differ.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     if comm.size == 1:
         return
@@ -49,11 +60,23 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
 
 
 def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: str) -> None:
-    """Raise on every rank if values differ between ranks; the error names each such key.
-    Collective.
+    """Raise on every rank if values differ between ranks.
 
-    values: plain values by key, in the same order on every rank; `values_in` takes a dataclass
-    apart.  what, why, fix: as `agree` takes them.
+    The error names every key whose values differ, up to `MOST_KEYS`.
+
+    Args:
+        comm: The ranks to compare.
+        values: Plain values by key, in the same order on every rank. `values_in` flattens a
+        dataclass into this form.
+        what: The subject of the comparison, also the name of the collective.
+        why: The second sentence of the error.
+        fix: The third sentence of the error.
+
+    Raises:
+        ModelMismatchError: The values of two ranks differ.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     if comm.size == 1:
         return
@@ -74,8 +97,14 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
 
 
 def values_in(value: Any, name: str) -> dict[str, Any]:
-    """Return the plain values in a dataclass, a pydantic model or a mapping, by dotted names that
-    begin with `name`.
+    """Flatten a nested value into plain values by dotted name.
+
+    Args:
+        value: A dataclass, a pydantic model, a mapping, or a plain value.
+        name: The prefix of all names; may be empty.
+
+    Returns:
+        A dictionary from dotted names to plain values.
     """
     if is_dataclass(value) and not isinstance(value, type):
         parts = {each.name: getattr(value, each.name) for each in fields(value)}
@@ -93,10 +122,16 @@ def values_in(value: Any, name: str) -> dict[str, Any]:
 
 
 class AllRanks:
-    """Around what may fail on one rank alone: leaving raises its error there, and `PeerError`
-    elsewhere.  Collective.
+    """Context manager for an action that may fail on some ranks only.
 
-    what: is done inside, for the error of the other ranks.
+    On exit, a rank that failed raises its own error, and the other ranks raise `PeerError`.
+
+    Args:
+        comm: The ranks that enter the block.
+        what: A description of the action, for the error of the other ranks.
+
+    Note:
+        Collective: every rank of `comm` must enter and leave the block.
     """
 
     def __init__(self, comm: Comm, what: str) -> None:
@@ -107,7 +142,7 @@ class AllRanks:
         pass
 
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
-        # A rank that is told to end tells by ending
+        # A rank that is asked to exit (not an `Exception`) is noticed by its exit
         if problem is None or isinstance(problem, Exception):
             outcome = {"said": ""} if problem is None else _told(problem)
             _hear(
@@ -126,17 +161,30 @@ def gather_outcomes(
     say: Callable[[T], str],
     failure: type[DeepSeekZeroError] = PeerError,
 ) -> tuple[T, list[str]]:
-    """Call a function under `AllRanks`, and return what it returned with what every rank says of
-    that.  Collective.
+    """Call a function on every rank, and raise on all ranks if it fails on one.
 
-    failure: the error to raise if another rank failed. This rank raises it too, unless its own
-    error is of that kind already; if `failure` is `PeerError`, its own error is always raised.
+    Args:
+        comm: The ranks that call it.
+        what: A description of the action, for the error of the other ranks.
+        action: The function to call.
+        say: Converts the result of `action` into the text that other ranks receive.
+        failure: The error to raise if another rank failed. This rank raises it too, unless its own
+        error already has this type. With `PeerError`, this rank always raises its own error.
+
+    Returns:
+        The result of `action`, and the texts of all ranks by rank.
+
+    Raises:
+        DeepSeekZeroError: An error of type `failure`, if `action` failed on another rank.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     problem: Exception | None = None
     try:
         done = action()
         answer = {"said": say(done)}
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # Other ranks must be informed of any error
         problem = error
         answer = _told(error)
     said = _hear(comm, what, answer, failure, problem)
@@ -146,7 +194,6 @@ def gather_outcomes(
 
 
 def _told(problem: BaseException) -> dict[str, str]:
-    """Return what other ranks hear of an error."""
     known = isinstance(problem, DeepSeekZeroError)
     return {"error": str(problem) if known else f"{type(problem).__name__}: {problem}"}
 
@@ -158,7 +205,9 @@ def _hear(
     failure: type[DeepSeekZeroError],
     problem: BaseException | None,
 ) -> list[str]:
-    """Return what all ranks say; raise where another rank failed, unless this one raises its own.
+    """Exchange outcomes; raise `failure` if another rank failed.
+
+    If this rank failed with an error that takes precedence, return and let the caller raise it.
     Collective.
     """
     heard = [json.loads(text) for text in comm.all_gather_text(json.dumps(answer), what)]

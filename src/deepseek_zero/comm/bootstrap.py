@@ -1,5 +1,6 @@
-"""Exchanges texts and bytes between ranks that have no lanes: rows over a group of torch's, never
-pickles.
+"""Exchange texts and bytes between ranks before an engine has a transport.
+
+Messages are rows of bytes over a torch.distributed group. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from ..base.device import CPU, default_device
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks that share a host. keys: by rank, a text that ranks of one host have in common; ""
-    if a rank cannot
-    tell. names: of their hosts, by rank.
+    """The hosts of all ranks, and which ranks share one.
+
+    Attributes:
+        rank: This rank.
+        keys: By rank, a text that only ranks of the same host have in common; "" if unknown.
+        names: By rank, the name of its host.
     """
 
     rank: int
@@ -26,7 +30,7 @@ class Hosts:
 
     @property
     def local_ranks(self) -> list[int]:
-        """Return the ranks of this host, this one included."""
+        """Return the ranks on this host, including this rank."""
         mine = self.keys[self.rank]
         return [
             rank
@@ -35,7 +39,7 @@ class Hosts:
         ]
 
     def shared_with(self, rank: int) -> tuple[str, list[int]]:
-        """Return the name of a rank's host, and the ranks on it."""
+        """Return the name of a rank's host and the ranks on that host."""
         key = self.keys[rank]
         return self.names[rank], [
             at for at, other in enumerate(self.keys) if at == rank or (key and other == key)
@@ -48,8 +52,9 @@ class Hosts:
 
     @property
     def per_host(self) -> int:
-        """Return how many ranks every host has, where each has the next so many; else, and on one
-        host, 1.
+        """Return the number of ranks per host if all hosts have equal, consecutive blocks.
+
+        If the blocks differ, if a host is unknown, or if there is only one host, return 1.
         """
         size = self.keys.count(self.keys[0])
         runs = [self.keys[start : start + size] for start in range(0, len(self.keys), size)]
@@ -58,8 +63,10 @@ class Hosts:
 
     @property
     def local_size(self) -> int:
-        """Return the number of ranks on this host: counted if this rank can tell, else as the
-        launcher says, else all.
+        """Return the number of ranks on this host.
+
+        It is counted if this rank's host is known. Otherwise it is the launcher's value, or else
+        the world size.
         """
         return (
             len(self.local_ranks) if self.keys[self.rank] else world.local_size() or len(self.keys)
@@ -67,13 +74,31 @@ class Hosts:
 
 
 def all_gather_text(text: str, size: int, group: dist.ProcessGroup | None) -> list[str]:
-    """Return every rank's text, by rank. Collective in the group."""
+    """Return the texts of all ranks, by rank.
+
+    Args:
+        text: This rank's text.
+        size: Number of ranks in the group.
+        group: The torch.distributed group; None for the default group.
+
+    Note:
+        Collective: every rank of `group` must call it.
+    """
     return [each.decode() for each in all_gather_bytes(text.encode(), size, group)]
 
 
 def all_gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return every rank's bytes, by rank, of any lengths. Collective in the group."""
-    # NCCL alone carries nothing of the host's
+    """Return the bytes of all ranks, by rank.
+
+    Args:
+        payload: This rank's bytes; the length may differ between ranks.
+        size: Number of ranks in the group.
+        group: The torch.distributed group; None for the default group.
+
+    Note:
+        Collective: every rank of `group` must call it.
+    """
+    # A group with only NCCL cannot send CPU tensors
     device = default_device() if dist.get_backend(group) == "nccl" else CPU
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(payload)], device=device), group=group)

@@ -1,15 +1,15 @@
-"""Movements among ranks of several hosts in two hops, so that a byte crosses the link between hosts
-once.
+"""Two-hop collectives, in which every byte crosses the link between hosts once.
 
-Ranks that share slices are dealt to hosts in runs of one length: rank `host * intra_node.size +
-place` of them.  A sum is formed within a host in the order of ranks, in fp32, then over the hosts
-in their order: another order than that of the ranks, so other bits, and therefore part of the plan
-(`PlanSettings.ranks_per_host`), whatever hosts there really are. A gathered slice is fetched by the
-rank that has its owner's place, from whom the others of the host take it.
+Ranks that share slices are assigned to hosts in blocks of equal length: the rank at `place` on
+`host` is number `host * intra_node.size + place`. A sum is formed within each host in rank order in
+fp32, then over the hosts in their order. This order differs from the plain rank order, so the bits
+differ, and the order is part of the plan (`PlanSettings.ranks_per_host`) whatever the real hosts
+are. A slice is fetched from another host by the rank at its owner's place, and the other ranks of
+the host get it from there.
 
-The second hop of a movement can be issued when this rank's part of the first is over.  Each group
-has its own sequence of hops in each lane, in the order of the movements: the same on all ranks,
-however long a first hop takes.
+The second hop of a collective may be issued when this rank's first hop is complete. Each group has
+its own queue of hops per lane, in the order of the collectives. This order is the same on all
+ranks, however long a first hop takes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from .collectives import Comm
 from .context import Partition
 from .pending import DONE, OrderedIssueQueue, Pending, all_of
 
-NEAR = "near_"  # before the kind of what stays inside a host, for the meter
+NEAR = "near_"  # Prefix of the meter's kind for traffic within a host
 
 
 @dataclass(eq=False)
 class ByHost:
-    """The two groups of one rank.  intra_node: the ranks of its host.  inter_node: the ranks with
-    its place on their hosts.
+    """The two groups of one rank for two-hop collectives.
+
+    Attributes:
+        intra_node: The ranks on this rank's host.
+        inter_node: The ranks with this rank's place on their hosts.
     """
 
     intra_node: Comm
@@ -39,7 +42,16 @@ class ByHost:
 
     @classmethod
     def over(cls, comm: Comm, intra_node: Partition, inter_node: Partition) -> ByHost:
-        """Make the groups.  Collective in the world, whose communicator is given."""
+        """Create the two groups.
+
+        Args:
+            comm: The communicator of the world.
+            intra_node: The ranks of each host.
+            inter_node: The ranks with the same place on all hosts.
+
+        Note:
+            Collective: every rank of the world must call it.
+        """
         found = cls(comm.split(intra_node, "near"), comm.split(inter_node, "across"))
         comm.waits.add_hops(found)
         return found
@@ -50,17 +62,24 @@ class ByHost:
         return any(queue.is_open for queue in self._queues.values())
 
     def advance(self) -> None:
-        """Issue the hops whose turn has come, without waiting."""
+        """Issue the hops whose first hop is complete, without waiting."""
         if self.is_open:
             self.intra_node.hear()
             for queue in list(self._queues.values()):
                 queue.advance()
 
     def all_gather(self, full: Tensor, lane: str, what: str, kind: str) -> Pending:
-        """Fill `full` as `Comm.all_gather` does; the meter counts what stays inside under a kind of
-        its own.
+        """All-gather `full` in two hops; see `Comm.all_gather`.
 
-        Collective within the lane, of both groups.
+        Args:
+            full: Shape ``(size * slice,)``; this rank's slice must be in place.
+            lane: The lane to issue the hops in.
+            what: The name of the collective.
+            kind: The meter's kind for bytes between hosts. Bytes within a host count as `NEAR` +
+                `kind`.
+
+        Note:
+            Collective within the lane of both groups.
         """
         places = self.intra_node.size
         hosts = self.inter_node.size
@@ -90,10 +109,15 @@ class ByHost:
         inter_node: Callable[[], Pending],
         lane: str,
     ) -> Pending:
-        """Return a sum: first what `intra_node` issues among the ranks of the host, then what
-        `inter_node` issues behind it.
+        """Issue a reduction in two hops.
 
-        Collective within the lane, of both groups.
+        Args:
+            intra_node: Issues the first hop, among the ranks of this host.
+            inter_node: Issues the second hop, after the first one is complete.
+            lane: The lane to issue the hops in.
+
+        Note:
+            Collective within the lane of both groups.
         """
         inside = self._queue("near", lane).add(DONE, lambda: all_of(intra_node()))
         return self._queue("across", lane).add(inside, inter_node)

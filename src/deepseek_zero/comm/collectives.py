@@ -1,11 +1,10 @@
-"""Moves flat tensors between the ranks of one group: all-gather, reduce-scatter, all-reduce, small
-rows.
+"""Collectives on flat tensors: all-gather, exchange, sums and small rows.
 
-Each call returns a `Pending`; its data may be used after `wait()`. Sums have one order, ranks
-ascending with partials in fp32 (`ordered_sum`), whatever the transport, so that every stage and
-every transport gives the same bits. A message is known by its lane and its place there, and carries
-a check of its name (comm/ids.py): a rank that strays finds no partner, and the flight recorder
-(comm/flight_recorder.py) turns the silence into a named error.
+Each call returns a `Pending`, and its data may be used after `wait()`. A sum adds the ranks in
+ascending order with fp32 partials (`ordered_sum`), so every stage and every transport gives the
+same bits. A message is identified by its lane, its place in the lane and a check of its name
+(`comm/ids.py`). A rank that calls a different collective finds no partner, and the flight recorder
+(`comm/flight_recorder.py`) turns the hang into an error that names it.
 """
 
 from __future__ import annotations
@@ -42,17 +41,29 @@ TRANSPORTS = ("fastest", "gloo", "tcp")
 
 
 class Comm:
-    """The collectives of one group of ranks: a view of the world's transport over these ranks.
+    """The collectives of one group of ranks.
 
-    Making one is collective in the world, and gives the world's; `split` gives groups of it.
-    `rank` and `size` are the group's; `ranks` are its members as the world counts them.  The
-    name of its lanes keeps two engines' messages apart.
+    A communicator is a view of the world's transport over these ranks. The constructor returns the
+    communicator of the world; `split` returns those of groups. `rank` and `size` refer to the
+    group, and `ranks` are its members as world ranks. The messages of two engines are kept apart by
+    the names of their lanes.
 
-    transport: "fastest" and "tcp" take shared memory between CPU ranks of one host, "gloo" never
-    does; between hosts "tcp" takes our own sockets, the others gloo.  trains: False for what only
-    builds or loads a model, and waits for
-    each of its collectives.  world: None: that of torch.distributed, and without one a world of one
-    rank.
+    Args:
+        device: The device of the tensors.
+        transport: "fastest" and "tcp" use shared memory between CPU ranks of one host, "gloo" does
+        not. Between hosts, "tcp" uses this library's sockets, and the others use gloo.
+        trains: False for a communicator that only builds or loads a model, and waits for each of
+            its
+        collectives.
+        world: The connections to use. None: those of torch.distributed's world, or a world of one
+        rank if torch.distributed is not initialized.
+
+    Raises:
+        UsageError: TLS is required, and the transport cannot encrypt.
+        ModelMismatchError: Ranks use different transports.
+
+    Note:
+        Collective: every rank of the world must create it.
     """
 
     def _begin(
@@ -63,9 +74,9 @@ class Comm:
         ranks: tuple[int, ...],
         rank: int,
     ) -> None:
-        """Become the communicator of these ranks, with no connection and nothing under way.
+        """Initialize the communicator of these ranks, without connections.
 
-        rank: this one's place among them.
+        `rank` is the index of this rank in `ranks`.
         """
         self.meter = meter
         self.device = device
@@ -74,15 +85,15 @@ class Comm:
         self.size = len(ranks)
         self.waits = waits
         self.hosts = Hosts(0, ("this host",))
-        self._whole: Comm | None = None  # the groups of a mesh
+        self._whole: Comm | None = None  # Set by `lay_out`
         self._shard: Comm | None = None
-        # The ranks that hold the same slices as this one, if there are any
+        # The ranks that hold the same slices as this rank, if there are any
         self.outer: Comm | None = None
-        self.along: dict[str, Comm] = {}  # by axis ("tp", "sp", "pp"), if it has several ranks
+        self.along: dict[str, Comm] = {}  # By axis ("tp", "sp", "pp"), for axes with several ranks
         self._owners: Partition | None = None
-        # Of each piece of the model the first rank of the world that has it
+        # For each piece of the model, the first world rank that holds it
         self.pieces: tuple[int, ...] = (0,)
-        self.inter_node: frozenset[int] = frozenset()  # members on other hosts
+        self.inter_node: frozenset[int] = frozenset()  # Group ranks on other hosts
         self._use(Lanes(None, SingleRank(device), ranks, waits, meter))
 
     def __init__(
@@ -104,7 +115,7 @@ class Comm:
             self.rank = world.rank
             self.size = world.size
             self.ranks = world.ranks
-            # an engine's name and slot are agreed on in the world's own lane
+            # The engine's name and slot are agreed on in the lane of the world
             self._use(Lanes(world, world.gloo, self.ranks, self.waits, self.meter, WORLD_LANE))
             self._join(world, (world.ranks,), self, "")
         self.threads = threads_for(ranks_of_this_host())
@@ -112,16 +123,14 @@ class Comm:
     def _use(self, lanes: Lanes, host_transport: Transport | None = None) -> None:
         """Send through these lanes from now on.
 
-        host_transport: carries rows, which are on the host; None for that of the lanes.
+        `host_transport` sends rows, which are CPU tensors. None: the transport of the lanes.
         """
         self.lanes = lanes
         self.host_transport = host_transport or lanes.transport
         self.in_place = InPlaceGathers(lanes)
 
     def _over(self, ranks: tuple[int, ...]) -> Comm:
-        """Return a communicator of the same engine over some of this one's ranks, with no
-        connection.
-        """
+        """Return a communicator of the same engine over some ranks, without connections."""
         found = object.__new__(Comm)
         rank = ranks.index(self.ranks[self.rank])
         found._begin(self.device, self.meter, self.waits, ranks, rank)
@@ -134,31 +143,38 @@ class Comm:
 
     @property
     def whole(self) -> Comm:
-        """Return the communicator of the world: this one, unless it is the group of one piece of
-        the model.
-        """
+        """Return the communicator of the world."""
         return self if self._whole is None else self._whole
 
     @property
     def shard(self) -> Comm:
-        """Return the communicator of the ranks among which states are cut: this one, unless a mesh
-        says less.
+        """Return the communicator of the ranks over which states are sharded.
+
+        This is `self` unless the mesh has a replicate axis.
         """
         return self if self._shard is None else self._shard
 
     @property
     def owners(self) -> Partition:
-        """Return, for each slice of a state, the ranks of this group that hold it, ascending; one
-        each without replicas.
+        """Return, for each slice of a state, the group ranks that hold it, ascending.
+
+        Without replicas, each slice has one owner.
         """
         return tuple((rank,) for rank in range(self.size)) if self._owners is None else self._owners
 
     def lay_out(self, mesh: Mesh) -> Comm:
-        """Make the groups of a mesh over this world, and return that of the ranks with this one's
-        piece of the model.
+        """Create the groups of a mesh over this world.
 
-        Collective in the world.  Without the axes pp and tp there is one piece, and the group is
-        this communicator.
+        Without the axes pp and tp the model has one piece, and the result is this communicator.
+
+        Args:
+            mesh: The mesh of the whole world.
+
+        Returns:
+            The communicator of the ranks that hold the same piece of the model as this rank.
+
+        Note:
+            Collective: every rank of the world must call it.
         """
         if self.lanes.world is not None:
             self.lanes.world.recorder.meshes[self.waits.name] = mesh
@@ -179,27 +195,32 @@ class Comm:
         return piece
 
     def _other(self, groups: Partition, axis: str, holder: Comm) -> Comm:
-        """Return `split`'s communicator for `holder` to hold, which is another object, or it would
-        never be freed.
+        """Return `split`'s communicator, or a copy of it if `holder` would hold itself.
+
+        A communicator that refers to itself, or to `self`, would never be freed.
         """
         found = self.split(groups, axis)
         if found is not holder and found is not self:
             return found
         twin = found._over(found.ranks)
         twin.inter_node = found.inter_node
-        twin._use(found.lanes, found.host_transport)  # what both issue is in one order
+        # Shared lanes: both issue their collectives in one order
+        twin._use(found.lanes, found.host_transport)
         return twin
 
     def split(self, groups: Partition, axis: str, *, is_new: bool = False) -> Comm:
-        """Return the communicator of the one of these groups that this rank is in. Collective in
-        the world.
+        """Return the communicator of the group in `groups` that contains this rank.
 
-        groups: of ranks of the world, disjoint; every rank is in one. axis: the mesh axis they lie
-        along, which is in
-        the names of their lanes. is_new: lanes of its own even where the group is this one. The new
-        one counts in this one's meter. An error that a rank raises in any group of an engine
-        reaches the ranks that wait in its other groups. A rank never enters calls of a group it is
-        not in.
+        The new communicator counts in the meter of this one. An error that a rank raises in any
+        group of an engine reaches the ranks that wait in its other groups.
+
+        Args:
+            groups: Disjoint groups of world ranks; every rank is in one.
+            axis: The mesh axis of the groups, part of the names of their lanes.
+            is_new: Create separate lanes even if the group equals this one.
+
+        Note:
+            Collective: every rank of the world must call it.
         """
         ranks = next(ranks for ranks in groups if self.ranks[self.rank] in ranks)
         if ranks == self.ranks and not is_new:
@@ -207,7 +228,7 @@ class Comm:
         found = self._over(ranks)
         world = self.lanes.world
         if world is not None and any(len(others) > 1 for others in groups):
-            # With those that are alone: all agree on names and slots
+            # Groups of one rank join too: all ranks agree on names and slots
             found._join(world, groups, self, axis)
         if len(ranks) == 1:
             found.lanes.world = None
@@ -215,8 +236,9 @@ class Comm:
         return found
 
     def _join(self, world: WorldContext, groups: Partition, whole: Comm, axis: str) -> None:
-        """Take a name, a slot for gloo's tags and transports of its own. Collective in `whole`, the
-        world's.
+        """Take a name, a slot for gloo's tags, and transports.
+
+        Collective over `whole`, the communicator of the world.
         """
         device = self.device
         waits = self.waits
@@ -224,7 +246,8 @@ class Comm:
         slots, free, idle = _agreed(whole, world, nccl, self.transport_name)
         if self.transport_name == "tcp":
             world.connect_inter_node()
-        number = next(world.engines)  # made in the same order on every rank of this world
+        # Engines are created in the same order on every rank of the world
+        number = next(world.engines)
         if not axis:
             waits.name = f"engine {number - 1}"
         name = f"{waits.name} {axis}".strip()
@@ -245,7 +268,7 @@ class Comm:
         weakref.finalize(lanes, _end, world, name, host_transport, transport).atexit = False
 
     def capabilities(self) -> list[Capability]:
-        """Describe how tensors travel from this rank to the others, and why not faster. Local."""
+        """Describe the transport between ranks, and why it is not a faster one."""
         name = "between ranks"
         transport = self.lanes.transport
         if self.lanes.world is None:
@@ -258,47 +281,61 @@ class Comm:
 
     @property
     def reads_in_place(self) -> bool:
-        """Return whether `exchange` needs no inbox."""
+        """Return whether `exchange` reads other ranks' memory and needs no inbox."""
         return self.lanes.transport.reads_in_place
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a flat buffer in the memory that other ranks reach best; its contents are
-        arbitrary. Local.
+        """Allocate an uninitialized flat buffer in the transport's preferred memory.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
         """
         return self.lanes.transport.empty(numel, dtype)
 
     def is_read(self, tensor: Tensor) -> bool:
-        """Return whether another rank may still read this buffer, as far as this one has heard.
-        Local.
+        """Return whether another rank may still read this buffer.
+
+        The answer uses the messages that this rank has received so far.
         """
         return self.lanes.world is not None and self.lanes.transport.is_read(tensor)
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        """Wait until no other rank reads this buffer any more, so that it may be written."""
+        """Wait until no other rank reads this buffer, so that it may be written."""
         if self.is_read(tensor):
             self.lanes.wait_again(lambda: self.lanes.transport.wait_until_read(tensor))
 
     def progress(self) -> None:
-        """Take in messages that other ranks have sent, without waiting, and issue second hops;
-        called often, so only while something is expected.
+        """Receive messages from other ranks and issue second hops, without waiting.
+
+        It is called often, so it does work only while a message is expected.
         """
         self.hear()
         self.waits.advance()
 
     def hear(self) -> None:
-        """Take in messages that other ranks of this group have sent, without waiting. Local."""
+        """Receive messages from other ranks of this group, without waiting."""
         if self.lanes.transport.expects:
             self.lanes.transport.progress()
 
     # -- movements
 
     def all_gather(self, full: Tensor, lane: str, what: str, kind: str = "all_gather") -> Pending:
-        """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in
-        place already.
+        """Fill `full` with the slices of all ranks.
 
-        Any dtype, the same on every rank. kind: as what the meter counts it. Collective within its
-        lane. The buffer belongs to the transport until `wait()`, which raises `PeerError` if
-        another rank failed or strayed.
+        The transport owns the buffer until `wait()` returns. `wait()` raises `PeerError` if another
+        rank failed or called a different collective.
+
+        Args:
+            full: Shape ``(size * slice,)``, any dtype, the same on every rank. This rank's slice
+                must
+            be in place.
+            lane: The lane to issue the collective in.
+            what: The name of the collective, the same on all ranks.
+            kind: The kind under which the meter counts the bytes.
+
+        Note:
+            Collective within the lane.
         """
         nbytes = full.numel() // self.size * full.element_size()
         self.meter.count(kind, nbytes * (self.size - 1), nbytes * len(self.inter_node))
@@ -319,16 +356,25 @@ class Comm:
         use: Use | None = None,
         kind: str = "reduce_scatter",
     ) -> Pending:
-        """Send pieces[s] to rank s and receive rank s's piece into inbox[s]; own entries are
-        ignored.
+        """Send `pieces[r]` to rank r, and receive the piece of rank r into `inbox[r]`.
 
-        The first half of a reduce-scatter: pieces and inbox are flat, of one dtype on all ranks.
-        use(received) is the
-        second: it is called once, at the latest by `wait()`, and with `reads_in_place`, entries of
-        the inbox that are None are views of the owners' memory there. The pieces may be written
-        again after `wait_until_read`; without `use`, after `wait()`, which raises `PeerError` if
-        another rank failed or strayed. kind: as what the meter counts it. Collective within its
-        lane.
+        This is the first half of a reduce-scatter, and `use` is the second half. The pieces may be
+        written again after `wait_until_read`, or without `use` after `wait()`. `wait()` raises
+        `PeerError` if another rank failed or called a different collective.
+
+        Args:
+            pieces: One flat tensor per rank, of one dtype on all ranks; this rank's entry is not
+                sent.
+            inbox: One flat tensor per rank; this rank's entry is ignored. With `reads_in_place` an
+                entry
+            may be None, and `use` gets a view of the owner's memory instead.
+            lane: The lane to issue the collective in.
+            what: The name of the collective, the same on all ranks.
+            use: Called once with the received pieces, at the latest by `wait()`.
+            kind: The kind under which the meter counts the bytes.
+
+        Note:
+            Collective within the lane.
         """
         sent = sum(
             piece.numel() * piece.element_size()
@@ -355,11 +401,19 @@ class Comm:
         return self.lanes.issue(lane, f"reduce {what}", start)
 
     def pass_on(self, piece: Tensor | None, box: Tensor | None, lane: str, what: str) -> Pending:
-        """Send a piece to the other rank of a pair, and fill `box` with what that one sends; one of
-        them may be None.
+        """Send a piece to the other rank of a pair, and receive that rank's piece.
 
-        Flat, of one dtype on both ranks. After `wait()` the box is filled; the piece may be written
-        again after that and `wait_until_read`. Collective within its lane, in this group of two.
+        After `wait()` the box is filled. The piece may be written again after `wait()` and
+        `wait_until_read`.
+
+        Args:
+            piece: Flat tensor to send, or None. Both ranks use the same dtype.
+            box: Flat tensor to fill, or None.
+            lane: The lane to issue the collective in.
+            what: The name of the collective, the same on both ranks.
+
+        Note:
+            Collective within the lane, in a group of two ranks.
         """
         like = box if piece is None else piece
         assert like is not None and self.size == 2
@@ -378,10 +432,17 @@ class Comm:
         )
 
     def all_gather_rows(self, row: Tensor, what: str) -> Tensor:
-        """Return every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host,
-        same length on every rank.
+        """Gather one row per rank, and wait for the result.
 
-        Collective in the lane "rows"; waits.
+        Args:
+            row: One-dimensional CPU tensor, of the same length on every rank.
+            what: The name of the collective, the same on all ranks.
+
+        Returns:
+            A tensor of shape ``(size, len(row))``.
+
+        Note:
+            Collective within the lane "rows".
         """
         table = torch.zeros(self.size, row.numel(), dtype=row.dtype)
         table[self.rank] = row
@@ -395,11 +456,23 @@ class Comm:
         return table
 
     def barrier(self, what: str) -> None:
-        """Wait until every rank has come here. Collective."""
+        """Wait until every rank of the group has called it.
+
+        Note:
+            Collective: every rank of the group must call it.
+        """
         self.all_gather_rows(torch.zeros(1, dtype=torch.uint8), what)
 
     def all_gather_text(self, text: str, what: str) -> list[str]:
-        """Return every rank's text, by rank. Collective."""
+        """Return the texts of all ranks, by rank.
+
+        Args:
+            text: This rank's text.
+            what: The name of the collective, the same on all ranks.
+
+        Note:
+            Collective: every rank of the group must call it.
+        """
         payload = text.encode()
         lengths = self.all_gather_rows(torch.tensor([len(payload)]), what)[:, 0]
         padded = torch.zeros(int(lengths.max()) or 1, dtype=torch.uint8)
@@ -414,7 +487,7 @@ class Comm:
 
 @contextmanager
 def propagate_errors(comm: Comm) -> Iterator[None]:
-    """Open a block whose error is told to the ranks that wait for this one."""
+    """Post an error of the block to the ranks that wait for this rank."""
     try:
         yield
     except Exception as error:
@@ -423,10 +496,19 @@ def propagate_errors(comm: Comm) -> Iterator[None]:
 
 
 def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, source: int = 0) -> None:
-    """Copy pieces[r] of the rank `source` into rank r's `into`; the source's own stays. Collective
-    within "gather".
+    """Copy `pieces[r]` of the source rank into `into` of rank r.
 
-    into: one-dimensional, as long as the piece; pieces of other ranks than the source are ignored.
+    The source's own piece is not copied.
+
+    Args:
+        comm: The ranks that take part.
+        pieces: One tensor per rank; read on the source only.
+        into: One-dimensional output, as long as the piece.
+        what: The name of the collective, the same on all ranks.
+        source: The rank that sends.
+
+    Note:
+        Collective within the lane "gather".
     """
     nothing = into[:0]
     outgoing = pieces if comm.rank == source else [nothing] * comm.size
@@ -435,8 +517,9 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
 
 
 def _encrypting_transport(transport: str, world: WorldContext, device: torch.device) -> str:
-    """Return the transport, and where what leaves a host is to be encrypted, the one that does.
-    Raises `UsageError` for another one that was named.
+    """Return a transport that encrypts between hosts if TLS is on, else the given one.
+
+    Raises `UsageError` if TLS is on and the given transport or device cannot encrypt.
     """
     if not uses_tls() or world.hosts.is_one:
         return transport
@@ -453,10 +536,10 @@ def _encrypting_transport(transport: str, world: WorldContext, device: torch.dev
 def _agreed(
     comm: Comm, world: WorldContext, nccl: NcclGroups, transport: str
 ) -> tuple[int, int, int]:
-    """Agree on the slots that are free on every rank (`Tags`), and the pairs of NCCL groups that
-    are free or idle (`NcclGroups`).
+    """Return the slots, free NCCL pairs and idle NCCL pairs common to all ranks.
 
-    Collective. Raises `ModelMismatchError` if ranks were told to use different transports.
+    See `Tags` and `NcclGroups` for the three bit masks. Collective. Raises `ModelMismatchError` if
+    ranks use different transports.
     """
     mine = [TRANSPORTS.index(transport), world.tags.free_slots(), nccl.free(), nccl.idle()]
     table = comm.all_gather_rows(torch.tensor(mine), "a new engine's transport")
@@ -474,16 +557,17 @@ def _agreed(
 
 
 def _end(world: WorldContext, engine: str, *transports: Transport) -> None:
-    """Release the transports of one communicator."""
     world.end_engine(engine)
     for transport in transports:
         transport.end_engine(engine)
 
 
 def would_read_in_place(comm: Comm, ranks: Sequence[int]) -> bool:
-    """Return whether `reads_in_place` of a group of these ranks of the world. Local.
+    """Return whether a group of these ranks would have `reads_in_place`.
 
-    ranks: this rank is one of them.
+    Args:
+        comm: A communicator of the engine.
+        ranks: World ranks, including this one.
     """
     world = comm.whole.lanes.world
     if world is None or comm.device.type != "cpu":
@@ -492,7 +576,7 @@ def would_read_in_place(comm: Comm, ranks: Sequence[int]) -> bool:
 
 
 def _until_read(transport: Transport, wait: Wait, buffers: Sequence[Tensor]) -> Wait:
-    """Wait until the data is here and the buffers are the caller's again."""
+    """Return a wait that returns when the data is here and no rank reads the buffers."""
 
     def both() -> None:
         wait()
@@ -506,7 +590,7 @@ def _do_nothing(received: Sequence[Tensor]) -> None:
     """Leave the received pieces in place."""
 
 
-# Write elements [start, stop) of a piece into an fp32 tensor
+# Writes elements [start, stop) of a piece into an fp32 tensor
 Decode = Callable[[Tensor, int, int, Tensor], None]
 
 
@@ -519,13 +603,19 @@ def ordered_sum(
     add: bool = False,
     decode: Decode | None = None,
 ) -> None:
-    """out = (pieces[0] + pieces[1] + ...) / divisor, summed in that order in fp32, rounded once;
-    `add`: out += that.
+    """Sum the pieces in order in fp32, divide, and round once.
 
-    pieces: one per rank, one-dimensional, all of out's length, any float dtype; with `decode`, what
-    it makes these of.
-    scratch: fp32; its size is the tile's, and with `decode` twice that. This is the sum order of
-    the truth contract; a native reduce-scatter keeps neither the order nor fp32 partials.
+    Computes ``out = (pieces[0] + pieces[1] + ...) / divisor``. This order is part of the numerical
+    contract. A native reduce-scatter keeps neither the order nor fp32 partials.
+
+    Args:
+        pieces: One one-dimensional tensor per rank, all of the length of `out`, of any float dtype.
+        With `decode`, encoded pieces.
+        out: Output, one-dimensional.
+        scratch: fp32 scratch for one tile, or for two tiles with `decode`.
+        divisor: Divides the sum.
+        add: Add the result to `out` instead of overwriting it.
+        decode: Decodes a range of a piece into an fp32 tensor.
     """
     if decode is None:
         threads = threads_for(ranks_of_this_host())

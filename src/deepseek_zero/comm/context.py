@@ -1,8 +1,8 @@
-"""State that the ranks of one world share among all engines: gloo's connections, the flight
-recorder, the lanes.
+"""State that all engines of one process and world share.
 
-One per process and world, so that connections and their threads are made once, and a rank that
-waits in one engine knows where the others stand in every engine.
+It holds gloo's connections, the flight recorder and the lanes. There is one per process and world,
+so connections and their threads are created once, and a rank that waits in one engine can find the
+positions of the other ranks in every engine.
 """
 
 from __future__ import annotations
@@ -37,35 +37,47 @@ from .transports.gloo import Gloo, Tags, end_with_their_hosts, open_files, shut_
 from .transports.nccl import NcclGroups
 from .transports.shared_memory import HostPages, SharedMemory, connect_local
 
-Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
-AFTER_WORD_SECONDS = (
-    3.0  # gloo's connections outlive a lost host so long: the store's word of it has its name
-)
-LOG_LENGTH = 64  # collectives remembered per lane, for the flight recorder
+Partition = tuple[tuple[int, ...], ...]  # The world divided into groups of ranks
+# gloo's connections outlive a lost host by this time, so that the store, which can name the host,
+# reports it first
+AFTER_WORD_SECONDS = 3.0
+LOG_LENGTH = 64  # Collectives kept per lane, for the flight recorder
 
 
 @dataclass
 class Lane:
-    """A sequence of collectives in one agreed order; different lanes may interleave differently on
-    different ranks.
+    """A sequence of collectives in one agreed order.
+
+    Collectives of different lanes may interleave differently on different ranks.
+
+    Attributes:
+        name: The full name ("engine 0/gather").
+        number: The number of the lane, unique in this world.
+        issued: Number of collectives issued so far.
+        log: (sequence, name) of the last `LOG_LENGTH` collectives.
     """
 
     name: str
     number: int
     issued: int = 0
-    # (sequence, name)
     log: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=LOG_LENGTH))
 
 
 class WorldContext:
     """One rank's connections to the world, and the state that its engines share.
 
-    `of_this_world` returns the one of this process: its first call is collective, later ones return
-    the same object. Making one from given parts is local.
+    `of_this_world` returns the instance of this process. The constructor is local.
 
-    group: gloo's, of all ranks. pages: the memory that ranks of this host share. no_sharing_reason:
-    why they share none; "" if they do, or if there is only one. secret: of this job, which all its
-    ranks hold. listener: where this rank listens, once it does.
+    Args:
+        hosts: The hosts of all ranks.
+        recorder: The flight recorder of this rank.
+        group: A gloo group of all ranks.
+        pages: The memory that ranks of this host share.
+        no_sharing_reason: Why ranks of this host share no memory; "" if they do, or if there is
+            only
+        one.
+        secret: The secret of this job, which all its ranks hold.
+        listener: The listener of this rank, if it already has one.
     """
 
     _current: ClassVar[WorldContext | None] = None
@@ -92,25 +104,34 @@ class WorldContext:
         self._secret = secret
         self._listener = listener
         self._gloo_files: dict[int, int] = {}
-        self._links: net.Links | None = None  # once a transport needs them
-        self._refusal = ""  # why there will be none
+        self._links: net.Links | None = None  # Created when a transport needs them
+        self._refusal = ""  # Why the links cannot be created
         self._nccl_groups: dict[Partition, NcclGroups] = {}
         self.ranks = tuple(range(self.size))
-        # For what is agreed before an engine has a transport
+        # For agreements before an engine has a transport
         self.gloo = self.gloo_over(self.ranks)
-        self.engines = itertools.count(1)  # numbers for those that will use it
+        self.engines = itertools.count(1)  # Numbers of the engines to come
         self._lanes: dict[str, Lane] = {}
 
     @classmethod
     def of_this_world(cls) -> WorldContext:
+        """Return the instance of torch.distributed's current world.
+
+        Note:
+            The first call in a world is collective; later calls return the same object.
+        """
         if cls._current is None or cls._current.world is not dist.group.WORLD:
             cls._current = cls._connect()
         return cls._current
 
     @classmethod
     def of_this_world_if_any(cls) -> WorldContext | None:
-        """Return None where torch.distributed has no world, or one of a single rank.  Collective in
-        that world.
+        """Return the instance of the current world, or None if it has only one rank.
+
+        Also return None if torch.distributed is not initialized.
+
+        Note:
+            The first call in a world is collective.
         """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return cls.of_this_world()
@@ -118,9 +139,10 @@ class WorldContext:
 
     @classmethod
     def _connect(cls) -> WorldContext:
-        """Connect this process to all others of torch.distributed's world.  Collective."""
-        atexit.register(drain_threads)  # once for each world; a second look costs nothing
-        atexit.register(hang_up)  # after the recorder's goodbye, which is registered later
+        """Connect this process to all others of torch.distributed's world. Collective."""
+        atexit.register(drain_threads)  # Registered once per world; a second call costs nothing
+        # Runs after the recorder's exit handler, which is registered later
+        atexit.register(hang_up)
         rank = dist.get_rank()
         size = dist.get_world_size()
         before = open_files()
@@ -142,10 +164,11 @@ class WorldContext:
         return found
 
     def gloo_over(self, ranks: Sequence[int], inter_node_only: bool = False) -> Gloo:
-        """Return gloo between these ranks, this one among them, over the connections of the world.
-        Local.
+        """Return a gloo transport between these ranks, over the world's connections.
 
-        far_only: to the ranks that share no memory with this one.
+        Args:
+            ranks: World ranks, including this one.
+            inter_node_only: Send only to ranks that share no memory with this one.
         """
         near = self._pages.peers if self._pages is not None and inter_node_only else ()
         peers = [
@@ -157,10 +180,15 @@ class WorldContext:
         return Gloo(ranks.index(self.rank), ranks, self._gloo_group, peers, self.tags, limitation)
 
     def connect_inter_node(self) -> None:
-        """Connect to all ranks that share no memory with this one by sockets of our own, once.
-        Collective in the world.
+        """Open sockets to all ranks that share no memory with this one.
 
-        Raises `PeerError` on every rank if one of them finds another one not.
+        Later calls return at once.
+
+        Raises:
+            PeerError: On every rank, if one rank cannot connect to another.
+
+        Note:
+            Collective: every rank of the world must call it.
         """
         if self._links is not None:
             return
@@ -175,9 +203,7 @@ class WorldContext:
             )
 
     def _connected_inter_node(self) -> str:
-        """Make the connections; return why that failed on one of the ranks, or "".  Collective in
-        the world.
-        """
+        """Connect; return "" or the reason why one of the ranks failed. Collective."""
         near = () if self._pages is None else self._pages.peers
         listener = self._listener
         refusal = ""
@@ -213,9 +239,7 @@ class WorldContext:
         return ""
 
     def tcp_over(self, ranks: Sequence[int]) -> Transport:
-        """Return shared memory to those of these ranks that are on this host, our own sockets to
-        the others. Local.
-        """
+        """Return shared memory within this host and this library's sockets between hosts."""
         assert self._links is not None
         peers = [index for index, rank in enumerate(ranks) if rank in self._links.links]
         return self._with_intra_node(
@@ -223,46 +247,50 @@ class WorldContext:
         )
 
     def fastest_over(self, ranks: Sequence[int]) -> Transport:
-        """Return shared memory to those of these ranks that are on this host, gloo to the others.
-        Local.
-        """
+        """Return shared memory within this host and gloo between hosts."""
         far = self.gloo_over(ranks, inter_node_only=True)
         return self._with_intra_node(ranks, far, len(far.peers))
 
     def transport_over(self, name: str, ranks: Sequence[int]) -> Transport:
-        """Return the transport of that name ("fastest", "gloo" or "tcp") between these ranks.
-        Local.
+        """Return the transport of that name between these ranks.
+
+        Args:
+            name: "fastest", "gloo" or "tcp".
+            ranks: World ranks, including this one.
         """
         found = {"gloo": self.gloo_over, "tcp": self.tcp_over, "fastest": self.fastest_over}
         return found[name](ranks)
 
     def _with_intra_node(self, ranks: Sequence[int], far: Transport, count: int) -> Transport:
-        """Return a transport to `count` far ranks, with shared memory to those of these ranks that
-        are near.
-        """
+        """Combine `far`, a transport to `count` ranks, with this host's shared memory."""
         if self._pages is None or count == len(ranks) - 1:
             return far
         near = SharedMemory(ranks, self._pages)
         return Hierarchical(near, far, near.rank) if count else near
 
     def nccl_groups(self, partition: Partition) -> NcclGroups:
-        """Return the NCCL groups of one way to cut the world, shared by all engines that cut it so.
-        Local.
-        """
+        """Return the NCCL groups of a partition, shared by all engines that use it."""
         if partition not in self._nccl_groups:
             groups = None if partition == (self.ranks,) else partition
             self._nccl_groups[partition] = NcclGroups(groups)
         return self._nccl_groups[partition]
 
     def lane(self, name: str, number: int) -> Lane:
-        """Return the lane of that name ("engine 0/gather"), made at its first use."""
+        """Return the lane of that name, created on first use.
+
+        Args:
+            name: The full name ("engine 0/gather").
+            number: The number of the lane, used if it is created.
+        """
         return self._lanes.setdefault(name, Lane(name, number))
 
     def end_engine(self, engine: str) -> None:
-        """End the waiting threads of an engine that is gone. Its positions stay, for ranks that are
-        still behind.
+        """Release the resources of an engine that no longer exists.
+
+        The positions of its lanes are kept for ranks that have not reached them yet.
         """
-        for name, lane in list(self._lanes.items()):  # a backward thread may add one meanwhile
+        # A copy: a backward thread may add a lane meanwhile
+        for name, lane in list(self._lanes.items()):
             if engine_of(name) == engine:
                 lane.log.clear()
         self.tags.release(engine)
@@ -270,8 +298,12 @@ class WorldContext:
             groups.release(engine)
 
     def position(self, lane: str, sequence: int, ranks: Sequence[int]) -> Position:
-        """Return this rank's position as it waits for one collective of one lane. ranks: those of
-        the collective.
+        """Return this rank's position while it waits for a collective.
+
+        Args:
+            lane: The full name of the lane.
+            sequence: The number of the collective in its lane.
+            ranks: The world ranks of the collective.
         """
         return Position(
             lane,
@@ -286,10 +318,10 @@ class WorldContext:
 
 
 def ranks_of_this_host() -> int:
-    """Return the number of ranks of the world on this host: counted once an engine was made, before
-    that the launcher's word.
+    """Return the number of ranks of the world on this host.
 
-    Local.
+    It is counted after the first engine was created. Before that it is the launcher's value, or the
+    world size.
     """
     links = WorldContext._current
     if links is not None and links.world is dist.group.WORLD:
@@ -298,8 +330,10 @@ def ranks_of_this_host() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host: as its launcher says, else by counting, else its rank.
-    Local.
+    """Return this rank's index among the ranks of its host.
+
+    It is the launcher's value if there is one. Otherwise it is counted after the first engine was
+    created.
     """
     links = WorldContext._current
     said = world.stated_local_rank()
@@ -309,12 +343,11 @@ def local_rank() -> int:
 
 
 def hang_up() -> None:
-    """End the connections of this rank as the program ends, after the others have what it sent
-    last.
+    """Close this rank's connections at exit, after everything it sent has arrived.
 
-    A thread that still waits for a message of gloo's would wake when the other end closes the
-    connection. If Python is ending at that moment, the thread aborts the process. So its wait ends
-    here, while Python is whole.
+    A thread that still waits for a gloo message would wake up when the peer closes the connection.
+    If the interpreter is shutting down at that moment, the thread aborts the process. Shutting the
+    connections down here ends its wait while the interpreter is still intact.
     """
     world = WorldContext._current
     if world is None:
