@@ -1,9 +1,9 @@
-"""The flight recorder: tells a waiting rank when its wait is in vain.
+"""Detect that a wait for another rank can never end.
 
-A rank whose wait lasts longer than a second writes the collective it waits for into a small
-key-value store, and a rank that raises or ends writes that; the steady state never touches the
-store. A wait ends with a `PeerError` on *evidence* (a rank raised, a rank ended, a rank is in
-another collective), never on patience: a rank that loads data for an hour is late, not dead.
+A rank that waits longer than a second writes the collective it waits for into a small key-value
+store. A rank that raises or exits writes that, too. The steady state never uses the store. A wait
+ends with a `PeerError` only on evidence (a rank raised, exited, or is in another collective), never
+on a timeout: a rank that loads data for an hour is late, not dead.
 """
 
 from __future__ import annotations
@@ -26,108 +26,130 @@ from ..base.mesh import Mesh
 from .bootstrap import Hosts
 from .net.key_value_store import GONE
 
-STAY_SECONDS = 2.0  # for the others to read what ended this rank, where it keeps their lines
+# Rank 0 stays this long, so that others can read the cause of its failure from its store
+STAY_SECONDS = 2.0
 LOOK_SECONDS = 0.02
-UNHEARD = 0.5  # seconds from a host's last sign of life to a cut, on the average
-SILENT = "silent hosts"  # the key of what rank 0 has found: a rank of each
-# The topic of a rank that found another one gone, for ranks that share no group with either
+UNHEARD = 0.5  # Mean seconds from a host's last sign of life to a network cut
+SILENT = "silent hosts"  # Key of rank 0's findings: one rank of each silent host
+# Topic of a rank that lost a connection, for ranks that share no group with either end
 LOST = "lost"
 KILLED_WHY = "A rank was killed, ran out of memory or lost its network."
 KILLED_FIX = (
     "look at the end of the other ranks' output and at the system's log (dmesg) for the "
     "out-of-memory killer."
 )
-# Looks that must see the same suspicion: lines are posted a moment before or after ranks move
+# Consecutive checks that must agree: lines are posted shortly before or after ranks move
 CONFIRMED = 3
 
 
 def raised_in(engine: str) -> str:
-    """Return the topic of an exception that a rank may still catch: it concerns the ranks that wait
-    for it in that engine.
+    """Return the topic of an error that concerns only ranks waiting in that engine.
+
+    The rank may still catch the error and continue.
     """
     return f"raised in {engine}"
 
 
 @dataclass
 class Position:
-    """The collectives a rank has issued, and the one it waits for. Lanes ("engine 0/gather") are
-    independent sequences of collectives; ranks outside a group never wait in its lanes.
+    """The collectives that a rank has issued, and the one it waits for.
+
+    Lanes ("engine 0/gather") are independent sequences of collectives. A rank outside a group never
+    waits in the lanes of that group.
+
+    Attributes:
+        lane: The lane of the collective that the rank waits for.
+        sequence: The number of that collective in its lane.
+        ranks: The world ranks of its group.
+        issued: Number of collectives issued so far, by lane.
+        log: The names of the last few collectives, by lane and number.
     """
 
     lane: str
     sequence: int
-    ranks: list[int]  # of the group whose collective it is
-    issued: dict[str, int] = field(default_factory=dict)  # lane -> collectives issued so far
-    # Lane -> sequence -> name, the last few
+    ranks: list[int]
+    issued: dict[str, int] = field(default_factory=dict)
     log: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def engine(self) -> str:
+        """Return the name of the engine of the lane."""
         return self.lane.partition("/")[0]
 
     def name(self, lane: str | None = None, sequence: int | None = None) -> str:
+        """Return the name of a collective, or "" if it is no longer in the log.
+
+        Args:
+            lane: Its lane; None for the lane that the rank waits in.
+            sequence: Its number; None for the collective that the rank waits for.
+        """
         number = self.sequence if sequence is None else sequence
         return self.log.get(lane or self.lane, {}).get(str(number), "")
 
     def has_issued(self, other: Position) -> bool:
-        """Return whether this rank has issued the collective the other waits for."""
+        """Return whether this rank has issued the collective that `other` waits for."""
         return self.issued.get(other.lane, 0) > other.sequence
 
 
 class TextStore(Protocol):
-    """A table of texts that all ranks see (net/key_value_store.py). Raises RuntimeError if its
-    keeper is gone.
+    """A table of texts shared by all ranks (`net/key_value_store.py`).
+
+    Methods raise RuntimeError if the process that holds the table is gone.
     """
 
     def set(self, key: str, value: str) -> bool:
-        """Write a text; return whether it stands there."""
+        """Write a text under a key; return whether it was stored."""
         ...
 
     def get(self, key: str) -> str | None:
-        """Return the text under a key; None if there is none, or if nothing is known."""
+        """Return the text under a key, or None if there is none or it is unknown."""
         ...
 
     def silences(self) -> dict[int, float]:
-        """Return for how many seconds the hosts of some ranks on other hosts have answered nothing,
-        by rank.
-        """
+        """Return the seconds since the last answer of other hosts, by rank."""
         ...
 
     def say_farewell(self) -> None:
-        """Send the table to the other ranks before this process ends, if this process keeps it."""
+        """Send the table to the other ranks before this process, its holder, exits."""
         ...
 
 
 class FlightRecorder:
-    """Lines that ranks write for each other in one small key-value store. All methods are local and
-    never wait for a rank.
+    """Lines that ranks write for each other in a small key-value store.
+
+    All methods are local and never wait for another rank.
+
+    Args:
+        hosts: The hosts of all ranks.
+        store: The key-value store.
+        dead_after: Seconds of silence after which another host is lost.
     """
 
     def __init__(self, hosts: Hosts, store: TextStore, dead_after: float = math.inf) -> None:
-        """dead_after: seconds of silence after which another host is lost."""
         self.rank = hosts.rank
         self.size = len(hosts.keys)
         self._hosts = hosts
         self._store = store
         self._dead_after = dead_after
-        self.told: set[str] = set()  # hosts whose silence is told
+        self.told: set[str] = set()  # Hosts that were logged as silent
         self._tells = self.rank == hosts.local_ranks[0] and launch.place_of_store() is None
-        self.meshes: dict[str, Mesh] = {}  # by engine, once it has one
+        self.meshes: dict[str, Mesh] = {}  # By engine, for engines that have one
         self._said: dict[str, str] = {}
-        self.is_waiting = False  # this rank's line under "waiting" stands
-        self._is_gone = (
-            False  # with rank 0: asked once more, torch would print another page of C++ frames
-        )
+        self.is_waiting = False  # Whether this rank has a line under "waiting"
+        # Whether rank 0 is gone. On another request torch would print another page of C++ frames.
+        self._is_gone = False
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
-        self._looks = 0  # running, that saw this suspicion
-        self._told_waits: dict[
-            tuple[str, tuple[int, ...]], float
-        ] = {}  # seconds, by collective and absent ranks
+        self._looks = 0  # Consecutive checks with this suspicion
+        # Seconds of the last log line, by collective and absent ranks
+        self._told_waits: dict[tuple[str, tuple[int, ...]], float] = {}
         _post_end_at_exit(self)
 
     def post(self, topic: str, text: str) -> None:
-        """Write this rank's line under a topic ("raised", "raised in engine 0", "ended",
-        "waiting"); ignore a store that is gone.
+        """Write this rank's line under a topic; do nothing if the store is gone.
+
+        Args:
+            topic: "raised", "raised in engine 0", "ended" or "waiting".
+            text: The line; "" removes it.
         """
         if self._is_gone or self._said.get(topic, "") == text:
             return
@@ -140,16 +162,21 @@ class FlightRecorder:
             self._is_gone = True
 
     def say_farewell(self) -> None:
-        """Let the other ranks read all lines after this process has ended, if it keeps them."""
+        """Make the lines readable after this process has exited, if it holds the store."""
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
             self._store.say_farewell()
 
     def withdraw(self, topic: str) -> None:
-        """Remove this rank's line."""
+        """Remove this rank's line under a topic."""
         self.post(topic, "")
 
     def read(self, topic: str, rank: int) -> str:
-        """Return another rank's line, or "" if it wrote none."""
+        """Return another rank's line under a topic, or "" if there is none.
+
+        Args:
+            topic: The topic, as for `post`.
+            rank: The other rank.
+        """
         if self._is_gone:
             return ""
         try:
@@ -159,18 +186,28 @@ class FlightRecorder:
             return ""
 
     def name(self, rank: int, engine: str) -> str:
-        """Return a rank as an error of an engine names it: with its place where the engine's mesh
-        has several axes.
+        """Return the name of a rank for errors of an engine.
+
+        The name includes the rank's coordinates if the engine's mesh has several axes.
+
+        Args:
+            rank: The world rank.
+            engine: The name of the engine.
         """
         mesh = self.meshes.get(engine)
         place = mesh.place_of(rank) if mesh is not None and mesh.world_size == self.size else ""
         return f"rank {rank} ({place})" if place else f"rank {rank}"
 
     def find_lost_host(self, *, asks: bool) -> HostLost | None:
-        """Return an error that names the hosts which have been silent for too long, or None.
+        """Return an error that names the hosts that were silent too long, or None.
 
-        Rank 0's kernel hears all hosts, and every other one's hears rank 0's. asks: also look at
-        the store for what rank 0 has found, which may take a moment; else nothing waits.
+        The kernel of rank 0 receives signs of life from all hosts, and the kernels of the other
+        ranks receive those of rank 0's host.
+
+        Args:
+            asks: Also read rank 0's findings from the store, which may take a moment. Otherwise the
+                call
+            does not block.
         """
         silences = self.tell_silences()
         silent = [
@@ -179,13 +216,15 @@ class FlightRecorder:
         if silent and self.rank == 0:
             self._store.set(SILENT, json.dumps(silent))
         if not silent and asks and not self._is_gone:
-            with contextlib.suppress(RuntimeError):  # whoever reads lines next finds that out, too
+            with contextlib.suppress(RuntimeError):  # The next read of a line finds that out, too
                 silent = json.loads(self._store.get(SILENT) or "[]")
         return self.host_lost(silent) if silent else None
 
     def tell_silences(self) -> dict[int, float]:
-        """Return the store's silences.  Say once of a host that it is silent, and once that it is
-        heard again: one rank of each host does, where no launcher of ours watches the hosts.
+        """Return the store's silences, and log hosts that became silent or answer again.
+
+        Each change is logged once, by one rank per host, unless this library's launcher watches the
+        hosts.
         """
         silences = self._store.silences()
         if not self._tells:
@@ -205,18 +244,16 @@ class FlightRecorder:
         return silences
 
     def host_lost(self, silent: Sequence[int]) -> HostLost:
-        """Return the error that names the hosts of these ranks, which have been silent for too
-        long.
-        """
+        """Return an error that names the hosts of these ranks as silent for too long."""
         lost = {tuple(ranks): name for name, ranks in map(self._hosts.shared_with, silent)}
         return HostLost([(name, ranks) for ranks, name in lost.items()], self._dead_after)
 
     def stay_for_others(self) -> None:
-        """Return when every rank of other hosts has ended, or has said why it will; after
-        STAY_SECONDS in any case.
+        """Wait until every rank on other hosts has exited or posted why it will exit.
 
-        For rank 0, which failed and whose process has the store: ranks that look for the cause of
-        the same failure a moment later would find nobody, and name rank 0.
+        Return after `STAY_SECONDS` in any case. Rank 0 calls this after a failure, because its
+        process holds the store: otherwise ranks that look for the cause of the same failure a
+        moment later would find no store and blame rank 0.
         """
         until = time.monotonic() + STAY_SECONDS
         while time.monotonic() < until:
@@ -234,11 +271,15 @@ class FlightRecorder:
             time.sleep(LOOK_SECONDS)
 
     def find_failure(self, waits: str, engine: str) -> PeerError | None:
-        """Return an error that names the first rank that raised in this engine or ended, or whose
-        end another rank has found; or that rank 0 is gone, which keeps the store.  Who raised
-        because of another rank is named last.
+        """Return an error that names the first rank that failed or exited, or None.
 
-        waits: what this rank did meanwhile.
+        This includes ranks whose loss another rank has posted, and the loss of rank 0, which holds
+        the store. A rank that raised because of another rank is reported only if there is nothing
+        else.
+
+        Args:
+            waits: What this rank did meanwhile, as a clause.
+            engine: The name of the engine in which this rank waits.
         """
         if lost := self.find_lost_host(asks=True):
             return lost
@@ -276,8 +317,14 @@ class FlightRecorder:
         return follows
 
     def find_desync(self, mine: Position, engine: str) -> PeerError | None:
-        """Return why waiting is in vain, or None. Posts `mine` for the others; a suspicion counts
-        when it stays.
+        """Return an error if this rank waits in vain, or None.
+
+        The call posts `mine` for the other ranks. A suspicion is reported only after `CONFIRMED`
+        consecutive calls.
+
+        Args:
+            mine: The position of this rank.
+            engine: The name of the engine in which this rank waits.
         """
         self.post("waiting", json.dumps(asdict(mine)))
         waits = f"rank {self.rank} waits for it in '{mine.name()}'"
@@ -305,7 +352,7 @@ class FlightRecorder:
         )
 
     def _positions(self, mine: Position) -> dict[int, Position]:
-        """Return the positions of this rank and of those that wait in a collective, by rank."""
+        """Return the positions of this rank and of all ranks that wait in a collective."""
         found = {self.rank: mine}
         for rank in range(self.size):
             if rank != self.rank and (line := self.read("waiting", rank)):
@@ -313,12 +360,16 @@ class FlightRecorder:
         return found
 
     def tell_absent(self, mine: Position, engine: str, waited: float) -> None:
-        """Log which ranks have not come to a collective for which this rank has waited some
-        seconds.
+        """Log which ranks have not yet reached the collective that this rank waits for.
 
-        The lowest of the ranks that wait there logs: after 5 s, and again whenever the wait has
-        doubled. Such a rank is late, or it waits in a call that no engine knows of, for a rank that
-        waits here. Nothing tells the two apart.
+        The lowest of the waiting ranks logs after 5 s, and again each time the wait has doubled. An
+        absent rank is late, or it waits in a call outside any engine for a rank that waits here.
+        These two cases cannot be distinguished.
+
+        Args:
+            mine: The position of this rank.
+            engine: The name of the engine in which this rank waits.
+            waited: Seconds that this rank has waited.
         """
         if waited < launch.TELL_AFTER:
             return
@@ -343,8 +394,13 @@ class FlightRecorder:
 
 
 def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
-    """Return the ranks that wait for each other in different collectives; none as long as one of
-    them can still move.
+    """Return the ranks that wait for each other in different collectives.
+
+    The result is empty as long as one of them can still make progress.
+
+    Args:
+        positions: Positions by rank, including that of `me`.
+        me: The rank to start from.
     """
     chain = [me]
     while True:
@@ -373,7 +429,7 @@ def _post_end_at_exit(recorder: FlightRecorder) -> None:
         alive = reference()
         if alive is None:
             return
-        # Python keeps the exception that ended the program
+        # The interpreter keeps the exception that ended the program here
         uncaught = getattr(sys, "last_value", None)
         if uncaught is not None:
             alive.post("raised", f"{type(uncaught).__name__}: {uncaught}"[:300])

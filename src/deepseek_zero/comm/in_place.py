@@ -1,4 +1,4 @@
-"""Memory that every rank of a host sees: gathering what lies in it moves nothing."""
+"""All-gathers in memory that every rank of a host maps, which copy nothing."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from .transports.base import SymmetricMemory, Wait
 
 
 class InPlaceGathers:
-    """The symmetric memory of one group of ranks, and gathers in it."""
+    """The symmetric memory of one group of ranks, and all-gathers in it."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._size = len(lanes.ranks)
-        self._barrier: Pending | None = None  # between `begin` and `end`, the barrier at the start
+        self._barrier: Pending | None = None  # The barrier of `begin`, until `end`
 
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> SymmetricMemory | None:
-        """Return memory for `numel` elements, a slice for each rank, of which every rank sees all;
-        None if there is none.
+        """Allocate symmetric memory with one slice per rank, mapped by every rank.
 
-        Collective within "gather".
+        Args:
+            numel: Number of elements of all slices together.
+            dtype: Dtype of the elements.
+            what: The name of the memory, the same on all ranks.
+
+        Returns:
+            The memory, or None if the transport cannot share pages or `numel` is 0.
+
+        Note:
+            Collective within the lane "gather".
         """
         pages = self._lanes.transport.page_sharing
         if self._size == 1:
@@ -42,23 +50,36 @@ class InPlaceGathers:
     def begin(self, what: str) -> None:
         """Announce that this rank has written its slices.
 
-        Until `end`, `gather` waits only until every rank has announced it. Collective within
-        "gather"; does not wait.
+        Until `end`, `gather` waits only until every rank has announced it. The call does not wait.
+
+        Args:
+            what: The name of the announcement, the same on all ranks.
+
+        Note:
+            Collective within the lane "gather".
         """
         pages = self._lanes.transport.page_sharing
         if pages is not None:
             self._barrier = self._lanes.issue("gather", f"begin {what}", pages.barrier)
 
     def end(self) -> None:
-        """Allow slices to be written again: each `gather` is a collective of its own from now
-        on.
+        """Allow slices to be written again.
+
+        From now on, each `gather` issues a collective.
         """
         self._barrier = None
 
     def gather(self, memory: SymmetricMemory, what: str) -> Pending:
-        """Gather what lies in symmetric memory: wait for the ranks that write their slices.
+        """Wait until every rank has written its slice of the memory.
 
-        Counts the bytes that another transport would send. Collective within "gather".
+        The meter counts the bytes that another transport would send.
+
+        Args:
+            memory: The memory to gather.
+            what: The name of the memory, the same on all ranks.
+
+        Note:
+            Collective within the lane "gather".
         """
         if self._size == 1:
             return DONE

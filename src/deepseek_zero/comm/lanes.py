@@ -1,4 +1,4 @@
-"""Issues the collectives of one group of ranks, each at the next place of its lane."""
+"""Issue the collectives of one group of ranks in the order of their lanes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Lanes:
     Attributes:
         world: The connections of this rank; None for a group of one rank, which sends nothing.
         transport: The transport of the group's tensors.
-        ranks: The group's ranks, as the world counts them.
-        waits: How waits end.
+        ranks: The group's members as world ranks.
+        waits: Ends waits with data or with an error.
         meter: Counts the seconds of waits.
-        name: The name of the group, in the names of its lanes.
+        name: The name of the group, a prefix of the names of its lanes.
         number: The number of the group, the same on all ranks.
         last: The collective that was issued last.
     """
@@ -39,20 +39,23 @@ class Lanes:
     name: str = "engine"
     number: int = 0
     last: IssuedCollective | None = None
-    _lanes: dict[str, Lane] = field(default_factory=dict)  # by kind: "gather", "reduce" or "rows"
+    _lanes: dict[str, Lane] = field(default_factory=dict)  # By kind: "gather", "reduce" or "rows"
 
     def issue(self, kind: str, what: str, start: Callable[[CollectiveId], Wait]) -> Pending:
-        """Issue a collective in the lane of that kind. Collective within the lane.
+        """Issue a collective in the lane of that kind.
 
         Args:
-            kind: The last name of the lane.
+            kind: "gather", "reduce" or "rows".
             what: The name of the collective, the same on all ranks.
-            start: Gives the collective to a transport, and returns its wait.
+            start: Passes the collective to a transport, and returns a function that waits for it.
+
+        Note:
+            Collective within the lane.
         """
         world = self.world
-        if world is None:  # every slice is already here
+        if world is None:  # Every slice is already here
             return DONE
-        # A wait that ended in an error left its line for the others to read
+        # A wait that ended in an error left its line for the other ranks
         if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
         lane = self._lanes.get(kind) or self._first_use(world, kind)
@@ -75,7 +78,7 @@ class Lanes:
         return Pending(lambda: self._wait(world, wait, issued), is_here=is_here)
 
     def wait_again(self, wait: Wait) -> None:
-        """Wait for what the other ranks still do with the buffers of the last collective."""
+        """Wait until other ranks have finished with the buffers of the last collective."""
         if self.world is not None and self.last is not None:
             self._wait(self.world, wait, replace(self.last, arrived=[]))
 
@@ -96,5 +99,5 @@ class Lanes:
             )
         if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
-        if world.recorder.told:  # nobody may wait long enough to look, now that it is heard again
+        if world.recorder.told:  # Log the recovery now: no later wait may be long enough to check
             world.recorder.tell_silences()

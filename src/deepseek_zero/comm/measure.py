@@ -1,7 +1,7 @@
-"""What the link between hosts carries, measured at the start of a run by the movement that a run
-makes: an all-gather of all ranks at once.
+"""Measure the bandwidth between hosts at the start of a run.
 
-Nothing is measured where no byte leaves a host.
+The measured collective is one that a run issues: an all-gather of all ranks at once. Nothing is
+measured if all ranks are on one host.
 """
 
 from __future__ import annotations
@@ -22,24 +22,31 @@ from .collectives import Comm
 from .context import WorldContext
 from .net.key_value_store import listening_host
 
-PROBE = "probe"  # as what the meter counts it
-# of a whole buffer; it grows until it takes long enough
+PROBE = "probe"  # The meter's kind for these bytes
+# Bytes of the whole buffer; it grows until the all-gather takes long enough
 FIRST_BYTES = 1 << 19
 MOST_BYTES = 1 << 26
 GROWTH = 4
-# Seconds, beside which the start of a message is nothing; all of it takes less than half a second
+# Seconds after which the latency of a message is negligible; a measurement takes less than 0.5 s
 LONG_ENOUGH = 0.08
 INTERFACES = Path("/sys/class/net")
-BRIEFLY = 0.04  # the same, where two ways are tried
+BRIEFLY = 0.04  # `LONG_ENOUGH` for a comparison of two transports
 WORTH_GLOO = 1.05
 
 
 def inter_node_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> float:
-    """Return the bytes a second that a rank sends to other hosts while all ranks send: of the
-    slowest rank of all.
+    """Measure the bytes per second that a rank sends to other hosts.
 
-    long_enough: seconds of the movement that counts. Collective in the world, over the groups of
-    `comm`; each has ranks on several hosts.  the meter of `comm` keeps it.
+    All ranks send at the same time, and the result is that of the slowest rank. The meter of `comm`
+    keeps it.
+
+    Args:
+        comm: A communicator whose groups each have ranks on several hosts.
+        what: The name of the collective, the same on all ranks.
+        long_enough: Minimum seconds of the all-gather that counts.
+
+    Note:
+        Collective: every rank of the world must call it.
     """
     nbytes = FIRST_BYTES
     while True:
@@ -62,10 +69,13 @@ def inter_node_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> 
 
 @dataclass(frozen=True)
 class TriedTransport:
-    """Which transport an engine takes; tried: what each was seen to carry between hosts, "" where
-    none was tried.
+    """The transport that an engine uses, and the result of the comparison.
 
-    rate: what the chosen one was seen to carry, as `Meter.inter_node_rate`.
+    Attributes:
+        name: The chosen transport.
+        tried: The measured rates, for people; "" if nothing was compared.
+        lacks: Why a transport could not be tried, or "".
+        rate: The measured rate of the chosen one, in bytes per second (`Meter.inter_node_rate`).
     """
 
     name: str
@@ -74,22 +84,31 @@ class TriedTransport:
     rate: float | None = None
 
     def capabilities(self) -> list[Capability]:
-        """Return what was tried, if something was."""
+        """Return a description of the comparison, if there was one."""
         return [Capability("tried between hosts", self.tried, self.lacks)] if self.tried else []
 
 
 def try_transports(device: torch.device) -> TriedTransport:
-    """Try gloo and our own sockets between hosts, and return what carries more; sockets unless gloo
-    carries a twentieth more, since on a line that bounds both they take less of a core, and a row
-    is there in half the time.
+    """Compare gloo and this library's sockets between hosts, and choose one.
 
-    It takes up to half a second, and nothing where all ranks are on one host.  Collective in the
-    world; every rank gets the same.
+    The sockets are chosen unless gloo is at least 5 % faster. On a link that limits both, they use
+    less of a core, and a row arrives in half the time. The comparison takes up to half a second,
+    and is skipped if all ranks are on one host.
+
+    Args:
+        device: The device of the tensors; only "cpu" is compared.
+
+    Returns:
+        The choice, the same on every rank.
+
+    Note:
+        Collective: every rank of the world must call it.
     """
     ways = {"fastest": "gloo", "tcp": "our own sockets"}
     world = WorldContext.of_this_world_if_any()
     if world is None or world.hosts.is_one or device.type != "cpu" or uses_tls():
-        return TriedTransport("fastest")  # under TLS that is our own sockets: gloo encrypts nothing
+        # TLS requires this library's sockets: gloo does not encrypt
+        return TriedTransport("fastest")
     rates = {
         "fastest": inter_node_rate(
             Comm(device, transport="fastest", trains=False), "trying gloo", BRIEFLY
@@ -100,7 +119,7 @@ def try_transports(device: torch.device) -> TriedTransport:
         rates["tcp"] = inter_node_rate(
             Comm(device, transport="tcp", trains=False), "trying our own sockets", BRIEFLY
         )
-    except PeerError as error:  # every rank has one, where a port is closed
+    except PeerError as error:  # Raised on every rank, for example if a port is closed
         lacks = f"our own sockets: {error.what}"
     chosen = "tcp" if WORTH_GLOO * rates.get("tcp", 0.0) > rates["fastest"] else "fastest"
     told = [f"{format_bytes(rate)}/s of a rank by {ways[way]}" for way, rate in rates.items()]
@@ -109,8 +128,11 @@ def try_transports(device: torch.device) -> TriedTransport:
 
 @dataclass(frozen=True)
 class Line:
-    """What one rank can have of the link between hosts.  rate: bytes a second.  source: who says
-    so, as a clause.
+    """The bandwidth between hosts that is available to one rank.
+
+    Attributes:
+        rate: Bytes per second.
+        source: The source of the figure, as a clause.
     """
 
     rate: float
@@ -118,9 +140,10 @@ class Line:
 
 
 def line_of(comm: Comm) -> Line | None:
-    """Return what this rank can have of the link between hosts: what it carried at the start if
-    that was measured, else what the interface says of itself, shared by the ranks of this host;
-    None where nobody knows.  Local.
+    """Return the bandwidth between hosts available to this rank, or None if unknown.
+
+    It is the measured rate if there is one. Otherwise it is the interface's nominal speed divided
+    by the ranks of this host.
     """
     if comm.meter.inter_node_rate is not None:
         return Line(comm.meter.inter_node_rate, "it carried at the start")
@@ -130,7 +153,8 @@ def line_of(comm: Comm) -> Line | None:
     try:
         name = interface_of(listening_host(hosts))
         megabits = int((INTERFACES / name / "speed").read_text())
-    except (OSError, ValueError, UsageError):  # no such interface here, or one that does not say
+    # The interface does not exist here, or does not report its speed
+    except (OSError, ValueError, UsageError):
         return None
     ranks = hosts.local_size
     return (

@@ -1,8 +1,8 @@
-"""Tells other ranks that this one waits in a collective of torch.distributed's own, such as
-barrier().
+"""Report a rank that waits in a torch.distributed call outside every engine.
 
-A thread looks once a second at what the thread that trains does. A call that it sees twice is
-posted in the flight recorder; a steady state that makes short calls posts nothing.
+An example is `barrier()`. A thread inspects the stack of the training thread once a second. A call
+that it sees twice in a row is posted in the flight recorder, so a steady state with short calls
+posts nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from .flight_recorder import FlightRecorder
 
-OUTSIDE = "outside"  # the topic: {"call": name, "ranks": of its group}
+OUTSIDE = "outside"  # Topic of the flight recorder: {"call": name, "ranks": ranks of its group}
 _MODULE = "torch.distributed.distributed_c10d"
 _LOOK_SECONDS = 1.0
 
 
 def watch_outside_calls(recorder: FlightRecorder) -> None:
-    """Start the thread for the calling one; it ends with the recorder."""
+    """Start a thread that watches the calling thread, until the recorder is freed."""
     watched = threading.get_ident()
     reference = weakref.ref(recorder)
     arguments = (reference, watched)
@@ -35,8 +35,14 @@ def watch_outside_calls(recorder: FlightRecorder) -> None:
 
 
 def outside_call(recorder: FlightRecorder, rank: int) -> str:
-    """Return the name of the call in which a rank waits for this one, outside every engine; ""
-    without one.
+    """Return the call outside every engine in which a rank waits for this one.
+
+    Args:
+        recorder: The flight recorder of this rank.
+        rank: The other rank.
+
+    Returns:
+        The name of the function, or "" if there is none.
     """
     line = recorder.read(OUTSIDE, rank)
     if not line:
@@ -54,8 +60,8 @@ def _watch(reference: weakref.ref[FlightRecorder], watched: int) -> None:
         if recorder is None:
             return
         frame = _outermost_call(watched)
-        # Only the number is kept: a frame that is held after its call keeps all tensors of its
-        # callers alive.
+        # Keep only the id: a frame that is held after its call keeps all tensors of its callers
+        # alive
         number = None if frame is None else id(frame)
         if frame is not None and number == seen and not is_posted:
             recorder.post(
@@ -70,9 +76,7 @@ def _watch(reference: weakref.ref[FlightRecorder], watched: int) -> None:
 
 
 def _outermost_call(thread: int) -> FrameType | None:
-    """Return the frame of the function of torch.distributed that a thread has called, if it is in
-    one.
-    """
+    """Return the outermost frame of torch.distributed on a thread's stack."""
     frame = sys._current_frames().get(thread)
     found = None
     while frame is not None:
@@ -83,7 +87,6 @@ def _outermost_call(thread: int) -> FrameType | None:
 
 
 def _ranks_of(frame: FrameType) -> list[int]:
-    """Return the ranks of the group that a call is given."""
     group = frame.f_locals.get("group")
     try:
         members = group if group is not None else dist.group.WORLD

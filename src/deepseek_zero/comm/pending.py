@@ -1,4 +1,4 @@
-"""A collective under way, and collectives that wait for a transfer before they are issued."""
+"""Pending collectives, and a queue of collectives that wait for a transfer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Finish = Callable[[], None]
 
 @dataclass
 class Pending:
-    """A collective under way.  `wait()` returns when its data may be used, or raises `PeerError`.
+    """A collective that was issued.
 
-    is_here: whether its data has come; None: its wait is no wait for other ranks.  _issue: issues
-    what of it has not been; None: all has.
+    Attributes:
+        is_here: Returns whether the data has arrived; None if `wait()` does not wait for other
+            ranks.
     """
 
     _wait: Wait
@@ -25,15 +26,20 @@ class Pending:
     is_here: Callable[[], bool] | None = None
     _issue: Callable[[], None] | None = None
     _done: bool = False
-    _error: Exception | None = None  # it ended so: there is no data, however often `wait` is called
+    _error: Exception | None = None  # Set if the collective failed; every `wait()` raises it again
 
     def wait(self) -> None:
+        """Wait until the data may be used.
+
+        Raises:
+            PeerError: Another rank failed or called a different collective.
+        """
         if self._error is not None:
             raise self._error
         if not self._done:
             self._done = True
-            # Each is dropped as it runs: they hold views of lent buffers, and the pool takes no
-            # viewed buffer back.
+            # Drop the callbacks before they run: they hold views of pooled buffers, and the pool
+            # accepts no buffer that has views
             wait = self._wait
             self._wait = no_wait
             self._issue = None
@@ -49,18 +55,20 @@ class Pending:
                 raise
 
     def then(self, finish: Finish) -> Pending:
-        """Return this collective followed by local work, which `wait()` does."""
+        """Return this collective followed by `finish`, which `wait()` calls."""
         return Pending(self.wait, finish, self.is_done, self._issue)
 
     def issue_all(self) -> None:
-        """Issue all of it, waiting for its first messages where there is no room for more.
-        Collective within its lane.
+        """Issue all messages, waiting for the first ones if too many are in flight.
+
+        Note:
+            Collective within its lane.
         """
         if self._issue is not None:
             self._issue()
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return without other ranks' doing.  Local."""
+        """Return whether `wait()` would return without waiting for other ranks."""
         return self._done or self.is_here is None or self.is_here()
 
 
@@ -68,7 +76,7 @@ DONE = Pending(no_wait)
 
 
 def all_of(pendings: Sequence[Pending]) -> Pending:
-    """Return several collectives as one."""
+    """Combine several collectives into one."""
 
     def wait() -> None:
         for pending in pendings:
@@ -78,7 +86,10 @@ def all_of(pendings: Sequence[Pending]) -> Pending:
 
 
 class Precondition(Protocol):
-    """What a collective waits for: a transfer between memories, or another collective."""
+    """Something that must end before a collective is issued.
+
+    It is a transfer between memories or another collective.
+    """
 
     def wait(self) -> None: ...
 
@@ -87,8 +98,9 @@ class Precondition(Protocol):
 
 
 class OrderedIssueQueue:
-    """Collectives that wait for a transfer first, issued in the order they were added, which is the
-    same on all ranks.
+    """A queue of collectives that each wait for a transfer before they are issued.
+
+    They are issued in the order in which they were added, which is the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -101,8 +113,13 @@ class OrderedIssueQueue:
         return bool(self._waiting)
 
     def add(self, transfer: Precondition, start: Callable[[], Pending]) -> Pending:
-        """Add a collective, which `start` issues when the transfer is over, at the latest when it
-        is waited for.
+        """Add a collective that is issued after a transfer.
+
+        Args:
+            transfer: The transfer, or another collective.
+            start: Issues the collective. It is called when the transfer is complete, at the latest
+                by
+            `wait()` of the result.
         """
         queued = QueuedCollective(transfer, start)
         self._waiting.append(queued)
@@ -110,14 +127,16 @@ class OrderedIssueQueue:
         return Pending(lambda: self._finish(queued), is_here=queued.is_done)
 
     def advance(self) -> None:
-        """Issue the first collectives whose transfers are over.  Returns at once where one is being
-        issued: whoever waits for its transfer comes here.
+        """Issue the first collectives whose transfers are complete, without waiting.
+
+        The call returns at once if a collective is being issued: a wait for its transfer may call
+        this method again.
         """
         while not self._is_issuing and self._waiting and self._waiting[0].transfer.is_done():
             self._issue_first()
 
     def issue_all(self) -> None:
-        """Issue every collective, however long its transfer takes."""
+        """Issue every collective, waiting for their transfers."""
         while self._waiting:
             self._issue_first()
 
@@ -148,5 +167,5 @@ class QueuedCollective:
         self.pending = self.start()
 
     def is_done(self) -> bool:
-        """Return whether it has been issued and its data is here."""
+        """Return whether it was issued and its data has arrived."""
         return self.pending is not None and self.pending.is_done()

@@ -1,8 +1,8 @@
-"""How the waits of one engine end: with the data, or with an error that names a rank.
+"""End each wait of an engine with the data, or with an error that names a rank.
 
-A rank that waits writes what it waits for into the flight recorder, and reads there why another
-rank will not come.  All communicators of an engine share one `Waits`, so that an error that a rank
-raises in one group reaches the ranks that wait in the others.
+A waiting rank writes its position into the flight recorder, and reads there whether another rank
+can still come. All communicators of an engine share one `Waits`, so an error that a rank raises in
+one group reaches the ranks that wait in the other groups.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .transports import base
 from .transports.base import ConnectionLost, Transport, first_line
 
 T = TypeVar("T")
-LIFE_SECONDS = 0.25  # between looks for signs of life of other hosts, while a rank waits
-HOP_SECONDS = 1e-3  # how long a wait lasts while a second hop may have to be issued
+LIFE_SECONDS = 0.25  # Between checks of other hosts during a wait
+HOP_SECONDS = 1e-3  # Timeout of a wait while a second hop may have to be issued
 
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """One collective, and its place in its lane.
+    """One collective and its place in its lane.
 
     Attributes:
         lane: The lane.
-        kind: The last name of the lane ("gather", "reduce" or "rows").
+        kind: The last part of the lane's name ("gather", "reduce" or "rows").
         sequence: Its number in the lane.
         what: Its name, the same on all ranks.
-        ranks: The ranks of its group, as the world counts them.
-        issued: When it was issued (`time.perf_counter`).
-        arrived: When its data came; empty before.
+        ranks: The world ranks of its group.
+        issued: The time when it was issued (`time.perf_counter`).
+        arrived: The time when its data arrived; empty until then.
     """
 
     lane: Lane
@@ -51,9 +51,7 @@ class IssuedCollective:
 
 
 class Hops(Protocol):
-    """Movements of two hops, of which the second is issued by whoever waits for anything
-    meanwhile.
-    """
+    """Two-hop collectives, whose second hop is issued during any wait of the engine."""
 
     @property
     def is_open(self) -> bool:
@@ -61,17 +59,17 @@ class Hops(Protocol):
         ...
 
     def advance(self) -> None:
-        """Issue what can be issued, without waiting."""
+        """Issue all hops that can be issued, without waiting."""
         ...
 
 
 @dataclass
 class Waits:
-    """How the waits of one engine end, in any of its groups.
+    """Ends the waits of one engine, in all of its groups.
 
     Attributes:
         world: The connections of this rank; None in a world of one rank.
-        name: The topic of the engine's errors in the flight recorder.
+        name: The name of the engine, part of the topic of its errors in the flight recorder.
         has_given_up: A wait ended in an error that another rank caused.
         has_raised: An error of this rank was posted.
     """
@@ -80,34 +78,37 @@ class Waits:
     name: str = "engine"
     has_given_up: bool = False
     has_raised: bool = False
-    _lone_call: str = ""  # the call under way that programs may make on some ranks only
-    # A WeakSet's length costs more than all its use here
+    _lone_call: str = ""  # The current call of `lone_call`
+    # A list, because `len` of a WeakSet costs more than all its uses here
     _hops: list[weakref.ref[Hops]] = field(default_factory=list)
 
     @functools.cached_property
     def spans_hosts(self) -> bool:
-        """Whether ranks of the world are on several hosts; every wait reads it."""
+        """Whether ranks of the world are on several hosts.
+
+        The value is cached, because every wait reads it.
+        """
         return self.world is not None and not self.world.hosts.is_one
 
     # -- second hops
 
     def add_hops(self, hops: Hops) -> None:
-        """Have waits issue these second hops for as long as the object lives. Local."""
+        """Issue these second hops during waits, for as long as the object exists."""
         self._hops.append(weakref.ref(hops, self._hops.remove))
 
     def advance(self) -> None:
-        """Issue second hops whose turn has come, without waiting."""
+        """Issue the second hops whose first hop is complete, without waiting."""
         for each in list(self._hops):
             if (hops := each()) is not None:
                 hops.advance()
 
     @property
     def polls_often(self) -> bool:
-        """Return whether a wait looks around before the time that a transport waits by itself."""
+        """Return whether a wait times out earlier than the transport's default."""
         return bool(self._hops) or self.spans_hosts
 
     def poll_interval(self) -> float:
-        """Return how long a wait may last before it issues second hops or checks other hosts."""
+        """Return the seconds after which a wait issues second hops or checks other hosts."""
         if any((hops := each()) is not None and hops.is_open for each in self._hops):
             return HOP_SECONDS
         return min(base.POLL_SECONDS, LIFE_SECONDS) if self.spans_hosts else base.POLL_SECONDS
@@ -115,7 +116,7 @@ class Waits:
     # -- errors that ranks tell each other
 
     def post_error(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this one why it will not come.
+        """Post an error to the ranks that wait for this one.
 
         An error that another rank caused is not posted.
         """
@@ -126,7 +127,7 @@ class Waits:
             self.world.recorder.post(raised_in(self.name), text[:300])
 
     def withdraw_error(self) -> None:
-        """Withdraw a posted error: this rank goes on after all."""
+        """Withdraw a posted error, because this rank continues."""
         self.has_given_up = False
         if self.has_raised and self.world is not None:
             self.has_raised = False
@@ -134,10 +135,10 @@ class Waits:
 
     @contextmanager
     def lone_call(self, what: str) -> Iterator[None]:
-        """Open a block of collectives that programs may begin on some ranks only, as a mistake.
+        """Open a block of collectives that a program may call on some ranks by mistake.
 
-        A wait in it ends with `UsageError` if another member waits for this rank in a call of
-        torch.distributed's own. The other ranks of the engine raise at their next collective.
+        A wait in the block ends with `UsageError` if another member waits for this rank in a
+        torch.distributed call. The other ranks of the engine raise at their next collective.
         """
         before = self._lone_call
         self._lone_call = what
@@ -155,12 +156,20 @@ class Waits:
         issued: IssuedCollective,
         action: Callable[[], T],
     ) -> T:
-        """Call what may have to wait for other ranks, until there is evidence that it waits in
-        vain.
+        """Call `action` until it returns or there is evidence that it never will.
 
-        Raises `PeerError` if a rank is gone or in another collective. Any other error is this
-        rank's own (no memory, a shape, a dtype): it keeps its type, and is posted to the ranks that
-        wait for this one.
+        An error other than `TimeoutError` and `ConnectionLost` is this rank's own (out of memory, a
+        shape, a dtype). It keeps its type, and is posted to the ranks that wait for this one.
+
+        Args:
+            world: The connections of this rank.
+            transport: The transport of the collective.
+            issued: The collective that the rank waits for.
+            action: Waits for other ranks, and raises `TimeoutError` after the poll interval.
+
+        Raises:
+            PeerError: A rank is gone or in another collective.
+            UsageError: This rank is in a `lone_call` that another rank will not make.
         """
         began = looked = time.perf_counter()
         while True:
@@ -185,7 +194,8 @@ class Waits:
                 if error is not None:
                     self.has_given_up = True
                     raise error from None
-                # A rank that waits for a far one is still to hear its near ones
+                # While this rank waits for another host, it must still serve the ranks of its own
+                # host
                 transport.progress()
             except ConnectionLost as caught:
                 raise self._connection_lost(world, issued.what, caught) from None
@@ -194,9 +204,7 @@ class Waits:
                 raise
 
     def _find_lone_call(self, world: WorldContext, ranks: tuple[int, ...]) -> UsageError | None:
-        """Return the error for a call that this rank has made and another one has not; None if it
-        may still make it.
-        """
+        """Return the error of a `lone_call` that another rank will not make, or None."""
         what = self._lone_call
         if not what:
             return None
@@ -210,22 +218,21 @@ class Waits:
             f"{what} gathers what is sharded, so every rank must call it.",
             f"call {what} on all ranks, and use the result on one.",
         )
-        # No later forward of this rank withdraws it: its collectives are one ahead of the others'
-        # from now on.
+        # No later forward of this rank withdraws it: its collectives are now one ahead of the
+        # others'
         text = f"{type(error).__name__}: {error.what}"
         world.recorder.post(raised_in(self.name), text[:300])
         return error
 
     def _connection_lost(self, world: WorldContext, what: str, caught: ConnectionLost) -> PeerError:
-        """Return the error for a broken connection; the flight recorder may know more than the
-        socket does.
+        """Return the error for a broken connection.
 
-        Some ranks wait for this one and share no group with the lost rank. They are told which
-        rank it is.
+        The flight recorder may know more than the socket. The lost rank's name is posted for ranks
+        that wait for this one and share no group with the lost rank.
         """
         recorder = world.recorder
         self.has_given_up = True
-        # Seen here, whatever others have made of it since
+        # Observed here, even if other ranks have seen the host answer since
         if caught.is_silence and caught.rank is not None:
             return recorder.find_lost_host(asks=True) or recorder.host_lost([caught.rank])
         if error := recorder.find_failure(f"rank {world.rank} was in '{what}'", self.name):

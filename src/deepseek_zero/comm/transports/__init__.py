@@ -1,6 +1,6 @@
-"""One transport per file: what carries flat tensors between ranks.
+"""Transports that move flat tensors between ranks, one per file.
 
-`Tcp` loads on first use: few jobs send over our own sockets.
+`Tcp` loads on first use, because few jobs send over this library's sockets.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 
 __all__ = ["Tcp"]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # A type checker would accept any name
     __getattr__ = loads_on_first_use(__name__, {"tcp": "Tcp"})

@@ -1,9 +1,8 @@
-"""The interface of a transport: two movements of flat tensors between ranks, from which every
-collective is made.
+"""Interface of a transport: two operations from which every collective is built.
 
-gloo.py sends point to point, nccl.py uses NCCL's own collectives, shared_memory.py lets ranks of
-one host read each other's pages, and composed.py combines two of them. A transport knows nothing of
-the order of lanes or of errors (lanes.py, waits.py).
+`gloo.py` sends point to point, `nccl.py` uses NCCL's collectives, `shared_memory.py` lets ranks of
+one host read each other's pages, and `composed.py` combines two transports. A transport does not
+know the order of lanes, and does not turn its errors into named ones (`lanes.py`, `waits.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +17,19 @@ from torch import Tensor
 from ...base.memory import HUGE_PAGE, private_pages
 from ..ids import CollectiveId
 
-POLL_SECONDS = 1.0  # how long a wait lasts before its caller is asked whether to go on
+# Default seconds after which a wait raises TimeoutError, so that its caller can check for failures
+POLL_SECONDS = 1.0
 
 
 class ConnectionLost(Exception):
-    """A transport cannot go on because another rank is gone. Every other error keeps its own type.
+    """A transport cannot continue because another rank is gone.
 
-    rank: which one, as the world counts them, where the transport knows it. is_silence: its host
-    answers nothing.
+    Any other error of a transport keeps its own type.
+
+    Args:
+        text: The message.
+        rank: The world rank that is gone, if the transport knows it.
+        is_silence: The host of that rank does not answer.
     """
 
     def __init__(self, text: str, rank: int | None = None, *, is_silence: bool = False) -> None:
@@ -35,7 +39,7 @@ class ConnectionLost(Exception):
 
 
 def poll_interval_of(cid: CollectiveId) -> float:
-    """Return how long a wait for a collective lasts before its caller is asked whether to go on."""
+    """Return the seconds after which a wait for a collective raises TimeoutError."""
     return POLL_SECONDS if cid.poll_interval is None else cid.poll_interval()
 
 
@@ -44,110 +48,135 @@ Use = Callable[[Sequence[Tensor]], None]
 
 
 class Transport(Protocol):
-    """The two movements that collectives are made of. `full` is (size * slice,), rank r's slice at
-    [r*slice, (r+1)*slice).
+    """The two operations that collectives are built from.
 
-    Both return a function that waits until the data is here; it raises `ConnectionLost` if it never
-    will be, and TimeoutError after `patience_of` the collective. They raise TimeoutError themselves
-    if there is no room to begin; then nothing has begun.
+    Both return a function that waits until the data is here. It raises `ConnectionLost` if the data
+    will never arrive, and `TimeoutError` after `poll_interval_of` the collective; then it may be
+    called again. The operations themselves raise `TimeoutError` if there is no room to begin; then
+    nothing has begun.
     """
 
     @property
     def reads_in_place(self) -> bool:
-        """Return whether other ranks' pieces can be read in their memory, so that `exchange` needs
-        no inbox.
-        """
+        """Return whether pieces are read in other ranks' memory, without an inbox."""
         ...
 
     @property
     def description(self) -> str:
-        """What carries tensors, for people."""
+        """A description of the transport, for people."""
         ...
 
     @property
     def limitation(self) -> str:
-        """Why nothing faster carries tensors; empty if there is nothing to say."""
+        """Why no faster transport is used; empty if there is nothing to report."""
         ...
 
     @property
     def reports_arrival(self) -> bool:
-        """Whether a collective records that its data is here, before it is waited for."""
+        """Whether a collective records that its data is here before it is waited for."""
         ...
 
     @property
     def page_sharing(self) -> PageSharing | None:
-        """What gives all ranks of the group pages of memory that all of them map; None without."""
+        """Allocates pages that all ranks of the group map; None if that is impossible."""
         ...
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a buffer in the memory that travels best; its contents are arbitrary."""
+        """Allocate an uninitialized buffer in the memory that this transport prefers.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+        """
         ...
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        """Fill every slice of `full` with its owner's; this rank's own slice is already in
-        place.
+        """Fill every slice of `full` with the slice of its owner.
+
+        Args:
+            full: Shape ``(size * slice,)``; the slice of rank r is at ``[r * slice, (r + 1) *
+                slice)``.
+            This rank's slice must be in place.
+            cid: The identity of the collective.
         """
         ...
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
-        """Send pieces[s] to rank s; receive rank s's piece for us into inbox[s], its own entry
-        ignored.
+        """Send `pieces[r]` to rank r, and receive the piece of rank r into `inbox[r]`.
 
-        use(received) is called once, when everything is here and no later than the wait's end:
-        received[s] is inbox[s], or a view where that is None.
+        Args:
+            pieces: One flat tensor per rank.
+            inbox: One flat tensor per rank; this rank's entry is ignored. With `reads_in_place` an
+                entry
+            may be None.
+            cid: The identity of the collective.
+            use: Called once, when all pieces are here, at the latest before the wait returns. Its
+            argument has `inbox[r]` for rank r, or a view of the owner's memory if that is None.
         """
         ...
 
     def is_read(self, tensor: Tensor) -> bool:
-        """Return whether another rank may still read this buffer, as far as this one has heard."""
+        """Return whether another rank may still read this buffer.
+
+        The answer uses the messages that this rank has received so far.
+        """
         ...
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        """Wait until no other rank reads this buffer any more; TimeoutError after a while, to be
-        called again.
+        """Wait until no other rank reads this buffer.
+
+        Raises:
+            TimeoutError: A rank still reads it; the call may be repeated.
         """
         ...
 
     @property
     def expects(self) -> bool:
-        """Return whether something is under way that `progress` may complete."""
+        """Return whether something is in flight that `progress` may complete."""
         ...
 
     def progress(self) -> None:
-        """Do what can be done without waiting."""
+        """Receive and send what is possible without waiting."""
         ...
 
     def end_engine(self, engine: str) -> None:
-        """Drop all that was kept for the lanes of an engine that is gone."""
+        """Free everything that was kept for the lanes of an engine that no longer exists."""
         ...
 
 
 @dataclass(eq=False)
 class SymmetricMemory:
-    """One state cut into a slice for each rank, in memory through which this rank sees every slice.
+    """One state with a slice per rank, in memory where this rank sees every slice.
 
-    own: (slice,), which this rank writes. whole: (ranks * slice,), to be read when every rank has
-    written.
+    Attributes:
+        own: Shape ``(slice,)``, which this rank writes.
+        whole: Shape ``(ranks * slice,)``, which may be read when every rank has written.
     """
 
     own: Tensor
     whole: Tensor
 
     def release(self) -> None:
-        """End a use of the whole; what was written into it in place, which no other rank sees, is
-        dropped.
+        """End the use of `whole`.
+
+        In-place writes to `whole`, which no other rank sees, are discarded.
         """
 
 
 class PageSharing(Protocol):
-    """Gives all ranks of a group pages of memory that all of them map."""
+    """Allocates pages of memory that all ranks of a group map."""
 
     def symmetric_memory(
         self, numel: int, dtype: torch.dtype, cid: CollectiveId
     ) -> Callable[[], SymmetricMemory]:
-        """Return a function that waits for pages for `numel` elements, a slice for each rank.
+        """Return a function that waits for memory with one slice per rank.
+
+        Args:
+            numel: Number of elements of all slices together.
+            dtype: Dtype of the elements.
+            cid: The identity of the collective.
 
         Note:
             Collective over the group.
@@ -155,13 +184,14 @@ class PageSharing(Protocol):
         ...
 
     def barrier(self, cid: CollectiveId) -> Wait:
-        """Return a function that waits until every rank of the group has come here."""
+        """Return a function that waits until every rank has called this method."""
         ...
 
 
 class CopyingTransport:
-    """Base of the transports that copy: a sent buffer is free at once, and nothing needs
-    `progress`.
+    """Base of the transports that copy.
+
+    A sent buffer is free at once, and nothing needs `progress`.
     """
 
     description = "copies"
@@ -173,7 +203,7 @@ class CopyingTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
-            # A pool's go back to the system after each step, and come again
+            # Buffers of a pool return to the system after each step and are allocated again
             return private_pages(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
@@ -195,7 +225,7 @@ class CopyingTransport:
 
 
 class SingleRank(CopyingTransport):
-    """The transport of a world of one: nothing travels."""
+    """The transport of a world of one rank, which sends nothing."""
 
     description = "nothing: one rank"
 
@@ -213,8 +243,12 @@ class SingleRank(CopyingTransport):
 
 
 def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tensor]:
-    """Return the inbox of a transport that copies: every entry is there, this rank's own is the
-    piece it would send itself.
+    """Return the inbox of a copying transport, with this rank's entry replaced.
+
+    Args:
+        inbox: One tensor per rank; only this rank's entry may be None.
+        own: The piece that this rank would send to itself.
+        rank: This rank.
     """
     received = []
     for peer, box in enumerate(inbox):
@@ -225,15 +259,23 @@ def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tenso
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's own words: without the C++ file before them and the C++ frames behind
-    them.
+    """Return the first line of an error without its C++ file prefix.
+
+    The C++ frames after the first line are dropped, too. At most 200 characters are returned.
     """
     line = (str(error).splitlines() or [""])[0]
     return line[line.find("] ") + 2 if line.startswith("[") else 0 :][:200]
 
 
 def once(wait: Wait, finish: Callable[[], object]) -> Wait:
-    """Return a function that waits, then finishes; a wait that timed out is called again."""
+    """Return a function that waits, then calls `finish`.
+
+    If the wait raises TimeoutError, the function may be called again.
+
+    Args:
+        wait: Waits for the data.
+        finish: Called after the wait.
+    """
 
     def both() -> None:
         wait()
@@ -243,4 +285,4 @@ def once(wait: Wait, finish: Callable[[], object]) -> Wait:
 
 
 def no_wait() -> None:
-    """Return at once: nothing travels."""
+    """Return at once: nothing is in flight."""

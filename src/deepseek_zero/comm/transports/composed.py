@@ -1,7 +1,7 @@
-"""Transports made of others.
+"""Transports that combine others.
 
-`HostStaged` goes through the host where ranks share a GPU; `Hierarchical` uses shared memory within
-a host and gloo between hosts.
+`HostStaged` copies through the host for ranks that share a GPU. `Hierarchical` uses shared memory
+within a host and another transport between hosts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from .base import CopyingTransport, Transport, Use, Wait, filled, once
 
 
 class HostStaged(CopyingTransport):
-    """CUDA tensors through the host and gloo: for ranks that share a GPU, which NCCL refuses.  Not
-    fast.
+    """Sends CUDA tensors through host memory and gloo.
+
+    It is for ranks that share a GPU, which NCCL refuses. It is slow.
+
+    Args:
+        host: The transport of CPU tensors.
+        rank: This rank's index in the group.
+        size: Number of ranks in the group.
+        device: The device of the tensors.
     """
 
     description = "through the host, by gloo"
@@ -52,7 +59,13 @@ class HostStaged(CopyingTransport):
 
 
 class Hierarchical(CopyingTransport):
-    """Ranks of several hosts: those of one host through shared memory, the others through gloo."""
+    """Uses one transport within a host and another between hosts.
+
+    Args:
+        intra_node: The transport between ranks of this host.
+        inter_node: The transport to ranks of other hosts.
+        rank: This rank's index in the group.
+    """
 
     def __init__(self, intra_node: Transport, inter_node: Transport, rank: int) -> None:
         self.intra_node = intra_node
@@ -83,21 +96,21 @@ class Hierarchical(CopyingTransport):
         self.inter_node.end_engine(engine)
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        inter_node = self.inter_node.all_gather(full, cid)  # first: it may have no room yet
+        inter_node = self.inter_node.all_gather(full, cid)  # First, because it may have no room yet
         return _both(self.intra_node.all_gather(full, cid), inter_node)
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
-        # First: it may have no room yet
+        # First, because it may have no room yet
         inter_node = self.inter_node.exchange(pieces, inbox, cid, _keep_waiting)
         intra_node = self.intra_node.exchange(pieces, inbox, cid, _keep_waiting)
         return once(_both(intra_node, inter_node), lambda: use(received))
 
 
 def _keep_waiting(received: Sequence[Tensor]) -> None:
-    """Half of the pieces are here."""
+    """Do nothing: only half of the pieces are here."""
 
 
 def _both(first: Wait, second: Wait) -> Wait:

@@ -1,11 +1,11 @@
-"""Point to point over gloo, and the numbers (tags) that its messages carry.
+"""Point-to-point messages over gloo, and their tags.
 
-Messages are matched by tag: 31 bits, in which no two collectives under way are alike.  A collective
-is its lane and its place in that lane.  Sockets between ranks of one host carry both in full
-(`CollectiveId.tag`).  A tag of torch's gloo is one positive int32, so an engine gets one of 63
-slots while it lives, and places wrap around: a lane has fewer collectives under way than places.
-The bits that are left check the name, so that a rank that strayed finds no partner, but for one
-chance in 8192 (docs/design/transports.md).
+Messages are matched by tag, so no two collectives in flight may have the same tag. The sockets of
+this library carry the lane and the sequence number in full (`comm/ids.py`). A tag of torch's gloo
+is a positive int32, so each engine has one of 63 slots while it exists, and sequence numbers wrap
+around. A lane never has as many collectives in flight as there are numbers. The remaining bits
+check the name, so a rank that calls a different collective finds no partner, except with a
+probability of 1 in 8192 (docs/design/transports.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..net.channel import end_with_the_host
 from . import base
 from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, first_line, once
 
-# 31 in all
+# 31 bits in all
 SLOT_BITS = 6
 LANE_BITS = 2
 PLACE_BITS = 10
@@ -39,23 +39,25 @@ WINDOW = 1 << PLACE_BITS
 
 
 class Tags:
-    """The tags of one world; thread-safe, since gloo's waiting threads report the end of
-    collectives.
+    """The tags of one world.
+
+    The class is thread-safe, because gloo's waiting threads report the end of collectives.
     """
 
     def __init__(self) -> None:
         self._slots = {WORLD_LANE: 0}
-        self._left: set[str] = set()  # engines that have ended
-        self._under_way: Counter[str] = Counter()  # by lane
+        self._left: set[str] = set()  # Engines that have ended
+        self._under_way: Counter[str] = Counter()  # By lane
         self._changed = threading.Condition()
 
     def free_slots(self) -> int:
-        """Return as bits, slot 1 first, the slots in which this rank has nothing under way, and no
-        engine.
+        """Return a bit mask of the slots that are free on this rank, slot 1 first.
+
+        A slot is free if it has no engine and no collective in flight.
         """
         with self._changed:
-            # A copy: the garbage collector may end another engine of this thread meanwhile, which
-            # is released here.
+            # A copy: meanwhile the garbage collector may end another engine on this thread, which
+            # calls `release`
             for engine in [engine for engine in tuple(self._left) if not self._is_busy(engine)]:
                 self._left.discard(engine)
                 self._slots.pop(engine, None)
@@ -63,8 +65,14 @@ class Tags:
         return sum(1 << slot - 1 for slot in range(1, SLOTS) if slot not in taken)
 
     def take(self, engine: str, free: int) -> None:
-        """Give an engine the lowest slot that is free on every rank. free: the intersection of all
-        ranks' `free_slots`.
+        """Give an engine the lowest slot that is free on every rank.
+
+        Args:
+            engine: The name of the engine.
+            free: The intersection of all ranks' `free_slots`.
+
+        Raises:
+            UsageError: No slot is free on every rank.
         """
         if not free:
             raise UsageError(
@@ -78,13 +86,15 @@ class Tags:
             self._slots[engine] = (free & -free).bit_length()
 
     def release(self, engine: str) -> None:
-        """Release an engine's slot; it is free as soon as nothing of it is under way."""
+        """Release an engine's slot once none of its messages is in flight."""
         with self._changed:
             self._left.add(engine)
 
     def begin(self, cid: CollectiveId) -> int:
-        """Return the tag of a collective that begins; raise TimeoutError if its lane has no room
-        for a while.
+        """Return the tag of a collective that begins.
+
+        Raises:
+            TimeoutError: The lane has no room for another collective yet.
         """
         with self._changed:
             if not self._changed.wait_for(
@@ -98,17 +108,13 @@ class Tags:
         return (lane << PLACE_BITS | place) << CHECK_BITS | cid.check % (1 << CHECK_BITS)
 
     def end(self, lane: str) -> None:
-        """Note that one of a lane's collectives is over on this rank: all its messages are sent and
-        received.
-        """
+        """Record that a collective of the lane has sent and received all its messages."""
         with self._changed:
             self._under_way[lane] -= 1
             self._changed.notify_all()
 
     def is_any_under_way(self) -> bool:
-        """Return whether messages of a collective may still be in flight, including a failed
-        collective.
-        """
+        """Return whether messages of any collective, even a failed one, may be in flight."""
         with self._changed:
             return any(self._under_way.values())
 
@@ -117,43 +123,56 @@ class Tags:
 
 
 def open_files() -> dict[int, int]:
-    """Return the open files of this process, as the inode by descriptor; {} if the system does not
-    list them.
+    """Return the inode of every open file descriptor of this process.
+
+    The result is empty if the system does not list them.
     """
     found = dict[int, int]()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # that of the listing itself
+            with contextlib.suppress(OSError):  # The descriptor of the listing itself
                 found[int(name)] = os.fstat(int(name)).st_ino
     return found
 
 
 def end_with_their_hosts(files: Mapping[int, int], seconds: float) -> int:
-    """Have the kernel end gloo's connections to a host that has answered nothing for so long;
-    return how many it has.
+    """Make the kernel close gloo's connections to a host that stopped answering.
 
-    files: those that gloo opened, as of `open_files`.  gloo itself hears of a silent host when its
-    kernel gives up what it sends, after a quarter of an hour, and never while it only waits.
+    Without this, gloo notices a silent host only when its kernel gives up retransmitting, after a
+    quarter of an hour, and never while it only waits.
+
+    Args:
+        files: The descriptors that gloo opened, as returned by `open_files`.
+        seconds: Seconds without an answer after which a connection is closed.
+
+    Returns:
+        The number of connections.
     """
     return _for_connections(files, lambda connection: end_with_the_host(connection, seconds))
 
 
 def shut_down(files: Mapping[int, int]) -> int:
-    """End gloo's connections, so that every wait for a message over them fails; return how many
-    they are.
+    """Shut down gloo's connections, so that every wait for a message over them fails.
 
-    What has been sent still arrives.  files: as for `end_with_their_hosts`.
+    Data that was sent still arrives.
+
+    Args:
+        files: The descriptors that gloo opened, as returned by `open_files`.
+
+    Returns:
+        The number of connections.
     """
     return _for_connections(files, lambda connection: connection.shutdown(socket.SHUT_RDWR))
 
 
 def _for_connections(files: Mapping[int, int], act: Callable[[socket.socket], None]) -> int:
-    """Act on the connections to other ranks among these files, if they are still the same; return
-    their number.
+    """Call `act` for each connection to another rank that still has the same inode.
+
+    Return their number.
     """
     found = 0
     for descriptor, inode in files.items():
-        with contextlib.suppress(OSError):  # closed, not a socket, or a listening socket
+        with contextlib.suppress(OSError):  # Closed, not a socket, or a listening socket
             if os.fstat(descriptor).st_ino != inode:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -171,8 +190,17 @@ Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion", Callable[[
 
 
 class Gloo(CopyingTransport):
-    """Point-to-point over gloo: half the bytes of its reduce-scatter, 2-4 times faster, and matched
-    by tag.
+    """Point-to-point messages over gloo, matched by tag.
+
+    An exchange sends half the bytes of gloo's reduce-scatter and is 2 to 4 times faster.
+
+    Args:
+        rank: This rank's index in `ranks`.
+        ranks: The members, as ranks of `group`.
+        group: The torch.distributed group.
+        peers: The indices of the ranks to exchange with.
+        tags: The tags of this world.
+        limitation: Why no faster transport is used (`Transport.limitation`).
     """
 
     description = "gloo"
@@ -186,9 +214,6 @@ class Gloo(CopyingTransport):
         tags: Tags,
         limitation: str = "",
     ) -> None:
-        """ranks: the members, as torch's `group` counts them.  rank, peers: indices into them.
-        limitation: as `Transport.limitation`.
-        """
         self.limitation = limitation
         self.rank = rank
         self.ranks = ranks
@@ -196,13 +221,13 @@ class Gloo(CopyingTransport):
         self.group = group
         self.peers = peers
         self.tags = tags
-        # gloo's wait with a time limit closes the connection when it passes, so waits without one
-        # run in threads: one per lane, since a message of one lane may have to arrive before
-        # another lane's can be sent.
+        # A gloo wait with a timeout closes the connection when it expires, so waits without a
+        # timeout run in threads. There is one thread per lane, because a message of one lane may
+        # have to arrive before another lane's can be sent.
         self._jobs: dict[str, Jobs] = {}
 
     def end_engine(self, engine: str) -> None:
-        """End the waiting threads of an engine."""
+        """Stop the waiting threads of an engine."""
         for lane in [lane for lane in list(self._jobs) if engine_of(lane) == engine]:
             self._jobs.pop(lane).put(None)
 
@@ -222,9 +247,9 @@ class Gloo(CopyingTransport):
         tag = self.tags.begin(cid)
         completion = _Completion(cid)
         try:
-            # Every receive before any send: gloo tells a sender over the same connection that there
-            # is room for its message, and that notice queues behind what this rank is sending
-            # already: one direction at a time.
+            # Post every receive before any send: gloo notifies a sender over the same connection
+            # that the receiver is ready. Behind data that this rank already sends, that notice
+            # would wait, and only one direction would be busy at a time.
             for peer, (_, incoming) in messages.items():
                 if incoming.numel():
                     works.append(
@@ -250,8 +275,9 @@ class Gloo(CopyingTransport):
 
 
 class _Completion:
-    """Set by the waiting thread; `wait` gives up after a while so that its caller can read the
-    flight recorder.
+    """An event that the waiting thread sets.
+
+    `wait` times out regularly, so that its caller can read the flight recorder.
     """
 
     def __init__(self, cid: CollectiveId) -> None:
@@ -276,14 +302,16 @@ def _wait_for_each(jobs: Jobs) -> None:
         works, completion, end = job
         error = _outcome(works)
         if error is None:
-            end()  # what failed keeps its tag: some of its messages may still be on their way
+            # A failed collective keeps its tag, because some of its messages may still be in flight
+            end()
         completion.set(error)
         del job, works, completion, end, error
 
 
 def _outcome(works: list[dist.Work | None]) -> Exception | None:
-    """Wait for each message and drop it (it holds its tensor) before any waiter learns that all
-    have arrived.
+    """Wait for all messages and drop them, so that no waiter finds a tensor still held.
+
+    Return the error of a failed message, or None.
     """
     error: Exception | None = None
     while works:
@@ -297,11 +325,9 @@ def _outcome(works: list[dist.Work | None]) -> Exception | None:
 
 
 def _gloo_error(error: RuntimeError) -> Exception:
-    """Return `ConnectionLost` for an error of gloo's transport about a peer that is gone; any other
-    error as it is.
+    """Return `ConnectionLost` for an error of gloo's transport, else the error.
 
-    torch passes gloo's own exceptions on as RuntimeErrors, which begin with the file of gloo's that
-    raised them.
+    torch raises gloo's exceptions as RuntimeErrors that begin with the name of a gloo source file.
     """
     is_gloos = re.match(r"\[[^]]*gloo/transport/", str(error))
     return (

@@ -1,10 +1,9 @@
-"""NCCL, and its groups: a pair for each engine that trains at a time, shared with `zero.Init` and
-loads of its model.
+"""NCCL collectives, and the NCCL groups that engines share.
 
-A group costs memory on every GPU, and NCCL matches the collectives of a group by the order they are
-issued in. Two engines may interleave differently on different ranks, so each has a pair. A
-construction or a load waits for each of its collectives before the engine begins, and borrows the
-pair of the engine to come.
+A group costs memory on every GPU, and NCCL matches the collectives of a group by the order in which
+they are issued. Two engines may interleave differently on different ranks, so each training engine
+has its own pair of groups. A model construction (`zero.Init`) or a load waits for each of its
+collectives before the engine begins, so it borrows the pair of the engine to come.
 """
 
 from __future__ import annotations
@@ -22,14 +21,19 @@ from ..ids import CollectiveId, lane_of
 from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, first_line, once
 
 BACKEND = "nccl"
-LANES = ("gather", "reduce")  # a group each: in one, a gather would stand behind a reduction
-MOST = 63  # bits of a row
+# One group each: within one group, a gather would wait for an earlier reduction
+LANES = ("gather", "reduce")
+MOST = 63  # Number of pairs, one bit of an int64 row each
 
 
 @dataclass
 class LanePair:
-    """One pair. engine: the one that trains over it. users: that engine, constructions and
-    loads.
+    """One pair of groups.
+
+    Attributes:
+        groups: The groups by lane.
+        engine: The name of the engine that trains with them, or "".
+        users: That engine, constructions and loads.
     """
 
     groups: Mapping[str, dist.ProcessGroup]
@@ -38,10 +42,11 @@ class LanePair:
 
 
 class NcclGroups:
-    """The pairs for one way to cut the world into groups, under numbers that all ranks share.
+    """The pairs for one partition of the world, numbered the same on all ranks.
 
-    partition: the ranks of each group; every rank makes the groups of all of them, in this order,
-    as torch asks.  None: one group, of the whole world.
+    Args:
+        partition: The ranks of each group. torch requires that every rank creates all groups in the
+        same order. None: one group of the whole world.
     """
 
     def __init__(self, partition: Sequence[tuple[int, ...]] | None = None) -> None:
@@ -49,21 +54,33 @@ class NcclGroups:
         self._made: dict[int, LanePair] = {}
 
     def free(self) -> int:
-        """Return as bits the pairs, made or not, over which no engine of this rank trains."""
+        """Return a bit mask of the pairs that no engine of this rank trains with.
+
+        Pairs that do not exist yet are included.
+        """
         return sum(1 << n for n in range(MOST) if n not in self._made or not self._made[n].engine)
 
     def idle(self) -> int:
-        """Return as bits the pairs without a user on this rank."""
+        """Return a bit mask of the existing pairs without a user on this rank."""
         return sum(1 << n for n, pair in self._made.items() if not pair.users)
 
     def take(
         self, user: str, *, trains: bool, free: int, idle: int
     ) -> Mapping[str, dist.ProcessGroup]:
-        """The groups of a new user, by lane.  free, idle: what is so on every rank.  Collective.
+        """Return the groups of a new user, by lane.
 
-        Pairs that are idle on every rank and not taken are destroyed: to destroy one is collective
-        too, and ranks drop their last user at different moments, so it waits for the next time they
-        meet.
+        Other pairs that are idle on every rank are destroyed here. Destroying a group is
+        collective, and ranks drop their last user at different times, so it waits until all ranks
+        call this method.
+
+        Args:
+            user: The name of the user.
+            trains: The user is an engine that trains.
+            free: The pairs that are free on every rank.
+            idle: The pairs that are idle on every rank.
+
+        Note:
+            Collective: every rank of the world must call it.
         """
         chosen = (free & -free).bit_length() - 1
         for number in sorted(self._made):
@@ -90,19 +107,25 @@ class NcclGroups:
         return found
 
     def release(self, user: str) -> None:
-        """Remove a user."""
+        """Remove a user from its pair."""
         for pair in self._made.values():
             pair.users.discard(user)
             pair.engine = "" if pair.engine == user else pair.engine
 
 
 class Nccl(CopyingTransport):
-    """Native collectives between CUDA ranks; `wait` orders streams and does not block the host.
+    """NCCL collectives; `wait` orders streams and does not block the host.
 
-    groups: one for each lane.  NCCL matches the collectives of a group by the order they are issued
-    in, which is promised within a lane only; and a group has one stream, in which a gather would
-    stand behind a reduction. What is issued starts when the caller's stream has come there, so a
-    lent buffer is never written too early; nothing that travels is freed before its wait.
+    A collective starts when the caller's stream reaches it, so a pooled buffer is never overwritten
+    too early. Tensors in flight are not freed before their wait.
+
+    Args:
+        rank: This rank's index in the group.
+        size: Number of ranks in the group.
+        groups: One process group per lane. NCCL matches the collectives of a group by issue order,
+        which is guaranteed only within a lane. Each group has one stream, in which a gather would
+        wait for an earlier reduction.
+        device: The CUDA device of the tensors.
     """
 
     description = "NCCL"
@@ -134,7 +157,7 @@ class Nccl(CopyingTransport):
         received = filled(inbox, pieces[self.rank], self.rank)
         outgoing = list(pieces)
         incoming = list(received)
-        # Nothing travels to ourselves
+        # A rank sends nothing to itself
         outgoing[self.rank] = incoming[self.rank] = pieces[self.rank][:0]
         with _nccl_errors():
             work = dist.all_to_all(
@@ -144,7 +167,7 @@ class Nccl(CopyingTransport):
 
 
 def _nccl_wait(work: dist.Work | None) -> None:
-    """Let the stream wait."""
+    """Make the current stream wait for the collective."""
     if work is not None:
         with _nccl_errors():
             work.wait()
@@ -152,9 +175,7 @@ def _nccl_wait(work: dist.Work | None) -> None:
 
 @contextmanager
 def _nccl_errors() -> Iterator[None]:
-    """Open a block in which NCCL's errors about a peer that is gone become `ConnectionLost`; any
-    other error stays as it is.
-    """
+    """Convert NCCL errors about a lost peer to `ConnectionLost`; keep other errors."""
     try:
         yield
     except dist.DistBackendError as caught:
@@ -163,4 +184,4 @@ def _nccl_errors() -> Iterator[None]:
         raise
 
 
-NCCL_LOST = ("ncclRemoteError", "ncclSystemError")  # a peer ended, or its network
+NCCL_LOST = ("ncclRemoteError", "ncclSystemError")  # A peer exited, or its network failed

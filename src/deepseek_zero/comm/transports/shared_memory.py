@@ -1,15 +1,14 @@
-"""Ranks of one host exchange through shared memory: a rank that needs a piece reads it in its
-owner's memory.
+"""Exchange between ranks of one host through shared memory.
 
-Buffers that travel come from `empty`.  An offer is a message that says where in its owner's segment
-a piece is; its reader answers when it has read.  Sharded weights lie in `SharedPages` that every
-rank maps whole, so that gathering them moves nothing.  Other ranks map pages copy-on-write: no
-in-place edit leaves its process.
+A rank reads a piece in its owner's memory. Buffers to send come from `empty`. An offer is a message
+with the position of a piece in its owner's segment, and the reader answers when it has read the
+piece. Sharded weights are in `SharedPages` that every rank maps whole, so gathering them copies
+nothing. Other ranks' pages are mapped copy-on-write, so no in-place edit leaves its process.
 
-`LocalSockets` carries the messages, which bring order, descriptors and the news of a death.  A
-message passes through the kernel, which orders memory on every machine: bytes that a rank wrote
-into shared pages before it sent are there when the other has received.  A process that ends,
-however it ends, closes its sockets, so its end is known and not guessed.
+`LocalSockets` carries the messages, which provide ordering, file descriptors and notice of a dead
+process. A message passes through the kernel, which orders memory on every machine: bytes written to
+shared pages before a send are visible after the receive. The kernel closes the sockets of a process
+however it ends, so its end is known and not guessed.
 """
 
 from __future__ import annotations
@@ -41,23 +40,30 @@ from . import base
 from .base import ConnectionLost, SymmetricMemory, Use, Wait
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
-SPIN_SECONDS = 50e-6  # a wait looks so long before it sleeps: waking up costs about as much
+# A wait spins this long before it sleeps, because waking up costs about as much
+SPIN_SECONDS = 50e-6
 CONNECT_SECONDS = 30.0
-RETRY_SECONDS = 0.001  # between attempts to send to a rank whose queue is full
-INLINE_BYTES = 1 << 14  # pieces up to this size travel in the message itself
+RETRY_SECONDS = 0.001  # Between attempts to send to a rank whose queue is full
+INLINE_BYTES = 1 << 14  # Pieces up to this size are sent in the message itself
 _HEADER = struct.Struct("<BxxxIQQQQ")
 _HELLO = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+_CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
 
 
 @dataclass
 class InFlightReceive:
-    """The pieces this rank is to receive in one collective. boxes: by rank; None: the piece is read
-    in its owner's memory.
+    """The pieces that this rank receives in one collective.
+
+    Attributes:
+        boxes: By rank, the tensor to copy to; None if the piece is read in its owner's memory.
+        like: A tensor with the dtype of the pieces.
+        use: Called with the received pieces by rank.
+        awaiting: The ranks whose pieces are not here yet.
+        cid: The identity of the collective.
     """
 
     boxes: Mapping[int, Tensor | None]
-    like: Tensor  # a piece that is read in place has its dtype
+    like: Tensor
     use: Callable[[Mapping[int, Tensor]], None]
     awaiting: set[int]
     cid: CollectiveId
@@ -65,18 +71,31 @@ class InFlightReceive:
 
 @dataclass(eq=False)
 class ExportedSegment:
-    """A segment of this rank's that others may read."""
+    """A segment of this rank that others may read.
+
+    Attributes:
+        number: The number by which messages refer to it.
+        address: The address at which this rank maps it.
+        segment: The segment.
+        known_by: The ranks that have its descriptor.
+        tags: The collectives in which it may still be read.
+    """
 
     number: int
     address: int
     segment: Segment
     known_by: set[int] = field(default_factory=set)
-    tags: set[int] = field(default_factory=set)  # collectives in which it is still read
+    tags: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class ImportedSegment:
-    """A segment of another rank's, as this one sees it. lane: of its last reader here."""
+    """A segment of another rank, mapped by this one.
+
+    Attributes:
+        data: Its bytes.
+        lane: The lane of its last reader on this rank.
+    """
 
     data: Tensor
     lane: str = ""
@@ -84,8 +103,9 @@ class ImportedSegment:
 
 @dataclass(eq=False)
 class SharedPages(SymmetricMemory):
-    """Pages that every rank of the host maps: its own slice shared with all, the whole of them
-    copy-on-write.
+    """Pages that every rank of the host maps.
+
+    This rank's slice is shared with all ranks. The whole is mapped copy-on-write.
     """
 
     mapping: SegmentView
@@ -100,17 +120,23 @@ def _forget(
     by_address: dict[int, ExportedSegment],
     forgotten: list[ExportedSegment],
 ) -> None:
-    """Strike a segment out before its pages are unmapped: the next pages may come to lie at its
-    address.
+    """Remove a segment before its pages are unmapped.
+
+    Other pages may be mapped at its address afterwards.
     """
     del by_address[exported.address]
     forgotten.append(exported)
 
 
 class HostPages:
-    """The segments, offers and readers that the ranks of one host share, whatever groups they form.
+    """The segments, offers and readers that the ranks of one host share.
 
-    Ranks are those of the world here; `SharedMemory` speaks of a group's.
+    All groups of the process use the same instance. Ranks are world ranks here; `SharedMemory` uses
+    the ranks of its group.
+
+    Args:
+        rank: The world rank of this process.
+        sockets: The connections to the other ranks of this host.
     """
 
     def __init__(self, rank: int, sockets: LocalSockets) -> None:
@@ -119,23 +145,26 @@ class HostPages:
         self.peers = tuple(sockets.ranks)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        self._exported: dict[int, ExportedSegment] = {}  # by address
+        self._exported: dict[int, ExportedSegment] = {}  # By address
         self._forgotten: list[ExportedSegment] = []
-        self._imported: dict[tuple[int, int], ImportedSegment] = {}  # (rank, segment)
-        self._received_pages: dict[int, Segment] = {}  # tag -> pages that the first rank has sent
-        self._offers: dict[tuple[int, int], SharedMessage] = {}  # (rank, tag)
-        self._in_flight: dict[int, InFlightReceive] = {}  # by tag
-        self._failed: dict[int, Exception] = {}  # by tag: the error of its use, for the wait
-        self._readers: dict[int, set[int]] = {}  # tag -> ranks that have not read our pieces yet
-        self._staged: dict[
-            int, list[Tensor]
-        ] = {}  # tag -> copies of pieces that lay in private memory
+        self._imported: dict[tuple[int, int], ImportedSegment] = {}  # By (rank, segment)
+        self._received_pages: dict[int, Segment] = {}  # By tag: pages that the first rank has sent
+        self._offers: dict[tuple[int, int], SharedMessage] = {}  # By (rank, tag)
+        self._in_flight: dict[int, InFlightReceive] = {}  # By tag
+        self._failed: dict[int, Exception] = {}  # By tag: the error of `use`, raised by the wait
+        # By tag: ranks that have not read this rank's pieces yet
+        self._readers: dict[int, set[int]] = {}
+        # By tag: copies of pieces that were in private memory
+        self._staged: dict[int, list[Tensor]] = {}
 
     # -- memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a buffer that the other ranks of this host can read in place; arbitrary
-        contents.
+        """Allocate an uninitialized buffer that other ranks of this host read in place.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
         """
         with self._lock:
             self._unmap_forgotten()
@@ -153,7 +182,7 @@ class HostPages:
             return tensor
 
     def _unmap_forgotten(self) -> None:
-        """Release segments whose tensors are gone, and tell the ranks that mapped them."""
+        """Release segments whose tensors were freed, and notify their readers."""
         while self._forgotten:
             exported = self._forgotten.pop()
             exported.segment.close()
@@ -161,9 +190,7 @@ class HostPages:
                 self.sockets.send(peer, SharedMessage(MessageKind.FORGET, segment=exported.number))
 
     def end_engine(self, engine: str) -> None:
-        """Release what one engine mapped of other ranks' memory, and its own segments that are
-        gone.
-        """
+        """Release the mappings of one engine, and own segments whose tensors were freed."""
         with self._lock:
             for place in [
                 place
@@ -176,8 +203,17 @@ class HostPages:
     def share_pages(
         self, nbytes: int, ranks: Sequence[int], cid: CollectiveId
     ) -> Callable[[], Segment]:
-        """Let the first of these ranks make pages that all of them can map.  Collective among
-        them.
+        """Return a function that waits for pages that all of these ranks can map.
+
+        The lowest rank allocates them.
+
+        Args:
+            nbytes: Size in bytes.
+            ranks: World ranks of this host, including this one.
+            cid: The identity of the collective.
+
+        Note:
+            Collective: each of these ranks must call it.
         """
         first = min(ranks)
         tag = tag_of(cid)
@@ -207,8 +243,18 @@ class HostPages:
         cid: CollectiveId,
         use: Callable[[Mapping[int, Tensor]], None],
     ) -> Wait:
-        """Offer a piece to each of these ranks and take one from each rank that has a box; then use
-        what came.
+        """Offer pieces to ranks, and receive a piece from each rank that has a box.
+
+        Args:
+            pieces: The pieces to send, by world rank.
+            boxes: By world rank, the tensor to copy to; None to read the piece in its owner's
+                memory.
+            like: A tensor with the dtype of the pieces.
+            cid: The identity of the collective.
+            use: Called with the received pieces by rank.
+
+        Returns:
+            A function that waits until the pieces were received and used.
         """
         tag = tag_of(cid)
         with self._lock:
@@ -267,22 +313,24 @@ class HostPages:
 
     @property
     def expects(self) -> bool:
+        """Return whether a receive or an unsent message is in flight."""
         return bool(self._in_flight) or self.sockets.has_unsent
 
     def progress(self) -> None:
-        """Take in what has arrived, send what found no room; sums whose pieces are all here are
-        formed.
-        """
+        """Receive messages, send what found no room before, and complete receives."""
         with self._lock:
             self._take_messages()
 
     def is_read(self, tensor: Tensor) -> bool:
+        """Return whether another rank may still read this buffer."""
         exported = self._exported.get(_address(tensor))
         return exported is not None and self._still_read(exported)
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        """Wait until no other rank reads this buffer any more; TimeoutError after a while, to be
-        called again.
+        """Wait until no other rank reads this buffer.
+
+        Raises:
+            TimeoutError: A rank still reads it; the call may be repeated.
         """
         exported = self._exported.get(_address(tensor))
         if exported is not None and exported.tags:
@@ -302,10 +350,10 @@ class HostPages:
         needed: Callable[[], set[int]],
         poll_interval: float | None = None,
     ) -> None:
-        """Take messages in until `done` and all of this rank's own are sent: it may not come here
-        again for long.
+        """Receive messages until `done`, and until all messages of this rank are sent.
 
-        ConnectionLost where a rank that is needed has ended; TimeoutError after a while.
+        This rank may not call again for long, so nothing may stay unsent. Raises ConnectionLost if
+        a rank that is needed has exited, and TimeoutError after the poll interval.
         """
         began = time.perf_counter()
         poll_interval = base.POLL_SECONDS if poll_interval is None else poll_interval
@@ -344,8 +392,9 @@ class HostPages:
                     self._imported.pop((rank, message.segment), None)
 
     def _complete(self, tag: int) -> None:
-        """Complete a receive whose pieces have all arrived: copy or use them, and tell their owners
-        that they were read.
+        """Complete a receive if all its pieces have arrived.
+
+        The pieces are copied or used, then their owners are notified.
         """
         receive = self._in_flight[tag]
         if receive.awaiting:
@@ -355,7 +404,7 @@ class HostPages:
         offers = {peer: self._offers.pop((peer, tag)) for peer in receive.boxes}
         try:
             self._use(receive, offers)
-        # Another collective's wait may have brought us here: it is not that one's error
+        # The wait of another collective may have called this: the error does not belong to it
         except Exception as error:
             self._failed[tag] = error
         for peer, offer in offers.items():
@@ -367,7 +416,7 @@ class HostPages:
         for peer, box in receive.boxes.items():
             found[peer] = self._piece(peer, offers[peer], receive)
             if box is not None:
-                # The caller's tensor may be of that kind, whoever lands it for him
+                # The caller's tensor may be an inference tensor, whichever wait copies to it
                 with torch.inference_mode():
                     box.copy_(found[peer])
                 found[peer] = box
@@ -388,10 +437,13 @@ class HostPages:
 
 
 class SharedMemory:
-    """The transport between those ranks of a group that share a host.  Others are another
-    transport's business.
+    """The transport between the ranks of a group that share a host.
 
-    ranks: the group's, as the world counts them.  `rank`, `size`, `peers`: as the group does.
+    Ranks of other hosts are left to another transport.
+
+    Args:
+        ranks: The group's members as world ranks.
+        pages: The shared memory of this process.
     """
 
     description = "shared memory"
@@ -415,8 +467,15 @@ class SharedMemory:
     def symmetric_memory(
         self, numel: int, dtype: torch.dtype, cid: CollectiveId
     ) -> Callable[[], SharedPages]:
-        """Return pages for `numel` elements, a slice for each rank of the group, that all map.
-        Collective.
+        """Return a function that waits for memory with one slice per rank of the group.
+
+        Args:
+            numel: Number of elements of all slices together.
+            dtype: Dtype of the elements.
+            cid: The identity of the collective.
+
+        Note:
+            Collective over the group.
         """
         nbytes = numel * dtype.itemsize
         pages = self.pages.share_pages(nbytes, self.ranks, cid)
@@ -431,7 +490,7 @@ class SharedMemory:
         return wait
 
     def barrier(self, cid: CollectiveId) -> Wait:
-        """Wait until every rank has come here."""
+        """Return a function that waits until every rank has called this method."""
         peers = self._in_world(dict.fromkeys(self.peers, NO_BYTES))
         return self.pages.start(peers, dict.fromkeys(peers), NO_BYTES, cid, _ignore)
 
@@ -484,7 +543,7 @@ class SharedMemory:
 
 
 def _ignore(found: Mapping[int, Tensor]) -> None:
-    """Leave gathered slices in place: nothing more is to do."""
+    """Leave gathered slices in place."""
 
 
 def _taken(message: SharedMessage) -> Segment:
@@ -502,15 +561,18 @@ def _bytes(tensor: Tensor) -> Tensor:
 class MessageKind(IntEnum):
     """The kinds of messages."""
 
-    OFFER = 1  # piece of collective `tag` lies in my segment `segment` at [start, start + nbytes)
-    INLINE = 2  # piece of collective `tag` is the payload
-    READ = 3  # I have read your piece of collective `tag`
-    SEGMENT = 4  # here is the descriptor of my segment `segment`
-    SHARED = 5  # here is the descriptor of the segment that collective `tag` shares out
-    FORGET = 6  # my segment `segment` is gone
+    # The piece of collective `tag` is in segment `segment` of the sender, [start, start + nbytes)
+    OFFER = 1
+    INLINE = 2  # The piece of collective `tag` is the payload
+    READ = 3  # The sender has read the receiver's piece of collective `tag`
+    SEGMENT = 4  # Carries the descriptor of the sender's segment `segment`
+    SHARED = 5  # Carries the descriptor of the segment that collective `tag` shares
+    FORGET = 6  # The sender's segment `segment` no longer exists
 
 
 class SharedMessage(NamedTuple):
+    """One message between ranks of a host; `kind` determines which fields count."""
+
     kind: MessageKind
     tag: int = 0
     segment: int = 0
@@ -521,7 +583,15 @@ class SharedMessage(NamedTuple):
 
 
 class LocalSockets:
-    """Connections to the other ranks of this host; `gone`: those whose process has ended."""
+    """Connections to the other ranks of this host.
+
+    Args:
+        sockets: The connected sockets by world rank.
+
+    Attributes:
+        ranks: The other ranks, ascending.
+        gone: The ranks whose process has exited.
+    """
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
         self.ranks = sorted(sockets)
@@ -535,12 +605,17 @@ class LocalSockets:
         for connection in sockets.values():
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
-        # A data loader's child would keep this rank seemingly alive
+        # A forked child, such as a data loader's, would keep this rank seemingly alive
         os.register_at_fork(after_in_child=self.close)
 
     def send(self, rank: int, message: SharedMessage) -> None:
-        """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all.
-        Never blocks.
+        """Send a message now, or as soon as the receiver's queue has room.
+
+        The call never blocks. A message to a rank that is gone is dropped.
+
+        Args:
+            rank: The world rank of the receiver.
+            message: The message.
         """
         check = message.tag & 0xFFFFFFFF
         tag = message.tag >> 32
@@ -559,13 +634,14 @@ class LocalSockets:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether a message still waits for room in another rank's queue; `receive` sends
-        what it can.
+        """Return whether a message still waits for room in another rank's queue.
+
+        `receive` sends what it can.
         """
         return bool(self._unsent)
 
     def _flush(self) -> None:
-        # Called by a finalizer in the midst of it: the loop below comes to its message, too
+        # A finalizer may call this while it runs: the loop below also sends that message
         if self._is_flushing:
             return
         self._is_flushing = True
@@ -596,17 +672,17 @@ class LocalSockets:
                 self._sockets[rank].send(data)
         except BlockingIOError:
             return False
-        except OSError:  # its process has ended; the waits for it raise
+        except OSError:  # Its process has exited; waits for it raise
             self._lose(rank)
         return True
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a message is there to be received, at most so long."""
+        """Sleep until a message can be received, at most for `seconds`."""
         longest = RETRY_SECONDS if self._unsent else seconds
         self._poll.poll(min(seconds, longest) * 1000)
 
     def receive(self) -> Iterator[tuple[int, SharedMessage]]:
-        """Return the messages that have arrived and their senders; empty if there are none."""
+        """Yield the senders and messages that have arrived, without waiting."""
         if self._unsent:
             self._flush()
         for descriptor, _ in self._poll.poll(0):
@@ -621,9 +697,8 @@ class LocalSockets:
             )
         except BlockingIOError:
             return None
-        except (
-            ConnectionResetError
-        ):  # it ended with messages unread; its own last ones are still to come
+        except ConnectionResetError:
+            # It exited with unread messages in its queue; its last messages are still to be read
             return self._next(rank)
         if count == 0:
             self._lose(rank)
@@ -647,14 +722,15 @@ class LocalSockets:
             self._poll.unregister(self._sockets[rank])
 
     def close(self) -> None:
-        """Close the sockets; the others will take this rank for gone."""
+        """Close the sockets; the other ranks will regard this rank as gone."""
         for connection in self._sockets.values():
             connection.close()
 
 
 def host_key() -> str:
-    """Return a text that only ranks that can share memory have in common: one kernel, one network
-    namespace, one user.
+    """Return a text that only ranks that can share memory have in common.
+
+    It identifies the running kernel, the network namespace and the user.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
         return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
@@ -663,11 +739,20 @@ def host_key() -> str:
 def connect_local(
     rank: int, size: int, group: dist.ProcessGroup | None
 ) -> tuple[Hosts, LocalSockets | None, str]:
-    """Find the ranks that share a host and connect to those of this one; without sockets the text
-    says why.
+    """Find the ranks of each host, and connect to those of this host.
 
-    Collective: every rank of the world calls it, and either all ranks of a host are connected or
-    none is.
+    Either all ranks of a host are connected or none is.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks in the world.
+        group: A group of all ranks.
+
+    Returns:
+        The hosts, the connections or None, and the reason if there are none.
+
+    Note:
+        Collective: every rank of the world must call it.
     """
     listener = None
     address = ""
@@ -677,7 +762,7 @@ def connect_local(
     try:
         key = host_key()
         listener, address = _listen()
-    except OSError as error:  # forbidden
+    except OSError as error:  # Sockets are forbidden here
         refusal = str(error)
     everyone = [
         json.loads(text) for text in all_gather_text(json.dumps([key, address, name]), size, group)
@@ -703,7 +788,7 @@ def connect_local(
 
 
 def _listen() -> tuple[socket.socket, str]:
-    """Return a listening socket under a random name that no file system knows."""
+    """Return a listening abstract socket with a random name, and the name."""
     address = f"\0deepseek-zero-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
@@ -715,7 +800,7 @@ def _listen() -> tuple[socket.socket, str]:
 def _connect(
     rank: int, others: Sequence[int], listener: socket.socket, addresses: Sequence[str]
 ) -> dict[int, socket.socket]:
-    """Connect to lower ranks, accept higher ones; a stranger who knocks is turned away."""
+    """Connect to lower ranks and accept higher ones; close connections of strangers."""
     found = {}
     for peer in others:
         if peer < rank:

@@ -1,4 +1,4 @@
-"""The transport over our own sockets between hosts (net/links.py)."""
+"""Transport over this library's sockets between hosts (`net/links.py`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from .base import CopyingTransport, Use, Wait, filled, once
 
 
 class Tcp(CopyingTransport):
-    """Our own sockets between those ranks of a group that share no memory.
+    """Sends over this library's sockets to ranks that share no memory with this one.
 
-    ranks: the group's, as the world counts them. rank, peers: indices into them.
+    Args:
+        rank: This rank's index in `ranks`.
+        ranks: The group's members as world ranks.
+        peers: The indices of the ranks to exchange with.
+        links: The sockets of this process.
     """
 
     description = "our own sockets"
