@@ -1,4 +1,4 @@
-"""Authenticated connections between the processes of a job, and what is served over them.
+"""Authenticated connections between the processes of a job, and their services.
 
 | file | what it holds |
 |---|---|
@@ -6,18 +6,17 @@
 | `channel.py` | the job's secret, the handshake that proves it, dialing, `Listener` |
 | `key_value_store.py` | a table in rank 0's process, and its client; detects lost hosts |
 | `store.py` | a `torch.distributed.Store` over that table: the rendezvous of ranks and launchers |
-| `link.py` | the messages of two ranks of different hosts |
-| `links.py` | serves the connections of a rank to other hosts; replaces one that breaks |
+| `link.py` | the messages between two ranks of different hosts |
+| `links.py` | serves the connections of a rank to other hosts, and replaces broken ones |
 
-The design notes are docs/design/sockets.md (sockets, secret, TLS), failure-detection.md (lost
-hosts) and starting-ranks.md (the launcher's store).  This package knows no collective, engine or
-transport: of `comm` it imports the identity of messages (`ids.py`), the exchange of texts before
-there are connections (`bootstrap.py`), and the two names of a wait that every transport uses
-(`transports/base.py`).
+The decisions are 0102 (sockets and secret) and 0108 (lost hosts, the launcher's store, TLS). This
+package does not depend on collectives, engines or transports. From `comm` it imports the identity
+of messages (`ids.py`), the exchange of texts before there are connections (`bootstrap.py`), and the
+names of a wait that every transport uses (`transports/base.py`).
 
-The package is frozen: bugs are repaired here, features are not added.
+The package is frozen: bugs are fixed here, but features are not added.
 
-`Links` loads on first use: a job on one host needs none.
+`Links` loads on first use, because a job on one host does not need it.
 """
 
 from __future__ import annotations
@@ -31,5 +30,5 @@ if TYPE_CHECKING:
 
 __all__ = ["Links"]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # A type checker would accept any name
     __getattr__ = loads_on_first_use(__name__, {"links": "Links"})

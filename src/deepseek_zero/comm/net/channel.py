@@ -1,15 +1,17 @@
-"""Authenticated connections between ranks: both ends prove that they hold the job's secret before a
-byte of data.
+"""Authenticated connections between ranks.
+
+Both ends prove that they hold the job's secret before any data is sent.
 
     dialer                                  listener
     HELLO  magic, role, ranks, nonce   ->
                                        <-   CHALLENGE  magic, rank, nonce, proof of the listener
     PROOF  of the dialer               ->
 
-A proof is HMAC-SHA256, with the job's secret, over its own end's name and everything said before;
-the nonces are fresh, so that an old conversation proves nothing.  Every message has a fixed length,
-so nothing that a stranger sends is allocated for.  A connection that has proven nothing within
-HANDSHAKE_SECONDS is closed.  With DEEPSEEK_ZERO_TLS=1 it is all said within TLS (tls.py).
+A proof is HMAC-SHA256, keyed with the job's secret, over the name of its own end and all bytes
+exchanged before. The nonces are fresh, so a recorded conversation proves nothing. Every message has
+a fixed length, so a stranger cannot make this process allocate memory. A connection without a proof
+is closed after HANDSHAKE_SECONDS. With DEEPSEEK_ZERO_TLS=1 the handshake runs within TLS
+(`tls.py`).
 """
 
 from __future__ import annotations
@@ -43,18 +45,18 @@ from ...base.network import address_of, interface_of, is_loopback
 from . import tls
 
 HANDSHAKE_SECONDS = 5.0
-MOST_PENDING = 256  # connections that have proven nothing yet; beyond, the oldest is closed
-_MAGIC = b"dszero\x00\x01"  # the last byte is the protocol's version
+MOST_PENDING = 256  # Connections without a proof; beyond this number, the oldest is closed
+_MAGIC = b"dszero\x00\x01"  # The last byte is the version of the protocol
 _HELLO = struct.Struct("!8sB3xII32s")
 _CHALLENGE = struct.Struct("!8sI32s32s")
 _PROOF_BYTES = 32
-_TLS_RECORDS = (b"\x15", b"\x16")  # how TLS begins: with an alert, or a handshake
-# Such an alert, which both kinds of dialers understand
+_TLS_RECORDS = (b"\x15", b"\x16")  # The first byte of TLS: an alert or a handshake
+# A TLS alert that both kinds of dialers understand
 _NO_COMMON_PROTOCOL = bytes.fromhex("15030300020246")
 _BOTH_ENDS = "say --tls on every host, or nowhere"
-BEAT_SECONDS = 1  # of kernels
-NEVER = (1 << 31) - 1  # milliseconds, the most that a kernel takes
-# The kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
+BEAT_SECONDS = 1  # Interval of the kernels' keep-alive probes
+NEVER = (1 << 31) - 1  # Milliseconds, the maximum that a kernel accepts
+# Fields of the kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
 _TCP_INFO = struct.Struct("=B23xI28xI")
 _ESTABLISHED = 1
 
@@ -62,25 +64,28 @@ Address = tuple[str, int]
 
 
 class Role(IntEnum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
-    RECORDER = 1  # the flight recorder's lines
-    DATA = 2  # messages of collectives
-    KNOCK = 3  # nothing but the question whether that rank still lives
-    STORE = 5  # torch's store, and what launchers tell each other
-    LIFE = 4  # nothing at all: the kernels of both ends ask each other whether they are there
+    RECORDER = 1  # Lines of the flight recorder
+    DATA = 2  # Messages of collectives
+    KNOCK = 3  # Checks only whether the rank is still alive
+    STORE = 5  # torch's store, and messages between launchers
+    LIFE = 4  # No messages: the kernels of both ends probe each other
 
 
 class Refused(ConnectionError):
-    """The other end is not who it should be: another program, another version, another secret."""
+    """The other end is another program, another version, or holds another secret."""
 
 
 def read_secret() -> bytes | None:
-    """Return the job's secret from the file that DEEPSEEK_ZERO_SECRET_FILE names; None without the
-    variable.
+    """Return the job's secret from the file that DEEPSEEK_ZERO_SECRET_FILE names.
 
-    Raises `UsageError` if the file is missing, is not 32 bytes long, is another user's, or may be
-    read by others.
+    Return None if the variable is not set.
+
+    Raises:
+        UsageError: The file is missing, is not 32 bytes long, belongs to another user, or can be
+            read
+        by others.
     """
     path = os.environ.get(SECRET_FILE)
     if not path:
@@ -121,7 +126,9 @@ def read_secret() -> bytes | None:
 def warn_without_secret(address: Address, whose: str) -> None:
     """Warn once that a job has no secret, if other hosts can reach its port.
 
-    whose: the processes that have none, in the plural.
+    Args:
+        address: The address of the listener.
+        whose: The processes without a secret, in the plural.
     """
     host, port = address
     if not is_loopback(host):
@@ -133,13 +140,17 @@ def warn_without_secret(address: Address, whose: str) -> None:
 
 
 def fingerprint(secret: bytes) -> str:
-    """Return a text by which ranks compare their secrets without telling them."""
+    """Return a text by which ranks compare their secrets without revealing them."""
     return hmac.new(secret, b"fingerprint", hashlib.sha256).hexdigest()[:16]
 
 
 class Hello(NamedTuple):
-    """What a dialer says of itself. rank, to: of the dialer and of the rank that it wants, as the
-    world counts them.
+    """The identity that a dialer claims.
+
+    Attributes:
+        role: The purpose of the connection.
+        rank: The world rank of the dialer.
+        to: The world rank that it wants to reach.
     """
 
     role: Role
@@ -148,9 +159,15 @@ class Hello(NamedTuple):
 
 
 class ServerHandshake:
-    """The answering side of one handshake, without input and output: bytes go in, bytes come out.
+    """The listener's side of one handshake, without I/O.
 
-    needs: bytes it waits for now, exactly; 0 once `hello` is proven.
+    Args:
+        secret: The job's secret.
+        rank: The world rank of the listener.
+
+    Attributes:
+        needs: The exact number of bytes that `take` expects next; 0 after a valid proof.
+        hello: The identity of the dialer after a valid proof; None before.
     """
 
     def __init__(self, secret: bytes, rank: int) -> None:
@@ -158,17 +175,19 @@ class ServerHandshake:
         self._rank = rank
         self._said = b""
         self.needs = _HELLO.size
-        self.hello: Hello | None = None  # once it is believed
+        self.hello: Hello | None = None
         self._claimed: Hello | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether it waits for the dialer's first words, by which protocols are told apart."""
+        """Whether it waits for the dialer's first bytes, which identify the protocol."""
         return self._claimed is None
 
     def take(self, data: bytes) -> bytes:
-        """Take `needs` bytes and return what to send back; raise `Refused` if they are not what
-        they should be.
+        """Process `needs` bytes and return the answer to send.
+
+        Raises:
+            Refused: The bytes are not valid.
         """
         if self._claimed is None:
             magic, role, rank, to, _ = _HELLO.unpack(data)
@@ -192,11 +211,22 @@ def _proof(secret: bytes, end: bytes, said: bytes) -> bytes:
 
 
 def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.socket:
-    """Prove this end to a listener, and have the listener prove itself; return the connection to
-    use from then on.
+    """Run the dialer's side of the handshake.
 
-    Waits as long as the connection's own time limit says. Raises `Refused` if it is another's
-    listener, OSError if the connection breaks; then it is closed.
+    The call waits as long as the connection's timeout. The connection is closed if an error is
+    raised.
+
+    Args:
+        connection: A new connection to a listener.
+        secret: The job's secret.
+        hello: The identity of this end.
+
+    Returns:
+        The connection to use from now on, which may be a TLS connection.
+
+    Raises:
+        Refused: The listener belongs to another program or holds another secret.
+        OSError: The connection broke.
     """
     if uses_tls():
         connection = _encrypted(connection, secret, hello.to)
@@ -214,12 +244,12 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
             raise Refused(f"what listens there as rank {hello.to} does not hold the job's secret")
         connection.sendall(_proof(secret, b"dialer", said + answer))
     except BaseException:
-        connection.close()  # within TLS nobody else has it
+        connection.close()  # With TLS, this is the only reference to the connection
         raise
     return connection
 
 
-# What OpenSSL calls a first record that is none
+# OpenSSL's reasons for a first record that is not TLS
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 
@@ -235,8 +265,14 @@ def _encrypted(connection: socket.socket, secret: bytes, to: int) -> socket.sock
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Return so many bytes. Raises `ConnectionError` if the connection ends before. count: small,
-    and never the other's to choose.
+    """Return the next `count` bytes.
+
+    Args:
+        connection: The connection to read.
+        count: A small number that the other end cannot choose.
+
+    Raises:
+        ConnectionError: The connection ended before.
     """
     found = bytearray(count)
     view = memoryview(found)
@@ -252,8 +288,14 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def dial(address: Address, seconds: float) -> socket.socket:
-    """Return a connection to an address; OSError if there is none within so many seconds. Small
-    messages leave at once.
+    """Return a connection to an address, with TCP_NODELAY.
+
+    Args:
+        address: The address to connect to.
+        seconds: Timeout of the attempt, and of later operations on the connection.
+
+    Raises:
+        OSError: The attempt failed or timed out.
     """
     connection = socket.socket(_family(address[0]), socket.SOCK_STREAM)
     try:
@@ -271,12 +313,11 @@ def _send_at_once(connection: socket.socket) -> None:
 
 
 def ask_for_life(connection: socket.socket) -> None:
-    """Have the kernel ask the other end's every second whether it is there, over a connection that
-    carries nothing.
+    """Enable keep-alive probes every second on a connection that carries no data.
 
-    The other end's kernel answers, also for a process that is stopped. No silence ends the
-    connection: how long one may last is not the kernel's to say, and one that ends in time leaves a
-    connection that is heard again.
+    The other end's kernel answers, even for a stopped process. No silence closes the connection:
+    the caller decides how long a silence may last, and a connection that stays open shows when the
+    host answers again.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -286,10 +327,13 @@ def ask_for_life(connection: socket.socket) -> None:
 
 
 def end_with_the_host(connection: socket.socket, seconds: float) -> None:
-    """Have the kernel end a connection whose other host has answered nothing for so long, also
-    where nothing is sent.
+    """Make the kernel close a connection whose host stopped answering.
 
-    seconds: inf: never.  Systems other than Linux do nothing here.
+    This works even if nothing is sent. On systems other than Linux the function does nothing.
+
+    Args:
+        connection: The connection.
+        seconds: Seconds without an answer; inf means never.
     """
     if sys.platform != "linux" or not math.isfinite(seconds):
         return
@@ -304,36 +348,34 @@ def end_with_the_host(connection: socket.socket, seconds: float) -> None:
 
 
 def silence_of(connection: socket.socket) -> float | None:
-    """Return for how many seconds the other end's host has answered nothing, on a connection that
-    asks for life.
+    """Return the seconds since the other host's kernel last answered.
 
-    None if the connection has ended, or if this system does not tell.
+    The connection must have been passed to `ask_for_life`. Return None if the connection has ended,
+    or if this system does not report the value.
     """
     state, _, milliseconds = _info_of(connection)
     return milliseconds / 1000 if state == _ESTABLISHED else None
 
 
 def has_unanswered(connection: socket.socket) -> bool:
-    """Return whether the other end's kernel has not yet acknowledged all that was sent.
+    """Return whether the other kernel has not yet acknowledged all sent data.
 
-    Between two tries to send it again a kernel waits twice as long each time: after a silence of
-    seconds it waits for seconds more, although the other end may long be heard again.
+    A kernel doubles the pause before each retransmission. After a silence of some seconds it waits
+    for seconds more, although the other end may already be reachable again.
     """
     state, unanswered, _ = _info_of(connection)
     return state == _ESTABLISHED and unanswered > 0
 
 
 def _info_of(connection: socket.socket) -> tuple[int, int, int]:
-    """Return the fields of `_TCP_INFO`; zeros of a connection that is closed, or if this system
-    does not tell.
-    """
+    """Return the fields of `_TCP_INFO`, or zeros if they are not available."""
     if sys.platform != "linux":
         return 0, 0, 0
     try:
         state, unanswered, milliseconds = _TCP_INFO.unpack(
             connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         )
-    except (OSError, struct.error):  # closed
+    except (OSError, struct.error):  # Closed
         return 0, 0, 0
     return state, unanswered, milliseconds
 
@@ -343,11 +385,16 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def listening_variables(interface: str | None, ports: str | None) -> dict[str, str]:
-    """Return the variables that tell ranks of this host where to listen, gloo, which carries the
-    start, included.
+    """Return the environment variables that tell ranks of this host where to listen.
 
-    interface: as `address_of` takes it; ports: as `parse_ports` does; None: nothing is said.
-    Local.  Raises `UsageError` for what this host has not.
+    They include gloo's interface, because gloo carries the first messages.
+
+    Args:
+        interface: An interface or address as for `address_of`; None sets nothing.
+        ports: Ports as for `parse_ports`; None sets nothing.
+
+    Raises:
+        UsageError: This host does not have the interface, or the ports are invalid.
     """
     found = {}
     if interface is not None:
@@ -360,8 +407,10 @@ def listening_variables(interface: str | None, ports: str | None) -> dict[str, s
 
 
 def parse_ports(text: str) -> range:
-    """Return the ports that a text (29600-29700, or one number) names. Raises `UsageError` if it
-    names none.
+    """Return the ports that a text names, either 29600-29700 or a single number.
+
+    Raises:
+        UsageError: The text names no ports.
     """
     first, _, last = text.partition("-")
     with contextlib.suppress(ValueError):
@@ -380,20 +429,30 @@ class _Pending:
     origin: str
     server_handshake: ServerHandshake
     until: float
-    handshake: Callable[[], None] | None = None  # of TLS, until it is done
+    handshake: Callable[[], None] | None = None  # The TLS handshake, until it is done
     came: bytearray = field(default_factory=bytearray)
 
 
 class Listener:
-    """One listening socket of this rank, at one address, and a thread that lets in who proves the
-    job's secret.
+    """A listening socket and a thread that admits holders of the job's secret.
 
-    admit, by role: is called on that thread with the connection, which does not block, and the rank
-    that proved itself. A stranger costs a closed connection and, the first time, a line in the log.
+    Connections without a valid proof are closed. The first one is logged.
+
+    Args:
+        host: The address to listen at.
+        secret: The job's secret.
+        rank: The world rank of this process.
+        ports: Ports to choose from; 0 is any free port.
+
+    Attributes:
+        address: The address and port of the socket.
+        strangers: Number of connections that were closed without a valid proof.
+
+    Raises:
+        UsageError: All ports are in use.
     """
 
     def __init__(self, host: str, secret: bytes, rank: int, ports: Iterable[int] = (0,)) -> None:
-        """ports: to choose from; 0 is any free one. Raises `UsageError` if all are taken."""
         self._secret = secret
         self._rank = rank
         self._tls = tls.contexts(secret).listener if uses_tls() else None
@@ -402,7 +461,7 @@ class Listener:
         self._admit: dict[Role, Callable[[socket.socket, int], None]] = {}
         self._pending: dict[socket.socket, _Pending] = {}
         self._watched: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
-        self.strangers = 0  # connections that were closed because they proved nothing
+        self.strangers = 0
         self._poll = select.poll()
         self._sockets: dict[int, socket.socket] = {self._listener.fileno(): self._listener}
         self._wake, self._waker = socket.socketpair()
@@ -415,26 +474,44 @@ class Listener:
         self._thread.start()
 
     def admit(self, role: Role, handler: Callable[[socket.socket, int], None]) -> None:
-        """Let in connections of this role; none come in before."""
+        """Admit connections of this role; before this call they are closed.
+
+        Args:
+            role: The role of the connections.
+            handler: Called on the listener's thread with the non-blocking connection and the rank
+                of the
+            other end.
+        """
         self._admit[role] = handler
 
     def watch(self, connection: socket.socket, ready: Callable[[], None]) -> None:
-        """Call `ready` on this thread whenever the connection has something to read. Only on this
-        thread.
+        """Call `ready` on the listener's thread whenever a connection is readable.
 
-        The connection is the listener's to close when it closes.
+        Call this only on the listener's thread. The connection is closed with the listener.
+
+        Args:
+            connection: An admitted connection.
+            ready: Reads from the connection.
         """
         self._watched[connection.fileno()] = connection, ready
         self._poll.register(connection, select.POLLIN)
 
     def unwatch(self, connection: socket.socket) -> None:
-        """Close a connection that was watched. Only on this thread."""
+        """Close a watched connection; call this only on the listener's thread."""
         del self._watched[connection.fileno()]
         self._poll.unregister(connection)
         connection.close()
 
     def call(self, action: Callable[[], None], seconds: float) -> bool:
-        """Run an action on the listener's thread; return whether it ended within `seconds`."""
+        """Run an action on the listener's thread.
+
+        Args:
+            action: The function to call.
+            seconds: Maximum time to wait for its end.
+
+        Returns:
+            Whether it ended in time.
+        """
         done = threading.Event()
 
         def act() -> None:
@@ -447,23 +524,25 @@ class Listener:
         return done.wait(seconds)
 
     def close(self) -> None:
-        """Stop listening, and close what is watched; other connections that were admitted stay."""
+        """Stop listening, and close watched connections.
+
+        Other admitted connections stay open.
+        """
         self._is_closing = True
-        with contextlib.suppress(OSError):  # closed before
-            # Its end alone would not do: a child of this process may hold it, too
+        with contextlib.suppress(OSError):  # Closed before
+            # Closing the socket would not wake the thread if a child process holds it, too
             self._waker.send(b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
     def _connections(self) -> list[socket.socket]:
-        """Return all sockets that are this listener's to close, in this process or a child
-        of it.
-        """
+        """Return all sockets that the listener must close, here or in a child process."""
         return [self._listener, *self._pending, *(watched for watched, _ in self._watched.values())]
 
     def _close_in_child(self) -> None:
         for connection in self._connections():
-            connection.close()  # or it would look as if this rank still listened when it has ended
+            # An open copy in a child would make this rank seem to listen after it exited
+            connection.close()
 
     def _serve(self) -> None:
         try:
@@ -476,10 +555,10 @@ class Listener:
                 connection.close()
 
     def _poll_timeout(self) -> float | None:
-        """Return milliseconds until the next connection is overdue."""
+        """Return the milliseconds until the next connection is overdue."""
         if not self._pending:
             return None
-        first = next(iter(self._pending.values()))  # they come in the order of their time limits
+        first = next(iter(self._pending.values()))  # In the order of their deadlines
         return max(0.0, first.until - time.monotonic()) * 1000 + 1
 
     def _look_at(self, descriptor: int) -> None:
@@ -497,7 +576,7 @@ class Listener:
     def _accept(self) -> None:
         try:
             connection, (origin, *_) = self._listener.accept()
-        except OSError:  # it is gone again, or there are no descriptors left
+        except OSError:  # the connection is gone again, or no descriptors are left
             return
         connection.setblocking(False)
         handshake = None
@@ -506,7 +585,7 @@ class Listener:
                 secured = self._tls.wrap_socket(
                     connection, server_side=True, do_handshake_on_connect=False
                 )
-            except OSError:  # it is gone again
+            except OSError:  # The connection is gone again
                 connection.close()
                 return
             connection = secured
@@ -584,23 +663,23 @@ class Listener:
                 f"closed a connection from {origin} to this job: {reason} (others will be closed "
                 "in silence)"
             )
-        # Which the dialer hears after this log, and may end at once
+        # The dialer may exit when it receives this, so send it after the log line
         if isinstance(reason, _OtherProtocol):
             _tell_no_common_protocol(connection)
         connection.close()
 
 
 class _OtherProtocol(Refused):
-    """One of the two ends alone speaks TLS."""
+    """Only one of the two ends uses TLS."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}: {_BOTH_ENDS}")
 
 
 def _tell_no_common_protocol(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # past TLS, where the connection is by TLS
+    with contextlib.suppress(OSError):  # Bypass TLS if this connection uses it
         socket.socket.send(connection, _NO_COMMON_PROTOCOL)
-        # What stays unread would reset the connection, and the record with it
+        # Unread data would reset the connection and discard the alert
         socket.socket.recv(connection, 1 << 12)
 
 

@@ -1,9 +1,8 @@
-"""The key-value store in which ranks leave lines for each other: a table in rank 0's process, and
-the way to it.
+"""The key-value store in which ranks leave lines for each other, and its client.
 
-Rank 0 keeps the table behind its listener (channel.py), at one address and only for who proves the
-job's secret.  A request is one operation with a key and a value, an answer is a text; both are
-limited before anything is allocated.
+Rank 0 holds the table and serves it over its listener (`channel.py`), only to holders of the job's
+secret. A request is one operation with a key and a value, and an answer is a text. The sizes of
+both are limited before anything is allocated.
 """
 
 from __future__ import annotations
@@ -47,63 +46,69 @@ from .channel import (
 )
 from .tls import require_cryptography
 
-# bytes
+# Maximum bytes
 MOST_KEY = 1 << 10
 MOST_TEXT = 1 << 24
-GONE = "gone"  # the topic of ranks on other hosts whose process has ended, with or without a word
-ANSWER_SECONDS = 30.0  # for rank 0, which may be busy, to take a line
-HURRIED_SECONDS = 2.0  # for it to answer who waits for others meanwhile
-QUIET_SECONDS = 5.0  # after a silence, until somebody waits for it again
-# Without a sign of its host, until nobody waits for rank 0; its kernel answers every second
+GONE = "gone"  # Topic of ranks on other hosts whose process has exited, with or without a message
+ANSWER_SECONDS = 30.0  # Timeout for rank 0, which may be busy, to accept a line
+HURRIED_SECONDS = 2.0  # Timeout for rank 0 to answer a rank that waits for others meanwhile
+QUIET_SECONDS = 5.0  # After an unanswered request, no rank waits for rank 0 for this long
+# After this silence of its host, no rank waits for rank 0; its kernel answers every second
 DOUBT_SECONDS = 2.5
-POLL_SECONDS = 0.25  # between looks for such a sign, while a rank waits for an answer
-SEND_SECONDS = 1.0  # for another rank to take an answer that it asked for
+POLL_SECONDS = 0.25  # Interval of checks for a sign of life, while a rank waits for an answer
+SEND_SECONDS = 1.0  # Timeout for another rank to receive its answer
 _REQUEST = struct.Struct("!BII")
 _ANSWER = struct.Struct("!BI")
-_NOTHING, _TEXT, _FAREWELL = range(3)  # how an answer begins
-FAREWELL_SECONDS = 1.0  # for the farewell to leave
+_NOTHING, _TEXT, _FAREWELL = range(3)  # First byte of an answer
+FAREWELL_SECONDS = 1.0  # Timeout to send the farewell
 
 
 class Operation(IntEnum):
-    """The requests. All but SET answer with a text, and say whether there is one."""
+    """The requests; every one except SET answers with a text or that there is none."""
 
     SET = 1
     GET = 2
-    # Add a number to the stored one, once per request; the value is [rank, request, number].
+    # Add a number to the stored one, once per request; the value is [rank, request, number]
     ADD = 3
-    SWAP = 4  # replace the text if it is the expected one; the value is [expected, wanted]
+    SWAP = 4  # Replace the text if it is the expected one; the value is [expected, wanted]
     DELETE = 5
-    KEYS = 6  # as a list
+    KEYS = 6  # As a list
 
 
 class Answer(NamedTuple):
-    """What is known of a key. text: None if there is none."""
+    """The answer to a request.
+
+    Attributes:
+        text: The text, or None if the key has none.
+    """
 
     text: str | None
 
 
 class KeyValueStore:
-    """The table itself, in rank 0's process.
+    """The table, in rank 0's process.
 
-    role: of the connections that ask it. When a rank's idle connection has ended, there is a line
-    under "gone/RANK".
+    When a rank's idle connection ends with its process, the table gets a line under "gone/RANK".
+
+    Args:
+        listener: The listener of this process.
+        role: The role of the connections that send requests.
     """
 
     def __init__(self, listener: Listener, role: Role = Role.RECORDER) -> None:
         self._texts: dict[str, str] = {}
-        self._added: dict[
-            str, tuple[int, str]
-        ] = {}  # by who asked: the last request and its answer
+        # By requester: its last request and the answer
+        self._added: dict[str, tuple[int, str]] = {}
         self._lock = threading.Lock()
-        self._asking: dict[int, socket.socket] = {}  # by descriptor
-        self._idle: dict[
-            int, socket.socket
-        ] = {}  # by rank of another host, over which kernels hear each other
+        self._asking: dict[int, socket.socket] = {}  # By descriptor
+        # By rank of another host; the kernels of both ends probe each other over it
+        self._idle: dict[int, socket.socket] = {}
         self._listener = listener
         listener.admit(role, self._take_asking)
         listener.admit(Role.LIFE, self._take_idle)
 
     def set(self, key: str, value: str) -> bool:
+        """Write a text under a key; return True."""
         self._texts[key] = value
         return True
 
@@ -112,7 +117,16 @@ class KeyValueStore:
         return self._texts.get(key)
 
     def ask(self, operation: Operation, key: str, value: str = "") -> Answer:
-        """Do what a request says. ValueError if its value is none for it."""
+        """Carry out a request.
+
+        Args:
+            operation: The request.
+            key: The key.
+            value: The value, in the form that the operation requires.
+
+        Raises:
+            ValueError: The value does not have this form.
+        """
         with self._lock:
             return Answer(_ACTIONS[operation](self, key, value))
 
@@ -122,15 +136,16 @@ class KeyValueStore:
 
     def _add(self, key: str, value: str) -> str:
         who, number, amount = json.loads(value)
-        # Else it came twice, over two connections
+        # Otherwise the request came twice, over two connections
         if self._added.get(who, (-1, ""))[0] != int(number):
             self._texts[key] = total = str(int(self._texts.get(key, "0")) + int(amount))
             self._added[who] = int(number), total
         return self._added[who][1]
 
     def _swap(self, key: str, value: str) -> str | None:
-        """As torch's stores do: where there is nothing, expecting "" means it, and else what is
-        wanted is answered.
+        """Compare and set, like torch's stores.
+
+        An absent key matches an expected "". If it does not match, `expected` is returned.
         """
         expected, wanted = json.loads(value)
         if self._texts.get(key, "") == expected:
@@ -144,27 +159,23 @@ class KeyValueStore:
         return json.dumps(list(self._texts))
 
     def silences(self) -> dict[int, float]:
-        """Return for how many seconds the hosts of ranks on other hosts have answered nothing, by
-        rank.
-        """
+        """Return the seconds since other hosts last answered, by rank."""
         found = {rank: silence_of(connection) for rank, connection in tuple(self._idle.items())}
         return {rank: seconds for rank, seconds in found.items() if seconds is not None}
 
     def say_farewell(self) -> None:
-        """Send the whole table, before this process ends, to every rank that has requested a
-        line.
-        """
+        """Send the whole table to every connected rank before this process exits."""
 
         def send() -> None:
             payload = json.dumps(self._texts).encode()
             for connection in list(self._asking.values()):
-                with contextlib.suppress(OSError):  # its end is gone, or does not listen
+                with contextlib.suppress(OSError):  # The other end is gone or does not read
                     _send(connection, _FAREWELL, payload)
 
         self._listener.call(send, FAREWELL_SECONDS)
 
     def close(self) -> None:
-        """Listen to nobody any more."""
+        """Close the listener."""
         self._listener.close()
 
     def _take_asking(self, connection: socket.socket, rank: int) -> None:
@@ -172,7 +183,7 @@ class KeyValueStore:
         self._listener.watch(connection, _Reader(self, connection).read)
 
     def drop_asking(self, connection: socket.socket) -> None:
-        """Close a connection over which a rank sent requests. Only on the listener's thread."""
+        """Close a connection of requests; call this only on the listener's thread."""
         del self._asking[connection.fileno()]
         self._listener.unwatch(connection)
 
@@ -182,10 +193,13 @@ class KeyValueStore:
         self._listener.watch(connection, lambda: self._drop_idle(connection, rank))
 
     def _drop_idle(self, connection: socket.socket, rank: int) -> None:
-        """Take note that an idle connection has ended, with its process if nothing broke it."""
+        """Record that an idle connection ended.
+
+        Its process has ended, too, unless the connection raised an error.
+        """
         try:
             has_ended = not connection.recv(1)
-        except BlockingIOError:  # a word of TLS's own
+        except BlockingIOError:  # A TLS message without data
             return
         except OSError:
             has_ended = False
@@ -197,7 +211,7 @@ class KeyValueStore:
 
 
 class _Reader:
-    """One rank's requests, as they arrive."""
+    """Reads and answers one rank's requests."""
 
     def __init__(self, store: KeyValueStore, connection: socket.socket) -> None:
         self._store = store
@@ -205,9 +219,7 @@ class _Reader:
         self._came = bytearray()
 
     def read(self) -> None:
-        """Take in what has come and answer whole requests; close the connection where it makes no
-        sense.
-        """
+        """Read available data and answer whole requests; close the connection on an error."""
         try:
             data = self._connection.recv(1 << 16)
             self._came += data
@@ -217,12 +229,16 @@ class _Reader:
                 return
         except BlockingIOError:
             return
-        except (OSError, ValueError, TypeError):  # gone, deaf, or no protocol of ours
+        # The connection is gone, does not read, or does not follow the protocol
+        except (OSError, ValueError, TypeError):
             pass
         self._store.drop_asking(self._connection)
 
     def _answer_one(self) -> bool:
-        """Answer one request if it is whole; ValueError where it cannot be one."""
+        """Answer one request if it is complete; return whether it was.
+
+        Raise ValueError if the data cannot be a request.
+        """
         if len(self._came) < _REQUEST.size:
             return False
         operation, key_bytes, value_bytes = _REQUEST.unpack_from(self._came)
@@ -257,16 +273,23 @@ _ACTIONS: Mapping[Operation, Callable[[KeyValueStore, str, str], str | None]] = 
 
 
 class StoreClient:
-    """The store as another rank sees it.
+    """The key-value store as seen by another rank.
 
-    RuntimeError if rank 0 is gone: nobody listens there any more, or nothing has been heard of its
-    host for `dead_after`. Where its host answers and it does not (it is stopped, or busy), nothing
-    is known, and nobody waits
-    long to learn that: a question stays under way, and nothing else is asked before it is answered.
-    A new connection each time would fill the queue of those that rank 0 is to take.
-    watches: rank 0 is on another host; the kernels of both ends hear each other, so that a silent
-    host and an ended
-    process are known. dead_after: seconds. role: as the store's.
+    Methods raise RuntimeError if rank 0 is gone: its port refuses connections, or its host was
+    silent for `dead_after`. If the host answers but rank 0 does not (it is stopped or busy), the
+    result is unknown, and no call waits long for it. An unanswered request stays in flight, and
+    nothing else is sent before its answer. A new connection for each attempt would fill rank 0's
+    accept queue.
+
+    Args:
+        address: The address of rank 0's listener.
+        secret: The job's secret.
+        rank: The world rank of this process.
+        watches: Rank 0 is on another host. The kernels of both ends probe each other, which reveals
+            a
+        silent host and an exited process.
+        dead_after: Seconds of silence after which rank 0's host is lost.
+        role: The role of the connection, as for `KeyValueStore`.
     """
 
     def __init__(
@@ -286,29 +309,44 @@ class StoreClient:
         self._dead_after = dead_after
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
-        self._is_owed = False  # what was asked over it last has no answer yet
-        self._quiet_until = 0.0  # it did not answer lately: until then nobody waits for it
+        self._is_owed = False  # The last request over this connection has no answer yet
+        # Rank 0 did not answer lately: until this time no call waits for it
+        self._quiet_until = 0.0
         self._unreachable_since: float | None = None
-        self._farewell: dict[str, str] | None = (
-            None  # the table as rank 0 left it when its program ended
-        )
+        # The table as rank 0 sent it when its program ended
+        self._farewell: dict[str, str] | None = None
         self._idle: socket.socket | None = None
         self._watches = watches
         self._connect(ANSWER_SECONDS)
 
     def set(self, key: str, value: str) -> bool:
-        """Write a text; return whether it stands there."""
+        """Write a text under a key.
+
+        Args:
+            key: The key.
+            value: The text.
+
+        Returns:
+            Whether it was stored.
+
+        Raises:
+            RuntimeError: Rank 0 is gone.
+        """
         if self._has_farewell():
             return False
         try:
             return self.ask(Operation.SET, key, value) is not None
         except RuntimeError:
-            if self._farewell is None:  # else it came in place of an answer
+            if self._farewell is None:  # Otherwise the farewell came in place of an answer
                 raise
             return False
 
     def get(self, key: str) -> str | None:
-        """Return the text under a key; None if there is none, or if nothing is known."""
+        """Return the text under a key, or None if there is none or it is unknown.
+
+        Raises:
+            RuntimeError: Rank 0 is gone without a farewell.
+        """
         if not self._has_farewell() and time.monotonic() >= self._quiet_until:
             try:
                 if (answer := self._ask(Operation.GET, key, "", HURRIED_SECONDS)) is not None:
@@ -319,26 +357,39 @@ class StoreClient:
         return None if self._farewell is None else self._farewell.get(key)
 
     def _has_farewell(self) -> bool:
-        """Return whether rank 0's program has ended, and left the table here."""
+        """Return whether rank 0's program has ended and sent its table."""
         with self._lock:
             if self._farewell is None and self._connection is not None and not self._is_owed:
-                # It broke: the next question finds that out
+                # The connection broke: the next request finds that out
                 with contextlib.suppress(OSError, ValueError):
                     self._take_farewell(self._connection)
             return self._farewell is not None
 
     def say_farewell(self) -> None:
-        """Do nothing: the store stays."""
+        """Do nothing, because this process does not hold the table."""
 
     def ask(self, operation: Operation, key: str, value: str = "") -> Answer | None:
-        """Have a request done; return None if it is not known whether it was."""
+        """Send a request and wait for the answer.
+
+        Args:
+            operation: The request.
+            key: The key.
+            value: The value, in the form that the operation requires.
+
+        Returns:
+            The answer, or None if it is unknown whether the request was carried out.
+
+        Raises:
+            RuntimeError: Rank 0 is gone.
+        """
         return self._ask(operation, key, value, ANSWER_SECONDS)
 
     def silences(self) -> dict[int, float]:
-        """Return for how many seconds rank 0's host has answered nothing, where that is another
-        host.
+        """Return the seconds since rank 0's host last answered, by rank.
+
+        The result is empty if rank 0 is on this host.
         """
-        connection = self._idle  # another thread may drop it
+        connection = self._idle  # Read once: another thread may drop it
         seconds = None if connection is None else silence_of(connection)
         return {} if seconds is None else {0: seconds}
 
@@ -360,9 +411,7 @@ class StoreClient:
         self._is_owed = False
 
     def _connect(self, seconds: float) -> socket.socket:
-        """Return a new connection for questions; what broke the last one may have broken the idle
-        one, too.
-        """
+        """Open a new connection for requests, and a new idle one if it broke, too."""
         connection = self._connection = self._introduced(self._role, seconds)
         if self._watches and (self._idle is None or silence_of(self._idle) is None):
             self._drop_idle()
@@ -376,10 +425,11 @@ class StoreClient:
         return introduce(connection, self._secret, Hello(role, self._rank, 0))
 
     def _reach(self) -> socket.socket:
-        """Return a connection that rank 0's host has taken. TimeoutError if it has not;
-        RuntimeError if it has not for
-        long, while nothing else told of it: a host that is heard, or this one, may have its queue
-        full.
+        """Return a connection to rank 0's host.
+
+        Raise TimeoutError if there is none yet. Raise RuntimeError if there was none for
+        `dead_after` without any other sign of life. If the host is known to be alive, a full accept
+        queue there or on this host may be the reason, so only TimeoutError is raised.
         """
         self._raise_if_silent()
         try:
@@ -399,8 +449,9 @@ class StoreClient:
         return connection
 
     def _ask(self, operation: Operation, key: str, value: str, seconds: float) -> Answer | None:
-        """Ask once, and again over a new connection where the old one broke; None if there is no
-        answer.
+        """Send a request, and repeat it once over a new connection if the old one broke.
+
+        Return None if there is no answer.
         """
         name = key.encode()[:MOST_KEY]
         text = value.encode()[:MOST_TEXT]
@@ -421,19 +472,17 @@ class StoreClient:
                 except TimeoutError:
                     self._drop()
                     break
-                except (
-                    OSError,
-                    ValueError,
-                ):  # it broke, or what came is damaged; TLS's own errors are OSErrors
+                except (OSError, ValueError):
+                    # It broke, or its data is damaged; TLS's own errors are OSErrors
                     self._drop()
             self._quiet_until = time.monotonic() + QUIET_SECONDS
             return None
 
     def _exchange(self, request: bytes, seconds: float) -> Answer | None:
-        """Return the answer to a request; None if rank 0 takes its time with it, or with the last
-        one.
+        """Return the answer to a request, or None if rank 0 has not answered yet.
 
-        Raises TimeoutError where the connection is of no more use.
+        The unanswered request may be this one or the one before. Raises TimeoutError if the
+        connection must be dropped.
         """
         connection = self._connection or self._connect(seconds)
         connection.settimeout(seconds)
@@ -461,7 +510,7 @@ class StoreClient:
                 return Answer(value)
 
     def _take_farewell(self, connection: socket.socket) -> None:
-        """Read what came over a connection that owes no answer."""
+        """Read a farewell from a connection without an outstanding answer."""
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         while poll.poll(0):
@@ -479,19 +528,22 @@ class StoreClient:
         return kind, text
 
     def _is_heard(self) -> bool:
-        """Return whether rank 0's host surely is there: it is this one, or its kernel answers."""
+        """Return whether rank 0's host is surely alive.
+
+        It is this host, or its kernel answers.
+        """
         return not self._watches or any(
             seconds <= DOUBT_SECONDS for seconds in self.silences().values()
         )
 
     def _raise_if_silent(self) -> None:
-        """Raise TimeoutError where nobody answers and rank 0's host has been silent for a while."""
+        """Raise TimeoutError if rank 0's host has been silent for `DOUBT_SECONDS`."""
         if max(self.silences().values(), default=0.0) > DOUBT_SECONDS:
             raise TimeoutError
 
 
 def _refusal_of(everyone: Sequence[Mapping[str, Any]]) -> UsageError | None:
-    """Return the error with which all ranks end, because one cannot meet the others."""
+    """Return the error that all ranks raise because one cannot join, or None."""
     for rank, each in enumerate(everyone):
         if "error" in each:
             return UsageError(f"rank {rank} cannot meet the others: {each['error']}")
@@ -507,13 +559,27 @@ def _refusal_of(everyone: Sequence[Mapping[str, Any]]) -> UsageError | None:
 def open_store(
     rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | None
 ) -> tuple[KeyValueStore | StoreClient, bytes, Listener | None]:
-    """Open the store of one world and agree on the job's secret; return both, and rank 0's
-    listener. Collective in the group.
+    """Open the key-value store of a world, and agree on the job's secret.
 
-    Without a secret of the launcher's or the user's rank 0 draws one, which travels through the
-    group as it is; where it listens beyond loopback it says so.  Raises `UsageError` on every rank
-    if one cannot read its secret or holds another, or if TLS is asked for and one rank has no
-    package for certificates.
+    If neither the launcher nor the user provides a secret, rank 0 draws one and sends it
+    unencrypted through the group. It logs a warning if it listens beyond loopback.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks in the world.
+        hosts: The hosts of all ranks.
+        group: A group of all ranks.
+
+    Returns:
+        The store or its client, the secret, and the listener on rank 0 or None.
+
+    Raises:
+        UsageError: On every rank. A rank cannot read its secret, holds a different one, or cannot
+            reach
+        rank 0; or TLS is required, and a rank has no secret or no package for certificates.
+
+    Note:
+        Collective: every rank of `group` must call it.
     """
     said: dict[str, object] = {}
     listener = None
@@ -536,13 +602,13 @@ def open_store(
         if rank == 0:
             drawn = secrets.token_bytes(launch.SECRET_BYTES) if secret is None else b""
             listener = Listener(listening_host(hosts), secret or drawn, 0, listening_ports())
-            store = KeyValueStore(listener)  # before the listener accepts a connection
+            store = KeyValueStore(listener)  # Before the listener accepts a connection
             said |= {"drawn": drawn.hex(), "address": listener.address}
         said["mark"] = fingerprint(secret) if secret is not None else ""
     except (UsageError, OSError) as error:
         said["error"] = str(error)
-    # The address travels through the group itself: no private default store, no port the user must
-    # know.
+    # The address is sent through the group, so there is no private default store and no port that
+    # the user must know
     everyone = [json.loads(text) for text in all_gather_text(json.dumps(said), size, group)]
     refusal = _refusal_of(everyone)
     if refusal is not None:
@@ -565,7 +631,7 @@ def open_store(
     problem = next(filter(None, all_gather_text(problem, size, group)), "")
     if problem or found is None:
         if found is not None:
-            found.close()  # what was reached is of no use
+            found.close()  # This rank's own connection is of no use then
         raise UsageError(
             problem,
             "Rank 0 keeps the notice board, at the address by which it is known or the one that "
@@ -577,10 +643,10 @@ def open_store(
 
 
 def listening_ports() -> range:
-    """Return the ports that this rank may listen at; 0 is any free one."""
+    """Return the ports that this rank may listen at; 0 is any free port."""
     return parse_ports(said) if (said := os.environ.get(launch.PORTS)) else range(1)
 
 
 def listening_host(hosts: Hosts) -> str:
-    """Return the one address at which this rank listens (`listening_address`)."""
+    """Return the address at which this rank listens (`listening_address`)."""
     return listening_address(hosts.is_one, meeting_address())

@@ -1,13 +1,13 @@
-"""What two ranks of different hosts say to each other over one connection after another.
+"""Messages between two ranks of different hosts, over a sequence of connections.
 
-A message is a header and at most PIECE_BYTES; a longer tensor is several pieces.  Small tensors
-leave at once and wait at the receiver for their box, as long as no more than EAGER_BUDGET bytes of
-them do.  Every other tensor waits for READY, which a receiver says when it has a box for it: its
-pieces land straight in that box, stored nowhere on the way. What is small leaves before the pieces
-that are queued.
+A message is a header and at most PIECE_BYTES; a longer tensor is sent in several pieces. Small
+tensors are sent at once and kept by the receiver until their box exists, up to EAGER_BUDGET bytes.
+Every other tensor waits for READY, which a receiver sends when it has a box for it. Its pieces are
+received straight into the box, without an intermediate copy. Small messages are sent before queued
+pieces.
 
-Messages are numbered.  A receiver says up to which number it has them, and a sender keeps what has
-not been received, so that a new connection goes on where the last one ended.
+Messages are numbered. A receiver acknowledges the last number, and a sender keeps messages until
+they are acknowledged, so a new connection continues where the last one ended.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from ..ids import CollectiveId
 from ..transports.base import poll_interval_of
 from .channel import Address, Refused
 
-PIECE_BYTES = 1 << 18  # which a receipt or a question may wait for, if it has begun to leave
-EAGER_BYTES = 1 << 14  # a tensor up to this size is copied, and leaves without a question
-EAGER_BUDGET = 1 << 20  # of such bytes that one rank keeps for another
-GATHERED = 16  # messages written by one call
+# An acknowledgement or a READY may have to wait for one piece that is being sent
+PIECE_BYTES = 1 << 18
+EAGER_BYTES = 1 << 14  # A tensor up to this size is copied and sent without READY
+EAGER_BUDGET = 1 << 20  # Bytes of such tensors that one rank keeps for another
+GATHERED = 16  # Messages written by one call
 _HEADER = struct.Struct("<BxxxIQQIIQQ")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
@@ -40,18 +41,24 @@ _LINE_BITS = 32
 class FrameKind(IntEnum):
     """The kinds of messages."""
 
-    EAGER = 1  # a whole small tensor, unasked
-    PIECE = 2  # a part of a tensor for which the receiver was ready
-    READY = 3  # I have a box for this tensor
-    RECEIVED = 4  # I have received your messages up to this number; not numbered itself
-    RESUME = 5  # the same, as the first word on a new connection
+    EAGER = 1  # A whole small tensor, sent without READY
+    PIECE = 2  # A part of a tensor after READY
+    READY = 3  # The sender has a box for this tensor
+    RECEIVED = 4  # Acknowledges all messages up to this number; has no number
+    RESUME = 5  # The same, as the first message on a new connection
 
 
 _NUMBERED = (FrameKind.EAGER, FrameKind.PIECE, FrameKind.READY)
 
 
 class Exchange:
-    """What one collective waits for. left: boxes not filled and tensors of others' not received."""
+    """The state of one collective on this rank.
+
+    Attributes:
+        left: Boxes that are not filled, and sent tensors that are not acknowledged.
+        event: Set when `left` is 0 or the collective failed.
+        error: The error of a failed collective.
+    """
 
     def __init__(self, cid: CollectiveId) -> None:
         self._cid = cid
@@ -60,16 +67,24 @@ class Exchange:
         self.error: Exception | None = None
 
     def end_one(self) -> None:
+        """Decrement `left`; set the event at 0."""
         self.left -= 1
         if not self.left:
             self._cid.arrived.append(time.perf_counter())
             self.event.set()
 
     def fail(self, error: Exception) -> None:
+        """Fail the collective; the first error counts."""
         self.error = self.error or error
         self.event.set()
 
     def wait(self) -> None:
+        """Wait until the collective has ended.
+
+        Raises:
+            TimeoutError: It has not ended within the poll interval; the call may be repeated.
+            Exception: The error of a failed collective.
+        """
         if not self.event.wait(poll_interval_of(self._cid)):
             raise TimeoutError
         if self.error is not None:
@@ -78,7 +93,18 @@ class Exchange:
 
 @dataclass(eq=False)
 class Frame:
-    """A message to send, until the other has received it. exchange: what ends with it."""
+    """A message to send, kept until it is acknowledged.
+
+    Attributes:
+        kind: The kind of the message.
+        tag: The tag of the collective.
+        payload: The bytes of the tensor or of its piece.
+        offset: The position of the piece in the tensor, in bytes.
+        total: The size of the tensor in bytes.
+        exchange: The exchange whose `left` this message decrements when it is acknowledged.
+        number: The number of the message; 0 until it is sent.
+        header: The packed header, once it was needed.
+    """
 
     kind: FrameKind
     tag: int
@@ -90,6 +116,7 @@ class Frame:
     header: bytes = b""
 
     def bytes_of_header(self) -> bytes:
+        """Return the packed header."""
         if not self.header:
             self.header = header_of(
                 self.kind,
@@ -112,6 +139,18 @@ def header_of(
     offset: int = 0,
     total: int = 0,
 ) -> bytes:
+    """Return the packed header of a message, with a checksum.
+
+    Args:
+        kind: The kind of the message.
+        number: The number of the message, or the last received number in an acknowledgement.
+        tag: The tag of the collective.
+        length: The length of the payload in bytes.
+        crc: The checksum of the payload.
+        offset: The position of the piece in the tensor, or the used eager bytes in an
+            acknowledgement.
+        total: The size of the tensor in bytes.
+    """
     line = tag >> _LINE_BITS
     check = tag & ((1 << _LINE_BITS) - 1)
     header = _HEADER.pack(kind, length, number, line, check, crc, offset, total)
@@ -120,7 +159,13 @@ def header_of(
 
 @dataclass(eq=False)
 class ReceiveBuffer:
-    """Where a tensor lands. left: bytes that are still to come."""
+    """The box of one tensor.
+
+    Attributes:
+        view: The memory that is filled.
+        left: Bytes that are still to be received.
+        exchange: The exchange that waits for it.
+    """
 
     view: memoryview
     left: int
@@ -129,7 +174,12 @@ class ReceiveBuffer:
 
 @dataclass(eq=False)
 class Offer:
-    """A tensor that waits for its receiver to be ready."""
+    """A tensor that waits for READY.
+
+    Attributes:
+        view: The memory to send.
+        exchange: The exchange that waits for the acknowledgement.
+    """
 
     view: memoryview
     exchange: Exchange
@@ -137,61 +187,77 @@ class Offer:
 
 @dataclass(eq=False)
 class Link:
-    """Everything between this rank and one other. host: as messages name it. gone: why it is lost,
-    once it is.
+    """Everything between this rank and one other rank.
+
+    Attributes:
+        rank: The other world rank.
+        address: The address of its listener.
+        host: The name of its host for messages.
+        changed: Notified when the other end has resumed and when it has received everything.
+        scratch: Receives pieces that no exchange waits for any more.
+        connection: The current connection.
+        generation: Number of connections so far.
+        resumed: The other end has sent RESUME over this connection.
+        recovering: A thread looks for a new connection.
+        gone: Why the rank is lost; "" while it is not.
+        is_silent: The reason is that its host does not answer.
+        heard: The time of the last received data.
+        spoke: The time of the last sent data.
+        silence_told_at: The time of the last received data before a logged silence.
     """
 
     rank: int
     address: Address
     host: str
-    # Notified when the other end has said where to go on, and when it has received everything
     changed: threading.Condition
-    scratch: memoryview  # for pieces that nobody waits for any more
+    scratch: memoryview
     connection: socket.socket | None = None
-    generation: int = 0  # connections so far
-    resumed: bool = False  # the other has said where to go on
+    generation: int = 0
+    resumed: bool = False
     recovering: bool = False
     gone: str = ""
-    is_silent: bool = False  # why: its host answers nothing
+    is_silent: bool = False
     heard: float = 0.0
     spoke: float = 0.0
     silence_told_at: float | None = None
     # sending
-    # Before what is queued: questions, and eager tensors
+    # READY and eager tensors, sent before `queue`
     urgent: deque[Frame] = field(default_factory=deque)
     queue: deque[Frame] = field(default_factory=deque)
-    sent: deque[Frame] = field(default_factory=deque)  # and not received yet, as far as is known
+    sent: deque[Frame] = field(default_factory=deque)  # Sent, but not acknowledged
     writing: deque[memoryview | bytes] = field(default_factory=deque)
     is_blocked: bool = False
     last_number: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)
-    # Tags for which the other has a box and this rank no tensor
+    # Tags for which the other rank has a box and this rank has no tensor yet
     ready: dict[int, bool] = field(default_factory=dict)
-    eager: set[int] = field(default_factory=set)  # tags of eager tensors that are not received yet
+    # Tags of eager tensors that are not acknowledged yet
+    eager: set[int] = field(default_factory=set)
     eager_sent: int = 0
-    eager_used: int = 0  # as the other says
+    eager_used: int = 0  # Bytes, as acknowledged by the other rank
     # receiving
     received: int = 0
-    used: int = 0  # bytes of eager tensors that found their boxes
+    used: int = 0  # Bytes of eager tensors that were copied to their boxes
     owes_receipt: bool = False
-    is_waited_for: bool = False  # the receipt, by an exchange of the other's
+    is_waited_for: bool = False  # An exchange of the other rank waits for the acknowledgement
     boxes: dict[int, ReceiveBuffer] = field(default_factory=dict)
-    early: dict[int, bytes] = field(default_factory=dict)  # eager tensors without a box
+    early: dict[int, bytes] = field(default_factory=dict)  # Eager tensors without a box
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
-    # The rest of what is being read
+    # The unread rest of the current header or payload
     into: memoryview = field(default_factory=lambda: memoryview(b""))
-    reads: tuple[FrameKind, int, int, int, int, ReceiveBuffer | bytearray | None] | None = (
-        None  # a payload's kind, tag, ..., place
-    )
+    # Of the current payload: kind, tag, length, total, checksum, place
+    reads: tuple[FrameKind, int, int, int, int, ReceiveBuffer | bytearray | None] | None = None
     crc: int = 0
-    wakes_at: int = 1  # bytes that have come before the kernel tells of them
+    wakes_at: int = 1  # Readable bytes after which the kernel wakes the reader
 
     def expect_header(self) -> None:
+        """Read a header next."""
         self.reads, self.into = None, memoryview(self.header)
 
     def received_up_to(self, number: int) -> list[Exchange]:
-        """Drop what the other has received; return the exchanges that end with it, of which nothing
-        is held here.
+        """Drop acknowledged messages; return the exchanges that they decrement.
+
+        None of these messages holds memory here any more.
         """
         found = []
         while self.sent and self.sent[0].number <= number:
@@ -202,8 +268,9 @@ class Link:
         return found
 
     def next_frame(self) -> Frame | None:
-        """Take the next message to write.  What was sent before, over another connection, keeps its
-        place.
+        """Take the next message to write, or None.
+
+        Messages that were sent over an earlier connection keep their order.
         """
         is_sent_again = self.queue and self.queue[0].number
         waiting = self.queue if is_sent_again or not self.urgent else self.urgent
@@ -211,16 +278,24 @@ class Link:
 
     @property
     def unsent(self) -> int:
-        """Return how many messages wait."""
+        """Return the number of messages that wait to be sent."""
         return len(self.urgent) + len(self.queue)
 
     @property
     def has_unreceived(self) -> bool:
+        """Return whether a message is unsent or not acknowledged."""
         return not self.gone and bool(self.urgent or self.queue or self.sent)
 
     # -- sending and receiving
 
     def receive(self, view: memoryview, tag: int, exchange: Exchange) -> None:
+        """Receive a tensor: fill the box from an early message, or send READY.
+
+        Args:
+            view: The memory to fill.
+            tag: The tag of the collective.
+            exchange: The exchange that waits for it.
+        """
         early = self.early.pop(tag, None)
         if early is None:
             exchange.left += 1
@@ -235,6 +310,13 @@ class Link:
             view[:] = early
 
     def send(self, view: memoryview, tag: int, exchange: Exchange) -> None:
+        """Send a tensor: at once, after READY, or keep it until READY.
+
+        Args:
+            view: The memory to send.
+            tag: The tag of the collective.
+            exchange: The exchange that waits until it was received.
+        """
         size = len(view)
         is_ready = self.ready.pop(tag, False)
         if size <= EAGER_BYTES and self.eager_sent + size - self.eager_used <= EAGER_BUDGET:
@@ -259,7 +341,7 @@ class Link:
             self.queue.append(Frame(FrameKind.PIECE, tag, piece, start, total, ends))
 
     def gather(self) -> bool:
-        """Take the next messages to write; return whether there are any."""
+        """Move the next messages to `writing`; return whether there are any."""
         if self.owes_receipt and (self.is_waited_for or self.unsent):
             self.owes_receipt = self.is_waited_for = False
             self.writing.append(header_of(FrameKind.RECEIVED, self.received, offset=self.used))
@@ -278,7 +360,11 @@ class Link:
         return bool(self.writing)
 
     def take_header(self) -> Sequence[Exchange]:
-        """Act on a whole header; return the exchanges that lose one reason to wait."""
+        """Process a complete header; return the exchanges that it decrements.
+
+        Raises:
+            Refused: The header is damaged or does not follow the protocol.
+        """
         plain = self.header[: _HEADER.size]
         (check,) = _CHECK.unpack_from(self.header, _HEADER.size)
         kind, length, number, line, low, crc, offset, total = _HEADER.unpack(plain)
@@ -318,8 +404,10 @@ class Link:
         return ()
 
     def take_payload(self) -> Sequence[Exchange]:
-        """Act on a whole payload; return the exchange that loses a reason to wait, of which nothing
-        is held here.
+        """Process a complete payload; return the exchanges that it decrements.
+
+        Raises:
+            Refused: The payload is damaged.
         """
         assert self.reads is not None
         kind, tag, length, _, crc, place = self.reads
@@ -341,9 +429,7 @@ class Link:
         return (place.exchange,)
 
     def _take_unasked(self, tag: int, came: bytearray) -> Sequence[Exchange]:
-        """Keep an eager tensor until there is a box for it, or fill the box that was made while it
-        came.
-        """
+        """Keep an eager tensor, or fill a box that was created while it arrived."""
         box = self.boxes.pop(tag, None)
         if box is None:
             self.early[tag] = bytes(came)
@@ -354,7 +440,7 @@ class Link:
             None,
         )
         if asked is not None:
-            # The other would keep it for a tensor that it has sent already
+            # The other rank would apply this READY to a tensor that it has already sent
             self.urgent.remove(asked)
         if len(came) != len(box.view):
             box.exchange.fail(_other_size(self, len(came), len(box.view)))

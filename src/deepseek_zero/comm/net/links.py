@@ -1,13 +1,12 @@
-"""Our own sockets between hosts: one authenticated connection for each pair of ranks, and the
-thread that serves all of them.
+"""Serves the connections of a rank to other hosts, one per pair of ranks.
 
-link.py has the messages of one pair of ranks, known by their tag.  Few bytes are queued in the
-kernel at a time. Otherwise a receipt would wait until megabytes before it are sent, and with it a
-collective whose data has arrived.
+`link.py` has the messages of one pair, identified by their tag. Few bytes are queued in the kernel
+at a time. Otherwise an acknowledgement, and a collective whose data has arrived, would wait behind
+megabytes of earlier data.
 
-A connection that broke, or fell silent, is replaced by a new one and goes on where it was.  A rank
-is lost when nobody listens any more where it did, or when its host does not answer for
-`dead_after` seconds.  A rank that is stopped or busy is neither: its host still answers.
+A connection that breaks or falls silent is replaced by a new one, which continues where it ended. A
+rank is lost if its port refuses connections, or if its host does not answer for `dead_after`
+seconds. A rank that is stopped or busy is not lost, because its host still answers.
 """
 
 from __future__ import annotations
@@ -52,24 +51,32 @@ from .link import (
     header_of,
 )
 
-# That the kernel takes of a connection and has not sent yet: they wait for those, too
+# Unsent bytes per connection that the kernel accepts: acknowledgements wait for those, too
 UNSENT_BYTES = 1 << 18
-BEAT_SECONDS = 1.0  # a connection with nothing to say says so
-SILENT_SECONDS = 3.0  # then a new connection is tried
-ATTEMPT_SECONDS = 1.0  # of one attempt to reach it
-PAUSE_SECONDS = 0.2  # between attempts
+BEAT_SECONDS = 1.0  # Interval of acknowledgements on an otherwise quiet connection
+SILENT_SECONDS = 3.0  # After this silence a new connection is tried
+ATTEMPT_SECONDS = 1.0  # Timeout of one attempt to connect
+PAUSE_SECONDS = 0.2  # Between attempts
 CONNECT_SECONDS = 30.0
-FAREWELL_SECONDS = 1.0  # for the others to receive what this rank sent last
-RECEIPT_SECONDS = 0.02  # that a receipt waits for a message to go with, where nobody waits for it
-WAKE_BYTES = 1 << 17  # of a payload, that have come before the thread that serves is woken for them
-_READ_AT_ONCE = 1 << 21  # bytes that are read before another connection's turn
+FAREWELL_SECONDS = 1.0  # For the other ranks to receive the last messages of this rank
+# Delay of an acknowledgement that no rank waits for, so that a message can carry it
+RECEIPT_SECONDS = 0.02
+WAKE_BYTES = 1 << 17  # Received bytes of a payload for which the thread is woken
+_READ_AT_ONCE = 1 << 21  # Bytes that are read before another connection's turn
 
 
 class Links:
-    """The connections of one rank to the ranks of other hosts, whatever groups they form, and the
-    thread that serves them.
+    """The connections of one rank to other hosts, and the thread that serves them.
 
-    Ranks are those of the world here; `Tcp` speaks of a group's.
+    All groups of the process use the same instance. Ranks are world ranks here; `Tcp` uses the
+    ranks of its group.
+
+    Args:
+        rank: The world rank of this process.
+        secret: The job's secret.
+        listener: The listener of this process.
+        addresses: The addresses of the other ranks' listeners.
+        names: The names of all ranks' hosts, if known.
     """
 
     def __init__(
@@ -80,9 +87,6 @@ class Links:
         addresses: Mapping[int, Address],
         names: Sequence[str] = (),
     ) -> None:
-        """addresses: of the far ranks' listeners.  names: of all ranks' hosts, where they are
-        known.
-        """
         self.rank = rank
         self.listener = listener
         self.secret = secret
@@ -97,7 +101,7 @@ class Links:
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._wake, select.EPOLLIN)
-        self._lanes: dict[str, int] = {}  # the number of each lane that was used
+        self._lanes: dict[str, int] = {}  # The number of each lane that was used
         self.is_closing = False
         self._thread = threading.Thread(
             target=self._serve, daemon=True, name="deepseek-zero-sockets"
@@ -105,8 +109,13 @@ class Links:
         _OPEN.add(self)
 
     def connect(self) -> str:
-        """Connect to all far ranks; return why that failed, or "". Every rank calls it, after all
-        listeners are open.
+        """Connect to all ranks of other hosts.
+
+        Returns:
+            Why a connection failed, or "".
+
+        Note:
+            Collective: every rank must call it, after all listeners are open.
         """
         self.listener.admit(Role.DATA, self._admit)
         self._thread.start()
@@ -126,15 +135,22 @@ class Links:
         )
 
     def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
-        """Send a tensor to each of these ranks and receive one; by rank (outgoing, incoming), empty
-        ones not at all.
+        """Start one collective: send a tensor to each of these ranks, and receive one.
+
+        Args:
+            messages: By world rank, the outgoing and the incoming tensor. Empty tensors are not
+                sent.
+            cid: The identity of the collective.
+
+        Returns:
+            A function that waits for the collective.
         """
         exchange = Exchange(cid)
         tag = tag_of(cid)
         lost = None
         with self._lock:
             self._lanes[cid.lane] = cid.lane_number
-            exchange.left = 1  # until all are begun
+            exchange.left = 1  # Until all messages are begun
             for peer, (outgoing, incoming) in messages.items():
                 link = self.links[peer]
                 if link.gone and (outgoing.numel() or incoming.numel()):
@@ -152,7 +168,7 @@ class Links:
         return exchange.wait
 
     def end_engine(self, engine: str) -> None:
-        """Drop what lanes of an engine that is gone still wait for."""
+        """Drop the messages that lanes of an engine that no longer exists still wait for."""
         with self._lock:
             names = [lane for lane in self._lanes if engine_of(lane) == engine]
             lanes = {self._lanes.pop(name) for name in names}
@@ -164,13 +180,14 @@ class Links:
                         del tags[tag]
 
     def close(self) -> None:
-        """Hang up, and stop listening."""
+        """Close all connections and the listener."""
         self.hang_up()
         self.listener.close()
 
     def hang_up(self) -> None:
-        """Wait until the others have received what was sent, for a second at most, and close all
-        connections.
+        """Close all connections, after the other ranks have received all messages.
+
+        The wait is at most `FAREWELL_SECONDS`.
         """
         with self._changed:
             if self.is_closing:
@@ -190,9 +207,7 @@ class Links:
     # -- sending
 
     def _push(self, link: Link) -> None:
-        """Have what is queued be written: small messages by this thread, at once, others by the one
-        that serves.
-        """
+        """Send what is queued: small messages on this thread, others on the serving one."""
         if not (link.unsent and link.resumed) or link.is_blocked:
             return
         is_short = link.unsent <= GATHERED
@@ -211,7 +226,7 @@ class Links:
             self._break(link, error)
 
     def _write(self, link: Link) -> None:
-        """Write until nothing is left or the kernel takes no more."""
+        """Write until nothing is left or the kernel accepts no more."""
         connection = link.connection
         writing = link.writing
         if connection is None:
@@ -239,8 +254,9 @@ class Links:
     # -- receiving
 
     def _read(self, link: Link) -> None:
-        """Read what has arrived, up to _READ_AT_ONCE bytes. OSError where the connection is of no
-        more use.
+        """Read available data, up to about `_READ_AT_ONCE` bytes.
+
+        Raises OSError if the connection must be dropped.
         """
         left = _READ_AT_ONCE
         while link.connection is not None and (left > 0 or _has_more(link.connection)):
@@ -263,15 +279,14 @@ class Links:
         self._wake_at(link, wanted)
 
     def _wake_at(self, link: Link, nbytes: int) -> None:
-        """Have the kernel wake the reader only when `nbytes` have arrived, all of which are
-        expected.
+        """Make the kernel wake the reader only when `nbytes` are readable.
 
-        A slow line brings a packet at a time, and a thread that is woken for each takes a core from
-        what computes.
+        At least that many bytes must be expected. A slow network delivers one packet at a time, and
+        a thread that is woken for each packet takes a core from the computation.
         """
         connection = link.connection
         if connection is None or link.wakes_at == nbytes or isinstance(connection, ssl.SSLSocket):
-            return  # TLS may hold a part of them already
+            return  # TLS may hold some of the bytes already
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
         link.wakes_at = nbytes
 
@@ -308,18 +323,16 @@ class Links:
             self._break(link, error)
 
     def _beat(self, now: float) -> None:
-        """Tell the others that this rank is there; try a new connection to those that are
-        silent.
-        """
+        """Send a sign of life to quiet links, and reconnect to silent ones."""
         with self._lock:
             for link in self.links.values():
                 if link.generation and not link.gone:
                     _tell_silence(link, now)
                 if link.connection is None and link.generation:
-                    # Should the last one have ended at the moment of the break
+                    # The last recovery may have ended at the moment of the break
                     self._start_recovery(link)
                 if link.wakes_at > 1:
-                    # What a slow line has brought so far is a sign of life
+                    # Bytes that a slow network has delivered so far are a sign of life
                     self._look_at(link, select.EPOLLIN)
                 if not link.resumed:
                     continue
@@ -335,7 +348,7 @@ class Links:
     # -- connections
 
     def dials(self, link: Link) -> bool:
-        """Return whether this rank is the one of the two that makes connections."""
+        """Return whether this rank, and not the other, opens the connections of a link."""
         return self.rank > link.rank
 
     def _admit(self, connection: socket.socket, rank: int) -> None:
@@ -346,7 +359,12 @@ class Links:
             self.install(link, connection)
 
     def install(self, link: Link, connection: socket.socket) -> None:
-        """Go on over a new connection."""
+        """Continue a link over a new connection.
+
+        Args:
+            link: The link.
+            connection: The authenticated connection.
+        """
         connection.setblocking(False)
         _keep_little_unsent(connection)
         with self._lock:
@@ -379,7 +397,7 @@ class Links:
         link.expect_header()
 
     def _break(self, link: Link, error: OSError) -> None:
-        """Drop a connection that is of no more use, and look for another."""
+        """Drop a broken connection and look for a new one."""
         if isinstance(error, Refused):
             logger.warning(f"the connection to rank {link.rank} is made anew: {error}")
         self._disconnect(link)
@@ -393,7 +411,12 @@ class Links:
             threading.Thread(target=recovery.run, daemon=True, name=name).start()
 
     def lose(self, link: Link, reason: str) -> None:
-        """Give a rank up: whatever waits for it ends in `ConnectionLost`."""
+        """Declare a rank lost; everything that waits for it raises `ConnectionLost`.
+
+        Args:
+            link: The link to the rank.
+            reason: Why it is lost, as a clause.
+        """
         with self._changed:
             if link.gone or self.is_closing:
                 return
@@ -413,30 +436,27 @@ class Links:
             self._changed.notify_all()
 
     def _close_in_child(self) -> None:
-        for (
-            link
-        ) in self.links.values():  # or it would look as if this rank still lived when it has ended
+        for link in self.links.values():
+            # An open copy in a child would make this rank seem alive after it exited
             if link.connection is not None:
                 link.connection.close()
 
 
 class _Recovery:
-    """Looks for a new connection to a rank until there is one, or evidence that the rank is
-    lost.
-    """
+    """Looks for a new connection until there is one or the rank is known to be lost."""
 
     def __init__(self, links: Links, link: Link) -> None:
         self._links = links
         self._link = link
         self._generation = link.generation
         self._began = time.monotonic()
-        # Not before: this rank may have stood still itself
+        # Not earlier than this: this rank may have been stopped itself
         self._answered = max(link.heard, self._began - SILENT_SECONDS)
-        # A cut begins so long after the last sign, on the average
+        # A network cut begins this long after the last sign of life, on average
         self._limit = dead_after() + BEAT_SECONDS / 2
 
     def run(self) -> None:
-        """Try until it is over; a thread of its own does."""
+        """Try until it is over; runs on a separate thread."""
         try:
             while not (self._links.is_closing or self._link.gone or self._is_over()):
                 time.sleep(self._try())
@@ -444,24 +464,24 @@ class _Recovery:
             self._link.recovering = False
 
     def _is_over(self) -> bool:
-        """Return whether there is a connection that carries both ways."""
+        """Return whether there is a connection that works in both directions."""
         link = self._link
         return link.resumed and (link.generation > self._generation or self._is_back())
 
     def _try(self) -> float:
-        """Try to reach the other end once, or give it up; return how long to pause."""
+        """Try once to reach the other end, or declare it lost; return the pause (s)."""
         link = self._link
         now = time.monotonic()
         is_new = link.generation > self._generation and link.connection is not None
         if is_new and now - link.heard < SILENT_SECONDS:
-            # The other end has not said where to go on yet
+            # The other end has not sent RESUME yet
             return PAUSE_SECONDS / 10
         left = max(PAUSE_SECONDS, self._answered + self._limit - now)
         try:
             self._reach(min(ATTEMPT_SECONDS, left))
             self._answered = time.monotonic()
         except (Refused, ConnectionRefusedError):
-            # Nobody listens there any more, or somebody else
+            # The port is closed, or another program has it
             self._links.lose(link, "its process has ended")
         except OSError:
             if time.monotonic() - self._answered > self._limit:
@@ -471,10 +491,10 @@ class _Recovery:
         return PAUSE_SECONDS
 
     def _is_back(self) -> bool:
-        """Return whether the old connection carries again, both ways.
+        """Return whether the old connection works again in both directions.
 
-        The rank that dials has a new one sooner than a kernel sends again what nobody has
-        acknowledged.
+        The dialing rank does not wait for the kernel to retransmit unacknowledged data: a new
+        connection is faster.
         """
         link = self._link
         if link.heard <= self._began:
@@ -483,11 +503,11 @@ class _Recovery:
         return connection is None or not self._links.dials(link) or not has_unanswered(connection)
 
     def _reach(self, seconds: float) -> None:
-        """Make a new connection, if that is this rank's part, or ask whether the other still lives.
+        """Open a new connection if this rank dials, else check that the peer is alive.
 
-        A process that is stopped takes its time to answer, while its host keeps the connection
-        alive. Raises ConnectionRefusedError or `Refused` if it does not listen any more, OSError if
-        its host does not answer.
+        A stopped process answers late, while its host keeps the connection alive. Raises
+        ConnectionRefusedError or `Refused` if the process no longer listens, and OSError if its
+        host does not answer.
         """
         links = self._links
         link = self._link
@@ -509,20 +529,18 @@ class _Recovery:
 
 
 def _keep_little_unsent(connection: socket.socket) -> None:
-    """Have the kernel take no more of a connection than it can soon send, where it knows how."""
+    """Limit the unsent bytes in the kernel, if the system supports it."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def _has_more(connection: socket.socket) -> bool:
-    """Return whether a connection by TLS has read what nobody has taken yet; of that the kernel
-    says nothing.
-    """
+    """Return whether a TLS connection holds decrypted data that a poll does not see."""
     return isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
 
 
 def _tell_silence(link: Link, now: float) -> None:
-    """Say once that a rank is silent, and once that it is heard again."""
+    """Log once that a rank is silent, and once that it answers again."""
     if link.silence_told_at is None and now - link.heard > TELL_AFTER:
         link.silence_told_at = link.heard
         logger.warning(f"rank {link.rank} on {link.host} is silent; this rank waits for it")
@@ -539,7 +557,7 @@ def _lost(link: Link) -> ConnectionLost:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a flat tensor as bytes, to be read or written."""
+    """Return the memory of a flat tensor as writable bytes."""
     return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

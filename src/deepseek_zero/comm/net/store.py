@@ -1,10 +1,8 @@
-"""A store for torch over a `KeyValueStore`, in which the processes of a job find each other. It
-admits only those that hold the job's secret.
+"""A `torch.distributed.Store` over a `KeyValueStore`, for the rendezvous of a job.
 
-torch's own stores listen at a port for whoever comes.  This one is a `torch.distributed.Store` to
-torch, and a client of a `KeyValueStore` to us: each call is a request or a few, and
-waiting for a key is asking again and again, at longer and longer intervals, which only a start
-does.
+It admits only processes that hold the job's secret; torch's own stores admit any client. Each call
+is one request or a few. Waiting for a key polls it at increasing intervals, which happens only at
+the start of a job.
 """
 
 from __future__ import annotations
@@ -22,21 +20,26 @@ from ...base import launch, world
 from .channel import Address, Listener, Role, read_secret
 from .key_value_store import Answer, KeyValueStore, Operation, StoreClient
 
-START_TIMEOUT = timedelta(minutes=15)  # for what others write when they have started
-# Of launchers on several hosts that were given none: anybody knows it
+# For values that other processes write after they have started
+START_TIMEOUT = timedelta(minutes=15)
+# The public secret of launchers on several hosts that were given none
 NO_SECRET = bytes(launch.SECRET_BYTES)
-_KEPT: list[
-    RendezvousStore
-] = []  # of this rank: torch keeps of a store what is C++, and asks it as long as it runs
-# seconds between two looks for a key
+# Stores of this rank: torch keeps only the C++ part of a store, and uses it as long as it runs
+_KEPT: list[RendezvousStore] = []
+# Seconds between two requests for a key
 SHORTEST_PAUSE = 1e-3
 LONGEST_PAUSE = 0.05
 
 
 class RendezvousStore(Store):
-    """A `KeyValueStore` as torch calls it. RuntimeError if the process that has it is gone.
+    """A `KeyValueStore` with the interface that torch expects.
 
-    A `KeyValueStore` has texts: bytes of torch's are written as the characters of these numbers.
+    Methods raise RuntimeError if the process that holds the table is gone. A `KeyValueStore` holds
+    texts, so bytes are stored as the characters with the same code (latin-1).
+
+    Args:
+        store: The table or its client.
+        timeout: Maximum time to wait for a key or an answer.
     """
 
     def __init__(self, store: KeyValueStore | StoreClient, timeout: timedelta) -> None:
@@ -47,29 +50,51 @@ class RendezvousStore(Store):
         self._numbers = itertools.count()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Wait no longer than this for a key, or for whoever keeps the store."""
+        """Set the maximum time to wait for a key or an answer."""
         super().set_timeout(timeout)
         self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
+        """Write a value.
+
+        Args:
+            key: The key.
+            value: Text or bytes.
+        """
         self._ask(Operation.SET, key, _text(value))
 
     def get(self, key: str) -> bytes:
-        """Return a value as soon as there is one."""
+        """Wait until a key has a value, and return it."""
         self.wait([key])
         return _bytes(self._ask(Operation.GET, key))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under a key, which is 0 at first; return the sum."""
+        """Add to the number under a key, which is 0 at first.
+
+        Args:
+            key: The key.
+            amount: The number to add.
+
+        Returns:
+            The sum.
+        """
         return int(
             self._ask(Operation.ADD, key, json.dumps([self._who, next(self._numbers), amount])).text
             or 0
         )
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write `desired` if the value is `expected`, or if there is none and nothing is expected;
-        return the value.
+        """Write `desired` if the current value is `expected`.
+
+        An absent key matches an empty `expected`.
+
+        Args:
+            key: The key.
+            expected: The value to compare with.
+            desired: The value to write.
+
+        Returns:
+            The value after the call.
         """
         return _bytes(self._ask(Operation.SWAP, key, json.dumps([_text(expected), _text(desired)])))
 
@@ -78,8 +103,14 @@ class RendezvousStore(Store):
         return all(self._ask(Operation.GET, key).text is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys have values; DistStoreError if they do not within the
-        time.
+        """Wait until all of these keys have values.
+
+        Args:
+            keys: The keys.
+            timeout: Maximum time; None for the store's own.
+
+        Raises:
+            DistStoreError: A key has no value in time.
         """
         until = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause = SHORTEST_PAUSE
@@ -102,48 +133,62 @@ class RendezvousStore(Store):
         """Return the number of keys."""
         return len(self.list_keys())
 
-    # as torch calls these two from C++
+    # Names that torch calls from C++
     deleteKey = delete_key
     getNumKeys = num_keys
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys as soon as all have one."""
+        """Wait until all of these keys have values, and return them."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write several values."""
+        """Write several values.
+
+        Args:
+            keys: The keys.
+            values: One value per key.
+        """
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """Return whether `append`, `multi_get` and `multi_set` may be used; torch does without."""
+        """Return False: torch must not use `append`, `multi_get` and `multi_set`."""
         return False
 
     def clone(self) -> RendezvousStore:
-        """Return a store of the same values: this one, since what torch holds of another would not
-        keep it alive.
+        """Return this store.
+
+        torch would not keep another Python store alive.
         """
         return self
 
     def _ask(self, operation: Operation, key: str, value: str = "") -> Answer:
-        """Ask until there is an answer; DistStoreError if there is none within the store's own
-        time.
-        """
+        """Repeat a request until it is answered; raise DistStoreError after the timeout."""
         until = time.monotonic() + self._timeout.total_seconds()
         while (answer := self._store.ask(operation, key, value)) is None:
             if time.monotonic() > until:
                 raise DistStoreError(f"who keeps the store has not answered for {self._timeout}")
-            time.sleep(LONGEST_PAUSE)  # behind a silent host there is no answer at once
+            # With a silent host, requests return at once without an answer
+            time.sleep(LONGEST_PAUSE)
         return answer
 
 
 def keep_store(
     host: str, port: int, secret: bytes
 ) -> tuple[RendezvousStore, KeyValueStore, Address]:
-    """Open the store of a job in this process; return it, its table, and where it listens. port: 0
-    is any free one.
+    """Open the store of a job in this process.
 
-    Raises `UsageError` if the port is taken, OSError if this host cannot listen at that address.
+    Args:
+        host: The address to listen at.
+        port: The port; 0 is any free port.
+        secret: The job's secret.
+
+    Returns:
+        The store, its table, and the address at which it listens.
+
+    Raises:
+        UsageError: The port is in use.
+        OSError: This host cannot listen at that address.
     """
     listener = Listener(host, secret, 0, (port,))
     store = KeyValueStore(listener, Role.STORE)
@@ -153,10 +198,18 @@ def keep_store(
 def reach_store(
     address: Address, secret: bytes, rank: int, *, watches: bool = False
 ) -> RendezvousStore:
-    """Return the store that listens there. rank: by which this process is known to it. watches: as
-    `StoreClient`.
+    """Connect to the store at an address.
 
-    Raises OSError or RuntimeError if nobody listens there, `Refused` if it is somebody else.
+    Args:
+        address: The address of the store's listener.
+        secret: The job's secret.
+        rank: The number by which this process identifies itself to the store.
+        watches: Watch the other host, as in `StoreClient`.
+
+    Raises:
+        OSError: Nothing listens at that address.
+        RuntimeError: The host does not answer.
+        Refused: Another program listens there, or the secret differs.
     """
     return RendezvousStore(
         StoreClient(address, secret, rank, role=Role.STORE, watches=watches), START_TIMEOUT
@@ -164,10 +217,13 @@ def reach_store(
 
 
 def launchers_store() -> RendezvousStore | None:
-    """Return the store that our launcher keeps for the ranks of this job; None under another
-    launcher.
+    """Return the store that this library's launcher keeps for the ranks of this job.
 
-    Raises as `reach_store`, and `UsageError` if the secret cannot be read.
+    Return None under another launcher.
+
+    Raises:
+        UsageError: The secret cannot be read.
+        OSError: The store cannot be reached; see `reach_store`.
     """
     if (place := launch.place_of_store()) is None:
         return None

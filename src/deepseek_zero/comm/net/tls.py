@@ -1,13 +1,12 @@
-"""TLS 1.3 for a job's own connections, with one certificate that every process of the job makes
-from its secret.
+"""TLS 1.3 for a job's own connections, with a certificate made from its secret.
 
-The job's secret gives an Ed25519 key, and the key signs its own certificate.  The certificate is
-the same in every process, byte for byte.  Each end shows it and accepts no other, so only a process
-that holds the secret can finish a handshake.  No certificate is handed out or renewed.  The proofs
-of channel.py are exchanged within TLS, too.
+The job's secret yields an Ed25519 key, and the key signs its own certificate. The certificate is
+the same in every process, byte for byte. Each end presents it and accepts no other, so only a
+process that holds the secret can complete a handshake. No certificate is distributed or renewed.
+The proofs of `channel.py` are exchanged within TLS, too.
 
-Python's ssl cannot make certificates.  The package `cryptography` makes this one; it is optional
-(the extra `tls`).
+Python's ssl cannot create certificates. The optional package `cryptography` (the extra `tls`)
+creates this one.
 """
 
 from __future__ import annotations
@@ -28,23 +27,25 @@ from typing import Any, NamedTuple
 from ...base.errors import UsageError
 from ...base.launch import TLS
 
-RECORD_BYTES = 1 << 14  # of one TLS record, at most
+RECORD_BYTES = 1 << 14  # Maximum bytes of one TLS record
 
 
 class Contexts(NamedTuple):
-    """How the listeners and the dialers of one job speak TLS."""
+    """The TLS contexts of the listeners and dialers of one job."""
 
     listener: ssl.SSLContext
     dialer: ssl.SSLContext
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A connection by TLS that raises BlockingIOError where a plain one does, and gathers what it
-    writes.
+    """A TLS connection that behaves like a non-blocking plain socket.
+
+    It raises BlockingIOError where a plain socket does, and writes several buffers at once.
     """
 
     def recv(self, *args: Any) -> bytes:
-        # Ssl asks so of a connection that ended before TLS began, and would leave it open
+        # The ssl module calls this on a connection that ended before TLS began, and would leave it
+        # open
         if self.version() is None:
             self.close()
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before TLS began")
@@ -66,7 +67,7 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
     def sendmsg(self, buffers: Iterable[bytes | memoryview], *_: Any) -> int:  # type: ignore[override]
-        """Send the first buffers, as many as make a record; return the bytes that were taken."""
+        """Send the first buffers that fit into one record; return the bytes accepted."""
         found: list[bytes | memoryview] = []
         size = 0
         for buffer in buffers:
@@ -85,7 +86,7 @@ class TlsSocket(ssl.SSLSocket):
 
 
 def require_cryptography() -> None:
-    """Raise `UsageError` if the package that makes certificates cannot be imported."""
+    """Raise `UsageError` if the package that creates certificates cannot be imported."""
     try:
         importlib.import_module("cryptography.x509")
     except ImportError as error:
@@ -99,7 +100,7 @@ def require_cryptography() -> None:
 
 @functools.cache
 def contexts(secret: bytes) -> Contexts:
-    """Return the job's contexts.
+    """Return the TLS contexts of a job.
 
     Args:
         secret: The 32 bytes that all processes of the job hold.
@@ -115,19 +116,19 @@ def contexts(secret: bytes) -> Contexts:
     with _file_of(key + certificate) as path:
         for context in (listener, dialer):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.check_hostname = False  # the key is the identity, on any host
+            context.check_hostname = False  # The key is the identity, on any host
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(path)
             context.load_verify_locations(cadata=certificate)
             context.sslsocket_class = TlsSocket
-    listener.num_tickets = 0  # the dialer would never read session tickets
+    listener.num_tickets = 0  # The dialer would never read session tickets
     return Contexts(listener, dialer)
 
 
 def _key_and_certificate(seed: bytes) -> tuple[str, str]:
-    """Return a private Ed25519 key and the certificate that it signs itself, both in PEM.
+    """Return a private Ed25519 key and its self-signed certificate, both in PEM.
 
-    Nothing in the certificate is random or reads a clock, so equal seeds give equal bytes.
+    Nothing in the certificate is random or depends on a clock, so equal seeds give equal bytes.
     """
     from cryptography import x509  # noqa: PLC0415
     from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
@@ -154,10 +155,10 @@ def _key_and_certificate(seed: bytes) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _file_of(text: str) -> Iterator[str]:
-    """Yield the path of a file with this text, for OpenSSL, which reads keys from files alone.
+    """Yield the path of a file with this text.
 
-    On Linux it is memory that ends with this process, also where that is killed; elsewhere a file
-    of mode 0600.
+    OpenSSL reads keys only from files. On Linux the file is in memory and disappears with this
+    process, even if it is killed; elsewhere it has mode 0600.
     """
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("key"), "w") as file:

@@ -309,7 +309,7 @@ def _wait_for_each(jobs: Jobs) -> None:
 
 
 def _outcome(works: list[dist.Work | None]) -> Exception | None:
-    """Wait for all messages and drop them, so that no waiter finds a tensor still held.
+    """Wait for all messages and drop them, which releases their tensors.
 
     Return the error of a failed message, or None.
     """
