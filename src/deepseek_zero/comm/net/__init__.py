@@ -9,10 +9,11 @@
 | `link.py` | the messages between two ranks of different hosts |
 | `links.py` | serves the connections of a rank to other hosts, and replaces broken ones |
 
-The decisions are 0102 (sockets and secret) and 0108 (lost hosts, the launcher's store, TLS). This
-package does not depend on collectives, engines or transports. From `comm` it imports the identity
-of messages (`ids.py`), the exchange of texts before there are connections (`bootstrap.py`), and the
-names of a wait that every transport uses (`transports/base.py`).
+The design notes are docs/design/sockets.md (sockets, secret, TLS), failure-detection.md (lost
+hosts) and starting.md (the launcher's store). This package does not depend on collectives, engines
+or transports. From `comm` it imports the identity of messages (`ids.py`), the exchange of texts
+before there are connections (`bootstrap.py`), and the names of a wait that every transport uses
+(`transports/base.py`).
 
 The package is frozen: bugs are fixed here, but features are not added.
 
