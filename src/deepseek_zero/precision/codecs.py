@@ -1,25 +1,23 @@
-"""How values are written for their way between ranks: cast to a dtype, or in blocks of small
-integers.
+"""Codecs for values sent between ranks: casts, blocks of integers, and signs.
 
 A block of B values has one fp32 scale and 8 or 4 bits for each value:
 
     int8   s = max|x| * fl(1/127)    code = round_half_even(x * fl(1/s))    value = code * s
     int4   s = max|x| * fl(1/7)      the same, and blocks 2k and 2k+1 share B bytes: low + 16 high
 
-A scale below 2^-126 is zero, and so are its codes.  A block that holds a NaN or an infinity has the
-scale NaN, so all of it comes back as NaN, which whoever looks for an overflow finds.  Codes are
-symmetric, so a zero stays a zero, and use their full range, so nothing is clipped.
+A scale below 2^-126 becomes zero, and so do its codes. A block with a NaN or an infinity gets the
+scale NaN, so all of it decodes to NaN, and an overflow check finds it. Codes are symmetric, so a
+zero stays a zero, and they use their full range, so nothing is clipped.
 
-Scales of 17 bits (`EXACT_SCALE_BITS`) are for values that rest as codes: a code's 7 bits times such
-a scale fit in fp32, so that what is decoded, in any dtype of `CODED`, encodes to the same codes and
-scales again.
+Scales of 17 bits (`EXACT_SCALE_BITS`) are for values that are stored as codes. The 7 bits of a code
+times such a scale fit into fp32, so decoded values, in any dtype of `CODED`, encode to the same
+codes and scales again.
 
-`Signs` has a bit for each value and one scale for a whole message, the root of the mean square of
-what it holds.
+`Signs` has one bit per value and one scale for a whole message, the root mean square of its values.
 
-A message is all codes, then all scales, in one flat tensor.  Every operation of the others is
+A message is all codes, then all scales, in one flat tensor. Except for `Signs`, every operation is
 elementwise IEEE fp32, a product is rounded before it is added to anything, and tiles are whole
-blocks: devices, tiles and transports change no bit.
+blocks. The bits therefore do not depend on devices, tiles or transports.
 """
 
 from __future__ import annotations
@@ -34,45 +32,71 @@ from torch import Tensor
 
 from ..base.device import PerDevice
 
-CODED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose every number is one of fp32
+CODED = (torch.float32, torch.bfloat16, torch.float16)  # Dtypes whose values are exact in fp32
 LARGEST = {8: 127, 4: 7}
 SMALLEST_SCALE = 2.0**-126
-# Values, in two passes, where no scratch says how many
+# Values per tile, in two passes, if no scratch limits the tile
 DECODED_AT_ONCE = PerDevice(cpu=1 << 17, accelerator=1 << 24)
-# Elements of fp32 for a codec to work in: a tile is a dozen calls of torch, 70 us, which no smaller
-# one wins back by being in the cache.
+# fp32 elements of a codec's scratch. A tile costs a dozen torch calls, about 70 us, which a smaller
+# tile does not gain back by fitting into the cache.
 WORK_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 24)
-# of a scale's significand
+# Bits of a scale's significand
 FP32_BITS = 24
 EXACT_SCALE_BITS = 17
-LEAST_SCRATCH = 3  # granules that every codec can work in
+LEAST_SCRATCH = 3  # Granules of scratch with which every codec works
 
 
 @dataclass(frozen=True)
 class Cast:
-    """The plain codec: every value is rounded to one dtype."""
+    """The plain codec, which rounds every value to one dtype.
+
+    Attributes:
+        dtype: The dtype of a message.
+        granule: Number of values that are coded together.
+        message_numel: Maximum number of values in one message.
+    """
 
     dtype: torch.dtype
 
-    granule: ClassVar[int] = 1  # how many values are coded together
-    message_numel: ClassVar[int] = 1 << 62  # most values of one message
+    granule: ClassVar[int] = 1
+    message_numel: ClassVar[int] = 1 << 62
 
-    length = staticmethod(int)  # elements of `dtype` that so many values take on their way: as many
+    length = staticmethod(int)  # Elements of `dtype` in a message of `numel` values: `numel`
 
     def nbytes(self, numel: int) -> int:
-        """Return how many bytes so many values take on their way."""
+        """Return the size of a message of `numel` values, in bytes."""
         return numel * self.dtype.itemsize
 
     def encode(self, values: Tensor, message: Tensor, scratch: Tensor, start: int = 0) -> None:
-        """Write the values into a message, from its value `start` on.  Both are flat; Local."""
+        """Write values into a message.
+
+        Args:
+            values: The values, flat.
+            message: The message, flat, of dtype `dtype`.
+            scratch: Not used.
+            start: The index in the message of the first value.
+        """
         message[start : start + values.numel()].copy_(values)
 
     def decode(self, message: Tensor, start: int, stop: int, out: Tensor, scratch: Tensor) -> None:
-        """Write values [start, stop) of a message into `out`.  Local."""
+        """Read values [start, stop) of a message into `out`.
+
+        Args:
+            message: The message, flat.
+            start: The index of the first value.
+            stop: The index after the last value.
+            out: Output, flat.
+            scratch: Not used.
+        """
         out.copy_(message[start:stop])
 
     def scale(self, message: Tensor, factor: float) -> None:
-        """Multiply the values of a message.  Local."""
+        """Multiply the values of a message by a factor.
+
+        Args:
+            message: The message, changed in place.
+            factor: The factor.
+        """
         message.mul_(factor)
 
     def __str__(self) -> str:
@@ -81,39 +105,50 @@ class Cast:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The codec of blocks.  bits: of a code, 8 or 4.  block: values that share a scale, a power of
-    two.  scale_bits: to which the significand of a scale is rounded.
+    """The codec of blocks of small integers.
+
+    Attributes:
+        bits: Bits of a code, 8 or 4.
+        block: Number of values that share a scale; it is a power of two.
+        scale_bits: Bits to which the significand of a scale is rounded.
+        dtype: The dtype of a message.
+        message_numel: Maximum number of values in one message. It is limited so that a rank codes
+            and
+        adds other messages while one is in flight.
     """
 
     bits: int
     block: int
     scale_bits: int = FP32_BITS
 
-    dtype: ClassVar[torch.dtype] = torch.uint8  # of a message
-    # Most values of one, so that others are coded and added up while it travels
+    dtype: ClassVar[torch.dtype] = torch.uint8
     message_numel: ClassVar[int] = 1 << 20
 
     @property
     def granule(self) -> int:
-        """Return how many values are coded together: a block, or the two that share bytes."""
+        """Number of values that are coded together: the blocks that share bytes."""
         return self.block * 8 // self.bits
 
     def length(self, numel: int) -> int:
-        """Return how many bytes so many values take on their way; numel: a multiple of
-        `granule`.
+        """Return the number of bytes of a message.
+
+        `numel`, the number of values, must be a multiple of `granule`.
         """
         return numel * self.bits // 8 + numel // self.block * torch.float32.itemsize
 
     def nbytes(self, numel: int) -> int:
-        """Return how many bytes so many values take on their way."""
+        """Return the size of a message of `numel` values, in bytes."""
         return self.length(numel)
 
     def encode(self, values: Tensor, message: Tensor, scratch: Tensor, start: int = 0) -> None:
-        """Write the values into a message, from its value `start` on.  Local.
+        """Write values into a message.
 
-        values: flat, of a dtype in `CODED`, a multiple of `granule` long.  message: uint8, of
-        `length` of all its
-        values, aligned to four bytes.  scratch: flat fp32, of at least `LEAST_SCRATCH` granules.
+        Args:
+            values: The values, flat, of a dtype in `CODED`; their number is a multiple of
+                `granule`.
+            message: The message, uint8, of the `length` of all its values, aligned to four bytes.
+            scratch: Flat fp32 scratch of at least `LEAST_SCRATCH` granules.
+            start: The index in the message of the first value, a multiple of `granule`.
         """
         codes, scales = self._parts(message)
         codes = codes[start * self.bits // 8 :]
@@ -131,7 +166,7 @@ class Blocks:
             is_lost = self._scale(rows, scale, small)
             quotients = torch.mul(rows, small[: scale.numel()].unsqueeze(1), out=work.view_as(rows))
             if is_lost is not None:
-                # Their codes say nothing, and share bytes with others'
+                # Their codes are arbitrary, and share bytes with other blocks' codes
                 quotients.masked_fill_(is_lost.unsqueeze(1), 0.0)
             quotients.round_()
             coded = codes[start * self.bits // 8 : stop * self.bits // 8]
@@ -142,11 +177,11 @@ class Blocks:
                 coded.copy_(work)
 
     def _scale(self, rows: Tensor, scale: Tensor, small: Tensor) -> Tensor | None:
-        """Write each row's scale, and its reciprocal at the front of `small`; return which rows are
-        not finite, None if none is.
+        """Write each row's scale, and its reciprocal to the front of `small`.
 
-        On the CPU it asks first whether a row is out of the ordinary; on an accelerator asking
-        would wait for it.
+        Return a mask of the rows that are not finite, or None if all are finite. On the CPU,
+        unusual rows are handled only if there are any; on an accelerator this check would wait for
+        the device.
         """
         inverse = small[: scale.numel()]
         low = small[scale.numel() : 2 * scale.numel()]
@@ -156,13 +191,13 @@ class Blocks:
         asks = scale.device.type == "cpu"
         is_lost = None
         if not asks or not isfinite(float(scale.sum())):
-            # An infinity becomes a NaN; finite numbers stay
+            # An infinity becomes a NaN; finite numbers stay the same
             scale.add_(torch.sub(scale, scale, out=low))
             is_lost = scale.isnan()
-        if dropped := FP32_BITS - self.scale_bits:  # to nearest, upwards from the middle
+        if dropped := FP32_BITS - self.scale_bits:  # To nearest, ties up
             scale.view(torch.int32).add_(1 << (dropped - 1)).bitwise_and_(-1 << dropped)
             if is_lost is not None:
-                # The bits of a NaN may be all ones, which were added to
+                # The bits of a NaN may be all ones, to which the rounding was added
                 scale.masked_fill_(is_lost, float("nan"))
         torch.reciprocal(scale, out=inverse)
         if not asks or not float(scale.amin()) >= SMALLEST_SCALE:
@@ -172,12 +207,15 @@ class Blocks:
         return is_lost
 
     def decode(self, message: Tensor, start: int, stop: int, out: Tensor, scratch: Tensor) -> None:
-        """Write values [start, stop) of a message into `out`.  Local.
+        """Read values [start, stop) of a message into `out`.
 
-        start, stop: multiples of `granule`.  out: flat, of a dtype in `CODED`, to which values are
-        rounded once.
-        scratch: as for `encode`, but that for fp32 `decode_scratch` elements for each value are
-        enough.
+        Args:
+            message: The message, as written by `encode`.
+            start: The index of the first value, a multiple of `granule`.
+            stop: The index after the last value, a multiple of `granule`.
+            out: Output, flat, of a dtype in `CODED`; values are rounded to it once.
+            scratch: Scratch as for `encode`. For fp32 output, `decode_scratch` elements per value
+                suffice.
         """
         codes, scales = (
             part[start // self.granule : stop // self.granule]
@@ -201,14 +239,13 @@ class Blocks:
 
     @property
     def decode_scratch(self) -> float:
-        """Return the elements of scratch for each value, in which codes lie apart: all that
-        `decode` needs for fp32.
-        """
+        """fp32 elements of scratch per value that `decode` needs for fp32 output."""
         return 0.0 if self.bits == 8 else 1 / torch.float32.itemsize
 
     def _taken_apart(self, codes: Tensor, room: Tensor) -> Tensor:
-        """Return the two codes of each byte, each in one of its own.  A lower one is at least -7,
-        so adding 8 borrows nothing from the higher.
+        """Return the two codes of each byte in separate bytes.
+
+        A lower code is at least -7, so adding 8 avoids a borrow from the higher one.
         """
         both = room[: len(codes)]
         high = torch.add(codes, 8, out=both[:, 1:]).bitwise_right_shift_(4)
@@ -216,29 +253,36 @@ class Blocks:
         return both
 
     def _in_blocks(self, values: Tensor) -> Tensor:
-        """Return flat values as (granules, blocks that share bytes, values of a block)."""
+        """Return flat values with shape (granules, blocks that share bytes, block)."""
         return values.view(values.numel() // self.granule, 8 // self.bits, self.block)
 
     def _parts_in_blocks(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes, (granules, 1, bytes of a block), and scales, (granules, blocks that share
-        bytes, 1).
+        """Return the codes and scales of a message, by granule.
+
+        The shapes are (granules, 1, bytes of a block) and (granules, blocks that share bytes, 1).
         """
         codes, scales = self._parts(message)
         granules = codes.numel() // self.block
         return codes.view(granules, 1, self.block), scales.view(granules, 8 // self.bits, 1)
 
     def scale(self, message: Tensor, factor: float) -> None:
-        """Multiply the values of a message.  Local."""
+        """Multiply the values of a message by a factor.
+
+        Args:
+            message: The message, changed in place.
+            factor: The factor.
+        """
         self._parts(message)[1].mul_(factor)
 
     def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes (int8) and scales (fp32) of a message."""
+        """Return the codes (int8) and scales (fp32) of a message."""
         count = message.numel() // self.length(self.block) * self.block * self.bits // 8
         return message[:count].view(torch.int8), message[count:].view(torch.float32)
 
     def _tiles(self, scratch: Tensor, *shares: float) -> list[Tensor]:
-        """Cut a scratch into parts of so many elements for each value of one tile, the largest it
-        has room for.
+        """Divide scratch into parts for one tile, the largest that fits.
+
+        `shares` are the elements of each part per value of the tile.
         """
         numel = int(scratch.numel() / sum(shares)) // self.granule * self.granule
         found = []
@@ -253,44 +297,63 @@ class Blocks:
 
 
 class LeftOut(Protocol):
-    """What codes have left out of the messages of one rank, to be added to its next ones."""
+    """The error-feedback buffer of one rank."""
 
     def encode(
         self, wire: Codec, values: Tensor, message: Tensor, place: int, scratch: Tensor
     ) -> None:
-        """Write values, with what was left out before, into a message; keep what it leaves out."""
+        """Add the kept errors to values, write them into a message, keep the new errors.
+
+        Args:
+            wire: The codec of the message.
+            values: The values, flat.
+            message: The message.
+            place: The index of the first value in the error-feedback buffer.
+            scratch: Flat fp32 scratch.
+        """
 
 
 def work_room(codec: Blocks, numel: int, device: torch.device) -> Tensor:
-    """Return scratch in which a codec works on so many values at once, or on tiles of them."""
+    """Return fp32 scratch in which a codec works on all values at once, or on tiles.
+
+    Args:
+        codec: The codec.
+        numel: Number of values.
+        device: The device of the scratch.
+    """
     tile = min(numel, WORK_NUMEL.on(device))
     return torch.empty(max(tile, LEAST_SCRATCH * codec.granule), dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
 class Signs:
-    """The codec of signs: a value is s where x >= 0 and -s where it is not, s = sqrt(sum of x^2 /
-    count).
+    """The codec of signs, with one scale for a whole message.
 
-    The sum is in float64, so that its order does not show in s.  A message that holds a NaN or an
-    infinity comes back without a finite value.
+    A value decodes to s if x >= 0 and to -s otherwise, with s = sqrt(sum of x^2 / count). The sum
+    is formed in float64, so its order does not affect s. A message with a NaN or an infinity
+    decodes to values that are all not finite.
+
+    Attributes:
+        dtype: The dtype of a message.
     """
 
-    dtype: ClassVar[torch.dtype] = torch.uint8  # of a message
+    dtype: ClassVar[torch.dtype] = torch.uint8
 
     def length(self, numel: int) -> int:
-        """Return how many bytes so many values take on their way; numel: a multiple of 32."""
+        """Return the bytes of a message of `numel` values, a multiple of 32."""
         return numel // 8 + torch.float32.itemsize
 
     def nbytes(self, numel: int) -> int:
-        """Return how many bytes so many values take on their way."""
+        """Return the size of a message of `numel` values, in bytes."""
         return self.length(numel)
 
     def encode(self, values: Tensor, message: Tensor, count: int) -> None:
-        """Write the values into a message.  Local.
+        """Write values into a message.
 
-        values: flat fp32.  message: uint8, of `length(len(values))`, aligned to four bytes.  count:
-        of values that are no padding, which is zero.
+        Args:
+            values: The values, flat fp32; padding is zero.
+            message: The message, uint8, of ``length(len(values))``, aligned to four bytes.
+            count: Number of values without padding.
         """
         tile = DECODED_AT_ONCE.on(values.device)
         squares = values.new_zeros((), dtype=torch.float64)
@@ -304,8 +367,13 @@ class Signs:
         )
 
     def decode(self, message: Tensor, start: int, stop: int, out: Tensor) -> None:
-        """Write values [start, stop) of a message, multiples of 8, into `out`, flat fp32.
-        Local.
+        """Read values [start, stop) of a message into `out`.
+
+        Args:
+            message: The message, as written by `encode`.
+            start: The index of the first value, a multiple of 8.
+            stop: The index after the last value, a multiple of 8.
+            out: Output, flat fp32.
         """
         scale = message[-torch.float32.itemsize :].view(torch.float32)
         tile = DECODED_AT_ONCE.on(out.device)
@@ -318,13 +386,13 @@ class Signs:
         return "signs"
 
 
-# Of the bits of a byte, as numpy packs them
+# Bits of a byte in numpy's packing order
 _PLACES = tuple(1 << place for place in range(7, -1, -1))
 
 
 def _packed_bits(bits: Tensor) -> Tensor:
-    """Return booleans, a multiple of 8, as bytes."""
-    if bits.device.type == "cpu":  # several times as fast as torch's operations
+    """Return booleans, a multiple of 8, packed into bytes."""
+    if bits.device.type == "cpu":  # Several times as fast as torch's operations
         return torch.from_numpy(np.packbits(bits.numpy()))
     return _packed_there(bits)
 
@@ -335,7 +403,7 @@ def _packed_there(bits: Tensor) -> Tensor:
 
 
 def _bits_of(packed: Tensor) -> Tensor:
-    """Return the bits of bytes, a number 0 or 1 for each."""
+    """Return the bits of packed bytes, one number 0 or 1 each."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy()))
     return _bits_there(packed)

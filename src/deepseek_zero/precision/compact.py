@@ -1,15 +1,14 @@
-"""Fewer bits for values that change a little every step, without losing those changes: stochastic
-rounding.
+"""Compact storage formats with stochastic rounding.
 
-A running mean that moves by a thousandth of itself never moves at all if it is rounded to the
-nearest of 256 or 65,536 numbers.  Rounded up or down by chance, in proportion, it moves by the
-right amount on average.  Chance is a function of (seed, step, name, element) alone, so a run is
-repeated bit for bit and ranks may share elements as they like.
+A running mean that moves by a thousandth of itself never changes if it is rounded to the nearest of
+256 or 65,536 numbers. Rounded up or down at random, in proportion, it moves by the right amount on
+average. The random bits are a function of (seed, step, name, element), so a run repeats bit for
+bit, however elements are sharded.
 
     bf16    the upper half of fp32
     8 bits  blocks of BLOCK elements share a power of two, the largest magnitude over which is in
             (1/2, 1]; signed: sign, 4 bits of exponent, 3 of mantissa; magnitudes: 5 bits of
-            exponent, 3 of mantissa. Both have subnormals, so what was decoded is encoded to the
+            exponent, 3 of mantissa. Both have subnormals, so decoded values are encoded to the
             same bits.
 """
 
@@ -27,24 +26,36 @@ from torch import Tensor
 from ..base.errors import NotBuiltError
 from .policy import CAST_TILE, cast_master, has_nan, settle_nan
 
-BLOCK = 256  # elements that share a power of two
-_PER_COUNT = 16  # 16-bit numbers that one count of the generator gives
-_MANTISSA = 20  # bits of an fp32 mantissa that are cut off
-# powers of two that a block may have: up to 1.6e38; 127 stands for "not finite"
+BLOCK = 256  # Elements that share a power of two
+_PER_COUNT = 16  # 16-bit numbers per count of the generator
+_MANTISSA = 20  # Bits of an fp32 mantissa that are cut off
+# Range of a block's power of two, up to 1.6e38; 127 means "not finite"
 _LEAST = -120
 _MOST = 126
 
 
 @dataclass(frozen=True)
 class StochasticRounding:
-    """A source of 16 random bits per element; `step` is the optimizer's."""
+    """A source of 16 random bits per element.
+
+    Attributes:
+        step: The step of the optimizer.
+        seed: The seed of the run.
+    """
 
     step: int
     seed: int = 0
 
     def of(self, name: str, start: int, numel: int) -> Tensor:
-        """Return the bits of elements [start, start + numel) of the tensor of this name: int16, on
-        the CPU.
+        """Return the random bits of a range of a tensor's elements.
+
+        Args:
+            name: The name of the tensor.
+            start: The index of the first element.
+            numel: Number of elements.
+
+        Returns:
+            An int16 CPU tensor of shape ``(numel,)``.
         """
         first, skipped = divmod(start, _PER_COUNT)
         counter = [first, self.step, 0, 0]
@@ -54,8 +65,11 @@ class StochasticRounding:
 
 
 class StorageFormat(Protocol):
-    """A way to store fp32 values. dtype: of the stored codes. has_scales: a power of two per block
-    is stored too.
+    """A format in which fp32 values are stored.
+
+    Attributes:
+        dtype: The dtype of the codes.
+        has_scales: One power of two per block is stored, too.
     """
 
     @property
@@ -67,17 +81,31 @@ class StorageFormat(Protocol):
     def encode(
         self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
     ) -> None:
-        """Write fp32 values into `codes` and their block scales; round to the nearest without
-        random bits. All are flat.
+        """Encode fp32 values; all tensors are flat.
+
+        Args:
+            values: The fp32 values.
+            codes: Output, of dtype `dtype`.
+            powers: Output, the power of two of each block; None without scales.
+            chance: 16 random bits per element for stochastic rounding; None rounds to nearest.
         """
 
     def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Return the fp32 values of `codes`, in `out` if that is given."""
+        """Decode to fp32.
+
+        Args:
+            codes: The codes, flat.
+            powers: The power of two of each block; None without scales.
+            out: Output; None allocates it.
+
+        Returns:
+            The fp32 values.
+        """
 
 
 @dataclass(frozen=True)
 class BFloat16Format:
-    """Values stored as bf16."""
+    """Values stored as bf16, without scales."""
 
     dtype: torch.dtype = torch.bfloat16
     has_scales: bool = False
@@ -95,22 +123,33 @@ class BFloat16Format:
 
 
 def round_to_bf16(values: Tensor, into: Tensor, chance: Tensor) -> None:
-    """Write fp32 values into bf16, rounded up or down at random. All are flat and of one length."""
+    """Round fp32 values to bf16, up or down at random; all tensors have one shape.
+
+    Args:
+        values: The fp32 values, flat.
+        into: Output, bf16.
+        chance: 16 random bits per element.
+    """
     tile = CAST_TILE.on(values.device)
     parts = (values, into.view(torch.int16), chance.to(values.device, non_blocking=True))
     for exact, upper, random in zip(*(part.split(tile) for part in parts), strict=True):
         bits = exact.view(torch.int32).clone()
         if has_nan(exact):
             settle_nan(bits)
-        # Adding up to one unit of the last kept place to the magnitude; infinity, whose lower half
-        # is zero, stays.
+        # Add less than one unit of the last kept bit to the magnitude. Infinity, whose lower half
+        # is zero, stays the same.
         upper.copy_(bits.add_(random.int().bitwise_and_(0xFFFF)).bitwise_right_shift_(16))
 
 
 @dataclass(frozen=True)
 class Float8Block:
-    """8-bit floats.  least: the exponent of the smallest normal number, under the power of two of
-    the block.
+    """8-bit floats in blocks that share a power of two.
+
+    Attributes:
+        is_signed: There is a sign bit; otherwise values are magnitudes.
+        least: The exponent of the smallest normal number, relative to the block's power of two.
+        dtype: The dtype of the codes.
+        has_scales: True.
     """
 
     is_signed: bool
@@ -120,14 +159,14 @@ class Float8Block:
 
     @cached_property
     def values(self) -> list[float]:
-        """Return the value of each code of a magnitude."""
+        """The value of each code of a magnitude."""
         codes = range(128 if self.is_signed else 256)
         normal = [(1 + code % 8 / 8) * 2.0 ** (self.least + code // 8 - 1) for code in codes]
         return [code / 8 * 2.0**self.least if code < 8 else normal[code] for code in codes]
 
     @cached_property
     def table(self) -> Tensor:
-        """Return the values of all 256 codes."""
+        """The values of all 256 codes."""
         return torch.tensor(
             self.values + [-value for value in self.values] if self.is_signed else self.values
         )
@@ -168,7 +207,7 @@ class Float8Block:
         found.sub_(is_small[:numel].int(), alpha=8)
         if self.is_signed:
             found.clamp_(0, 127).bitwise_or_(exact.signbit().int().bitwise_left_shift_(7))
-        else:  # a magnitude that is not zero never becomes zero: optimizers divide by it
+        else:  # A nonzero magnitude never becomes zero: optimizers divide by it
             found.clamp_(0, 255).clamp_(min=(exact > 0).int())
         codes.copy_(found)
 
@@ -190,8 +229,8 @@ class Float8Block:
 
 SIGNED = Float8Block(True, -14)
 MAGNITUDES = Float8Block(False, -30)
-_TABLES = (SIGNED.table, MAGNITUDES.table)  # made now: 2 KB that belong to no engine
-# The 8-bit format of a moment, by the name that optimizers give it.
+_TABLES = (SIGNED.table, MAGNITUDES.table)  # Created at import: 2 KB that belong to no engine
+# The 8-bit format of a moment, by its name in the optimizer's state
 _TINY = {
     "exp_avg": SIGNED,
     "momentum_buffer": SIGNED,
@@ -204,12 +243,25 @@ _TINY = {
 
 
 def storage_dtype(bits: str, own: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a moment's elements are stored."""
+    """Return the dtype in which the elements of a moment are stored.
+
+    Args:
+        bits: "fp32", "bf16" or "8bit".
+        own: The dtype for "fp32".
+    """
     return {"fp32": own, "bf16": torch.bfloat16, "8bit": torch.uint8}[bits]
 
 
 def storage_format(bits: str, name: str) -> StorageFormat | None:
-    """Return how a moment is stored: bits "fp32" (None: as it is), "bf16" or "8bit"."""
+    """Return the format of a moment, or None if it is stored unchanged.
+
+    Args:
+        bits: "fp32" (unchanged), "bf16" or "8bit".
+        name: The name of the moment in the optimizer's state.
+
+    Raises:
+        NotBuiltError: There is no 8-bit format for this moment.
+    """
     if bits == "fp32":
         return None
     if bits == "bf16":
@@ -224,6 +276,6 @@ def storage_format(bits: str, name: str) -> StorageFormat | None:
 
 
 def _power_of_two(powers: Tensor) -> Tensor:
-    """Return the power of two exactly, from its bits; NaN if the power stands for "not finite"."""
+    """Return exact powers of two; NaN if the power means "not finite"."""
     bits = (powers + 127).clamp_(max=254).bitwise_left_shift_(23)
     return torch.where(powers == 127, float("nan"), bits.view(torch.float32))

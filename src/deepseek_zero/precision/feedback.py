@@ -1,12 +1,12 @@
-"""Error feedback: what codes leave out of a rank's gradients is kept and added to its next ones.
+"""Error feedback: add a rank's compression errors to its next message.
 
-With x what a rank is about to send, e what it keeps and Q what comes out of the codec,
+With x the values to send, e the kept errors and Q the codec,
 
     it sends Q(x + e)        and keeps        e' = beta e + (1 - beta) (x + e - Q(x + e))
 
-beta 0 keeps all that was left out; LoCo (zeropp_loco_param) keeps a running mean of it.  Every
-operation is elementwise IEEE fp32 until e' is rounded to the codec it is kept in: devices, tiles
-and transports change no bit.
+With beta 0 the whole error is kept; LoCo (zeropp_loco_param) keeps a running mean. Every operation
+is elementwise IEEE fp32 until e' is rounded to its codec. The bits therefore do not depend on
+devices, tiles or transports.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from torch import Tensor
 
 from .codecs import Blocks, Cast, Codec
 
-_PARTS = 8  # of a scratch: three hold values, the others are for the codecs to work in
-_GRANULE = 1024  # tiles are whole blocks of every codec
+_PARTS = 8  # Parts of the scratch: three hold values, the others are the codecs' scratch
+_GRANULE = 1024  # Tiles are whole blocks of every codec
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """How errors are kept.  codec: as what.  beta: weight of the old error.  reset_every: optimizer
-    steps after which errors are forgotten; None: never.
+    """How errors are kept.
+
+    Attributes:
+        codec: The codec in which errors are stored.
+        beta: The weight of the old error.
+        reset_every: Optimizer steps after which errors are reset; None means never.
     """
 
     codec: Cast | Blocks
@@ -33,12 +37,15 @@ class Feedback:
     reset_every: int | None = None
 
     def nbytes(self, numel: int) -> int:
-        """Return what the errors of so many values take in memory."""
+        """Return the size of the errors of `numel` values, in bytes."""
         return self.codec.nbytes(numel)
 
     def zeros(self, numel: int, device: torch.device) -> Errors:
-        """Return the errors of so many values before anything was sent.  numel: a multiple of
-        1,024.
+        """Return zero errors.
+
+        Args:
+            numel: Number of values, a multiple of 1,024.
+            device: The device of the errors.
         """
         return Errors(
             self, torch.zeros(self.codec.length(numel), dtype=self.codec.dtype, device=device)
@@ -47,7 +54,12 @@ class Feedback:
 
 @dataclass(eq=False)
 class Errors:
-    """What codes have left out of one rank's values.  memory: as `feedback.codec` writes them."""
+    """The error-feedback buffer of one rank.
+
+    Attributes:
+        feedback: How the errors are kept.
+        memory: The errors, encoded with ``feedback.codec``.
+    """
 
     feedback: Feedback
     memory: Tensor
@@ -55,14 +67,16 @@ class Errors:
     def encode(
         self, wire: Codec, values: Tensor, message: Tensor, place: int, scratch: Tensor
     ) -> None:
-        """Write values, with what was left out of the ones before, into a message; keep what it
-        leaves out.  Local.
+        """Add the kept errors to values, write them into a message, keep the new errors.
 
-        values: flat, a multiple of 1,024 long.  place: of the first of them among all that errors
-        are kept of, a
-        multiple of 1,024.  message, scratch: as `wire.encode` takes them, scratch of at least
-        16,384 elements.  A value that is not finite is sent as one, and nothing is kept of its
-        block.
+        A value that is not finite is sent as not finite, and no error is kept for its block.
+
+        Args:
+            wire: The codec of the message.
+            values: The values, flat; their number is a multiple of 1,024.
+            message: The message, as for ``wire.encode``.
+            place: The index of the first value in the error-feedback buffer, a multiple of 1,024.
+            scratch: Scratch as for ``wire.encode``, of at least 16,384 elements.
         """
         codec = self.feedback.codec
         beta = self.feedback.beta
@@ -75,16 +89,16 @@ class Errors:
             torch.add(values[low:high], error, out=exact)
             wire.encode(exact, message, room, low)
             wire.decode(message, low, high, sent, room)
-            # A product is rounded before it is added: no fused multiply-add.
+            # A product is rounded before it is added: no fused multiply-add
             error.mul_(beta).add_(exact.sub_(sent).mul_(1.0 - beta)).nan_to_num_(
                 nan=0.0, posinf=0.0, neginf=0.0
             )
             codec.encode(error, self.memory, room, place + low)
 
     def scale(self, factor: float) -> None:
-        """Multiply them: values are multiplied by so much more from now on.  Local."""
+        """Multiply the errors by a factor, because future values have another scale."""
         self.feedback.codec.scale(self.memory, factor)
 
     def forget(self) -> None:
-        """Let nothing be left out.  Local."""
+        """Set all errors to zero."""
         self.memory.zero_()

@@ -1,8 +1,8 @@
-"""Loss scaling for fp16: a number, and when it moves.
+"""Loss scaling for fp16.
 
-Owns: the scale and its rule (DeepSpeed's, which is Megatron's).  Does not own: finding overflows or
-agreeing on them; `update` is told the verdict all ranks share, so the scale is the same everywhere
-without a word exchanged.
+The rule is DeepSpeed's, which is Megatron's. Finding overflows and agreeing on them is left to the
+caller: `update` receives the result that all ranks share, so the scale is the same on every rank
+without communication.
 
     overflow, hysteresis left > 1      hysteresis falls by 1, the scale stays
     overflow, hysteresis left = 1      scale = max(scale / 2, minimum); an error if there already
@@ -26,15 +26,26 @@ _FACTOR = 2.0
 
 
 class LossScaleError(DeepSeekZeroError):
-    """Gradients overflow although the loss scale cannot be made smaller."""
+    """Gradients overflow although the loss scale is at its minimum."""
 
 
 @dataclass(frozen=True)
 class LossScaleSettings:
-    """The fp16 block of a config, in its own names.  loss_scale 0 means dynamic.
+    """The fp16 block of a configuration, with its key names.
 
-    gives_up: an overflow at the smallest scale is an error; else the step is skipped like every
-    other.
+    Attributes:
+        loss_scale: A static scale; 0 means dynamic.
+        initial_scale_power: The first dynamic scale is 2 to this power.
+        loss_scale_window: Good steps after which the scale doubles.
+        hysteresis: Overflows until the scale is halved.
+        consecutive_hysteresis: Refill the hysteresis after every good step.
+        min_loss_scale: The minimum of a dynamic scale.
+        gives_up: Raise an error on an overflow at the minimum. Otherwise the step is skipped like
+            any
+        other step with an overflow.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     loss_scale: float = 0.0
@@ -88,16 +99,24 @@ class LossScaleSettings:
 
     @property
     def dynamic(self) -> bool:
-        """True when the scale moves."""
+        """Whether the scale changes."""
         return self.loss_scale == 0
 
 
 @dataclass
 class LossScaler:
-    """The current scale; `update` is called once per optimizer step, skipped steps included.
+    """The current loss scale.
 
-    cur_iter: steps seen. last_overflow_iter: the step of the last overflow, -1 before any, so that
-    the first window is as long as the others. cur_hysteresis: overflows still forgiven, plus one.
+    `update` must be called once per optimizer step, including skipped steps.
+
+    Attributes:
+        settings: The rule.
+        scale: The current scale.
+        cur_iter: Number of steps so far.
+        last_overflow_iter: The step of the last overflow. It is -1 before the first one, so that
+            the
+        first window is as long as the others.
+        cur_hysteresis: Overflows until the scale is halved.
     """
 
     settings: LossScaleSettings = dataclasses.field(default_factory=LossScaleSettings)
@@ -115,7 +134,11 @@ class LossScaler:
 
     @classmethod
     def static(cls, scale: float = 1.0) -> LossScaler:
-        """A scale that never moves; 1.0 is what fp32 and bf16 use."""
+        """Return a scaler that never changes; fp32 and bf16 use 1.0.
+
+        Raises:
+            ConfigError: The scale is not positive.
+        """
         if scale <= 0:
             raise ConfigError(
                 f"a static loss scale of {scale} loses the gradient.", fix="give a number above 0."
@@ -124,15 +147,19 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """True when the scale moves."""
+        """Whether the scale changes."""
         return self.settings.dynamic
 
     def update(self, overflow: bool) -> None:
-        """Take the verdict all ranks agreed on for this step.  A step with an overflow must have
-        been skipped.
+        """Update the scale after a step.
 
-        Raises LossScaleError, and changes nothing, when the scale would have to fall below its
-        minimum.
+        Args:
+            overflow: Whether the gradients of any rank overflowed, the same on all ranks. Such a
+                step must
+            be skipped.
+
+        Raises:
+            LossScaleError: The scale would fall below its minimum; nothing was changed.
         """
         if not self.dynamic:
             return
@@ -143,7 +170,7 @@ class LossScaler:
         self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that moves, as plain numbers."""
+        """Return the changing values as plain numbers."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale,
@@ -153,10 +180,13 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a saved scaler's numbers.
+        """Restore the values returned by `state_dict`.
 
-        The config decides between static and dynamic: a state of the other kind, or any state for a
-        static scale, leaves the scale of the config. A minimum raised since then is respected.
+        The configuration decides between static and dynamic: a static scaler, or the state of a
+        static one, leaves the configured scale. A minimum that was raised since then is respected.
+
+        Raises:
+            UsageError: The state is incomplete.
         """
         names = ("dynamic", "scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
         missing = [name for name in names if name not in state_dict]

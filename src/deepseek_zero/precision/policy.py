@@ -1,17 +1,16 @@
-"""The number format of each state, and the casts between master and weight.
+"""Dtype of each state, and casts between main weights and weights.
 
-Owns dtypes and casts; knows nothing of ranks.  An fp32 master may be kept as the bf16 number
-nearest to it and 16 more bits, so that it needs 2 bytes beside its weight:
+An fp32 main weight may be stored as the nearest bf16 weight and a remainder of 16 bits, so that it
+needs only 2 bytes in addition to its weight:
 
-    weight    = the master rounded half up in magnitude (what cast_master writes)
-    remainder = the low 16 bits of the master, read as a signed integer
+    weight    = the main weight rounded half up in magnitude (as `cast_master` does)
+    remainder = the low 16 bits of the main weight, read as a signed integer
     master    = (bits of the weight << 16) + remainder
 
-Rounding up carries into the upper half exactly when the lower half, read as signed, is negative, so
-the sum gives the
-bits back: of every finite number, and of infinity (the largest finite numbers round to it and come
-back).  NaN stays NaN in both; which NaN is not kept.  Everything runs in tiles that stay in a
-core's cache, in few passes.
+Rounding up carries into the upper half exactly if the lower half, read as signed, is negative. The
+sum therefore restores the bits of every finite number and of infinity, even of the largest finite
+numbers, whose weight is infinity. NaN stays NaN in both, but its payload is not kept. All functions
+process tiles that stay in a core's cache, in few passes.
 """
 
 from __future__ import annotations
@@ -28,15 +27,17 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Policy:
-    """Dtypes of one engine.
+    """The dtypes of one engine.
 
-    compute: dtype of weights in forward and backward, None = each parameter keeps its own. reduce:
-    dtype that gradients travel in, None = the dtype they have (no rounding on the way). accumulate:
-    dtype of a gradient that sums micro-batches. autocast: dtype of a torch.autocast region around
-    forward, None = no region. auto_cast: cast
-    floating inputs to compute. master: how a bf16 weight's master is kept: "fp32" whole, "split"
-    only what the weight lacks (`split`), "none" not at all (compact.py rounds the weight by
-    chance). moments: bits they are kept in, "fp32", "bf16" or "8bit".
+    Attributes:
+        compute: The dtype of weights in forward and backward. None: each parameter keeps its own.
+        reduce: The dtype in which gradients are sent. None: their own, without rounding.
+        accumulate: The dtype of a gradient that accumulates micro-batches.
+        autocast: The dtype of a torch.autocast region around forward. None: no region.
+        auto_cast: Cast floating-point inputs to `compute`.
+        master: Storage of a bf16 weight's main weight: "fp32", "split" (only the remainder, see
+        `split`), or "none" (`compact.py` rounds the weight stochastically).
+        moments: Storage of moments: "fp32", "bf16" or "8bit".
     """
 
     compute: torch.dtype | None = None
@@ -48,18 +49,20 @@ class Policy:
     moments: str = "fp32"
 
     def weight_dtype(self, own: torch.dtype) -> torch.dtype:
-        """Dtype a parameter of dtype `own` has in use; integers and quantised storage stay what
-        they are.
+        """Return the dtype that a parameter of dtype `own` has in use.
+
+        Integers and quantized storage keep their dtype.
         """
         return self.compute if self.compute is not None and own.is_floating_point else own
 
     def master_dtype(self, weight: torch.dtype) -> torch.dtype:
-        """Dtype the optimizer works in: fp32 above 16-bit weights, the weight's own otherwise."""
+        """Return the dtype of the main weight: fp32 for 16-bit weights, else the weight's."""
         return torch.float32 if weight in LOW_PRECISION else weight
 
     def stored_dtype(self, weight: torch.dtype) -> torch.dtype:
-        """Dtype a master is stored in: 16 more bits beside a bf16 weight, the whole master
-        otherwise.
+        """Return the dtype in which a main weight is stored.
+
+        For a bf16 weight it depends on `master`: int16 for a remainder.
         """
         whole = self.master_dtype(weight)
         return (
@@ -69,34 +72,41 @@ class Policy:
         )
 
     def grad_dtype(self, weight: torch.dtype, accumulation: int) -> torch.dtype:
-        """Dtype of a reduced gradient: the weight's at accumulation 1 (summed in fp32, rounded
-        once), `accumulate` above.
+        """Return the dtype of a reduced gradient.
+
+        Without accumulation it is the weight's dtype (summed in fp32, rounded once). With
+        accumulation, gradients of 16-bit weights have dtype `accumulate`.
+
+        Args:
+            weight: The dtype of the weight.
+            accumulation: Number of micro-batches per step.
         """
         return weight if accumulation == 1 or weight not in LOW_PRECISION else self.accumulate
 
     def lifted(self) -> Policy:
-        """Return the same policy with full-precision compute, for a unit that precision "auto"
-        promotes to fp32.
-        """
+        """Return a copy with fp32 compute, for a unit that precision "auto" promotes."""
         return replace(self, compute=torch.float32)
 
 
-# Elements that are cast at once: on the CPU what fits a core's own cache with its scratch.
+# Elements per tile; on the CPU, a tile and its scratch fit into a core's cache
 CAST_TILE = PerDevice(cpu=1 << 17, accelerator=1 << 24)
-# the bits of the only NaN in weights, main weights and optimizer states (docs/design/updates.md)
+# The bits of the only NaN in weights, main weights and optimizer states (docs/design/updates.md)
 CANONICAL_NAN = 0x7FC00000
-# Tensors, since torch makes one of a Python number in each call.
+# Tensors, because torch creates one from a Python number in each call
 HALF = torch.tensor(0x8000, dtype=torch.int32)
 SIXTEEN = torch.tensor(16, dtype=torch.int32)
 
 
 def cast_master(master: Tensor, weight: Tensor) -> None:
-    """Write an fp32 master into the weight (any floating dtype), elementwise; both flat and of one
-    length.
+    """Cast an fp32 main weight to the weight's dtype.
 
-    bf16 rounds half up in magnitude: add half of the last kept bit to the magnitude and cut. It
-    differs from round-to-nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16
-    bits lossless (`split`).
+    bf16 rounds half up in magnitude: half of the last kept bit is added to the magnitude, which is
+    then truncated. This differs from round-to-nearest-even only on exact ties, and makes fp32 =
+    bf16 + 16 bits lossless (`split`).
+
+    Args:
+        master: The main weight, flat.
+        weight: Output, flat, of any floating-point dtype.
     """
     if weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
         weight.copy_(master)
@@ -109,15 +119,16 @@ def cast_master(master: Tensor, weight: Tensor) -> None:
         if has_nan(values):
             bits = rounded.copy_(bits)
             settle_nan(bits)
-        # Adding 0x8000 to the magnitude carries into the kept half exactly when the lower half is
-        # >= one half. Infinity, whose lower half is zero, stays what it is.
+        # Adding 0x8000 to the magnitude carries into the kept half exactly if the lower half is at
+        # least one half. Infinity, whose lower half is zero, stays the same.
         torch.add(bits, HALF, out=rounded)
         upper.copy_(rounded.bitwise_right_shift_(SIXTEEN))
 
 
 def has_nan(values: Tensor) -> bool:
-    """Return whether there may be a NaN, in one pass without a mask. On an accelerator always True:
-    asking would wait for it.
+    """Return whether there may be a NaN, in one pass without a mask.
+
+    On an accelerator the result is always True, because a check would wait for the device.
     """
     if values.device.type != "cpu":
         return True
@@ -126,15 +137,21 @@ def has_nan(values: Tensor) -> bool:
 
 
 def settle_nan(bits: Tensor) -> None:
-    """Make every NaN (bits of fp32, changed in place) the canonical one, whose low half is zero:
-    rounding keeps it.
+    """Replace every NaN with the canonical one, in place.
+
+    Its low half is zero, so rounding preserves it. `bits` are the bits of fp32 values as int32.
     """
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     bits.masked_fill_(is_nan, CANONICAL_NAN)
 
 
 def scratch_numel(device: torch.device, numel: int) -> int:
-    """Return the elements of scratch (4 bytes each) that `join` of so many elements uses."""
+    """Return the number of scratch elements (4 bytes each) that `join` uses.
+
+    Args:
+        device: The device of the main weight.
+        numel: Number of elements to join.
+    """
     return min(CAST_TILE.on(device), numel)
 
 
@@ -146,12 +163,19 @@ def join(
     *,
     is_exposed: bool = True,
 ) -> None:
-    """Write the fp32 master of a bf16 weight and its int16 remainder into `out`. All are flat and
-    of one length.
+    """Restore an fp32 main weight from a bf16 weight and its remainder.
 
-    scratch: see `scratch_numel`. is_exposed: a program may have changed the weight without the
-    remainder (a mask that zeroed it). That can make the sum NaN where the weight is not; then the
-    master is the weight.
+    All tensors are flat and of one length.
+
+    Args:
+        weight: The bf16 weight.
+        remainder: The int16 remainder.
+        out: Output, fp32.
+        scratch: Scratch of `scratch_numel` elements; None allocates it.
+        is_exposed: The program may have changed the weight without the remainder, for example by a
+            mask.
+        The sum can then be NaN although the weight is not; in that case the main weight is the
+        weight.
     """
     tile = scratch_numel(out.device, out.numel())
     if scratch is None:
@@ -168,13 +192,19 @@ def join(
 
 
 def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write the bf16 weight and int16 remainder of an fp32 master, whose own contents are lost: it
-    is the scratch. All are flat.
+    """Split an fp32 main weight into a bf16 weight and an int16 remainder.
+
+    All tensors are flat.
+
+    Args:
+        master: The main weight, which is overwritten.
+        weight: Output, bf16.
+        remainder: Output, int16.
     """
     tile = max(CAST_TILE.on(master.device), 1)
     parts = (master, master.view(torch.int32), weight.view(torch.int16), remainder)
     for values, bits, upper, lower in zip(*(part.split(tile) for part in parts), strict=True):
         if has_nan(values):
             settle_nan(bits)
-        lower.copy_(bits)  # an integer is cut to its low half
+        lower.copy_(bits)  # The conversion keeps the low half of an integer
         upper.copy_(bits.add_(HALF).bitwise_right_shift_(SIXTEEN))
