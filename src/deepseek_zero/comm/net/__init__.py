@@ -10,10 +10,10 @@
 | `links.py` | serves the connections of a rank to other hosts, and replaces broken ones |
 
 The design notes are docs/design/sockets.md (sockets, secret, TLS), failure-detection.md (lost
-hosts) and starting-ranks.md (the launcher's store). This package does not depend on collectives, engines
-or transports. From `comm` it imports the identity of messages (`ids.py`), the exchange of texts
-before there are connections (`bootstrap.py`), and the names of a wait that every transport uses
-(`transports/base.py`).
+hosts) and starting-ranks.md (the launcher's store). This package does not depend on collectives,
+engines or transports. From `comm` it imports the identity of messages (`ids.py`), the exchange of
+texts before there are connections (`bootstrap.py`), and the names of a wait that every transport
+uses (`transports/base.py`).
 
 The package is frozen: bugs are fixed here, but features are not added.
 
