@@ -1,9 +1,8 @@
-"""The ways that the machine lets a run take, and where a slower one is taken: one record, in place
-of silence.
+"""Record which methods a run uses on this machine, and where a slower one is used.
 
-A part with two ways reports the one it took (`Capability`); the engine collects the reports of all
-ranks (`Capabilities`), logs the slower ways once, and shows all of them in `explain()`.
-`deepseek-zero doctor` asks the same of a machine.
+A component with two methods reports its choice (`Capability`). The engine collects the reports of
+all ranks (`Capabilities`), logs the slower methods once, and shows all of them in `explain()`.
+`deepseek-zero doctor` reports the same for a machine.
 """
 
 from __future__ import annotations
@@ -16,8 +15,12 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Capability:
-    """One choice.  name: the task.  way: the method that does it.  lacks: what a faster method
-    would need; "" if there is no faster one.
+    """The method chosen for one task.
+
+    Attributes:
+        name: The task.
+        way: The method that performs it.
+        lacks: The requirement of a faster method; "" if there is no faster one.
     """
 
     name: str
@@ -37,7 +40,7 @@ class Capabilities:
 
     @classmethod
     def of_ranks(cls, texts: Sequence[str]) -> Self:
-        """From one `as_text` per rank."""
+        """Combine one `as_text` result per rank."""
         found: dict[Capability, list[int]] = {}
         for rank, text in enumerate(texts):
             for row in json.loads(text):
@@ -46,11 +49,11 @@ class Capabilities:
 
     @property
     def fallbacks(self) -> list[str]:
-        """A line for each slower way."""
+        """Return one line for each choice of a slower method."""
         return [self._line(each) for each in self.ranks_of if each.lacks]
 
     def explain(self) -> list[str]:
-        """A line for each choice."""
+        """Return one line for each choice."""
         return [self._line(each) for each in self.ranks_of]
 
     def _line(self, each: Capability) -> str:
@@ -60,5 +63,5 @@ class Capabilities:
 
 
 def as_text(capabilities: Sequence[Capability]) -> str:
-    """One rank's choices, as `Capabilities.of_ranks` reads them."""
+    """Serialize one rank's choices for `Capabilities.of_ranks`."""
     return json.dumps([astuple(each) for each in capabilities])

@@ -1,25 +1,30 @@
-"""Sums by which memory that should be equal, or should have stayed as it was, is compared."""
+"""Checksums of memory that should be equal on several ranks, or unchanged."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 1 << 20  # that one sum stands for
+BLOCK_BYTES = 1 << 20  # covered by one sum
 _WORD = 8
 
 
 def block_sums(values: Tensor) -> Tensor:
-    """Return the wrapping sums of the 64-bit words of each MiB of a tensor's memory, as int64, on
-    its device.
+    """Return a checksum for each MiB of a tensor's memory.
 
-    values: of any shape and dtype, contiguous.  A bit that differs changes the sum of its block.
-    Local.
+    A checksum is the wrapping sum of the 64-bit words of a block. One changed bit changes the sum
+    of its block.
+
+    Args:
+        values: A contiguous tensor of any shape and dtype.
+
+    Returns:
+        An int64 tensor with one element per block, on the tensor's device.
     """
     memory = values.detach().reshape(-1).view(torch.uint8)
     whole = memory.numel() // _WORD * _WORD
     if memory.storage_offset() % _WORD:
-        memory = memory.clone()  # words begin at multiples of their size
+        memory = memory.clone()  # words must be aligned to their size
     words = memory[:whole].view(torch.int64)
     rest = memory[whole:]
     per_block = BLOCK_BYTES // _WORD

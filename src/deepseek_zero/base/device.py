@@ -1,9 +1,8 @@
-"""torch's private names, and the differences between devices, in one place.
+"""All private names of torch, and the differences between devices.
 
-Owns: the end-of-backward callback, the saved-tensor hook stack, how a recomputation ends,
-transforms of torch.func, storage use counts, versions of tensors, what a module holds, memory
-counters. Every private torch name the house uses stands here, each with a test in
-tests/unit/base/test_device.py that fails loudly when torch moves.
+It covers the end-of-backward callback, the saved-tensor hook stack, the end of a recomputation,
+torch.func transforms, use counts of storages, tensor versions, module contents and memory counters.
+Each private name has a test in tests/unit/base/test_device.py that fails if torch changes it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from .errors import UsageError
 from .world import local_rank
 
 CPU = torch.device("cpu")
-WeakStorage = StorageWeakRef  # of a storage: tells whether it is gone
-# The second is DeepSpeed's name for it
+WeakStorage = StorageWeakRef  # a weak reference to a storage
+# The second is DeepSpeed's variable
 DEVICE_VARIABLES = ("DEEPSEEK_ZERO_DEVICE", "DS_ACCELERATOR")
 
 Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -37,46 +36,48 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward pass now running has computed every gradient.  Only legal
-    inside a backward.
+    """Run `callback` when the current backward pass has computed all gradients.
+
+    May only be called inside a backward.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def backward_id() -> int:
-    """Number of the backward call now running on this thread, -1 outside one.  A reentrant
-    checkpoint's inner call differs.
+    """Return the id of the backward that runs on this thread, or -1 outside of one.
+
+    The inner backward of a reentrant checkpoint has another id.
     """
     return int(torch._C._current_graph_task_id())
 
 
 def number_of_node(node: Any) -> int:
-    """Return the number that autograd gave a node when it was recorded; numbers count up on each
-    thread.
+    """Return the sequence number of an autograd node.
+
+    Numbers ascend in the order of recording on each thread.
     """
     return int(node._sequence_nr())
 
 
 def next_node_number() -> int:
-    """Return the number of the next node that autograd records on this thread."""
+    """Return the sequence number of the next node that this thread records."""
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view(0).grad_fn
     return number_of_node(node) + 1
 
 
-# Called with the tensors that a backward differentiates.  Returns the tensors to differentiate
-# instead, and a function to call after the backward if it succeeds, or None.
+# Called with the tensors that a backward differentiates. Returns the tensors to differentiate
+# instead, and a function to call after a successful backward, or None.
 BackwardHook = Callable[[list[torch.Tensor]], tuple[list[torch.Tensor], Callable[[], None] | None]]
 _of_every_backward: list[BackwardHook] = []
 
 
 def hook_every_backward(hook: BackwardHook) -> None:
-    """Call a hook at every backward of this process; a hook that is registered already is not added
-    again.
+    """Call a hook at every backward of this process; registering is idempotent.
 
-    torch has no hook for the start of a backward.  This wraps `torch.autograd.backward`, which
-    `Tensor.backward` calls, and `torch.autograd.grad`, once and for the life of the process.  A
-    backward inside a backward (reentrant checkpoint) calls no hook.
+    torch has no hook for the start of a backward. This wraps `torch.autograd.backward`, which
+    `Tensor.backward` calls, and `torch.autograd.grad`, once for the life of the process. A backward
+    inside a backward (reentrant checkpoint) calls no hook.
     """
     if hook in _of_every_backward:
         return
@@ -120,10 +121,11 @@ def _with_hooks(differentiate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_reached(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many of these tensors, of those that require a gradient, the backward pass now
-    running computes one of.  Only legal inside a backward.
+    """Return for how many of these tensors the current backward computes a gradient.
+
+    Tensors that do not require a gradient are not counted. May only be called inside a backward.
     """
-    with torch.enable_grad():  # without it a leaf has no node that takes its gradient
+    with torch.enable_grad():  # without it a leaf has no node that receives its gradient
         nodes = {
             torch.autograd.graph._get_grad_fn_or_grad_acc(each)
             for each in tensors
@@ -133,22 +135,24 @@ def count_reached(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def keeps_graph() -> bool:
-    """Return whether the backward pass now running may be run again (retain_graph); false outside
-    one.
+    """Return whether the current backward keeps its graph (retain_graph).
+
+    False outside of a backward.
     """
     return backward_id() != -1 and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def outer_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
-    """The saved-tensor hooks in force (non-reentrant checkpoint, save_on_cpu, ...), so that ours
-    can hand on.
+    """Return the innermost active saved-tensor hooks, or None.
+
+    They belong for example to a non-reentrant checkpoint or to save_on_cpu; our hooks call them.
     """
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return (found[0], found[1]) if found else None
 
 
 def clear_hooks(module: nn.Module) -> None:
-    """Remove all hooks of forward and backward from a module, not from its children."""
+    """Remove all forward and backward hooks from a module, but not from its children."""
     for hooks in (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -159,23 +163,25 @@ def clear_hooks(module: nn.Module) -> None:
 
 
 def has_gradient_hooks(tensor: torch.Tensor, *, besides: tuple[type, ...] = ()) -> bool:
-    """Return whether a hook other than one of these classes is registered on a tensor's
-    gradient.
+    """Return whether a tensor has a hook on its gradient.
+
+    Args:
+        tensor: The tensor.
+        besides: Classes of hooks that do not count.
     """
     return any(not isinstance(hook, besides) for hook in (tensor._backward_hooks or {}).values())
 
 
 def ends_recomputation(error: BaseException) -> bool:
-    """Return whether checkpoint raised this to end a forward that has recomputed all it was asked
-    for: no error.
+    """Return whether an exception is how checkpoint ends a complete recomputation.
+
+    It is not an error.
     """
     return isinstance(error, torch.utils.checkpoint._StopRecomputationError)
 
 
 def in_torch_func() -> bool:
-    """Return whether a transform of torch.func differentiates what runs now (grad, vjp, jvp,
-    jacrev).
-    """
+    """Return whether a torch.func transform (grad, vjp, jvp, jacrev) is active."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     derives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
@@ -185,44 +191,52 @@ def in_torch_func() -> bool:
 
 
 def outside_torch_func() -> AbstractContextManager[Any]:
-    """Open a block whose operators no transform of torch.func sees; their results are plain
-    tensors.
+    """Open a block that is invisible to torch.func transforms.
+
+    Results of operators in it are plain tensors.
     """
     return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """Return how many tensors share this tensor's storage, itself included."""
+    """Return how many tensors share this tensor's storage, including itself."""
     storage = tensor.untyped_storage()
     # The Python storage object counts itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how many in-place operations autograd has seen on this tensor's storage."""
+    """Return how many in-place operations autograd has counted on this storage."""
     return tensor._version
 
 
 def parameters_dict(module: Any) -> Any:
-    """Return the dict in which a module keeps its own parameters; None for what keeps none."""
+    """Return the dict of a module's own parameters, or None if it has none."""
     return getattr(module, "_parameters", None)
 
 
 def keep_parameters_in(module: Any, params: dict[str, Any]) -> None:
-    """Let a module keep its own parameters in another dict."""
+    """Replace the dict of a module's own parameters.
+
+    Args:
+        module: The module.
+        params: The new dict.
+    """
     module._parameters = params
 
 
 def fake_tensors() -> Any:
-    """Open a block in which operators compute shapes and dtypes alone; its `from_tensor` gives a
-    tensor's fake.
+    """Open a block in which operators compute only shapes and dtypes.
+
+    Its `from_tensor` returns the fake of a tensor.
     """
     return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a shape and a dtype alone: on the meta device, or one of
-    `fake_tensors`.
+    """Return whether a tensor has only a shape and a dtype.
+
+    True on the meta device and for results of `fake_tensors`.
     """
     return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
 
@@ -238,13 +252,17 @@ FUSED_UPDATES: dict[
 
 
 def double_norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each tensor, summed in float64. On a GPU that is one pass over memory."""
+    """Return the norm of each tensor, summed in float64.
+
+    On a GPU this is one pass over memory.
+    """
     return list(torch._foreach_norm(tensors, 2, dtype=torch.float64))
 
 
 def cpu_attention() -> tuple[Any, Any] | None:
-    """Return forward and backward of torch's own attention on a CPU, as operators; None where this
-    torch has none.
+    """Return the operators of torch's CPU attention, forward and backward.
+
+    None if this torch does not have them.
     """
     aten = torch.ops.aten
     name = "_scaled_dot_product_flash_attention_for_cpu"
@@ -253,8 +271,16 @@ def cpu_attention() -> tuple[Any, Any] | None:
 
 
 def argument_of(operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return an argument of a call of one of torch's operators, by the name in its schema; None
-    where it has none.
+    """Return an argument of an operator call by its name in the schema.
+
+    Args:
+        operator: An operator of torch.
+        name: The name of the argument.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        The argument or its default; None if the operator has no such argument.
     """
     if name in kwargs:
         return kwargs[name]
@@ -265,8 +291,14 @@ def argument_of(operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 
 def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments of a call of one of torch's operators that it writes in place."""
-    schema = getattr(operator, "_schema", None)  # a higher-order operator has none
+    """Return the arguments that an operator call writes in place.
+
+    Args:
+        operator: An operator of torch.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
+    schema = getattr(operator, "_schema", None)  # higher-order operators have none
     if schema is None or not schema.is_mutable:
         return []
     names = [
@@ -296,49 +328,71 @@ class _Dispatch(TorchDispatchMode):
 
 
 def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias whose version rises with the tensor's own; for calls in a dispatch mode,
-    where `detach` alone gives one that does not.
+    """Return an alias that shares the version counter of a tensor.
+
+    For use in a dispatch mode, where `detach` returns one that does not share it.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def dispatch_mode(call: Dispatched, begin: Callable[[], None] = lambda: None) -> Any:
-    """Return a context in which every operator, below autograd, is what call(operator, args,
-    kwargs) makes of it.
+    """Return a context that replaces every operator below autograd.
 
-    begin: called whenever the context is entered.
+    Args:
+        call: Called with (operator, args, kwargs); its result is the result of the operator.
+        begin: Called whenever the context is entered.
     """
     return _Dispatch(call, begin)
 
 
 def held_by(module: nn.Module) -> list[nn.Parameter | nn.Module | None]:
-    """A module's own parameters and submodules, unnamed: a tenth of the time of
-    `named_parameters`.
+    """Return a module's own parameters and submodules, without names.
+
+    It takes a tenth of the time of `named_parameters`.
     """
     return [*module._parameters.values(), *module._modules.values()]
 
 
 def is_persistent_buffer(module: nn.Module, name: str) -> bool:
-    """Return whether a state dict holds the module's own buffer of this name."""
+    """Return whether a state dict contains a module's own buffer.
+
+    Args:
+        module: The module.
+        name: The name of the buffer in it.
+    """
     return name not in module._non_persistent_buffers_set
 
 
 def call_instead(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have calls of a module run something else, before any hook; `call_plainly` runs what they
-    did.  Local.
+    """Make calls of a module run another function, before any hook.
+
+    Args:
+        module: The module. `call_plainly` still calls it with its hooks.
+        call: The function.
     """
     module._compiled_call_impl = call
 
 
 def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module with its hooks, whatever `call_instead` has put before them."""
+    """Call a module with its hooks, ignoring `call_instead`.
+
+    Args:
+        module: The module.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+    """
     return module._call_impl(*args, **kwargs)
 
 
 def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Let step hooks of torch's kind, of either optimizer and of all optimizers, run around the
-    outer one's step.
+    """Run torch's step hooks around the step of the outer optimizer.
+
+    These are the hooks of the inner optimizer and those of all optimizers.
+
+    Args:
+        outer: The optimizer that a program calls.
+        inner: The optimizer that computes.
     """
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(outer, name, getattr(inner, name))
@@ -346,15 +400,18 @@ def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer)
 
 
 def tell_schedules_of_step(inner: torch.optim.Optimizer) -> None:
-    """Tell torch's schedules that a step was made: they ask the optimizer they were built on, whose
-    own `step` runs tile by tile, later, or on a rank without a shard never.
+    """Mark an optimizer as stepped, for torch's learning-rate schedules.
+
+    Schedules check the optimizer that they were created with. Its own `step` runs tile by tile,
+    later, or never on a rank without a shard.
     """
     inner._opt_called = True  # type: ignore[attr-defined]
 
 
 class ScalesItself:
-    """An optimizer that no torch.amp.GradScaler may step: it asks for this name before it does
-    anything.
+    """An optimizer that rejects torch.amp.GradScaler.
+
+    The scaler reads `_step_supports_amp_scaling` first, and that raises.
     """
 
     @property
@@ -369,7 +426,12 @@ class ScalesItself:
 
 
 def replace_rendezvous(scheme: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace torch's handler for URLs of a scheme by ``wrap(handler)``, once for each `wrap`."""
+    """Replace torch's rendezvous handler for a URL scheme.
+
+    Args:
+        scheme: The scheme, such as "env".
+        wrap: Returns the new handler from the old one. It is applied once.
+    """
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     if getattr(handlers[scheme], "wrapped_by", None) is not wrap:
         wrapped = wrap(handlers[scheme])
@@ -378,30 +440,36 @@ def replace_rendezvous(scheme: str, wrap: Callable[[Any], Any]) -> None:
 
 
 def without_torch_function() -> Any:
-    """Context in which subclasses' __torch_function__ is not consulted
-    (sharding/sharded_parameter.py looks at itself through it).
+    """Return a context in which `__torch_function__` of subclasses is not called.
+
+    `sharding/sharded_parameter.py` inspects its own tensors in it.
     """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 @dataclass(frozen=True)
 class PerDevice:
-    """A size that is best small on a CPU, where it should fit a cache, and large elsewhere, where a
-    call costs most.
+    """A size that differs between CPU and accelerator.
+
+    On a CPU it should fit a cache; on an accelerator it should be large, because each call is
+    expensive.
     """
 
     cpu: int
     accelerator: int
 
     def on(self, device: torch.device) -> int:
+        """Return the size for a device."""
         return self.cpu if device.type == "cpu" else self.accelerator
 
 
 def default_device() -> torch.device:
-    """The device this rank trains on: what DEEPSEEK_ZERO_DEVICE names, else its GPU where there is
-    one, else the CPU.
+    """Return the device that this rank trains on.
 
-    UsageError where the variable names what torch does not have.
+    It is the device in DEEPSEEK_ZERO_DEVICE, else this rank's GPU if there is one, else the CPU.
+
+    Raises:
+        UsageError: The variable names a device that torch does not have.
     """
     variable = next((name for name in DEVICE_VARIABLES if os.environ.get(name)), None)
     if variable is not None:
@@ -429,8 +497,9 @@ def _named_device(variable: str, kind: str) -> torch.device:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Return whether bf16 arithmetic is native: CUDA from compute capability 8.0; a CPU with
-    AVX512-BF16 or AMX.
+    """Return whether a device has native bf16 arithmetic.
+
+    GPUs have it from compute capability 8.0, CPUs with AVX512-BF16 or AMX.
     """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -443,20 +512,21 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when everything that was queued on a device has been done; at once on a CPU."""
+    """Wait until a device has finished all queued work. Returns at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be had of a GPU's memory; None where it is the host's, or does not
-    tell.
-    """
+    """Return the free bytes of a GPU's memory, or None on a CPU."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes torch has allocated on a CUDA device; on the CPU the resident set of this process."""
+    """Return the bytes that torch has allocated on a CUDA device.
+
+    On the CPU it is the resident set of this process.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(os.pread(_statm(os.getpid()), 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -464,7 +534,8 @@ def allocated_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=1)
 def _statm(process: int) -> int:
-    """Open for good: opening it takes ten times as long as reading it.  process: a child has
-    another.
+    """Return an open descriptor, because opening takes ten times as long as reading.
+
+    `process` is the cache key: a child process needs another descriptor.
     """
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

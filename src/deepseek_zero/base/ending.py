@@ -1,9 +1,9 @@
-"""The end of a program whose process holds threads of gloo's.
+"""Wait at exit for the threads of gloo.
 
-torch's gloo threads release the tensors of a message a moment after the call that sent it has
-returned. If Python is ending at that moment, torch asks for the lock of an interpreter that is
-gone, and a program that has done all its work
-ends by SIGABRT: "terminate called without an active exception" (pytorch#179291).
+torch's gloo threads release the tensors of a message shortly after the call that sent it has
+returned. If the interpreter is being finalized at that moment, torch requests the lock of an
+interpreter that no longer exists. The process then ends with SIGABRT after all its work: "terminate
+called without an active exception" (pytorch#179291).
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ QUIET_LOOKS = 3
 
 
 def drain_threads() -> None:
-    """Return when no other thread of this process runs or could run, after a second at most. For
-    `atexit`.
+    """Wait until no other thread of this process runs, for at most one second.
+
+    Registered with `atexit`.
     """
     until = time.monotonic() + MOST_EXIT_SECONDS
     quiet = 0
     while quiet < QUIET_LOOKS and time.monotonic() < until:
-        time.sleep(LOOK_SECONDS)  # without the interpreter's lock, for which they may wait
+        time.sleep(LOOK_SECONDS)  # releases the interpreter lock, which the threads may need
         quiet = 0 if _others_run() else quiet + 1
 
 
 def _others_run() -> bool:
-    """Return whether another thread of this process runs or could run; False if the system does not
-    show it.
-    """
+    """Return whether another thread runs or is runnable; False if the system does not show it."""
     me = str(threading.get_native_id())
     try:
         return any(
@@ -45,7 +44,7 @@ def _others_run() -> bool:
 def _wants_to_run(thread: str) -> bool:
     try:
         stat = Path("/proc/self/task", thread, "stat").read_bytes()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the thread has ended
         return False
     # The state follows the name, which may contain any character
     return stat.rpartition(b") ")[2][:1] == b"R"

@@ -1,7 +1,7 @@
-"""The one error family.
+"""The exceptions of the library.
 
-Every message says what happened, why, and what to do.  Nothing else in the house raises a bare
-RuntimeError at users.
+Every message says what happened, why, and what to do. Nothing else in the library raises a bare
+RuntimeError.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-MOST_LISTED = 8  # ranks of a host that a message names one by one
+MOST_LISTED = 8  # ranks of a host that a message lists one by one
 
 
 class DeepSeekZeroError(RuntimeError):
-    """Base of every error this library raises on purpose.
+    """Base class of every exception that this library raises on purpose.
 
-    what: the fact, with names and numbers.  why: the reason, if it is not plain.  fix: what the
-    reader can do now.
+    Args:
+        what: What happened, with names and numbers.
+        why: The reason, if it is not obvious.
+        fix: What the user can do.
     """
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
@@ -35,47 +37,54 @@ class DeepSeekZeroError(RuntimeError):
 
 
 def brief(error: BaseException) -> str:
-    """Return another package's error on one short line: some quote whole files."""
+    """Return another package's error on one line of at most about 200 characters.
+
+    Some such errors quote whole files.
+    """
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class ConfigError(DeepSeekZeroError, ValueError, AssertionError):
-    """The configuration cannot be used; lists every problem found, not only the first.
+    """The configuration cannot be used. Lists every problem, not only the first.
 
-    A ValueError or an AssertionError in DeepSpeed, whichever check finds it.
+    DeepSpeed raises a ValueError or an AssertionError, depending on the check, so this is both.
     """
 
 
-DeepSpeedConfigError = ConfigError  # DeepSpeed's word for it
+DeepSpeedConfigError = ConfigError  # DeepSpeed's name
 
 
 class NotBuiltError(DeepSeekZeroError, NotImplementedError):
-    """A feature that is known and left out on purpose, or planned; never ignored silently."""
+    """A known feature that is not implemented. Such a request is never ignored silently."""
 
 
 class UnknownNameError(NotBuiltError, AttributeError):
-    """An attribute that exists in DeepSpeed and not here: an AttributeError too, so that hasattr()
-    answers False.
+    """An attribute that exists in DeepSpeed but not here.
+
+    Also an AttributeError, so that `hasattr` returns False.
     """
 
 
 class AtRestError(DeepSeekZeroError):
-    """A sharded parameter (or gradient) was used while this rank holds only its slice."""
+    """A sharded parameter or gradient was used while this rank holds only its shard."""
 
 
 class PeerError(DeepSeekZeroError):
-    """Another rank died, raised, or called a different collective; raised on every living rank, by
-    name.
+    """Another rank died, raised, or called a different collective.
+
+    Raised on every live rank, and names the rank.
     """
 
 
 class HostLost(PeerError):
-    """A host has been silent for longer than a lost host may be; raised on every rank of the others
-    that waits.
+    """A host was silent for longer than the limit.
 
-    hosts: name and ranks of each. seconds: of silence, as allowed (`deepseek-zero run
-    --dead-after`).
+    Raised on every waiting rank of the other hosts.
+
+    Args:
+        hosts: Name and ranks of each lost host.
+        seconds: The limit (`deepseek-zero run --dead-after`).
     """
 
     def __init__(self, hosts: Sequence[tuple[str, Sequence[int]]], seconds: float) -> None:
@@ -92,12 +101,17 @@ class HostLost(PeerError):
 
 
 def host_and_ranks(name: str, ranks: Sequence[int]) -> str:
-    """Return a host as messages name it: "h1 (ranks 2, 3)"."""
+    """Return a host with its ranks for a message: "h1 (ranks 2, 3)".
+
+    Args:
+        name: The name of the host.
+        ranks: Its ranks.
+    """
     return f"{name} ({listed_ranks(ranks)})"
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as messages name them: "rank 2", "ranks 2, 3"."""
+    """Return ranks for a message: "rank 2" or "ranks 2, 3"."""
     listed = (
         ", ".join(map(str, ranks)) if len(ranks) <= MOST_LISTED else f"{ranks[0]} to {ranks[-1]}"
     )
@@ -105,35 +119,39 @@ def listed_ranks(ranks: Sequence[int]) -> str:
 
 
 class IntegrityError(DeepSeekZeroError):
-    """Bits changed where nothing wrote, or differ between ranks that hold the same (`integrity`);
-    on every rank.
+    """Memory changed without a write, or differs between ranks that hold a copy.
+
+    Raised on every rank if the section `integrity` is enabled.
     """
 
 
 class ModelMismatchError(DeepSeekZeroError):
-    """Ranks disagree about names, shapes, dtypes, order or settings; found before any data
-    moves.
+    """Ranks have different names, shapes, dtypes, orders or settings.
+
+    Detected before any data is moved.
     """
 
 
 class UsageError(DeepSeekZeroError, AssertionError):
-    """A call out of order or with arguments that cannot be right; an AssertionError in
-    DeepSpeed.
+    """A call out of order or with arguments that cannot be used.
+
+    Also an AssertionError, as in DeepSpeed.
     """
 
 
 class BatchMismatchError(UsageError):
-    """Ranks that compute one layer together were given different batches."""
+    """Ranks that compute one layer together received different batches."""
 
 
 class StorageError(DeepSeekZeroError, OSError):
-    """A disk that holds states refused, is full, or returned other bytes than it was given; they
-    are never computed with.
+    """A disk with states failed, is full, or returned other bytes than were written.
+
+    Such bytes are never used.
     """
 
 
 class OutOfMemoryError(DeepSeekZeroError, MemoryError):
-    """Memory that a buffer needs cannot be had; raised before anything is written into it."""
+    """Memory for a buffer cannot be allocated. Raised before anything is written into it."""
 
 
 class CheckpointError(DeepSeekZeroError):
@@ -145,24 +163,29 @@ _DEEPEST_SHOWN = 4
 
 
 def article(value: Any) -> str:
-    """The type of a value behind its article: "an int", "a Tensor"."""
+    """Return the type of a value with its article: "an int", "a Tensor"."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 def shown(value: Any, limit: int = LONGEST_SHOWN) -> str:
-    """A value as a message shows it: like repr, at most `limit` characters, whatever the value is
-    or does.
+    """Return a value for a message, like `repr` but limited in length.
+
+    It never raises, whatever the value's own `repr` does.
+
+    Args:
+        value: Any object.
+        limit: The largest number of characters.
     """
     try:
         text = "".join(_pieces(value, limit, _DEEPEST_SHOWN))
-    except Exception:  # a foreign mapping or sequence that does not tell what it holds
+    except Exception:  # a foreign mapping or sequence that cannot be iterated
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _pieces(value: Any, room: int, depth: int) -> Iterator[str]:
-    """repr in pieces, of which no more are made than there is room for."""
+    """Yield `repr` in pieces, and stop when `room` characters are exceeded."""
     if isinstance(value, str | bytes):
         yield repr(value[: room + 1])
     elif isinstance(value, Mapping) and depth:

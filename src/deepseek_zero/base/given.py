@@ -1,6 +1,4 @@
-"""Checks arguments of which only some kinds can be right: returns the value, or raises `UsageError`
-with what it was.
-"""
+"""Validate arguments: return the value, or raise `UsageError` with the value in it."""
 
 from __future__ import annotations
 
@@ -13,19 +11,36 @@ from typing import Any
 
 from .errors import NotBuiltError, UnknownNameError, UsageError, shown
 
-# Two letters at least: "C:/x" is a path.  One slash is enough: pathlib makes "s3:/x" of "s3://x".
+# At least two letters, because "C:/x" is a path. One slash is enough, because pathlib turns
+# "s3://x" into "s3:/x".
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def refuse(call: str, name: str, value: Any, wanted: str, fix: str) -> UsageError:
-    """Return the error for an argument of the wrong kind. call: as the caller wrote it. wanted: a
-    noun, "a directory".
+    """Return the error for an argument of the wrong type or value.
+
+    Args:
+        call: The name of the called function.
+        name: The name of the argument.
+        value: The value.
+        wanted: A noun phrase for what is expected, such as "a directory".
+        fix: What the user can do.
     """
     return UsageError(f"{call}({name}={shown(value)}) cannot be used.", f"{name} is {wanted}.", fix)
 
 
 def path_of(call: str, name: str, value: Any) -> Path:
-    """Return a path that a caller gave as text or as a path."""
+    """Return an argument as a `Path`.
+
+    Args:
+        call: The name of the called function.
+        name: The name of the argument.
+        value: The value, a string or a path.
+
+    Raises:
+        UsageError: The value is neither.
+        NotBuiltError: The value is a URL.
+    """
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if isinstance(text, str) and "\0" not in text:
@@ -49,23 +64,37 @@ URL_FIX = (
 
 
 def refuse_url(what: str, path: str | os.PathLike[str]) -> None:
-    """Raise NotBuiltError if `path` is a URL.  what: the path, as the caller gave it."""
+    """Raise NotBuiltError if a path is a URL.
+
+    Args:
+        what: The path as the caller wrote it, for the message.
+        path: The path.
+    """
     if is_url(path):
         raise NotBuiltError(f"{what} is a URL.", URL_REASON, URL_FIX)
 
 
 def did_you_mean(name: str, choices: Collection[str]) -> str:
-    """Return " (did you mean ...?)" with the closest of `choices`, or nothing."""
+    """Return " (did you mean ...?)" with the closest of `choices`, or "".
+
+    Args:
+        name: The unknown name.
+        choices: The known names.
+    """
     by_case = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(name.lower(), list(by_case), n=1, cutoff=0.6)
     return f" (did you mean {by_case[close[0]]!r}?)" if close else ""
 
 
 class NoSuchNameError(AttributeError):
-    """An attribute that an object does not have.  Its text, which is made when it is read, suggests
-    a near name.
+    """An attribute that does not exist, with a suggestion of a similar name.
 
-    choices: returns the names there are; hasattr, which reads no text, does not pay for them.
+    The text is built when it is read, so `hasattr` does not pay for it.
+
+    Args:
+        owner: The object in the message.
+        name: The name of the attribute.
+        choices: Returns the existing names.
     """
 
     def __init__(self, owner: str, name: str, choices: Callable[[], Iterable[str]]) -> None:
@@ -84,8 +113,13 @@ class NoSuchNameError(AttributeError):
 def with_suggestion(
     error: AttributeError, owner: str, name: str, choices: Callable[[], Iterable[str]]
 ) -> AttributeError:
-    """Return the error for a name that was looked up in vain: one that suggests a near name, unless
-    `error` says more about the name.
+    """Return an error that suggests a similar name.
+
+    Args:
+        error: The error of the failed lookup; returned unchanged if it is an `UnknownNameError`.
+        owner: The object in the message.
+        name: The name of the attribute.
+        choices: Returns the existing names.
     """
     if isinstance(error, UnknownNameError):
         return error
@@ -93,7 +127,18 @@ def with_suggestion(
 
 
 def whole_number(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return a count that a caller gave."""
+    """Return an argument as an int.
+
+    Args:
+        call: The name of the called function.
+        name: The name of the argument.
+        value: The value.
+        least: The smallest allowed value.
+        most: The largest allowed value, if there is one.
+
+    Raises:
+        UsageError: The value is not an integer within the limits.
+    """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if is_whole and value >= least and (most is None or value <= most):
         return int(value)

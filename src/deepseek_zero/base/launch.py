@@ -1,27 +1,22 @@
-"""What a launcher and its ranks tell each other beside signals: one exit code, a few empty files,
-and a mesh.
+"""Communication between a launcher and its ranks, apart from signals.
 
-    85                                     exit code of ranks that were asked to end, saved together
-                                           and left
-    $DEEPSEEK_ZERO_ATTEMPT.saves.SIGTERM   a rank: asked to end by this signal, I save first; give
-                                           me time
-    $DEEPSEEK_ZERO_ATTEMPT.ending          the launcher: what I send now is the end, not a request
-    $DEEPSEEK_ZERO_MESH                    the launcher: the axes my command line named, as
-                                           pp=2,tp=2
-    $DEEPSEEK_ZERO_SECRET_FILE             the launcher, or the user: 32 bytes that the ranks of
-                                           this job alone know
-    $DEEPSEEK_ZERO_INTERFACE               the launcher, or the user: the interface or address at
-                                           which ranks listen
-    $DEEPSEEK_ZERO_PORTS                   the launcher, or the user: the ports they choose from,
-                                           as 29600-29700
-    $DEEPSEEK_ZERO_TLS                     the launcher, or the user: 1 encrypts what leaves a host
-    $DEEPSEEK_ZERO_STORE                   the launcher: where its store listens, and the
-                                           MASTER_PORT of its ranks, as 10.0.0.1:29500/29501
-    $DEEPSEEK_ZERO_DEAD_AFTER              the launcher: seconds of silence after which another
-                                           host is lost
+It consists of one exit code, a few empty files, and environment variables:
 
-The first variable holds a path of the launcher's, another one for each start of the ranks.  Under
-another launcher it is not set: then nothing is written, and every signal is a request.  Standard
+    85                                     exit code of ranks that saved on request and ended
+    $DEEPSEEK_ZERO_ATTEMPT.saves.SIGTERM   written by a rank: it saves first on this signal
+    $DEEPSEEK_ZERO_ATTEMPT.ending          written by the launcher: signals now end the ranks
+    $DEEPSEEK_ZERO_MESH                    axes from the launcher's command line: pp=2,tp=2
+    $DEEPSEEK_ZERO_SECRET_FILE             file with the 32 secret bytes of the job
+    $DEEPSEEK_ZERO_INTERFACE               interface or address at which ranks listen
+    $DEEPSEEK_ZERO_PORTS                   range of ports for listeners: 29600-29700
+    $DEEPSEEK_ZERO_TLS                     1 encrypts connections between hosts
+    $DEEPSEEK_ZERO_STORE                   address of the launcher's key-value store, and the
+                                           MASTER_PORT of its ranks: 10.0.0.1:29500/29501
+    $DEEPSEEK_ZERO_DEAD_AFTER              seconds of silence after which another host is lost
+
+The launcher sets all of these variables; users may set those of the secret file, the interface, the
+ports and TLS. The first variable contains a path that is different for each start of the ranks.
+Other launchers do not set it: then no file is written, and every signal is a request. Standard
 library only.
 """
 
@@ -33,7 +28,8 @@ from pathlib import Path
 
 from .errors import UsageError
 
-# Linux's number for ERESTART, and what HTCondor's manual takes for the same; no signal plus 128
+# The number of ERESTART on Linux, with the same meaning in HTCondor's manual; it is not 128 plus a
+# signal
 SAVED_EXIT_CODE = 85
 
 ATTEMPT = "DEEPSEEK_ZERO_ATTEMPT"
@@ -49,15 +45,16 @@ TLS = "DEEPSEEK_ZERO_TLS"
 DEAD_AFTER = "DEEPSEEK_ZERO_DEAD_AFTER"
 DEFAULT_DEAD_AFTER = 10.0
 LEAST_DEAD_AFTER = 2.0
-TELL_AFTER = 5.0  # seconds until a line names a host that is silent, or a rank that is stopped
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's own
-MESH_OPTIONS = "the launcher's command line"  # in messages, where the mesh comes from that variable
+TELL_AFTER = 5.0  # seconds until the log names a silent host or a stopped rank
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # read by gloo in torch
+MESH_OPTIONS = "the launcher's command line"  # for messages, if the mesh is that of `MESH`
 
 
 def dead_after() -> float:
-    """Return the seconds of silence after which another host is lost; inf: never.
+    """Return the seconds of silence after which another host is lost; inf means never.
 
-    Raises `UsageError` where DEEPSEEK_ZERO_DEAD_AFTER is no such number.
+    Raises:
+        UsageError: DEEPSEEK_ZERO_DEAD_AFTER is not a number, or too small.
     """
     text = os.environ.get(DEAD_AFTER, "")
     try:
@@ -70,8 +67,16 @@ def dead_after() -> float:
 
 
 def checked_dead_after(seconds: float, name: str) -> float:
-    """Return the seconds; raise `UsageError` if they are too few. name: of what said so."""
-    if not seconds >= LEAST_DEAD_AFTER:  # not a number, too
+    """Return `seconds` if the limit is long enough.
+
+    Args:
+        seconds: The limit in seconds.
+        name: The variable or option that contained it, for the message.
+
+    Raises:
+        UsageError: The limit is too short.
+    """
+    if not seconds >= LEAST_DEAD_AFTER:  # also true for NaN
         raise UsageError(
             f"{name} is {seconds:g}.",
             "Hosts hear of each other every second.",
@@ -81,39 +86,51 @@ def checked_dead_after(seconds: float, name: str) -> float:
 
 
 def place_of_store() -> str | None:
-    """Return where the store of our launcher listens, which watches the hosts of this job; None
-    under another one, also where a rank of ours has started that one: it says another MASTER_PORT.
+    """Return the address of our launcher's key-value store, which watches the hosts.
+
+    None under another launcher, including one that a rank of ours started: it has another
+    MASTER_PORT.
     """
     place, _, master_port = os.environ.get(STORE, "").partition("/")
     return place if place and os.environ.get("MASTER_PORT") == master_port else None
 
 
 def uses_tls() -> bool:
-    """Return whether this job's own connections are encrypted."""
+    """Return whether connections between hosts are encrypted."""
     return os.environ.get(TLS, "") not in ("", "0")
 
 
 def mark(attempt: str, word: str) -> None:
-    """Leave a word for the other side."""
+    """Create the file `attempt + word` for the other side.
+
+    Args:
+        attempt: The path in `ATTEMPT`.
+        word: `ENDING`, or `SAVES` with the name of a signal.
+    """
     Path(attempt + word).touch()
 
 
 def is_marked(attempt: str, word: str) -> bool:
+    """Return whether the file `attempt + word` exists.
+
+    Args:
+        attempt: The path in `ATTEMPT`.
+        word: `ENDING`, or `SAVES` with the name of a signal.
+    """
     return os.path.exists(attempt + word)
 
 
 def say_that_we_save(signals: Iterable[str]) -> None:
-    """Tell our launcher, if there is one, that this rank saves when it gets one of these
-    signals.
-    """
+    """Report to the launcher, if it is ours, that this rank saves on these signals."""
     if attempt := os.environ.get(ATTEMPT):
         for name in signals:
             mark(attempt, SAVES + name)
 
 
 def is_ending() -> bool:
-    """Return whether our launcher ends the ranks, as it does when one of them is gone; safe within
-    signal handlers.
+    """Return whether our launcher is ending the ranks, for example after one died.
+
+    Safe in signal handlers.
     """
     attempt = os.environ.get(ATTEMPT)
     return bool(attempt) and is_marked(str(attempt), ENDING)

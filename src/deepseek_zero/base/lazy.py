@@ -1,5 +1,6 @@
-"""Names of a package that load on first use: a room that few runs enter costs the others no
-start-up time.
+"""Names of a package that are imported on first use.
+
+A feature that few programs use does not slow down the start of the others.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from typing import Any
 
 
 def loads_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` (PEP 562).  homes: by module of the package, the names it
-    has, with spaces.
+    """Return a `__getattr__` (PEP 562) for a package.
+
+    Args:
+        package: The full name of the package.
+        homes: For each module of the package, the names it defines, separated by spaces.
     """
     found = {name: home for home, names in homes.items() for name in names.split()}
 
@@ -29,11 +33,10 @@ def loads_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str]
 
 
 def import_at_once(name: str) -> ModuleType:
-    """Import a module with those that it imports, without Python's garbage collection in their
-    midst.
+    """Import a module without garbage collections in between.
 
-    Modules leave next to no garbage; a pass over all objects, of which torch has a million, takes a
-    tenth of a second, and some hundred modules made one due.
+    Importing creates almost no garbage. A collection visits about a million objects of torch and
+    takes 0.1 s, and the import of several hundred modules would trigger one.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,8 @@
-"""Rank-aware logging; nothing else in the house prints.
+"""Rank-aware logging. Nothing else in the library prints.
 
-`logger.info` and its kin speak on every rank, `log_once` on rank 0 only.  The logger is the
-standard one named "deepseek_zero".  Importing gives it no handler and no level.  The first use of a
-door does (`speak`), and only where
-the program has not configured logging: a program that has keeps its own handlers, format and level.
+`logger.info` and the other methods log on every rank, `log_once` on rank 0 only. The logger is the
+standard one named "deepseek_zero". Importing the package sets neither a handler nor a level. The
+first call of the API does (`speak`), unless the program has configured logging.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LEVELS = {
     name: getattr(logging, name.upper())
     for name in ("debug", "info", "warning", "error", "critical")
 }
-LEVEL = "DEEPSEEK_ZERO_LOG_LEVEL"  # what to say where the program has not configured logging
+LEVEL = "DEEPSEEK_ZERO_LOG_LEVEL"  # the level if the program has not configured logging
 
 
 class _RankFormatter(logging.Formatter):
@@ -33,9 +32,7 @@ class _RankFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Looks sys.stderr up at each record, so that a program (or a test) that replaces it is
-    followed.
-    """
+    """A handler that reads `sys.stderr` for each record, because programs and tests replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -43,15 +40,13 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def speak() -> None:
-    """Let the library's lines be seen on stderr, unless the program has configured logging; twice
-    is harmless.
-    """
+    """Install the handler unless the program has configured logging. Idempotent."""
     if not logger.hasHandlers():
         install()
 
 
 def install() -> None:
-    """Write the library's lines to stderr, whatever else the program logs."""
+    """Write the library's log to stderr, whatever else the program logs."""
     handler = _StderrHandler()
     handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
@@ -60,20 +55,28 @@ def install() -> None:
 
 
 def set_first_level(level: str) -> None:
-    """Set the level of the library's logger if neither the program nor the environment has set
-    one.
-    """
+    """Set the logger's level unless the program or the environment has set one."""
     if logger.level == logging.NOTSET:
         logger.setLevel(os.environ.get(LEVEL, level).upper())
 
 
 @cache
 def log_first(message: str, level: int = logging.INFO) -> None:
-    """Log on rank 0, the first time this is said in this process."""
+    """Log a message on rank 0, once per process.
+
+    Args:
+        message: The message.
+        level: A level of `logging`.
+    """
     log_once(message, level)
 
 
 def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log on rank 0 only."""
+    """Log a message on rank 0 only.
+
+    Args:
+        message: The message.
+        level: A level of `logging`.
+    """
     if is_rank_zero():
         logger.log(level, message)

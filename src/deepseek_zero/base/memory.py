@@ -1,7 +1,7 @@
-"""Memory that torch's allocator does not give: pages of our own, and pages that processes share.
+"""Memory outside of torch's allocator: private pages and shared pages.
 
-Shared ones are memfds, which have no name: a killed process leaves nothing in a file system, a
-small /dev/shm does not matter, and only a process with the descriptor can map one.
+Shared pages are memfds, which have no name. A killed process leaves nothing in a file system, the
+size of /dev/shm does not matter, and only a process with the descriptor can map them.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from .errors import OutOfMemoryError
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 HUGE_PAGES_SWITCH = "/sys/kernel/mm/transparent_hugepage/enabled"
-NAME = "deepseek_zero"  # the name of these pages in /proc/PID/maps; they cannot be opened by it
-# About what the activations and one unit's gradients of a model for a laptop take
+NAME = "deepseek_zero"  # name of the pages in /proc/PID/maps, by which they cannot be opened
+# About the size of the activations and of one unit's gradients of a model for a laptop
 KEPT_BYTES = 256 << 20
 LARGEST_ON_HEAP = 32 << 20  # the C library's own upper limit
 # mallopt's numbers
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: map what is there, copy nothing
-_POPULATE_WRITE = (
-    23  # MADV_POPULATE_WRITE, Linux 5.14: give pages to a range, and leave its contents
-)
-# That one call locks at most: the driver holds a lock of the whole machine meanwhile
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: map existing pages without copying
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: allocate the pages, keep their contents
+# Largest range of one call, because the driver holds a lock of the whole machine meanwhile
 LOCK_BYTES = 1 << 30
-_TOUCH_BYTES = 32 << 20  # that one call gives pages to
-_TRIAL_BYTES = 256 << 20  # after which huge pages are given up if they come too slowly
-SLOW_TOUCH = 1e9  # bytes a second; less, and the system has to move memory to form huge pages
+_TOUCH_BYTES = 32 << 20  # per call of madvise
+_TRIAL_BYTES = 256 << 20  # after which huge pages are disabled if they are slow
+# bytes per second; a lower rate means that the system moves memory to form huge pages
+SLOW_TOUCH = 1e9
 _ENTRY = 8  # bytes per page in /proc/self/pagemap
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_IS_SHARED = 61  # its bit for a page of shared memory; clear on one that was copied for us alone
+_IS_SHARED = 61  # the bit of a shared page; clear on a page that was copied for this process
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed on top of its heap, up to KEPT_BYTES, for the next
-    allocation.
+    """Make the C library keep up to `KEPT_BYTES` of freed memory on top of its heap.
 
-    By default it hands such memory back at once and asks for it again a moment later, page by page:
-    a unit's gradients in every unit's backward.  True if it was changed: not where the user has set
-    it (MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES), nor where another allocator or C library is in
-    force.
+    By default it returns such memory at once and requests it again shortly after, page by page: the
+    gradients of a unit in the backward of every unit.
+
+    Returns:
+        Whether the setting was changed. False if the user has set it (MALLOC_TRIM_THRESHOLD_,
+        GLIBC_TUNABLES), or if another allocator or C library is used.
     """
     if _heap_variables():
         return False
@@ -71,15 +71,16 @@ def keep_freed_memory() -> bool:
 
 
 def _heap_variables() -> list[str]:
-    """Return the variables by which the user has set the C library's heap."""
+    """Return the variables with which the user has configured the C library's heap."""
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     return [name for name in names if name in os.environ]
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's collector stays away: where torch is imported, one look at every object takes a
-    third of a second, and a block that makes thousands of them would call it.
+    """Disable Python's garbage collector in a block that creates thousands of objects.
+
+    One collection takes a third of a second after torch was imported.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -91,8 +92,10 @@ def no_collection() -> Iterator[None]:
 
 
 def capabilities(*, keeps_freed: bool) -> list[Capability]:
-    """Describe what the system grants this process. keeps_freed: the result of
-    `keep_freed_memory`.
+    """Describe the memory features that the system grants this process.
+
+    Args:
+        keeps_freed: The result of `keep_freed_memory`.
     """
     return [_huge_pages(), _written_pages(), _freed_memory(keeps_freed)]
 
@@ -138,14 +141,15 @@ def _written_pages() -> Capability:
 
 
 def private_pages(numel: int, dtype: torch.dtype, *, locked: bool = False) -> Tensor:
-    """Return zeroed memory of this process on separate pages, with huge pages if they fit.
+    """Return zeroed memory of this process on separate pages.
 
-    It begins at a huge page's boundary. Linux before 6.13 does not align mappings of every size.
+    It starts at the boundary of a huge page and uses huge pages if it is large enough. Linux before
+    6.13 does not align mappings of every size.
 
     Args:
         numel: Number of elements.
         dtype: Their type.
-        locked: Page-lock the memory for copies of a GPU. It stays locked until the memory is freed.
+        locked: Page-lock the memory for copies to and from a GPU, until it is freed.
 
     Raises:
         OutOfMemoryError: CUDA refuses to lock the pages.
@@ -159,8 +163,9 @@ def private_pages(numel: int, dtype: torch.dtype, *, locked: bool = False) -> Te
 
 
 def _map_private(nbytes: int) -> tuple[_PrivatePages, int]:
-    """Return a new mapping, and the offset of its first byte to use: a huge page's boundary if one
-    fits.
+    """Return a new mapping and the offset of its first usable byte.
+
+    The offset is at the boundary of a huge page if one fits.
     """
     huge = nbytes // HUGE_PAGE * HUGE_PAGE
     mapped = nbytes + (HUGE_PAGE if huge else 0)
@@ -172,11 +177,11 @@ def _map_private(nbytes: int) -> tuple[_PrivatePages, int]:
 
 
 class _PrivatePages(mmap.mmap):
-    """A mapping, of which CUDA keeps ranges locked until it is unmapped.
+    """A mapping with ranges that CUDA keeps locked until it is unmapped.
 
-    The tensors over it keep it alive. Its destructor unlocks the ranges before the system can give
-    their addresses to
-    another mapping: CUDA refuses to lock a range that overlaps one it still lists.
+    The tensors over it keep it alive. The destructor unlocks the ranges before the system can
+    assign their addresses to another mapping, because CUDA refuses to lock a range that overlaps a
+    locked one.
     """
 
     locked: tuple[int, ...] = ()  # addresses of the locked ranges
@@ -193,20 +198,20 @@ class _PrivatePages(mmap.mmap):
         self.process = os.getpid()
 
     def __del__(self) -> None:
-        if self.process == os.getpid():  # a forked child has locked nothing
+        if self.process == os.getpid():  # a forked child has no locks
             for address in self.locked:
                 _unlock(address)
 
 
 class Slab:
-    """Memory of this process that is mapped at once and handed out in pieces, with huge pages if
-    they fit.
+    """Memory of this process that is mapped at once and used in pieces.
 
-    A piece is a tensor with a storage of its own. It is free again when its last view is gone; its
-    pages stay. Nothing is touched before `touch`, or locked before `lock`.
+    It uses huge pages if they fit. A piece is a tensor with a storage of its own, and is free again
+    when its last view is gone; its pages stay allocated. Nothing is touched before `touch` or
+    locked before `lock`.
 
     Args:
-        pieces: The bytes of each piece, whole pages.
+        pieces: The size of each piece in bytes, whole pages.
     """
 
     def __init__(self, pieces: Sequence[int]) -> None:
@@ -231,7 +236,15 @@ class Slab:
         return torch.frombuffer(self._pages, dtype=torch.uint8, count=1).data_ptr()
 
     def take(self, nbytes: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a piece of so many bytes, zeroed and flat; None if no such piece is free."""
+        """Return a zeroed flat tensor over a free piece.
+
+        Args:
+            nbytes: The size of the piece.
+            dtype: The type of the elements.
+
+        Returns:
+            The tensor, or None if no piece of this size is free.
+        """
         free = self._free.get(nbytes)
         if not free:
             return None
@@ -245,14 +258,14 @@ class Slab:
         return found
 
     def touch(self, threads: int, advance: Callable[[int], None]) -> None:
-        """Give pages to all of it, with several threads, so that no first use waits for them.
+        """Allocate all pages with several threads, so that no first use waits for them.
 
-        Contents stay as they are. On a system without MADV_POPULATE_WRITE (Linux before 5.14)
-        nothing happens.
+        The contents are not changed. Without MADV_POPULATE_WRITE (Linux before 5.14) nothing
+        happens.
 
         Args:
             threads: The number of threads.
-            advance: Is called with the bytes that have got their pages.
+            advance: Called with the number of bytes whose pages were allocated.
         """
         if sys.platform != "linux":
             return
@@ -273,13 +286,13 @@ class Slab:
             _touch(rest, pool, advance)
 
     def lock(self, advance: Callable[[int], None]) -> None:
-        """Page-lock all of it for copies of a GPU, in ranges of at most `LOCK_BYTES`.
+        """Page-lock all memory for copies of a GPU, in ranges of at most `LOCK_BYTES`.
 
-        A range ends where a piece does, unless that piece is larger than a range. It stays locked
-        until the slab and all pieces are gone.
+        A range ends at the end of a piece, unless that piece is larger than a range. It stays
+        locked until the slab and all pieces are gone.
 
         Args:
-            advance: Is called with the bytes that have been locked.
+            advance: Called with the number of bytes that were locked.
 
         Raises:
             OutOfMemoryError: CUDA refuses to lock the pages.
@@ -303,21 +316,19 @@ class Slab:
 def _touch(
     slices: Sequence[tuple[int, int]], pool: ThreadPoolExecutor, advance: Callable[[int], None]
 ) -> None:
-    """Give pages to ranges (address, bytes) of this process, each in one of the threads of a
-    pool.
-    """
+    """Allocate the pages of ranges (address, bytes) in the threads of a pool."""
     calls = [
         pool.submit(_madvise(), address, nbytes, _POPULATE_WRITE) for address, nbytes in slices
     ]
     for call, (_, nbytes) in zip(calls, slices, strict=True):
-        if call.result() == 0:  # otherwise the first use brings these pages
+        if call.result() == 0:  # otherwise the first use allocates these pages
             advance(nbytes)
 
 
 def parts_in_lock_ranges(host: Tensor) -> Iterator[slice]:
-    """Yield slices of a flat tensor of host memory that each lie in one locked range.
+    """Yield slices of a flat tensor of host memory, each within one locked range.
 
-    CUDA refuses a copy that reaches from one locked range into the next. Only pieces larger than a
+    CUDA refuses a copy that crosses from one locked range into the next. Only pieces larger than a
     range have several.
     """
     first = host.storage_offset()
@@ -328,25 +339,24 @@ def parts_in_lock_ranges(host: Tensor) -> Iterator[slice]:
 
 
 def _unlock(address: int) -> None:
-    """Let CUDA unlock the range that begins here. An error has no remedy here, so it is only
-    cleared.
+    """Unlock the range that starts at an address.
+
+    An error cannot be handled here, so it is only cleared.
     """
-    with suppress(Exception):  # Python or CUDA is ending, and the system unlocks everything
+    with suppress(Exception):  # Python or CUDA is shutting down, and the system unlocks everything
         cudart = torch.cuda.cudart()
         if int(cudart.cudaHostUnregister(address)) != 0:
             _clear_cuda_error(cudart)
 
 
 def _clear_cuda_error(cudart: Any) -> None:
-    """Read CUDA's last error, which resets it. Otherwise the next kernel launch of any code raises
-    it.
-    """
+    """Reset CUDA's last error, which the next kernel launch would raise otherwise."""
     read = getattr(cudart, "cudaGetLastError", None)  # torch 2.11 to 2.13 do not show it
     if read is not None:
         read()
         return
     with suppress(RuntimeError, AssertionError):
-        torch.ones(1, device="cuda")  # torch reads the error after each launch, and raises it
+        torch.ones(1, device="cuda")  # torch reads and raises the error after each launch
 
 
 def _name_of_cuda_error(cudart: Any, error: Any) -> str:
@@ -371,10 +381,9 @@ def _lock_refusal(nbytes: int, error: int, name: str) -> OutOfMemoryError:
 
 
 def return_pages(tensor: Tensor) -> None:
-    """Forget the contents of CPU memory: until it is written again, its whole pages are the
-    system's.
+    """Discard the contents of CPU memory and return its whole pages to the system.
 
-    Shared pages are gone for everybody who maps them.  Only Linux is asked; elsewhere nothing
+    Shared pages are discarded for every process that maps them. On other systems than Linux nothing
     happens.
     """
     if sys.platform != "linux":
@@ -395,17 +404,23 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def is_cached(descriptor: int, start: int, stop: int) -> bool:
-    """Return whether the page cache has bytes [start, stop) of a file, `start` at a page; False if
-    the system does not tell.
+    """Return whether the page cache contains bytes [start, stop) of a file.
 
-    Nothing is read for it. A read that must not wait (RWF_NOWAIT) would have the kernel begin to
-    read all of it.
+    Nothing is read. A non-blocking read (RWF_NOWAIT) would start to read the whole range.
+
+    Args:
+        descriptor: The file.
+        start: The first byte, at the start of a page.
+        stop: The byte after the last.
+
+    Returns:
+        False if the system does not provide the information.
     """
     length = stop - start
     try:
         libc = _mincore()
         address = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, start)
-    except (OSError, AttributeError):  # another system's C library
+    except (OSError, AttributeError):  # no such functions in this C library
         return False
     if address in (None, ctypes.c_void_p(-1).value):
         return False
@@ -432,11 +447,11 @@ def _mincore() -> ctypes.CDLL:
 
 
 def trim_heap() -> None:
-    """Return what is free inside the C library's heap to the system; KEPT_BYTES on top of it stay.
+    """Return free memory inside the C library's heap to the system.
 
-    Under a small allocation that lives, a freed tensor leaves a hole, and glibc (2.36) never puts a
-    tensor of the same
-    size there: the alignment torch asks for does not fit.  Other C libraries are not asked.
+    `KEPT_BYTES` on top of the heap are kept. A freed tensor under a small live allocation leaves a
+    hole. glibc (2.36) never places a tensor of the same size there, because the alignment that
+    torch requests does not fit. Nothing happens with other C libraries.
     """
     if (trim := _malloc_trim()) is not None:
         trim(KEPT_BYTES)
@@ -453,9 +468,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 class Segment:
-    """Pages that several processes map; the last mapping, in whichever process, keeps them
-    alive.
-    """
+    """Pages that several processes map; the last mapping keeps them alive."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.descriptor = descriptor
@@ -463,8 +476,11 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """New zeroed pages; raises where the host has not that many, instead of a SIGBUS at the
-        first touch.
+        """Allocate zeroed pages.
+
+        Raises:
+            OutOfMemoryError: The host does not have the memory. Otherwise the first use would fail
+                with SIGBUS.
         """
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
@@ -479,14 +495,20 @@ class Segment:
         return cls(descriptor, nbytes)
 
     def map(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """So many elements from the byte `start` on; everybody sees what is written there."""
+        """Map a part of the segment for reading and writing by all processes.
+
+        Args:
+            start: The first byte.
+            numel: Number of elements.
+            dtype: Their type.
+        """
         pages, skipped = self._pages(
             start, numel * dtype.itemsize, mmap.MAP_SHARED | mmap.MAP_POPULATE
         )
         return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped)
 
     def view(self, dtype: torch.dtype = torch.uint8) -> SegmentView:
-        """All of it to read; what is written there stays in this process."""
+        """Map the whole segment copy-on-write: writes stay in this process."""
         return SegmentView(self._pages(0, self.nbytes, mmap.MAP_PRIVATE)[0], dtype)
 
     def _pages(self, start: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
@@ -497,16 +519,14 @@ class Segment:
         ), skipped
 
     def close(self) -> None:
-        """Give the descriptor up; mappings stay."""
+        """Close the descriptor; mappings stay valid."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def segment_views() -> list[range]:
-    """The addresses at which this process only sees pages that it shares, as the kernel lists
-    them.
-    """
+    """Return the address ranges of this process's copy-on-write segment mappings."""
     found = []
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
@@ -523,25 +543,26 @@ def _page_map(process: int) -> int:
 
 
 class SegmentView:
-    """A segment to be read (copy on write): an in-place edit never reaches another process, and can
-    be found out.
+    """A copy-on-write view of a segment.
+
+    An in-place edit never reaches another process, and can be detected.
     """
 
     def __init__(self, pages: mmap.mmap, dtype: torch.dtype) -> None:
         self._pages = pages
         self.tensor: Tensor = torch.frombuffer(pages, dtype=dtype)
-        with suppress(OSError):  # an older kernel maps page by page, as they are read
+        with suppress(OSError):  # older kernels map page by page on access
             pages.madvise(_POPULATE_READ)
         self._entries = bytearray(-(-len(pages) // PAGE) * _ENTRY)
-        self._clean = b""  # the entries as they were when nothing had been written here
+        self._clean = b""  # the entries while nothing was written
 
     def was_written(self) -> bool:
-        """Return whether a page was copied for this process because something wrote into it."""
+        """Return whether a page was copied because this process wrote to it."""
         try:
             os.preadv(
                 _page_map(os.getpid()), [self._entries], self.tensor.data_ptr() // PAGE * _ENTRY
             )
-        except OSError:  # a kernel that does not tell
+        except OSError:  # the kernel does not provide it
             return True
         if self._entries == self._clean:
             return False
@@ -552,5 +573,5 @@ class SegmentView:
         return copied
 
     def clear_written(self) -> None:
-        """Show the segment again where something was written over it."""
+        """Discard what this process wrote, so that the view shows the segment again."""
         self._pages.madvise(mmap.MADV_DONTNEED)

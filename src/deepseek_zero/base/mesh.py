@@ -1,8 +1,7 @@
 """Named axes over the ranks of a world, and the start of torch.distributed.
 
-A `Mesh` is arithmetic: it can be made for any rank of any world without a process group.  A process
-without a launcher
-is a world of one: it joins no group and runs the same code with smaller data.
+A `Mesh` is pure arithmetic: it can be created for any rank of any world without a process group. A
+process without a launcher is a world of one rank: it joins no process group and runs the same code.
 """
 
 from __future__ import annotations
@@ -38,19 +37,20 @@ from .world import (
     suspect_lone_process,
 )
 
-# Evidence ends a wait (comm/flight_recorder.py), never patience: a rank that loads data for an hour
-# is late, not dead.
+# Waits end by evidence (comm/flight_recorder.py), not by a timeout: a rank that loads data for an
+# hour is late, not dead.
 PATIENCE = timedelta(days=7)
-TELL_SECONDS = 30.0  # after which a rank says whom it waits for
+TELL_SECONDS = 30.0  # after which a rank logs which ranks it waits for
 
 
-AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the slowest to the fastest
-SHARD_AXES = ("dp_shard", "sp")  # over whose ranks a state is cut
-# Over whose ranks gradients are summed: they have one piece of the model
+AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from slowest to fastest varying
+SHARD_AXES = ("dp_shard", "sp")  # axes whose ranks shard a state
+# Axes whose ranks sum their gradients: these ranks have the same part of the model
 REDUCE_AXES = ("dp_replicate", *SHARD_AXES)
-# A run of neighbours among the ranks along the shard axes (`Mesh.inner_groups`); no factor
+# A run of neighbors among the ranks along the shard axes (`Mesh.inner_groups`); not a factor of the
+# world size
 INNER_AXES = ("inner",)
-REST = -1  # the size of an axis that takes the ranks the others leave
+REST = -1  # the size of an axis that takes all remaining ranks
 _OTHER_NAMES = {
     "replicate": "dp_replicate",
     "shard": "dp_shard",
@@ -61,15 +61,25 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes over the ranks of a world, and where one rank stands on them.  Needs no process
-    group.
+    """Named axes over the ranks of a world, and the coordinates of one rank.
+
+    It needs no process group.
 
         rank = (((pp * R + dp_replicate) * S + dp_shard) * C + sp) * T + tp
 
-    The sizes are pp, R, S, C and T.  Three numbers follow, and one is never used for another:
-    `data_size` ranks see different batches, `shard_size` ranks hold the slices of one state,
-    `reduce_size` ranks' gradients are summed.
-    dp_shard: `REST` takes what the other axes leave of the world (`on_world`).
+    The sizes of the axes are pp, R, S, C and T. Three products of them have different meanings:
+    `data_size` ranks see different batches, `shard_size` ranks hold the shards of one state, and
+    the gradients of `reduce_size` ranks are summed.
+
+    Attributes:
+        pp: Pipeline stages.
+        dp_replicate: Replicas of the sharded states.
+        dp_shard: Data-parallel ranks that shard the states. `REST` means all ranks that the other
+            axes leave (`on_world`).
+        sp: Ranks that split a sequence.
+        tp: Ranks that split layers.
+        rank: The rank that this object describes.
+        device: The device of that rank.
     """
 
     pp: int = 1
@@ -92,8 +102,15 @@ class Mesh:
                 )
 
     def on_world(self, world_size: int, rank: int = 0, device: torch.device | None = None) -> Mesh:
-        """Return this mesh over a world of that many ranks, seen by one of them; UsageError where
-        it does not fit.
+        """Return this mesh over a world, seen by one of its ranks.
+
+        Args:
+            world_size: Number of ranks of the world.
+            rank: The rank.
+            device: Its device; by default that of this mesh.
+
+        Raises:
+            UsageError: The axes do not fit the world.
         """
         others = math.prod(size for size in self.sizes if size != REST)
         shard = world_size // others if self.dp_shard == REST else self.dp_shard
@@ -116,29 +133,30 @@ class Mesh:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The size of each axis, in the order of `AXES`."""
+        """Return the size of each axis, in the order of `AXES`."""
         return (self.pp, self.dp_replicate, self.dp_shard, self.sp, self.tp)
 
     @cached_property
     def world_size(self) -> int:
-        """All ranks."""
+        """Return the number of all ranks."""
         return math.prod(self.sizes)
 
     @cached_property
     def data_size(self) -> int:
-        """Ranks that see different batches; the batch of a step is micro-batch x accumulation x
-        this.
+        """Return the number of ranks that see different batches.
+
+        The batch size of a step is micro-batch x accumulation x `data_size`.
         """
         return self.dp_replicate * self.dp_shard
 
     @cached_property
     def shard_size(self) -> int:
-        """Ranks that hold the slices of one sharded state."""
+        """Return the number of ranks that hold the shards of one sharded state."""
         return self.dp_shard * self.sp
 
     @cached_property
     def reduce_size(self) -> int:
-        """Ranks whose gradients are summed, which is what their mean divides by."""
+        """Return the number of ranks whose gradients are summed and averaged."""
         return self.dp_replicate * self.dp_shard * self.sp
 
     @property
@@ -146,11 +164,11 @@ class Mesh:
         """Return whether there is more than one rank."""
         return self.world_size > 1
 
-    # -- where this rank stands
+    # -- coordinates of this rank
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place on each axis."""
+        """Return this rank's index on each axis."""
         found = {}
         rest = self.rank
         for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
@@ -158,8 +176,9 @@ class Mesh:
         return {axis: found[axis] for axis in AXES}
 
     def place_of(self, rank: int) -> str:
-        """Return a rank's place on the axes that have several ranks: "pp=1, dp_shard=0, tp=1"; ""
-        on dp_shard alone.
+        """Return a rank's coordinates on the axes with several ranks, as text.
+
+        For example "pp=1, dp_shard=0, tp=1"; "" if only dp_shard has several.
         """
         several = [axis for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
         here = replace(self, rank=rank).coordinates
@@ -171,18 +190,18 @@ class Mesh:
 
     @property
     def data_index(self) -> int:
-        """Return the number of this rank's share of a batch, of `data_size` shares."""
+        """Return the index of this rank's share of a batch, of `data_size` shares."""
         here = self.coordinates
         return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
 
     @property
     def shard_index(self) -> int:
-        """Return the number of this rank's slice, of `shard_size` slices."""
+        """Return the index of this rank's shard, of `shard_size` shards."""
         here = self.coordinates
         return here["dp_shard"] * self.sp + here["sp"]
 
     def rank_at(self, **coordinates: int) -> int:
-        """The rank at this rank's coordinates but for those given."""
+        """Return the rank with the given coordinates; other coordinates are this rank's."""
         found = 0
         here = self.coordinates | coordinates
         for axis, size in zip(AXES, self.sizes, strict=True):
@@ -190,8 +209,9 @@ class Mesh:
         return found
 
     def ranks_along(self, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from this one on these axes only, ascending; this one is among
-        them.
+        """Return the ranks that differ from this one only on the given axes, ascending.
+
+        This rank is included.
         """
         sizes = dict(zip(AXES, self.sizes, strict=True))
         places = itertools.product(*(range(sizes[axis]) for axis in AXES if axis in axes))
@@ -199,17 +219,16 @@ class Mesh:
         return tuple(self.rank_at(**dict(zip(names, place, strict=True))) for place in places)
 
     def groups_along(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """`ranks_along` of every rank: the world cut into groups, in the order of their first
-        ranks.
-        """
+        """Return `ranks_along` of every rank: disjoint groups, ordered by first rank."""
         found = {
             replace(self, rank=rank).ranks_along(*axes): None for rank in range(self.world_size)
         }
         return tuple(found)
 
     def inner_groups(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """The world cut into runs of `size` neighbours among those that hold the slices of one
-        state, ascending; the size divides `shard_size`.
+        """Return runs of `size` neighbors among the ranks that share one state.
+
+        `size` divides `shard_size`.
         """
         runs = range(0, self.shard_size, size)
         return tuple(
@@ -221,11 +240,16 @@ class Mesh:
     def host_groups(
         self, per_host: int
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """The world cut twice, for sums by host: into the ranks of one host among those that hold
-        the slices of one state, and into those with one place on their hosts, hosts ascending.
+        """Return the two partitions of the world for reductions by host.
 
-        per_host: ranks of the world that each host has, in runs.  UsageError where hosts have
-        different numbers.
+        The first contains the ranks of each host that share one state. The second contains the
+        ranks with the same index on their hosts, hosts ascending.
+
+        Args:
+            per_host: Number of consecutive ranks on each host.
+
+        Raises:
+            UsageError: Hosts have different numbers of these ranks.
         """
         dealt = [self._on_hosts(ranks, per_host) for ranks in self.groups_along(*SHARD_AXES)]
         near = tuple(run for runs in dealt for run in runs)
@@ -238,14 +262,15 @@ class Mesh:
         return near, tuple(run[near.index(self.rank)] for run in runs)
 
     def near_size(self, per_host: int) -> int:
-        """Return how many ranks of one host hold slices of one state; 1 where sums by host are
-        those by rank.
+        """Return how many ranks of one host hold shards of one state.
+
+        It is 1 if a reduction by host is the same as one by rank.
         """
         size = len(self.hosts_of(per_host)[0]) if per_host > 1 else 1
         return 1 if size == self.shard_size else size
 
     def _on_hosts(self, ranks: tuple[int, ...], per_host: int) -> list[tuple[int, ...]]:
-        """Return ranks that hold the slices of one state, host by host."""
+        """Split ranks that hold the shards of one state by host."""
         runs = [
             tuple(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank // per_host)
         ]
@@ -259,8 +284,10 @@ class Mesh:
         return runs
 
     def outer_groups(self, neighbours: int) -> tuple[tuple[int, ...], ...]:
-        """The world cut into the ranks that hold the same slice of what so many neighbours along
-        "tp" share: replicas, and these neighbours of each, ascending.
+        """Return the groups of ranks that hold the same shard of a shared layer.
+
+        Each contains the replicas, and for each of them `neighbours` ranks along "tp" that share
+        the layer, ascending.
         """
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -277,20 +304,27 @@ class Mesh:
 
 
 def mesh_of(value: Any) -> Mesh:
-    """Read a mesh from what a caller passed: None, a Mesh, a mapping of axis to size, torch's
-    DeviceMesh (by its names) or accelerate's ParallelismConfig.  Its size is not compared with any
-    world yet; UsageError where it is none.
+    """Read a mesh from an argument of a caller.
+
+    Args:
+        value: None, a `Mesh`, a mapping of axis to size, a `DeviceMesh` of torch with names, or a
+            ParallelismConfig of accelerate. Its size is not compared with the world yet.
+
+    Raises:
+        UsageError: The value is not a mesh.
     """
     return Mesh(**axes_of(value))
 
 
 def axes_of(value: Any) -> dict[str, Any]:
-    """Return the axes that `mesh_of`'s value states, and their sizes, which `Mesh` has not looked
-    at yet.
+    """Return the axes and sizes that an argument of `mesh_of` states, unchecked.
 
-    A Mesh states every axis, a mapping and a DeviceMesh those that they name.  Of a
-    ParallelismConfig a size of 1 is the default, which states nothing, but for the two data axes,
-    which it states together.
+    A `Mesh` states every axis, a mapping and a `DeviceMesh` those that they name. In a
+    ParallelismConfig a size of 1 is the default and states nothing, except that the two data axes
+    are stated together.
+
+    Raises:
+        UsageError: The value is not a mesh.
     """
     if value is None:
         return {}
@@ -348,9 +382,7 @@ def _named(sizes: Mapping[str, Any], value: Any) -> dict[str, Any]:
 
 
 def shares_gpu(local_size: int | None) -> bool:
-    """Return whether a host that runs so many ranks has fewer GPUs, so that some share one. None
-    counts as no.
-    """
+    """Return whether this host has fewer GPUs than ranks. False for None."""
     return (
         local_size is not None
         and torch.cuda.is_available()
@@ -359,16 +391,17 @@ def shares_gpu(local_size: int | None) -> bool:
 
 
 def default_backend(device: torch.device) -> str:
-    """gloo on the host; on GPUs NCCL beside it, unless the launcher says that ranks share one,
-    which NCCL refuses.
+    """Return the backend of torch.distributed for a device.
+
+    It is gloo for the CPU, and NCCL in addition on GPUs. NCCL is left out if ranks share a GPU,
+    which it does not support.
     """
     is_shared = device.type != "cuda" or shares_gpu(world.local_size())
     return "gloo" if is_shared else "cpu:gloo,cuda:nccl"
 
 
 def device_of_group(backend: str) -> torch.device | None:
-    """Return the `device_id` that torch's init_process_group should have: this rank's GPU if NCCL
-    serves it.
+    """Return the `device_id` for `init_process_group`: this rank's GPU with NCCL.
 
     Without it torch warns at each `barrier` that it has to guess the device.
     """
@@ -383,14 +416,27 @@ def init_distributed(
     *,
     store_of: Callable[[], Any | None],
 ) -> bool:
-    """Join the group a launcher describes in the environment; True if this process belongs to one
-    afterwards.
+    """Join the process group that a launcher describes in the environment.
 
-    Without a launcher nothing is started (a world of one).  port: where ranks meet if the launcher
-    does not say.
-    store_of: returns the store of torch's that the launcher keeps, if it keeps one
-    (`comm.net.store.launchers_store`). UsageError where a launcher says of several processes and
-    not how they meet (base/world.py), or says nonsense. Collective under a launcher.
+    Without a launcher nothing is started.
+
+    Args:
+        backend: Backend of torch.distributed. By default it depends on the device.
+        timeout: Timeout of collectives of torch.distributed.
+        port: Port of the rendezvous if the launcher does not set one.
+        store_of: Returns the launcher's key-value store of torch, or None
+            (`comm.net.store.launchers_store`).
+
+    Returns:
+        Whether this process has a process group.
+
+    Raises:
+        UsageError: The launcher's variables are invalid, or describe several processes without a
+            meeting place (base/world.py).
+        PeerError: The ranks did not meet.
+
+    Note:
+        Collective under a launcher.
     """
     speak()
     if dist.is_available() and dist.is_initialized():
@@ -404,7 +450,7 @@ def init_distributed(
         if warning := suspect_lone_process(os.environ):
             log_first(str(warning), logging.WARNING)
         return False
-    os.environ.update(found.variables())  # where torch looks, and scripts that ask for LOCAL_RANK
+    os.environ.update(found.variables())  # read by torch, and by scripts that use LOCAL_RANK
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -412,10 +458,10 @@ def init_distributed(
     lead_gloo(found.nodes == 1, found.address)
     separate_starts()
     try:
-        # NCCL's own threads ask a store whenever they like, also where Python has ended: they get
+        # NCCL's threads use the store at any time, even after Python has ended, so they need
         # torch's own.
         store = store_of() if "nccl" not in backend else None
-        if store is None and backend not in ("fake", "mpi"):  # they need no store
+        if store is None and backend not in ("fake", "mpi"):  # these need no store
             store = _met(found, timeout)
         place = (
             {} if store is None else {"store": store, "rank": found.rank, "world_size": found.size}
@@ -425,7 +471,7 @@ def init_distributed(
         )
         atexit.register(drain_threads)
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
-        # Torch adds a page of C++ frames to its first one
+        # Only the first line, because torch appends a page of C++ frames
         lines = str(error).splitlines() or [type(error).__name__]
         raise PeerError(
             f"rank {found.rank} of {found.size} did not meet the others at "
@@ -437,8 +483,9 @@ def init_distributed(
 
 
 def _met(found: World, timeout: timedelta) -> Any:
-    """Return torch's store at the meeting place, once all ranks are there; say whom this one waits
-    for.
+    """Return torch's store after all ranks have joined it.
+
+    A warning names the missing ranks after `TELL_SECONDS`.
     """
     others = (
         "rank 0, which listens there once it has started"
@@ -458,17 +505,25 @@ def _met(found: World, timeout: timedelta) -> Any:
     finally:
         teller.cancel()
     store.set_timeout(timeout)
-    # As torch does: the store may be another's, too.
+    # As torch does, because the store may have other users
     return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]  # public
 
 
 def current_mesh(
     device: torch.device | None = None, wish: Any = None, *, store_of: Callable[[], Any | None]
 ) -> Mesh:
-    """The mesh of this process; starts torch.distributed if a launcher's variables are there.
+    """Return the mesh of this process, and join its process group if there is one.
 
-    wish: what the caller says of it (`mesh_of`); nothing: every rank along dp_shard. store_of: as
-    `init_distributed`.
+    Args:
+        device: The device of this rank; by default `default_device`.
+        wish: The axes that the caller states (`mesh_of`). By default all ranks are along dp_shard.
+        store_of: As in `init_distributed`.
+
+    Raises:
+        UsageError: The axes do not fit the world.
+
+    Note:
+        Collective under a launcher.
     """
     device = device or default_device()
     wanted = mesh_of(wish)

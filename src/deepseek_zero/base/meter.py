@@ -1,10 +1,8 @@
-"""What one rank measures: bytes and calls per kind of collective, seconds of waiting, and the phase
-it is in.
+"""Measurements of one rank: bytes and calls per collective, and seconds per phase.
 
-Bytes are counted where they leave.  `PhaseClock` knows one phase at a time, so that the parts add
-up to the whole; it costs a clock reading at each change.  On a GPU it tells what the host did,
-which runs ahead of the device.  `events`, a list while one is recorded, has one entry per
-collective.
+Bytes are counted on the sending rank. `PhaseClock` is in exactly one phase at a time, so the phases
+add up to the total; each change costs one clock reading. On a GPU the times are those of the host,
+which runs ahead of the device. While `events` is a list, it receives one entry per collective.
 """
 
 from __future__ import annotations
@@ -14,26 +12,26 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-BETWEEN = "outside"  # batches, losses, the caller's own code
-AWAY = "waiting for states"  # that rest in other memories
+BETWEEN = "outside"  # data loading, losses and user code
+AWAY = "waiting for states"  # on other memory tiers
 
 
 class PhaseClock:
-    """Seconds by phase since the first step, which is left out: it warms up."""
+    """Seconds by phase. The first step is excluded, because it warms up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.steps = -1  # counted without the first
+        self.steps = -1  # not counting the first one
         self._phase = BETWEEN
         self._since = time.perf_counter()
 
     @property
     def phase(self) -> str:
-        """Return the phase that is under way."""
+        """Return the current phase."""
         return self._phase
 
     def enter(self, phase: str) -> str:
-        """Begin a phase; return the one that was under way."""
+        """Start a phase and return the previous one."""
         now = time.perf_counter()
         self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
         before = self._phase
@@ -42,7 +40,7 @@ class PhaseClock:
         return before
 
     def end_step(self) -> bool:
-        """End a step; return True after the first, when counting begins."""
+        """End a step; return True after the first one, when the measurement starts."""
         self.enter(BETWEEN)
         self.steps += 1
         if self.steps == 0:
@@ -51,11 +49,14 @@ class PhaseClock:
 
 
 class Event(NamedTuple):
-    """One collective on this rank, in seconds of time.perf_counter. lane: "gather", "reduce" or
-    "rows".
+    """One collective on this rank, in seconds of `time.perf_counter`.
 
-    arrived: when its data was here. waited: the interval in which this rank did nothing but wait
-    for it.
+    Attributes:
+        lane: "gather", "reduce" or "rows".
+        what: The name of the collective.
+        issued: Time of the call that started it.
+        arrived: Time when its data was complete on this rank.
+        waited: The interval in which this rank did nothing but wait for it.
     """
 
     lane: str
@@ -66,7 +67,7 @@ class Event(NamedTuple):
 
     @property
     def under_way(self) -> tuple[float, float]:
-        """Return the interval from the call that started it until its data was here."""
+        """Return the interval from its start until its data was complete."""
         return self.issued, self.arrived
 
 
@@ -74,12 +75,16 @@ class Event(NamedTuple):
 class Meter:
     """Counts since the last reset.
 
-    sent_bytes[kind]: bytes this rank sent, by any transport; far_bytes[kind]: those of them that
-    went to other hosts.
-    calls[kind]: collectives. wait_seconds[lane]: seconds of waiting. sum_seconds: seconds of adding
-    up what other ranks
-    sent. clock: the phases in which that happened. inter_node_rate: the bytes a second that a rank
-    sent to other hosts while all ranks did, if that was measured (comm/measure.py).
+    Attributes:
+        sent_bytes: Bytes that this rank sent, by kind of collective and over any transport.
+        far_bytes: The part of `sent_bytes` that was sent to other hosts.
+        calls: Number of collectives, by kind.
+        wait_seconds: Seconds of waiting, by lane.
+        sum_seconds: Seconds of adding received data.
+        clock: The phases.
+        events: A list to record collectives in, or None.
+        inter_node_rate: Bytes per second that a rank sent to other hosts while all ranks sent, if
+            it was measured (comm/measure.py).
     """
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
@@ -90,35 +95,50 @@ class Meter:
     clock: PhaseClock = field(default_factory=PhaseClock)
     events: list[Event] | None = None
     inter_node_rate: float | None = None
-    # Bytes sent, bytes sent far and steps before `counted_bytes` begin
+    # Bytes sent, bytes sent to other hosts, and steps at which `counted_bytes` starts
     _uncounted: tuple[int, int, int] = (0, 0, 0)
 
     def count(self, kind: str, sent_bytes: int, far_bytes: int = 0) -> None:
+        """Count one collective.
+
+        Args:
+            kind: The kind of collective.
+            sent_bytes: Bytes that this rank sent.
+            far_bytes: The part that was sent to other hosts.
+        """
         self.sent_bytes[kind] += sent_bytes
         self.far_bytes[kind] += far_bytes
         self.calls[kind] += 1
 
     def waited(self, lane: str, seconds: float) -> None:
+        """Add to the waiting time of a lane.
+
+        Args:
+            lane: The lane.
+            seconds: The duration.
+        """
         self.wait_seconds[lane] = self.wait_seconds.get(lane, 0.0) + seconds
 
     def total_bytes(self) -> int:
-        """Return the bytes this rank sent, of all kinds."""
+        """Return the bytes that this rank sent, of all kinds."""
         return sum(self.sent_bytes.values())
 
     @property
     def counted_steps(self) -> int:
-        """Return the steps in which `counted_bytes` were sent."""
+        """Return the number of steps that `counted_bytes` covers."""
         return self.clock.steps - self._uncounted[2]
 
     @property
     def counted_bytes(self) -> tuple[int, int]:
-        """Return the bytes this rank sent, of all kinds, and those of them to other hosts: since
-        the first step ended, or the last reset.
+        """Return the bytes that this rank sent in total and to other hosts.
+
+        Counted from the end of the first step, or from the last reset.
         """
         sent, far, _ = self._uncounted
         return self.total_bytes() - sent, sum(self.far_bytes.values()) - far
 
     def reset(self) -> None:
+        """Reset all counts."""
         self._uncounted = (0, 0, max(0, self.clock.steps))
         self.sent_bytes.clear()
         self.far_bytes.clear()
@@ -126,7 +146,7 @@ class Meter:
         self.reset_seconds()
 
     def end_step(self) -> bool:
-        """End an optimizer step; return whether seconds count from here on."""
+        """End an optimizer step; return whether the measurement starts now."""
         begins = self.clock.end_step()
         if begins:
             self._uncounted = (self.total_bytes(), sum(self.far_bytes.values()), self.clock.steps)

@@ -1,7 +1,7 @@
-"""Walks what modules take and return, to find, change or cast the tensors in it.
+"""Find, replace or cast the tensors in the arguments and outputs of modules.
 
-`map_tensors` changes mappings and objects in place, since what a module returns is its caller's;
-`map_inputs` makes new containers, since what a module is given stays its caller's.
+`map_tensors` changes mappings and objects in place, because a module's output belongs to its
+caller. `map_inputs` creates new containers, because a module's arguments belong to its caller.
 """
 
 from __future__ import annotations
@@ -17,16 +17,25 @@ from torch import Tensor, nn
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with each tensor replaced by change(tensor).  Mappings and objects are changed in
-    place: callers own them.  Modules are not outputs and are passed over; an object that holds
-    itself is walked once.
+    """Replace each tensor in a value, changing mappings and objects in place.
+
+    Modules are skipped. Objects that refer to themselves are visited once.
+
+    Args:
+        value: A tensor, or containers and objects with tensors.
+        change: Returns the replacement of a tensor.
+
+    Returns:
+        `value`, or a new sequence or tensor if that is what changed.
     """
     return _map(value, change, {})
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
-    """known: id -> what stands for an object that was met before, so that cycles end and shared
-    parts stay shared.
+    """Implement `map_tensors`.
+
+    `known` maps the id of each visited object to its replacement, so cycles end and shared parts
+    stay shared.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -82,7 +91,7 @@ def _attribute_names(value: Any) -> list[str]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor that requires a gradient in what a module returned."""
+    """Return every tensor that requires a gradient in a module's output."""
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:
@@ -95,8 +104,11 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return `value` with every floating tensor in it cast to dtype; walk usual containers, keep
-    others.
+    """Return `value` with every floating-point tensor cast to a dtype.
+
+    Args:
+        value: A tensor, or usual containers of tensors. Other objects are returned unchanged.
+        dtype: The dtype. None returns `value` unchanged.
     """
     if dtype is None:
         return value
@@ -108,8 +120,11 @@ def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with change(tensor) for every tensor in it, in new containers: the caller's
-    stay as they are.
+    """Return `value` with each tensor replaced, in new containers.
+
+    Args:
+        value: A tensor, or usual containers of tensors. Other objects are returned unchanged.
+        change: Returns the replacement of a tensor.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -135,9 +150,7 @@ def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without values: parameters and buffers are on the meta device, ties
-    stay.
-    """
+    """Return a copy of a model on the meta device, with tied parameters still tied."""
     memo: dict[int, Any] = {}
     for param in model.parameters():
         empty = torch.empty(param.shape, dtype=param.dtype, device="meta")

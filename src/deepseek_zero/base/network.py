@@ -1,5 +1,4 @@
-"""The addresses of this host: which interface has one, by which other hosts reach it, and where it
-listens.
+"""Network addresses of this host: its interfaces, and where it listens.
 
 Standard library only.
 """
@@ -17,14 +16,12 @@ from .errors import UsageError
 from .launch import GLOO_INTERFACE, INTERFACE
 
 LOOPBACK = "127.0.0.1"
-_FAR = "192.0.2.1"  # nobody's (RFC 5737): the way to it is the way to other networks
+_FAR = "192.0.2.1"  # reserved for documentation (RFC 5737): its route is the default route
 _SIOCGIFADDR = 0x8915
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is one at which a host reaches nobody but itself; False for a
-    name.
-    """
+    """Return whether an address is a loopback address; False for a host name."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -32,12 +29,19 @@ def is_loopback(address: str) -> bool:
 
 
 def listening_address(is_one: bool, met_at: str | None) -> str:
-    """Return the one address at which this process listens: of the interface that was named, else
-    loopback where all of a job is on one host, else the one by which other hosts reach this one.
+    """Return the one address at which this process listens.
 
-    met_at: where the job meets, a name or an address; None: nobody says.  Raises `UsageError` where
-    this host has no such interface, or nothing says which of its addresses others reach, OSError
-    where it has no loopback as written.
+    It is the address of the configured interface, else loopback if all ranks are on one host, else
+    the address by which other hosts reach this one.
+
+    Args:
+        is_one: Whether all ranks are on this host.
+        met_at: Name or address of the rendezvous, or None if unknown.
+
+    Raises:
+        UsageError: This host has no such interface, or it is ambiguous which of its addresses
+            others reach.
+        OSError: This host has no loopback address.
     """
     if said := os.environ.get(INTERFACE):
         return address_of(said)
@@ -45,12 +49,18 @@ def listening_address(is_one: bool, met_at: str | None) -> str:
 
 
 def reached_at(met_at: str | None) -> str:
-    """Return the address by which other hosts reach this one: met_at, where that is its own, else
-    of a way out of it.
+    """Return the address by which other hosts reach this one.
 
-    A loopback address counts only where it was written as one: a name may mean 127.0.1.1 on its own
-    host.  Argument
-    and errors: as `listening_address`.
+    It is `met_at` if that is this host's own address, else the source address of a route to it. A
+    loopback address counts only if it was given literally, because a host's own name may resolve to
+    127.0.1.1.
+
+    Args:
+        met_at: Name or address of the rendezvous, or None if unknown.
+
+    Raises:
+        UsageError: It is ambiguous which of this host's addresses others reach.
+        OSError: This host has no loopback address.
     """
     if met_at == "localhost" or is_loopback(met_at or ""):
         return _address_towards(str(met_at))
@@ -72,25 +82,29 @@ def reached_at(met_at: str | None) -> str:
 
 
 def _address_towards(target: str) -> str:
-    """Return the own address that a target means, or by which this host reaches it; OSError if
-    there is none.
+    """Return this host's own address `target`, or its source address towards it.
+
+    Raises OSError if there is none.
     """
     family, _, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((place[0], 0, *place[2:]))
         except OSError:  # another host's
-            probe.connect(place)  # asks the routing table; nothing is sent
+            probe.connect(place)  # queries the routing table; nothing is sent
         return str(probe.getsockname()[0])
 
 
 def lead_gloo(is_one: bool, met_at: str | None) -> None:
-    """Have gloo listen where this process does, where it would not by itself, by the variable that
-    it reads.
+    """Set GLOO_SOCKET_IFNAME so that gloo listens at the same address as this process.
 
-    By itself it takes what the host's own name means, and that is 127.0.1.1 on many.  What somebody
-    has set stays, and what cannot be found out here is told where ranks listen themselves.
-    Arguments: as `listening_address`.
+    By default gloo uses the address of the host's own name, which is 127.0.1.1 on many hosts. A
+    variable that is already set is kept. Errors are ignored here, because they are reported when
+    ranks start to listen.
+
+    Args:
+        is_one: Whether all ranks are on this host.
+        met_at: Name or address of the rendezvous, or None if unknown.
     """
     if os.environ.get(GLOO_INTERFACE):
         return
@@ -100,7 +114,7 @@ def lead_gloo(is_one: bool, met_at: str | None) -> None:
 
 
 def _has_far_name() -> bool:
-    """Return whether this host's name means an address by which others may reach it."""
+    """Return whether this host's name resolves to an address other hosts may reach."""
     try:
         return not is_loopback(str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0]))
     except OSError:
@@ -118,8 +132,10 @@ def _own_address(name: str) -> str | None:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has this address. Raises `UsageError` if none
-    has.
+    """Return the name of the network interface that has an address.
+
+    Raises:
+        UsageError: No interface has it.
     """
     for _, name in socket.if_nameindex():
         if _own_address(name) == address:
@@ -133,10 +149,13 @@ def interface_of(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """Return the address to listen at. interface: the name of a network interface (eth0), or an
-    address of this host.
+    """Return the address to listen at.
 
-    Raises `UsageError` if this host has no such interface.
+    Args:
+        interface: The name of a network interface (eth0), or an address of this host.
+
+    Raises:
+        UsageError: This host has no such interface or address.
     """
     if interface in (name for _, name in socket.if_nameindex()):
         if found := _own_address(interface):

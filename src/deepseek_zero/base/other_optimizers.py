@@ -1,6 +1,6 @@
-"""Optimizers that DeepSpeed knows by name and this library does not have: why not, and what to use.
+"""Optimizers of DeepSpeed that this library does not have, with alternatives.
 
-The one table of it: whoever reads a configuration and whoever is given a name refuse by it.
+The configuration and the registry of optimizers both use this table for their errors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 
 class OtherOptimizer(NamedTuple):
-    """One of them.  why: a clause.  use: what to write instead."""
+    """An optimizer that is not available.
+
+    Attributes:
+        why: The reason, a clause.
+        use: What to write instead.
+    """
 
     why: str
     use: str

@@ -1,9 +1,9 @@
-"""What packages above the core add to it, by topic or by name.
+"""Registry of what packages above the core add to it, by topic or by name.
 
-The core imports nothing from above.  A package that adds something to it, such as a checkpoint
-layout, a command or names of a public module, has a file `plugin.py` that calls `contribute` and
-`contribute_names`.  That file is imported when a contribution is first asked for; the modules that
-it names are imported when they are needed.  A package that is not there contributes nothing.
+The core imports nothing from the packages above. A package that adds something, such as a
+checkpoint layout, a command or names of a public module, has a file `plugin.py` that calls
+`contribute` and `contribute_names`. That file is imported at the first query; the modules it names
+are imported when they are used. A missing package contributes nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Topics, and what a module that contributes to one has.
-# It calls `register_layout` when it is imported; `CONVERTERS` maps formats to functions of a
-# checkpoint and a target.
+# The topics, with what a module that contributes to one defines.
+# A module of this topic calls `register_layout` when it is imported; `CONVERTERS` maps formats to
+# functions of a checkpoint and a target.
 CHECKPOINT_LAYOUTS = "checkpoint layouts"
 # `add_commands(app)`, `findings()` of `doctor`, and `child_environment(environment)`, which is what
 # `run --as-deepspeed` adds.
@@ -32,7 +32,12 @@ _homes: dict[str, dict[str, str]] = {}
 
 
 def contribute(topic: str, module: str) -> None:
-    """Add a module to a topic."""
+    """Add a module to a topic.
+
+    Args:
+        topic: `CHECKPOINT_LAYOUTS`, `COMMANDS` or `DIALECT`.
+        module: The full name of the module.
+    """
     _modules.setdefault(topic, []).append(module)
 
 
@@ -46,20 +51,24 @@ def contribute_names(package: str, homes: Mapping[str, str]) -> None:
     """Add names to a package of the library.
 
     Args:
-        package: The full name of the package whose `__getattr__` asks `contributed_name`.
-        homes: By name, the module that has it; `EVERY_OTHER` stands for all other names.
+        package: The full name of the package whose `__getattr__` calls `contributed_name`.
+        homes: The module of each name; `EVERY_OTHER` stands for all other names.
     """
     _homes.setdefault(package, {}).update(homes)
 
 
 def contributed_names(package: str) -> list[str]:
-    """Return the names that were listed for a package.  Imports none of their modules."""
+    """Return the names that were listed for a package, without importing their modules."""
     _load_plugins()
     return [name for name in _homes.get(package, {}) if name != EVERY_OTHER]
 
 
 def contributed_name(package: str, name: str) -> Any:
     """Return the value of a name that was added to a package.
+
+    Args:
+        package: The full name of the package.
+        name: The name.
 
     Raises:
         AttributeError: No name of the package is contributed, or its module does not have it.

@@ -1,8 +1,7 @@
-"""Progress of work that can take minutes: building an engine, touching memory for the first time,
-moving weights.
+"""Progress of operations that can take minutes, such as building an engine.
 
-Only rank 0 shows it, and only if the work takes longer than `QUIET_SECONDS`: on a terminal one line
-that is rewritten, elsewhere a log line every `LOG_SECONDS`.
+Only rank 0 shows it, and only if the operation takes longer than `QUIET_SECONDS`: on a terminal as
+one line that is rewritten, elsewhere as a log line every `LOG_SECONDS`.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 
 class LongWork:
-    """One piece of work that may be long. It shows its amount, its share, its rate and the time
-    that is left.
+    """Show the progress of one operation: amount, share, rate and remaining time.
+
+    Args:
+        what: The name of the operation in the log.
+        total: The amount of work.
+        unit: The unit of `total`, "bytes" or "parameters".
 
     Example:
         >>> with LongWork("writing weights", total=8_000_000_000) as work:
         ...     for block in blocks:
         ...         write(block)
         ...         work.advance(block.nbytes)
-
-    Args:
-        what: The name of the work in log lines.
-        total: How much there is to do.
-        unit: The unit of `total`, "bytes" or "parameters".
     """
 
     def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
@@ -50,7 +48,7 @@ class LongWork:
         self._format = UNITS[unit]
         self._began = time.monotonic()
         self._next = self._began + QUIET_SECONDS
-        self._shown = 0  # `done` of the last line
+        self._shown = 0  # the value of `done` in the last line
         self._is_rewritten = False
 
     def __enter__(self) -> LongWork:
@@ -65,14 +63,14 @@ class LongWork:
         self.finish()
 
     def advance(self, amount: int) -> None:
-        """Note that so much more is done. It costs one look at the clock unless a line is due."""
+        """Add to the completed amount. Costs one clock reading unless a line is due."""
         self.done += amount
         now = time.monotonic()
         if now >= self._next:
             self._show(now)
 
     def finish(self) -> None:
-        """Show the last amount, if anything was shown; calling it twice is harmless."""
+        """Show the final amount, if anything was shown. Idempotent."""
         if self._shown and self._shown != self.done:
             self._show(time.monotonic())
         if self._is_rewritten:
@@ -108,9 +106,7 @@ class LongWork:
 
 
 def _is_plain_terminal() -> bool:
-    """Return whether a line of stderr can be rewritten: a terminal that no progress bar has taken
-    over.
-    """
+    """Return whether stderr is a terminal that no progress bar has replaced."""
     stream = sys.stderr
     if stream is not sys.__stderr__ or stream is None:
         return False

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, counts and durations in a few characters."""
+"""Format bytes, counts and durations in a few characters."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ _DECIMAL = ("", "k", "M", "G", "T")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size in binary units: 1536 -> "1.5 KiB"."""
+    """Format a size in binary units: 1536 -> "1.5 KiB"."""
     value, unit = _scale(num_bytes, 1024, _BINARY)
     return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
 
 
 def unit_of(largest: float) -> tuple[float, str]:
-    """Bytes in the unit for sizes up to this one, and its name: numbers that stand together are
-    compared.
+    """Return the unit, in bytes, and its name for sizes up to `largest`.
+
+    A table uses one unit for all its numbers.
     """
     for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if largest >= 1024**exponent:
@@ -23,13 +24,13 @@ def unit_of(largest: float) -> tuple[float, str]:
 
 
 def format_count(count: float) -> str:
-    """A count in decimal units: 12345 -> "12.3k"."""
+    """Format a count in decimal units: 12345 -> "12.3k"."""
     value, unit = _scale(count, 1000, _DECIMAL)
     return f"{value:.0f}" if not unit else f"{_three_digits(value)}{unit}"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration: 0.0123 -> "12.3 ms", 75 -> "1:15", 3700 -> "1:01:40"."""
+    """Format a duration: 0.0123 -> "12.3 ms", 75 -> "1:15", 3700 -> "1:01:40"."""
     if seconds < 1:
         return f"{_three_digits(seconds * 1000)} ms"
     if seconds < 60:

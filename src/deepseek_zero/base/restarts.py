@@ -1,12 +1,12 @@
 """A fresh key prefix for every start of the ranks under torchrun.
 
-torchrun's agent keeps one key-value store for all restarts of its ranks. Without a prefix of its
-own, a rank of a second start reads the addresses that the first start left in the store, connects
-to processes that have ended, and fails (pytorch#135712). `separate_starts` replaces torch's
-rendezvous, so that every process group finds its keys under a prefix of this start, also one that
-the program makes itself by `torch.distributed.init_process_group`.
+torchrun's agent keeps one key-value store for all restarts of its ranks. Without a new prefix, a
+rank of a second start reads the addresses of the first start, connects to processes that have
+ended, and fails (pytorch#135712). `separate_starts` replaces torch's rendezvous, so every process
+group uses the prefix of this start, including groups that the program creates with
+`torch.distributed.init_process_group`.
 
-The ranks agree on the prefix by nonces, because restart counters differ between the agents of
+The ranks agree on the prefix with nonces, because restart counters differ between the agents of
 several hosts:
 
     rank r   draws a nonce and writes it under "hello/r"
@@ -35,7 +35,7 @@ from .errors import PeerError
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks use a store that outlives them
 MEETING = timedelta(minutes=30)  # torch's own limit for a rendezvous
 ROOT = "deepseek_zero/start"
-# seconds between two looks into the store
+# seconds between two reads of the store
 SHORTEST_PAUSE = 1e-3
 LONGEST_PAUSE = 0.25
 
@@ -48,8 +48,9 @@ def uses_agent_store() -> bool:
 
 
 def separate_starts() -> None:
-    """Have every rendezvous of this process agree on a fresh prefix if an agent keeps the store.
-    Local, idempotent.
+    """Make every rendezvous of this process agree on a fresh prefix.
+
+    It has an effect only if an agent keeps the store. Local and idempotent.
     """
     if not dist.is_available():
         return
@@ -71,7 +72,13 @@ def _with_fresh_prefix(original: Rendezvous) -> Rendezvous:
 
 
 def agree_on_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a prefix that no earlier start of these ranks has used, the same on all of them.
+    """Return a prefix that no earlier start has used, the same on all ranks.
+
+    Args:
+        store: The key-value store that outlives the ranks.
+        rank: This process's rank.
+        size: The number of ranks.
+        timeout: The limit of the agreement.
 
     Raises:
         DistStoreError: A rank did not join in time.

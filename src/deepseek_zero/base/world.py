@@ -1,11 +1,10 @@
-"""The identity of this process: its rank, the size of its world, its place on its host, and where
-the ranks meet.
+"""The identity of this process: its rank, world size, host, and rendezvous.
 
-`discover` reads what a launcher said of one process, by a table of launchers; `nodes_of` reads what
-an engine said of the machines that a launcher of ours shall use. Both are pure. `rank`, `size` and
-`local_rank` answer for the running
-process: once a group is joined its word counts, before that the launcher's. No other file reads
-these variables. Standard library only, because the log and the command line work without torch.
+`discover` reads the variables of a launcher for one process, using a table of launchers. `nodes_of`
+reads the variables of a cluster for a launcher of ours. Both are pure. `rank`, `size` and
+`local_rank` describe the running process: from its process group if it has joined one, else from
+the launcher. No other file reads these variables. Standard library only, because the log and the
+command line work without torch.
 """
 
 from __future__ import annotations
@@ -24,18 +23,26 @@ from typing import Any
 
 from .errors import UsageError
 
-ALONE = "DEEPSEEK_ZERO_ALONE"  # 1: one process on purpose, whatever a launcher says
+ALONE = "DEEPSEEK_ZERO_ALONE"  # 1 means one process, whatever a launcher sets
 DEFAULT_PORT = 29500  # torchrun's and DeepSpeed's
 MOST_PORT = 65535
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of one process in its world. None: its launcher does not say.
+    """The identity of one process; None for values that its launcher does not set.
 
-    local_rank, local_size: among the ranks of this host. node, nodes: this host among the world's.
-    address, port: where
-    rank 0 listens. source: the launcher that said so.
+    Attributes:
+        rank: The rank.
+        size: Number of ranks.
+        local_rank: Index among the ranks of this host.
+        local_size: Number of ranks of this host.
+        address: Address at which rank 0 listens.
+        port: Port at which rank 0 listens.
+        source: Name of the launcher.
+        fix: How to pass the address and port with this launcher.
+        node: Index of this host.
+        nodes: Number of hosts.
     """
 
     rank: int = 0
@@ -45,12 +52,12 @@ class World:
     address: str | None = None
     port: int | None = None
     source: str = "no launcher"
-    fix: str = ""  # how this launcher is told where ranks meet
+    fix: str = ""  # how to pass the address and port with this launcher
     node: int | None = 0
     nodes: int | None = 1
 
     def variables(self) -> dict[str, str]:
-        """This world in the words of torchrun, which scripts and `env://` read."""
+        """Return this world as torchrun's variables, which scripts and `env://` read."""
         said = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,
@@ -64,8 +71,18 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The names of one launcher's variables.  marks: those without which the others say nothing of
-    a world; nodes: by which it numbers and counts hosts.
+    """The names of one launcher's variables.
+
+    Attributes:
+        source: Name of the launcher.
+        rank: Variable with the rank.
+        size: Variable with the number of ranks.
+        local_rank: Variable with the index among the ranks of a host.
+        local_size: Variable with the number of ranks of a host.
+        marks: Variables that must be set for the others to describe a world.
+        fix: How to pass the address and port with this launcher.
+        node: Variables with the index of a host.
+        nodes: Variable with the number of hosts.
     """
 
     source: str
@@ -91,7 +108,8 @@ TORCHRUN = Launcher(
     ("GROUP_RANK", "NODE_RANK"),
     "GROUP_WORLD_SIZE",
 )
-# A batch script has SLURM_NTASKS and SLURM_PROCID=0 and is one process: only a step makes a world.
+# A batch script has SLURM_NTASKS and SLURM_PROCID=0 and is one process. Only a step creates a
+# world.
 SLURM = Launcher(
     "Slurm",
     "SLURM_PROCID",
@@ -136,10 +154,12 @@ MPI = (
 
 
 def discover(environ: Mapping[str, str]) -> World:
-    """Return the world that a launcher's variables describe; one process if none does.
+    """Return the world that a launcher's variables describe; one process without any.
 
-    Raises `UsageError` if they contradict each other or are no numbers. The meeting place may still
-    be unknown.
+    The address and port may still be unknown.
+
+    Raises:
+        UsageError: The variables contradict each other or are not numbers.
     """
     if environ.get(ALONE) == "1":
         return World(source=f"{ALONE}=1")
@@ -166,16 +186,16 @@ def discover(environ: Mapping[str, str]) -> World:
     return found
 
 
-# By these torchrun, our launcher and DeepSpeed's say that they counted the ranks they started: one
-# may be all.
+# torchrun, our launcher and DeepSpeed's set these to the number of ranks that they started, which
+# may be one.
 _COUNTED = (TORCHRUN.local_size, "LOCAL_SIZE")
 
 
 def _launcher_of(environ: Mapping[str, str]) -> Launcher | None:
-    """The innermost launcher.
+    """Return the innermost launcher.
 
     An mpirun inside a Slurm job starts its daemons as a step, whose variables their ranks inherit.
-    They number their ranks on a host, which a step that speaks PMI leaves to Slurm's own words.
+    It numbers the ranks of a host; a step that uses PMI leaves that to Slurm's variables.
     """
     by_mpi = next((each for each in MPI if all(mark in environ for mark in each.marks)), None)
     if not all(mark in environ for mark in SLURM.marks):
@@ -184,7 +204,7 @@ def _launcher_of(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def _stated(environ: Mapping[str, str], rank: int | None, size: int | None) -> World:
-    """The world of RANK and WORLD_SIZE."""
+    """Return the world that RANK and WORLD_SIZE describe."""
     if rank is None and size not in (None, 1):
         raise _incomplete(environ, size or 1, [TORCHRUN.rank])
     if (rank or 0) >= (size or 1):
@@ -266,7 +286,7 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
 def _number(
     environ: Mapping[str, str], name: str, least: int, most: int | None = None
 ) -> int | None:
-    """A variable as a number; None where it is not set."""
+    """Return a variable as a number, or None if it is not set."""
     text = environ.get(name)
     if text is None:
         return None
@@ -284,8 +304,10 @@ def _number(
 
 
 def _task_counts(environ: Mapping[str, str]) -> list[int]:
-    """The tasks of each host out of Slurm's "2(x3),1": two on each of three hosts, one on the
-    fourth; [] for none.
+    """Return the tasks of each host from Slurm's notation.
+
+    "2(x3),1" means two on each of three hosts and one on the fourth. Empty if the variable is
+    missing.
     """
     counts: list[int] = []
     for part in environ.get(SLURM.local_size, "").split(","):
@@ -303,9 +325,10 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _address(environ: Mapping[str, str], launcher: Launcher, *, is_one_host: bool) -> str | None:
-    """Return the address that a launcher's variables imply: Slurm lists its hosts, on one host it
-    is this one, and Open MPI says where its mpirun is, most often beside rank 0
-    (`_refuse_foreign_address`).
+    """Return the address that a launcher's variables imply, or None.
+
+    Slurm lists its hosts. On one host it is this one. Open MPI provides the host of its mpirun,
+    which usually is that of rank 0 (`_refuse_foreign_address`).
     """
     if launcher is SLURM and environ.get("SLURM_STEP_NODELIST"):
         return next(hosts_of(environ["SLURM_STEP_NODELIST"]))
@@ -321,14 +344,17 @@ def _address(environ: Mapping[str, str], launcher: Launcher, *, is_one_host: boo
     return job[1] if job is not None else None
 
 
-_MPIRUN_LISTENS = "OMPI_MCA_orte_hnp_uri"  # of Open MPI 4: "4711.0;tcp://10.0.0.1,172.17.0.1:41157"
-_MPIRUN_JOB = "PMIX_NAMESPACE"  # of Open MPI 5: mpirun's host and process id, "prterun-h0-4711@1"
+_MPIRUN_LISTENS = "OMPI_MCA_orte_hnp_uri"  # Open MPI 4: "4711.0;tcp://10.0.0.1,172.17.0.1:41157"
+_MPIRUN_JOB = "PMIX_NAMESPACE"  # Open MPI 5: host and process id of mpirun, "prterun-h0-4711@1"
 
 
 def hosts_of(text: str) -> Iterator[str]:
-    """Yield the hosts of Slurm's list in its order: "h[03-05,9],g1" is h03, h04, h05, h9, g1.
+    """Yield the hosts of a Slurm host list in its order.
 
-    UsageError for what is no such list.
+    "h[03-05,9],g1" is h03, h04, h05, h9, g1.
+
+    Raises:
+        UsageError: The text is not such a list.
     """
     for part in re.split(r",(?![^\[]*\])", text):
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # plain, in brackets, plain, ...
@@ -341,7 +367,7 @@ def hosts_of(text: str) -> Iterator[str]:
 
 
 def _range_of(inner: str, text: str) -> list[str]:
-    """ "03-05,9" as 03, 04, 05, 9; a leading zero says how wide the numbers are."""
+    """Expand "03-05,9" to 03, 04, 05, 9; a leading zero sets the width of the numbers."""
     numbers: list[str] = []
     for each in inner.split(","):
         found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", each)
@@ -366,7 +392,7 @@ def _no_host_list(text: str) -> UsageError:
 
 
 def _port(environ: Mapping[str, str], launcher: Launcher) -> int | None:
-    """Two jobs on one host should not meet each other."""
+    """Return a port that differs between jobs on one host, if the launcher allows it."""
     if launcher is SLURM:
         job, step = (
             int(text) if (text := environ.get(name, "")).isdecimal() else 0 for name in _STEP
@@ -389,8 +415,15 @@ def _incomplete(environ: Mapping[str, str], size: int, missing: list[str]) -> Us
 
 
 def meeting_place(environ: Mapping[str, str], world: World) -> World:
-    """Return the world if it names the address at which its ranks meet. Raise UsageError, with the
-    variable to set, if it does not, or if a guessed address is not rank 0's own.
+    """Return the world if it has an address and a port for the rendezvous.
+
+    Args:
+        environ: The environment.
+        world: The result of `discover`.
+
+    Raises:
+        UsageError: The address or port is unknown, or a guessed address is not rank 0's own. The
+            message names the variable to set.
     """
     missing = [
         name
@@ -411,12 +444,18 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
 
 
 def ask_mpi(environ: Mapping[str, str], world: World) -> World:
-    """The same world, with rank 0's address by mpi4py where an MPI started its processes on several
-    hosts, nobody stated where they meet and that package is installed for this MPI.  Collective in
-    MPI's world then.
+    """Return the world with rank 0's address from mpi4py, if it is needed.
 
-    It is asked before an address that was guessed counts: that one is mpirun's, and rank 0 may be
-    elsewhere.
+    It is used if an MPI started the processes on several hosts, MASTER_ADDR is not set, and mpi4py
+    is installed for this MPI. It takes precedence over a guessed address, which is that of mpirun:
+    rank 0 may be on another host.
+
+    Args:
+        environ: The environment.
+        world: The result of `discover`.
+
+    Note:
+        Collective over MPI's world if it is used.
     """
     by_mpi = world.source in {each.source for each in MPI}
     is_known = world.size == world.local_size or bool(environ.get("MASTER_ADDR"))
@@ -424,9 +463,9 @@ def ask_mpi(environ: Mapping[str, str], world: World) -> World:
         return world
     try:
         everyone = import_module("mpi4py.MPI").COMM_WORLD
-    except (ImportError, RuntimeError):  # it finds no library of MPI's
+    except (ImportError, RuntimeError):  # no MPI library found
         return world
-    # Another MPI's package
+    # mpi4py was built for another MPI
     if (everyone.Get_size(), everyone.Get_rank()) != (world.size, world.rank):
         return world
     row = bytearray(_LONGEST_NAME)
@@ -450,14 +489,12 @@ _LONGEST_NAME = 256
 
 
 def _is_far(address: str) -> bool:
-    """Return whether other machines can mean this one by an address."""
+    """Return whether other hosts can reach this one by an address."""
     return not address.startswith(("127.", "::1", "fe80"))
 
 
 def _refuse_foreign_address(environ: Mapping[str, str], world: World) -> None:
-    """Raise UsageError on rank 0 where the ranks' address was guessed and is none of this
-    machine's.
-    """
+    """Raise UsageError on rank 0 if the guessed address is not one of this host."""
     if world.rank or world.address is None or environ.get("MASTER_ADDR"):
         return
     try:
@@ -478,11 +515,16 @@ def _refuse_foreign_address(environ: Mapping[str, str], world: World) -> None:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines that an engine started a command on.  None: it does not say.
+    """The hosts on which a cluster engine started a command. None means unknown.
 
-    node_rank: this one's number. nproc: processes on each, as torchrun takes it ("4", "auto",
-    "cpu", "gpu"); num_gpus:
-    GPUs on each. address, port: where they may meet.
+    Attributes:
+        source: Name of the engine.
+        num_nodes: Number of hosts.
+        node_rank: Index of this host.
+        nproc: Processes on each host, as for torchrun ("4", "auto", "cpu", "gpu").
+        num_gpus: GPUs on each host.
+        address: Address of the rendezvous.
+        port: Port of the rendezvous.
     """
 
     source: str
@@ -496,9 +538,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class NodeWords:
-    """The names of one engine's variables: how many machines, which one this is, GPUs or processes,
-    the meeting place.
-    """
+    """The names of one engine's variables, with the meanings of `Nodes`."""
 
     source: str
     num_nodes: str
@@ -539,15 +579,16 @@ ENGINES = (
         "LWS_LEADER_ADDRESS",
     ),
 )
-# PyTorchJob's words for its pods, which are torchrun's for ranks: without LOCAL_RANK they may
-# number machines.
+# Variables of PyTorchJob for its pods. torchrun uses the same ones for ranks; without LOCAL_RANK
+# they may number hosts.
 PODS = NodeWords("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", port="MASTER_PORT")
 
 
 def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
-    """Return the machines that a launcher's own environment describes; None where nothing does.
+    """Return the hosts that a launcher's own environment describes, or None.
 
-    Raises `UsageError` where an engine started several launchers on one machine, and for nonsense.
+    Raises:
+        UsageError: An engine started several launchers on one host, or a value is invalid.
     """
     if environ.get(ALONE) == "1":
         return None
@@ -564,12 +605,12 @@ def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
             "Each of them would start a training of its own.",
             f"unset {PET.num_nodes}, or set {ALONE}=1 for that.",
         )
-    # How many processes a machine runs, not how many machines there are
+    # The number of processes per host, not of hosts
     return replace(found, nproc=stated.nproc)
 
 
 def _nodes_of_engine(environ: Mapping[str, str]) -> Nodes | None:
-    """The machines by anybody's word but that of PET_*."""
+    """Return the hosts that any engine except PET_* describes."""
     launcher = _launcher_of(environ)
     if launcher is not None:
         return _nodes_of_tasks(environ, launcher)
@@ -601,9 +642,7 @@ def _nodes_said(environ: Mapping[str, str], engine: NodeWords) -> Nodes:
 
 
 def _count_said(environ: Mapping[str, str], engine: NodeWords) -> tuple[int, int]:
-    """The least and the greatest number of machines; torchrun writes "1:4" where they may become
-    fewer.
-    """
+    """Return the smallest and largest number of hosts; torchrun accepts "1:4"."""
     text = environ.get(engine.num_nodes, "1")
     ends = [
         _number({engine.num_nodes: each}, engine.num_nodes, 1) or 1 for each in text.split(":", 1)
@@ -612,7 +651,10 @@ def _count_said(environ: Mapping[str, str], engine: NodeWords) -> tuple[int, int
 
 
 def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | None:
-    """One launcher of ours as a task on each host of a Slurm step; None for a single task."""
+    """Return the hosts if our launcher runs as one task per host of a Slurm step.
+
+    None for a single task.
+    """
     tasks = _read(environ, launcher)
     if tasks.size == 1:
         return None
@@ -636,9 +678,7 @@ def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | N
 
 
 def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) -> None:
-    """Raise UsageError in a process that is a world of its own, where an engine has others run the
-    same command.
-    """
+    """Raise UsageError in a world of one if an engine runs the same command elsewhere."""
     for each in MPI if launcher is None else ():
         if _number(environ, each.rank, 0) and each.size not in environ:
             raise UsageError(
@@ -669,9 +709,14 @@ def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """A variable which suggests that a process without a launcher was meant to be one of several.
+    """A variable that suggests that a lone process should be one of several ranks.
 
-    least: the least value that suggests it. counts: variables that settle it if they are 2 or more.
+    Attributes:
+        name: The variable.
+        least: The smallest value that suggests it.
+        counts: Variables that confirm it if they are 2 or more.
+        why: The reason, for the message.
+        fix: What the user can do.
     """
 
     name: str
@@ -703,9 +748,7 @@ _SUSPICIONS = (
 
 
 def suspect_lone_process(environ: Mapping[str, str]) -> UsageError | None:
-    """Return what to warn of if a process that trains alone was probably meant to be one of
-    several; else None.
-    """
+    """Return a warning if a lone process was probably meant to be one of several ranks."""
     found = _suspicion_of(environ)
     if found is None:
         return None
@@ -715,9 +758,7 @@ def suspect_lone_process(environ: Mapping[str, str]) -> UsageError | None:
 
 
 def refuse_lone_process(environ: Mapping[str, str]) -> None:
-    """Raise UsageError if a second variable confirms that a process that trains alone is one of
-    several.
-    """
+    """Raise UsageError if two variables show that a lone process should be one of several."""
     found = _suspicion_of(environ)
     for count in () if found is None else found.counts:
         if _value_of(environ, count) >= 2:
@@ -737,7 +778,7 @@ def _suspicion_of(environ: Mapping[str, str]) -> Suspicion | None:
 
 
 def _value_of(environ: Mapping[str, str], name: str) -> int:
-    """Return a variable as a number; -1 if it is none."""
+    """Return a variable as a number, or -1 if it is not one."""
     text = environ.get(name, "")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
 
@@ -746,15 +787,16 @@ def _value_of(environ: Mapping[str, str], name: str) -> int:
 
 
 def _group() -> Any:
-    """torch.distributed, if this process has joined a group."""
+    """Return torch.distributed if this process has joined a process group."""
     found = sys.modules.get("torch.distributed")
     is_initialized = getattr(found, "is_initialized", None)
     return found if is_initialized is not None and is_initialized() else None
 
 
 def _said() -> World:
-    """Return the launcher's world; one process if its variables are nonsense, which an attempt to
-    join a group reports.
+    """Return the launcher's world.
+
+    It is one process if the variables are invalid; joining a process group reports that.
     """
     try:
         return discover(os.environ)
@@ -763,40 +805,41 @@ def _said() -> World:
 
 
 def rank() -> int:
-    """Return this process's number in its world."""
+    """Return this process's rank."""
     group = _group()
     return int(group.get_rank()) if group is not None else _said().rank
 
 
 def size() -> int:
-    """Return the number of processes in its world."""
+    """Return the number of ranks."""
     group = _group()
     return int(group.get_world_size()) if group is not None else _said().size
 
 
 def local_size() -> int | None:
-    """Return the number of ranks on this host if a launcher says it (`comm/context.py` counts them
-    once ranks are connected).
+    """Return the number of ranks on this host if a launcher provides it.
+
+    `comm/context.py` counts them after the ranks are connected.
     """
     said = _said()
     return said.local_size if (said.rank, said.size) == (rank(), size()) else None
 
 
 def meeting_address() -> str | None:
-    """Return the address of rank 0, if a launcher says it."""
+    """Return the address of rank 0 if a launcher provides it."""
     return os.environ.get("MASTER_ADDR") or _said().address
 
 
 def is_rank_zero() -> bool:
-    """True on the rank that speaks for all."""
+    """Return whether this process is rank 0."""
     return rank() == 0
 
 
 def stated_local_rank() -> int | None:
-    """This process's number on its host, where its launcher says it.
+    """Return this process's index on its host if its launcher provides it.
 
-    A launcher's variables are another process's where they contradict the group (`mp.spawn` under
-    torchrun).
+    A launcher's variables are ignored if they contradict the process group (`mp.spawn` under
+    torchrun): they belong to another process.
     """
     said = _said()
     is_mine = said.size == 1 or (said.rank, said.size) == (rank(), size())
@@ -804,8 +847,9 @@ def stated_local_rank() -> int | None:
 
 
 def local_rank() -> int:
-    """Return this process's number on its host; if no launcher says it, its rank, which is the same
-    on one host.
+    """Return this process's index on its host.
+
+    If no launcher provides it, it is the rank, which is the same on one host.
     """
     said = stated_local_rank()
     return rank() if said is None else said
