@@ -1,7 +1,6 @@
-"""Owns layers that several ranks compute together: products split over the tensor-parallel axis,
-and what they sum.
+"""Layers that several ranks compute together: tensor and sequence parallelism.
 
-The names below load on first use: a run without these axes needs none of them.
+The names below are imported on first use, because a run without these axes needs none of them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = [
     "traffic_of_sequences",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # otherwise a type checker accepts any name
     __getattr__ = loads_on_first_use(
         __name__,
         {

@@ -1,5 +1,6 @@
-"""Cuts a model over a tensor-parallel axis: a plan becomes layers, local parameters and one rank's
-counts of heads.
+"""Apply a plan of tensor parallelism to a model.
+
+Layers, local parameters and the attributes that count heads are changed in place.
 """
 
 from __future__ import annotations
@@ -37,13 +38,28 @@ def parallelize(
     settings: ParallelSettings | None = None,
     plan: ParallelPlan | None = None,
 ) -> dict[str, Split]:
-    """Cut a whole model in place; return where each parameter's elements are, by the model's names.
+    """Split a whole model over the tensor-parallel ranks, in place.
 
-    comm: of the ranks of the tensor-parallel axis, all of which call this with an equal model.
-    plan: as `choose` made it of the model and the settings, and `prove` completed it; None: it is
-    made here. Values are the first rank's. Afterwards this rank's parameters are its own parts, and
-    the first forward compares its inputs with those of the other ranks. Collective; refusals are
-    raised before anything is cut.
+    Values are those of the first rank. Afterwards the parameters of this rank are its own parts,
+    and the first forward compares its inputs with those of the other ranks. Errors are raised
+    before anything is split.
+
+    Args:
+        model: The whole model, equal on all ranks.
+        comm: The communicator of the tensor-parallel ranks.
+        settings: The settings; by default `ParallelSettings()`.
+        plan: The result of `choose` for this model and these settings, completed by `prove`. By
+            default it is made here.
+
+    Returns:
+        How each parameter is split, by its name in the model.
+
+    Raises:
+        UsageError: A layer that was named does not fit.
+        NotBuiltError: The model cannot be split.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     settings = settings or ParallelSettings()
     if plan is None:
@@ -69,11 +85,21 @@ def parallelize(
 def virtual(
     model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None = None
 ) -> nn.Module:
-    """Make a whole model compute, in this process alone, as it would on that many tensor-parallel
-    ranks; returns it.
+    """Make a whole model compute in one process as it would on several ranks.
 
-    tp: the ranks, or a mesh that says how many. A debugging tool: loss and gradients are those of
-    the ranks bit by bit, with whole parameters.
+    This is a debugging tool: loss and gradients are those of the ranks bit for bit, with whole
+    parameters.
+
+    Args:
+        model: The whole model, which is changed in place.
+        tp: The number of tensor-parallel ranks, or a mesh.
+        settings: The settings; by default `ParallelSettings()`.
+
+    Returns:
+        The model.
+
+    Raises:
+        NotBuiltError: The model cannot be split, or a part of it has no virtual counterpart.
     """
     tp = tp.tp if isinstance(tp, Mesh) else tp
     settings = settings or ParallelSettings()
@@ -107,10 +133,10 @@ def virtual(
 
 
 def _summed_modules(model: nn.Module, plan: ParallelPlan) -> list[str]:
-    """Return the modules inside of attentions whose parameters have gradients that are summed over
-    the ranks.
+    """Return the modules in attentions whose gradients are summed over the ranks.
 
-    NotBuiltError for a parameter that is split and no layer's: a virtual rank has all of it.
+    Raises NotBuiltError for a split parameter outside of the split layers, because a virtual rank
+    has all of it.
     """
     layers = [choice.module for choice in plan.choices if choice.part is not None]
     of_layers = {id(param) for layer in layers for param in layer.parameters(recurse=False)}
@@ -138,14 +164,14 @@ def _become(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
 
 
 def _split_loss(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
-    """Let the loss read split logits where the model lets us; elsewhere they are gathered."""
+    """Make the loss read split logits if the model supports it; else they are gathered."""
     for choice in plan.choices:
         if choice.style == "head" and choice.part is not None:
             split_loss(model, axis, choice.module, choice.part)
 
 
 def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
-    """Give each parameter this rank's part of the first rank's values."""
+    """Set each parameter to this rank's part of the first rank's values."""
     for name, parameter in model.named_parameters():
         if is_own_cut(parameter):
             continue
@@ -165,7 +191,8 @@ def has_dropout(model: nn.Module) -> bool:
 def may_draw(model: nn.Module) -> bool:
     """Return whether the model may draw random numbers in training.
 
-    A forward may also read a probability in the configuration, which has some that no layer uses.
+    A forward may also read a probability from the configuration. A configuration may have some that
+    no layer uses.
     """
     configs = [getattr(module, "config", None) for module in model.modules()]
     return has_dropout(model) or any(_has_probability(config) for config in configs)

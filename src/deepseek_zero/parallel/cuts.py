@@ -1,8 +1,7 @@
-"""Cuts a whole tensor into what each rank of the tensor-parallel axis holds, and joins the parts
-again.
+"""Split whole tensors into the parts of tensor-parallel ranks, and join them.
 
-`cut` is for the weights of one rank. `blocks` and `join` keep gradients: the virtual axis
-(virtual.py) cuts and joins with them whatever several ranks would hold, in one process.
+`cut` is for the weights of one rank. `blocks` and `join` are differentiable: the virtual axis
+(virtual.py) uses them for everything that several ranks would hold.
 """
 
 from __future__ import annotations
@@ -20,29 +19,45 @@ from ..planner.split import Ranges, Split, laid_out
 
 
 def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
-    """Return a contiguous copy of what one rank holds of a whole tensor; the tensor itself unless
-    it is split.
+    """Return a contiguous copy of one rank's part of a tensor.
+
+    Args:
+        whole: The whole tensor.
+        split: How it is split. If it is not, `whole` itself is returned.
+        coordinate: The rank's index on the axis.
     """
     return taken(whole, split.dim, split.ranges[coordinate]) if split.kind == "split" else whole
 
 
 def blocks(whole: Tensor, split: Split) -> tuple[Tensor, ...]:
-    """Return what each rank holds, by coordinate. Their gradients are joined; of a part that
-    several ranks hold, they are summed in the order of the ranks.
+    """Return the parts of all ranks, by coordinate.
+
+    In backward their gradients are joined. Gradients of a part that several ranks hold are summed
+    in rank order.
+
+    Args:
+        whole: The whole tensor.
+        split: How it is split.
     """
     found: tuple[Tensor, ...] = _Blocks.apply(whole, split)  # type: ignore[no-untyped-call]
     return found
 
 
 def join(parts: tuple[Tensor, ...], split: Split) -> Tensor:
-    """Return the whole tensor of which these are the parts, by coordinate; its gradient is cut."""
+    """Return the whole tensor of these parts; its gradient is split.
+
+    Args:
+        parts: The parts, by coordinate.
+        split: How the whole is split.
+    """
     whole: Tensor = _Join.apply(split, *parts)  # type: ignore[no-untyped-call]
     return whole
 
 
 def ordered(parts: tuple[Tensor, ...]) -> Tensor:
-    """Return the sum of tensors of one shape, in this order, in fp32, rounded once; without a
-    gradient.
+    """Return the sum of tensors of one shape, in this order.
+
+    The sum is formed in fp32 and rounded once. It has no gradient.
     """
     found = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
     scratch = torch.empty(
@@ -55,26 +70,33 @@ def ordered(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def activations(split: Split) -> Split:
-    """Return how the outputs of a column layer lie over the ranks, side by side in the order of the
-    whole model.
+    """Return how the outputs of a column layer are split over the ranks.
 
-    split: of its weight. Where ranks share a part (a kv head for several), each has its own output,
-    and the outputs are those of a model that has the part several times.
+    The outputs are next to each other in the order of the whole model. If several ranks share a
+    part (a key/value head), each has its own copy of the output: the outputs are those of a model
+    that has the part several times.
+
+    Args:
+        split: How the layer's weight is split.
     """
-    # By block of a fused q, k, v: the widths of the ranks' parts of it.
+    # For each block of a fused q, k, v: the widths of the ranks' parts.
     widths = [[high - low for low, high in block] for block in zip(*split.ranges, strict=True)]
     return Split("split", (sum(map(sum, widths)),), 0, laid_out(widths))
 
 
 def _dim(split: Split) -> int:
-    """Return the dimension that is cut: the last one of activations and biases, whose split has a
-    single dimension.
-    """
+    """Return the split dimension: the last one for activations and biases."""
     return split.dim if len(split.shape) > 1 else -1
 
 
 def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Return a contiguous copy of these ranges of a dimension, one behind the other."""
+    """Return a contiguous copy of ranges of a dimension, concatenated.
+
+    Args:
+        whole: The tensor.
+        dim: The dimension.
+        ranges: The ranges (start, stop).
+    """
     found = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
     return (
         found[0].clone(memory_format=torch.contiguous_format)
@@ -84,10 +106,12 @@ def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 
 def put_together(parts: Sequence[Tensor], split: Split, dim: int) -> Tensor:
-    """Return the whole of which these are the parts, by coordinate; the sum of a part that several
-    ranks hold.
+    """Return the whole of these parts; parts that several ranks hold are summed.
 
-    dim: of the tensors that is cut.
+    Args:
+        parts: The parts, by coordinate.
+        split: How the whole is split.
+        dim: The split dimension of the tensors.
     """
     shape = list(parts[0].shape)
     shape[dim] = split.shape[split.dim]

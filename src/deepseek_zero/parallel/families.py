@@ -1,7 +1,7 @@
-"""Which layers of a model family are split, where the model says it in no way that we read.
+"""Which layers of a model family are split, for models that do not define a plan.
 
-One row is one family: patterns of module names (searched from their end), and the style of the
-layers they find. To teach another family, add a row.
+A row is a family: patterns of module names (matched at their end), and the style of the layers. To
+support another family, add a row.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ Style = Literal[
 
 @dataclass(frozen=True)
 class Fused:
-    """How several projections lie in one: `blocks` after each other, or `interleaved` head by head.
+    """How several projections are stored in one layer.
 
-    parts: how many there are (3: q, k and v). sizes: the width of each, where they differ.
+    Attributes:
+        kind: "blocks" (one after the other) or "interleaved" (head by head).
+        parts: The number of projections (3 for q, k and v).
+        sizes: The width of each, if they differ.
     """
 
     kind: Literal["blocks", "interleaved"]
@@ -29,14 +32,14 @@ class Fused:
 
 @dataclass(frozen=True)
 class StyleRule:
-    """A pattern that the end of a module's name matches, and the style of such modules."""
+    """A pattern for the end of a module name, and the style of such modules."""
 
     pattern: str
     style: Style
     fused: Fused | None = None
 
     def matches(self, name: str) -> bool:
-        """Return whether the end of the name matches; names begin at a dot or at the start."""
+        """Return whether the end of a name matches, from a dot or from the start."""
         return re.search(rf"(?:^|\.)(?:{self.pattern})$", name) is not None
 
 
@@ -52,7 +55,7 @@ _OPT = (
     StyleRule(r"fc1", "column"),
     StyleRule(r"fc2", "row"),
 )
-FAMILIES: dict[str, tuple[StyleRule, ...]] = {  # by the config's model_type
+FAMILIES: dict[str, tuple[StyleRule, ...]] = {  # by `model_type` of the configuration
     "gpt2": (
         StyleRule(r"attn\.c_attn", "column", Fused("blocks", 3)),
         StyleRule(r"attn\.c_proj", "row"),
@@ -84,8 +87,7 @@ FAMILIES: dict[str, tuple[StyleRule, ...]] = {  # by the config's model_type
 }
 ALIASES = {"gpt-neox": "gpt_neox", "gpt2": "gpt2", "gpt-2": "gpt2", "gpt-j": "gptj"}
 
-# Families that no split of layers alone computes: something outside of them depends on the number
-# of heads.
+# Families that cannot be split by layers: something outside of them depends on the number of heads.
 REFUSED: dict[str, str] = {
     "bloom": "its ALiBi bias is made for all heads outside of the attention",
     "falcon": "its fused projection and its ALiBi bias depend on the number of heads outside of "

@@ -1,17 +1,17 @@
 """Autograd functions of layers that several ranks compute together.
 
-    column   y_i = x W_i^T + b_i          each rank its own outputs; x is whole on every rank
-    row      y = sum_i x_i W_i^T + b      each rank its own inputs; y is whole on every rank
-    enter    y = x                        gradients: the sum over the ranks; of x, not of a layer
-    gather   y = (y_1, ..., y_T)          gradients: the own columns
+    column   y_i = x W_i^T + b_i          each rank has its own outputs; x is whole on every rank
+    row      y = sum_i x_i W_i^T + b      each rank has its own inputs; y is whole on every rank
+    enter    y = x                        gradient: the sum over the ranks, once per x
+    gather   y = (y_1, ..., y_T)          gradient: this rank's columns
 
-Where activations are sharded over tokens between the layers, `enter` gathers the tokens and its sum
-is of the own ones; a row product's sum is of the own tokens, and its backward gathers them. `shard`
-and `unshard` are at the ends.
+If activations are sharded over tokens between the layers, `enter` gathers the tokens and its sum is
+for this rank's tokens. The sum of a row product is for this rank's tokens too, and its backward
+gathers them. `shard` and `unshard` are used at the ends.
 
-The first column layer that reads a tensor enters it (layers.py); the layers beside it read the same
-entered tensor. In backward they add their gradients for it into one buffer, product by product, and
-the last one starts the sum before it computes the gradient of its weight.
+The first column layer that reads a tensor enters it (layers.py), and the other column layers read
+the same entered tensor. In backward they add their gradients for it into one buffer, product by
+product. The last one starts the sum before it computes the gradient of its weight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ from .group import Sum, TensorGroup
 def product(
     rows: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, out: Tensor | None = None
 ) -> Tensor:
-    """Return rows times the weight, (rows, out)."""
+    """Return rows times a weight, of shape (rows, out).
+
+    Args:
+        rows: The inputs, shape (rows, in).
+        weight: The weight, shape (out, in), or (in, out) if transposed.
+        bias: The bias, shape (out,), or None.
+        transposed: Whether the weight is (in, out).
+        out: The output tensor, if there is one.
+    """
     right = weight if transposed else weight.t()
     return (
         torch.mm(rows, right, out=out) if bias is None else torch.addmm(bias, rows, right, out=out)
@@ -42,12 +50,18 @@ def product(
 
 
 def weight_gradient(grad: Tensor, rows: Tensor, transposed: bool) -> Tensor:
-    """Return the gradient of a weight, in its own orientation. grad: (rows, out)."""
+    """Return the gradient of a weight, in its own orientation.
+
+    Args:
+        grad: The gradient of the outputs, shape (rows, out).
+        rows: The inputs, shape (rows, in).
+        transposed: Whether the weight is (in, out).
+    """
     return torch.mm(rows.t(), grad) if transposed else torch.mm(grad.t(), rows)
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return (..., n) as a contiguous (rows, n)."""
+    """Reshape (..., n) to a contiguous (rows, n)."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
@@ -55,22 +69,30 @@ def flat(x: Tensor) -> Tensor:
 
 
 class Partials(Protocol):
-    """Where the gradients for one entered tensor are added up on one rank."""
+    """Accumulates the gradients for one entered tensor on one rank."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a buffer for the first of them."""
+        """Return a buffer for the accumulated gradient.
+
+        Args:
+            shape: The shape.
+            dtype: The dtype.
+        """
         ...
 
     def complete(self, partial: Tensor) -> None:
-        """Take over what the layers' gradients add up to."""
+        """Receive the accumulated gradient of all layers."""
         ...
 
 
 class Entry:
-    """One tensor that column layers read, and their gradients for it, which add up in one buffer.
+    """A tensor that column layers read, with the buffer of their gradients for it.
 
-    readers: layers that have read it in forward. When as many have added their gradient, `partials`
-    takes the buffer.
+    `readers` counts the layers that have read it in forward. When all of them have added their
+    gradient, `partials` receives the buffer.
+
+    Args:
+        partials: Provides and receives the buffer.
     """
 
     def __init__(self, partials: Partials) -> None:
@@ -81,7 +103,13 @@ class Entry:
     _buffer: Tensor | None
 
     def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
-        """Add one layer's gradient for the input. grad: (rows, out)."""
+        """Add one layer's gradient for the input.
+
+        Args:
+            grad: The gradient of the layer's outputs, shape (rows, out).
+            weight: The layer's weight.
+            transposed: Whether the weight is (in, out).
+        """
         left = weight.t() if transposed else weight
         if self._buffer is None:
             self._buffer = self._partials.buffer((grad.shape[0], left.shape[1]), grad.dtype)
@@ -93,7 +121,7 @@ class Entry:
             self.close()
 
     def close(self) -> None:
-        """Hand on what has come, if something has: every layer that will be heard has been."""
+        """Pass on the accumulated gradient, if there is any. No layer will add to it."""
         if self._buffer is not None:
             buffer = self._buffer
             self._buffer = None
@@ -102,8 +130,12 @@ class Entry:
 
 
 class GroupPartials:
-    """Sums over the ranks of a group; of the own tokens alone, where `tokens` is their (batch,
-    tokens, width).
+    """Sums gradients over the ranks of a group.
+
+    Args:
+        group: The group.
+        what: The name of the sum, for messages.
+        tokens: The shape (batch, tokens, width) if only this rank's tokens are summed.
     """
 
     def __init__(self, group: TensorGroup, what: str, tokens: Sequence[int] | None = None) -> None:
@@ -113,23 +145,32 @@ class GroupPartials:
         self._sum: Sum | None = None
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a buffer of the group.
+
+        Args:
+            shape: The shape.
+            dtype: The dtype.
+        """
         return self._group.take(shape, dtype)
 
     def complete(self, partial: Tensor) -> None:
+        """Start the sum over the ranks."""
         if self._tokens is None:
             self._sum = self._group.sum(partial, self._what)
         else:
             self._sum = self._group.sum_own_tokens(partial.view(*self._tokens), self._what)
 
     def wait(self) -> Tensor | None:
+        """Return the sum, or None if none was started."""
         found = self._sum
         self._sum = None
         return None if found is None else found.wait()
 
 
 class _Enter(torch.autograd.Function):
-    """Layers return no gradient for the entered tensor (`Entry.add`): this node runs when all of
-    them have run.
+    """Column layers return no gradient for the entered tensor (`Entry.add`).
+
+    This node runs after all of them.
     """
 
     @staticmethod
@@ -150,8 +191,15 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
-    """Return a tensor for column layers to read, and its entry; x itself and None where x needs no
-    gradient.
+    """Enter a tensor that column layers read.
+
+    Args:
+        x: The tensor, whole on every rank.
+        group: The group.
+        what: The name of the first layer, for messages.
+
+    Returns:
+        The tensor to read and its entry; `x` and None if `x` needs no gradient.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, None
@@ -161,7 +209,7 @@ def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | Non
 
 
 class _EnterTokens(torch.autograd.Function):
-    """As `_Enter`, of a tensor that is sharded over tokens."""
+    """`_Enter` for a tensor that is sharded over tokens."""
 
     @staticmethod
     def forward(
@@ -183,10 +231,21 @@ class _EnterTokens(torch.autograd.Function):
 
 
 def enter_tokens(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
-    """Return all tokens of a sharded tensor for column layers to read, and its entry as `enter`
-    does.
+    """Gather and enter a tensor that is sharded over tokens.
 
-    x: (batch, tokens / ranks, n). Collective; waits.
+    Args:
+        x: This rank's tokens, shape (batch, tokens / ranks, n).
+        group: The group.
+        what: The name of the layer, for messages.
+
+    Returns:
+        All tokens, and their entry as in `enter`.
+
+    Raises:
+        NotBuiltError: `x` does not have three dimensions.
+
+    Note:
+        Collective and blocking: every rank must call it.
     """
     if x.dim() != 3:
         raise NotBuiltError(
@@ -240,7 +299,15 @@ class _Column(torch.autograd.Function):
 def column(
     x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry | None, transposed: bool
 ) -> Tensor:
-    """Return this rank's outputs. x: (..., in), entered; `entry` from `enter`. Local."""
+    """Return this rank's outputs of a column layer. Local.
+
+    Args:
+        x: The entered tensor, shape (..., in).
+        weight: This rank's weight.
+        bias: This rank's bias, or None.
+        entry: The entry of `x`, or None.
+        transposed: Whether the weight is (in, out).
+    """
     found: Tensor = _Column.apply(x, weight, bias, entry, transposed)  # type: ignore[no-untyped-call]
     return found
 
@@ -278,8 +345,11 @@ class _Row(torch.autograd.Function):
 
 
 def row_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of a row product's input, weight and bias: no rank needs another for
-    them.
+    """Return the gradients of a row product's input, weight and bias. Local.
+
+    Args:
+        ctx: The autograd context of the product.
+        grad: The gradient of the output.
     """
     x, weight = ctx.saved_tensors
     needs = ctx.needs_input_grad
@@ -302,11 +372,22 @@ def row(
     *,
     shards_tokens: bool = False,
 ) -> Tensor:
-    """Return the sum of every rank's product, and the bias once (in the first rank's part).
-    Collective; waits.
+    """Return the sum of every rank's product, plus the bias.
 
-    x: (..., in), this rank's inputs. shards_tokens: of x (batch, tokens, in) the sum is of the own
-    tokens alone, (batch, tokens / ranks, out); backward gathers them, and is collective too.
+    The first rank adds the bias to its product.
+
+    Args:
+        x: This rank's inputs, shape (..., in).
+        weight: This rank's weight.
+        bias: The bias, whole on every rank, or None.
+        group: The group.
+        transposed: Whether the weight is (in, out).
+        what: The name of the layer, for messages.
+        shards_tokens: Return only this rank's tokens: (batch, tokens, in) becomes (batch, tokens /
+            ranks, out). Backward gathers them, so it is collective too.
+
+    Note:
+        Collective and blocking: every rank must call it.
     """
     found: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, group, transposed, what, shards_tokens
@@ -326,7 +407,16 @@ class _Exit(torch.autograd.Function):
 
 
 def leave(x: Tensor, group: TensorGroup, what: str) -> Tensor:
-    """Return the sum of every rank's tensor; each gets the whole gradient. Collective; waits."""
+    """Return the sum of every rank's tensor; each receives the whole gradient.
+
+    Args:
+        x: This rank's summand.
+        group: The group.
+        what: The name of the sum, for messages.
+
+    Note:
+        Collective and blocking: every rank must call it.
+    """
     found: Tensor = _Exit.apply(x, group, what)  # type: ignore[no-untyped-call]
     return found
 
@@ -348,8 +438,16 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
-    """Return every rank's columns, in the order of the whole. x: (..., own columns); the gradient
-    must be equal on every rank. columns: how they lie over the ranks. Collective; waits.
+    """Return every rank's columns in the order of the whole.
+
+    Args:
+        x: This rank's columns, shape (..., own columns). The gradient must be equal on every rank.
+        group: The group.
+        columns: How the columns are split over the ranks.
+        what: The name of the collective, for messages.
+
+    Note:
+        Collective and blocking: every rank must call it.
     """
     found: Tensor = _Gather.apply(x, group, columns, what)  # type: ignore[no-untyped-call]
     return found
@@ -373,8 +471,16 @@ class _Scatter(torch.autograd.Function):
 
 
 def scatter(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
-    """Return this rank's columns of a tensor that is whole on every rank. Backward gathers:
-    collective there; waits.
+    """Return this rank's columns of a tensor that is whole on every rank.
+
+    Args:
+        x: The whole tensor.
+        group: The group.
+        widths: The number of columns of each rank.
+        what: The name of the collective, for messages.
+
+    Note:
+        Backward gathers: it is collective and blocking.
     """
     found: Tensor = _Scatter.apply(x, group, widths, what)  # type: ignore[no-untyped-call]
     return found
@@ -394,16 +500,26 @@ class _Shard(torch.autograd.Function):
 
 
 def own_tokens(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return a copy of this rank's tokens of (batch, tokens, n)."""
+    """Return a copy of this rank's tokens.
+
+    Args:
+        x: All tokens, shape (batch, tokens, n).
+        group: The group.
+    """
     own = x.shape[1] // group.size
     return x.narrow(1, group.index * own, own).clone(memory_format=torch.contiguous_format)
 
 
 def shard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
-    """Return this rank's tokens of a tensor that is whole on every rank. Backward gathers:
-    collective there; waits.
+    """Return this rank's tokens of a tensor that is whole on every rank.
 
-    x: (batch, tokens, n); the ranks divide the tokens.
+    Args:
+        x: All tokens, shape (batch, tokens, n); the number of ranks divides `tokens`.
+        group: The group.
+        what: The name of the collective, for messages.
+
+    Note:
+        Backward gathers: it is collective and blocking.
     """
     found: Tensor = _Shard.apply(x, group, what)  # type: ignore[no-untyped-call]
     return found
@@ -422,10 +538,16 @@ class _Unshard(torch.autograd.Function):
 
 
 def unshard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
-    """Return all tokens of a tensor that is sharded over them; the gradient must be equal on every
-    rank.
+    """Return all tokens of a tensor that is sharded over tokens.
 
-    x: (batch, tokens / ranks, n). Collective; waits.
+    Args:
+        x: This rank's tokens, shape (batch, tokens / ranks, n). The gradient must be equal on every
+            rank.
+        group: The group.
+        what: The name of the collective, for messages.
+
+    Note:
+        Collective and blocking: every rank must call it.
     """
     found: Tensor = _Unshard.apply(x, group, what)  # type: ignore[no-untyped-call]
     return found

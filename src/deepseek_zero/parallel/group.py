@@ -1,9 +1,8 @@
-"""The ranks of one tensor-parallel axis: ordered sums over them, and the buffers that these read in
-place.
+"""Ordered sums over the ranks of a tensor-parallel axis, and their buffers.
 
-A sum is direct: every rank reads every other rank's part where it lies and forms the whole sum, in
-the order of the ranks (`ordered_sum`). Where activations are sharded over tokens, it forms that of
-its own tokens. Buffers are kept and lent again; one that others still read is waited for.
+Sums are direct: every rank reads the part of every other rank in place, and forms the whole sum in
+rank order (`ordered_sum`). If activations are sharded over tokens, a rank forms the sum of its own
+tokens only. Buffers are reused; a buffer that other ranks still read is waited for.
 """
 
 from __future__ import annotations
@@ -18,30 +17,36 @@ from torch import Tensor
 from ..comm.collectives import Comm, ordered_sum
 from ..planner.messages import SUM_TILE_NUMEL
 
-KIND = "tp"  # what the meter counts these bytes as
-LEAST_BUFFERS = 3  # made before one that others still read is waited for
+KIND = "tp"  # kind of these bytes in the meter
+LEAST_BUFFERS = 3  # created before a buffer that is still read is waited for
 
 
 class Sum(Protocol):
-    """A sum under way."""
+    """A sum in progress."""
 
     def wait(self) -> Tensor:
-        """Return the sum over the ranks; raises `PeerError` if another rank failed or strayed."""
+        """Return the sum over the ranks.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
+        """
         ...
 
 
 class TensorGroup:
-    """The ranks that hold parts of the same layers.  All of them make the same calls in the same
-    order.
+    """The ranks that hold parts of the same layers.
 
-    comm: of these ranks.  Its lane "reduce" is this object's alone.
+    All of them must make the same calls in the same order.
+
+    Args:
+        comm: The communicator of these ranks. Only this object uses its lane "reduce".
     """
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self.size = comm.size
         self.index = comm.rank
-        self._free: list[Tensor] = []  # the one lent longest ago first
+        self._free: list[Tensor] = []  # least recently used first
         self._lent: dict[int, Tensor] = {}  # by address
         self._made = 0
         self._scratch = torch.empty(
@@ -51,10 +56,13 @@ class TensorGroup:
     # -- buffers
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Lend a buffer for this rank's part of a sum; arbitrary contents. `sum` takes it back.
-        Local.
+        """Return a buffer with arbitrary contents for this rank's part of a sum.
 
-        Waits where every buffer is still read by others.
+        `sum` takes it back. It waits if other ranks still read every buffer. Local.
+
+        Args:
+            shape: The shape.
+            dtype: The dtype.
         """
         numel = math.prod(shape)
         nbytes = numel * dtype.itemsize
@@ -66,7 +74,7 @@ class TensorGroup:
             self._free = [each for each in self._free if each is not buffer]
             self.comm.wait_until_read(buffer)
         else:
-            # Too small, all of them: the largest makes room
+            # All are too small: free the largest
             if self._free and self._made >= LEAST_BUFFERS:
                 self._free.pop()
                 self._made -= 1
@@ -76,28 +84,39 @@ class TensorGroup:
         return buffer[:nbytes].view(dtype).view(tuple(shape))
 
     def buffers(self) -> list[Tensor]:
-        """Return the memory that is kept for sums. Local."""
+        """Return the memory that is kept for sums."""
         return [self._scratch, *self._free]
 
     def sum(self, part: Tensor, what: str) -> Sum:
-        """Start the sum of every rank's part, in the order of the ranks, in fp32, rounded once.
-        Collective.
+        """Start the sum of every rank's part, in rank order, in fp32, rounded once.
 
-        part: from `take`, of one shape and dtype on every rank; it belongs to the group from now
-        on.
+        Args:
+            part: A buffer of `take` with the same shape and dtype on every rank. The group owns it
+                from now on.
+            what: The name of the sum, for messages.
+
+        Note:
+            Collective: every rank must call it.
         """
         flat = part.view(-1)
         return _Sum(self, part, [flat] * self.size, torch.empty_like(part), what)
 
     def sum_own_tokens(self, part: Tensor, what: str) -> Sum:
-        """Start the sum of every rank's part, of this rank's tokens alone: (batch, tokens, n) to
-        (batch, tokens / size, n). Collective.
+        """Start the sum of every rank's part for this rank's tokens.
 
-        part: as for `sum`; its ranks divide the tokens.
+        Args:
+            part: As for `sum`, shape (batch, tokens, n); the number of ranks divides `tokens`.
+            what: The name of the sum, for messages.
+
+        Returns:
+            The sum, of shape (batch, tokens / size, n).
+
+        Note:
+            Collective: every rank must call it.
         """
         batch, tokens, width = part.shape
         own = tokens // self.size
-        if batch > 1:  # what one rank reads lies in one piece
+        if batch > 1:  # what one rank reads has to be contiguous
             page = self.take((self.size, batch, own, width), part.dtype)
             page.copy_(part.view(batch, self.size, own, width).transpose(0, 1))
             self.give_back(part)
@@ -106,15 +125,21 @@ class TensorGroup:
         return _Sum(self, part, part.view(-1).chunk(self.size), found, what)
 
     def give_back(self, part: Tensor) -> None:
-        """Take back a lent buffer; others may still read it. Local."""
+        """Take back a buffer of `take`, which other ranks may still read. Local."""
         self._free.append(self._lent.pop(part.data_ptr()))
 
     # -- movements
 
     def all_gather(self, part: Tensor, widths: Sequence[int], what: str) -> list[Tensor]:
-        """Return every rank's part, by rank: (rows, widths[rank]) each. Collective; waits.
+        """Return every rank's part, by rank, each of shape (rows, widths[rank]).
 
-        part: (rows, widths[own]), contiguous; it is the own one.
+        Args:
+            part: This rank's part, contiguous; it is returned as its own entry.
+            widths: The width of each rank's part.
+            what: The name of the collective, for messages.
+
+        Note:
+            Collective and blocking: every rank must call it.
         """
         rows = part.shape[0]
         found = [
@@ -130,10 +155,17 @@ class TensorGroup:
         return found
 
     def gather_tokens(self, own: Tensor, what: str) -> Tensor:
-        """Return all tokens of a tensor that is sharded over them: (batch, tokens / size, n) to
-        (batch, tokens, n).
+        """Return all tokens of a tensor that is sharded over tokens.
 
-        Collective; waits.
+        Args:
+            own: This rank's tokens, shape (batch, tokens / size, n).
+            what: The name of the collective, for messages.
+
+        Returns:
+            A tensor of shape (batch, tokens, n).
+
+        Note:
+            Collective and blocking: every rank must call it.
         """
         batch, tokens, width = own.shape
         outgoing = self.take(own.shape, own.dtype).copy_(own).view(-1)
@@ -150,17 +182,21 @@ class TensorGroup:
 
 
 def _boxes(group: TensorGroup, own: Tensor) -> list[Tensor | None]:
-    """Return where every rank's piece comes to, each as large as the own one; None where it is read
-    in its place.
-    """
+    """Return the receive buffer for each rank's piece, or None if it is read in place."""
     if group.comm.reads_in_place:
         return [None] * group.size
     return [own if rank == group.index else torch.empty_like(own) for rank in range(group.size)]
 
 
 class _Sum:
-    """A sum that a group started.  pieces: by rank, what it is to have of the part; found: for the
-    sum of the own.
+    """A sum that a group started.
+
+    Args:
+        group: The group.
+        part: The buffer of this rank's part.
+        pieces: For each rank, what it receives of the part.
+        found: The output, for the sum of this rank's piece.
+        what: The name of the sum, for messages.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""The modules that hold split layers, as copies that a proof can run, and the arguments that they
-are called with.
-"""
+"""Copies of the modules around split layers that a proof can run, and their arguments."""
 
 from __future__ import annotations
 
@@ -19,16 +17,16 @@ from ..base.nested import map_inputs, on_meta
 from ..planner.split import Ranges, Split
 from .plans import ADAPTED, Choice, ParallelPlan, adapted_common, head_dim_of, parent_of
 
-ROWS = 2  # of inputs that are made up
+ROWS = 2  # of generated inputs
 TOKENS = 6
-MOST_ROWS = 2  # of inputs that a first forward gives
+MOST_ROWS = 2  # of inputs of a first forward
 MOST_TOKENS = 16
-# In names of attributes that differ by layer
+# Parts of names of attributes that differ between layers
 NOT_THE_KIND = ("idx", "index", "layer_id", "layer_num", "training")
 
 
 class _Enough(Exception):
-    """Every call that was waited for has been seen."""
+    """All expected calls were recorded."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,21 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class RegionHolder:
-    """The smallest module that holds all split layers of one or more regions, without values.
+    """The smallest module with all split layers of its regions, without values.
 
-    names: of all modules of this kind; the first one is examined. template: a copy of it,
-    parameters on the meta
-    device. members: by name in the module, the split layers of its regions. given: the layers of
-    other rules and of holders inside, which count as whole here. inside: names of these holders.
-    attributes: by (module, attribute), one rank's counts. widths: of attentions, by size, how ranks
-    cut a dimension of that many features or heads.
+    Attributes:
+        names: The names of all modules of this kind; the first one is examined.
+        template: A copy of the module with parameters on the meta device.
+        members: The split layers of its regions, by name in the module.
+        given: The layers of other rules and of holders inside, which count as whole here.
+        inside: The names of these holders.
+        attributes: By (module, attribute), the head counts of each rank.
+        widths: For attentions: how the ranks split a dimension of a given number of features or
+            heads.
+        ranks: The number of ranks.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
+        vectors: Values of parameters with fewer than two dimensions.
     """
 
     names: list[str]
@@ -61,18 +66,19 @@ class RegionHolder:
     ranks: int
     device: torch.device
     dtype: torch.dtype
-    vectors: Mapping[str, Tensor]  # values of parameters of less than two dimensions
+    vectors: Mapping[str, Tensor]  # values of parameters with fewer than two dimensions
 
     @property
     def is_named(self) -> bool:
-        """Whether the configuration names every split layer of the module."""
+        """Return whether the configuration names every split layer of the module."""
         return all(
             choice.source in ("partition_config", "LoRA") for choice in self.members.values()
         )
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are no split layer's. A row layer's bias is among them: every
-        rank holds it.
+        """Return the parameters that belong to no split layer.
+
+        The bias of a row layer is included, because every rank holds it.
         """
         return {
             name: param
@@ -81,14 +87,21 @@ class RegionHolder:
         }
 
     def layer_of(self, parameter: str) -> Choice | None:
-        """Return the layer whose product stands for a parameter; None if it is the module's own."""
+        """Return the split layer of a parameter, or None if it is the module's own."""
         name, _, leaf = parameter.rpartition(".")
         choice = self.members.get(name) or self.given.get(name)
         return None if choice is not None and choice.style == "row" and leaf == "bias" else choice
 
     def ranges_of(self, layer: str, style: str, rank: int | None) -> Ranges | None:
-        """Return what a rank has of the outputs ("column") or inputs ("row") of a layer; None if it
-        has all of them.
+        """Return a rank's part of the outputs or inputs of a layer.
+
+        Args:
+            layer: The name of the layer.
+            style: "column" for outputs, "row" for inputs.
+            rank: The rank, or None for the whole module.
+
+        Returns:
+            The ranges, or None if the rank has all of them.
         """
         choice = self.members.get(layer)
         if rank is None or choice is None or choice.style != style:
@@ -101,7 +114,12 @@ class RegionHolder:
 
 
 def holders_of(model: nn.Module, plan: ParallelPlan) -> list[RegionHolder]:
-    """Return one holder for each kind of module around split layers."""
+    """Return one holder for each kind of module around split layers.
+
+    Args:
+        model: The whole model.
+        plan: Its plan.
+    """
     named: dict[str, nn.Module] = dict(model.named_modules())
     found: dict[str, list[tuple[list[Choice], Choice]]] = {}
     for row in plan.choices:
@@ -124,7 +142,7 @@ def holders_of(model: nn.Module, plan: ParallelPlan) -> list[RegionHolder]:
 
 
 def _callable(named: Mapping[str, nn.Module], name: str) -> str:
-    """Return the name of a module, or of the nearest one around it, that has a forward."""
+    """Return the name of the nearest module that has a forward: itself or a parent."""
     while name and type(named[name]).forward in (
         nn.Module.forward,
         nn.ModuleList.forward,
@@ -135,15 +153,27 @@ def _callable(named: Mapping[str, nn.Module], name: str) -> str:
 
 
 def is_inside(name: str, other: str) -> bool:
+    """Return whether a module is a descendant of another one.
+
+    Args:
+        name: The name of the module.
+        other: The name of the possible ancestor; "" is the model.
+    """
     return name != other and (not other or name.startswith(f"{other}."))
 
 
 def joined(holder: str, name: str) -> str:
+    """Return the full name of a module or parameter.
+
+    Args:
+        holder: The name of the module that contains it.
+        name: Its name in that module.
+    """
     return ".".join(each for each in (holder, name) if each)
 
 
 def _layers_in(plan: ParallelPlan, holder: str) -> dict[str, Choice]:
-    """Return the layers in a module that have stand-ins for their products, by name in it."""
+    """Return the layers of a module whose products are replaced, by name in it."""
     prefix = f"{holder}." if holder else ""
     return {
         choice.name.removeprefix(prefix): choice
@@ -155,15 +185,16 @@ def _layers_in(plan: ParallelPlan, holder: str) -> dict[str, Choice]:
 
 
 def widths_of(choice: Choice) -> tuple[int, int]:
-    """Return the outputs and inputs of a whole layer; the layer itself may have been cut."""
+    """Return the outputs and inputs of a whole layer, even if it was split."""
     assert choice.part is not None
     first, second = choice.part.weight.shape
     return (second, first) if choice.part.transposed else (first, second)
 
 
 def _kind_of(module: nn.Module, layers: Mapping[str, Choice]) -> Any:
-    """Return what modules of one kind have in common: classes, plain attributes, shapes and split
-    layers.
+    """Return a key that is equal for modules of one kind.
+
+    It contains classes, plain attributes, shapes and split layers.
     """
     parts = []
     for inner, each in module.named_modules():
@@ -238,7 +269,7 @@ def _holder(
 
 
 def _note_width(widths: dict[int, tuple[Ranges, ...]], side: Split, head_dim: int) -> None:
-    """Store how ranks share an attention's features and heads, by their number."""
+    """Record how the ranks share an attention's features and heads, by their number."""
     (width,) = side.shape
     widths.setdefault(width, side.ranges)
     heads = tuple(
@@ -248,10 +279,9 @@ def _note_width(widths: dict[int, tuple[Ranges, ...]], side: Split, head_dim: in
 
 
 def _template(name: str, module: nn.Module) -> nn.Module:
-    """Return a copy of a module with its buffers, without the values of its parameters and without
-    hooks.
+    """Return a copy of a module with its buffers, without parameter values and hooks.
 
-    NotBuiltError if it cannot be copied.
+    Raises NotBuiltError if it cannot be copied.
     """
     memo: dict[int, Any] = {}
     for param in module.parameters():
@@ -282,10 +312,13 @@ def _template(name: str, module: nn.Module) -> nn.Module:
 
 
 def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, ModuleCall]:
-    """Return the calls of these modules in a forward of the model on its `dummy_inputs`; fewer if
-    that fails.
+    """Return the calls of modules in a forward of the model on its `dummy_inputs`.
 
-    A copy of the model runs on tensors without values.
+    A copy of the model runs on tensors without values. If it fails, there are fewer calls.
+
+    Args:
+        model: The whole model.
+        names: The names of the modules.
     """
     example = getattr(model, "dummy_inputs", None)
     calls: dict[str, ModuleCall] = {}
@@ -320,13 +353,17 @@ def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, ModuleCall]:
             )
     except (
         Exception
-    ):  # a model may do anything here; what was not seen is examined in the first forward
+        # any exception of the model; the first forward examines what was not reached
+    ):
         return calls
     return calls
 
 
 def simple_call(holder: RegionHolder) -> ModuleCall | None:
-    """Return made-up arguments for a module that takes one tensor, as feed-forward layers do."""
+    """Return generated arguments for a module that takes one tensor, or None.
+
+    Feed-forward layers are such modules.
+    """
     parameters = inspect.signature(holder.template.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [
@@ -341,7 +378,7 @@ def simple_call(holder: RegionHolder) -> ModuleCall | None:
 
 
 def without_caches(value: Any) -> Any:
-    """Return arguments without caches of keys and values, which training has no use for."""
+    """Return arguments without key/value caches, which training does not use."""
     if hasattr(value, "get_seq_length"):
         return None
     if type(value) is dict:
@@ -350,8 +387,13 @@ def without_caches(value: Any) -> Any:
 
 
 def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
-    """Return arguments of fewer rows and tokens, where these are told from other dimensions by
-    their sizes.
+    """Return arguments with fewer rows and tokens.
+
+    These dimensions are recognized by their sizes.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
     given: list[Tensor] = []
 

@@ -1,5 +1,6 @@
-"""A look at the first batch of ranks that must be given the same one: along "tp", and the stages of
-a pipeline.
+"""Compare the first batch of ranks that must receive the same one.
+
+These are the ranks along "tp" and the stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from ..comm.collectives import Comm
 
 
 def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
-    """Have the model's first forward compare what the ranks of a tensor-parallel axis were given.
-    Local.
+    """Make the model's first forward compare its inputs across tensor-parallel ranks.
 
-    comm: of these ranks.  That forward raises BatchMismatchError on each of them, in DeepSpeed's
-    words, where their
-    tensors differ: each would compute its part of another batch.
+    That forward raises BatchMismatchError on each rank if their tensors differ, because each rank
+    would compute its part of another batch. The message contains DeepSpeed's text. This call is
+    local.
+
+    Args:
+        model: The model.
+        comm: The communicator of the tensor-parallel ranks.
     """
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -38,8 +42,17 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
 
 
 def difference(batch: Any, comm: Comm) -> str | None:
-    """Say in which ranks of a communicator the tensors of a batch differ, None where they are
-    alike.  Collective.
+    """Return a description of how the tensors of a batch differ between ranks.
+
+    Args:
+        batch: This rank's batch.
+        comm: The communicator of the ranks.
+
+    Returns:
+        The description, or None if the batches are equal.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     told = comm.all_gather_text(_fingerprint(batch), "the first batch")
     other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
@@ -49,7 +62,7 @@ def difference(batch: Any, comm: Comm) -> str | None:
 
 
 def _fingerprint(batch: Any) -> str:
-    """Say what the tensors of a batch are: shapes, dtypes, and a digest of what they hold."""
+    """Return the shapes, dtypes and a digest of the tensors of a batch."""
     digest = hashlib.sha256()
     shapes = list[str]()
 

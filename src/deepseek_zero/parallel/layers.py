@@ -1,8 +1,8 @@
-"""Layers changed in place into parts of layers: their class, their parameters' data, their sizes.
+"""Layers that are changed in place into parts of layers.
 
-A layer stays the object it was, and a parameter the Parameter it was, so that ties, optimizers and
-names hold. What a layer computes is its axis's to say: `TensorAxis` for the rank of a group,
-`VirtualAxis` (virtual.py) for a whole model in one process.
+A layer stays the same object, and a parameter the same Parameter, so ties, optimizers and names
+remain valid. The axis of a layer computes it: `TensorAxis` for one rank of a group, `VirtualAxis`
+(virtual.py) for a whole model in one process.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from .streams import Streams, align_generators
 
 @dataclass(frozen=True)
 class LayerPart:
-    """What a layer is over the ranks of an axis.
+    """How a layer is split over the ranks of an axis.
 
-    name: its module's. transposed: its weight is (in, out). gathers: a column layer's outputs are
-    gathered at once;
-    scatters: a row layer's inputs come whole. is_head: its outputs are logits, which a loss may
-    read split.
-    shards_tokens: in training, what a column layer reads and a row layer gives is sharded over
-    tokens.
+    Attributes:
+        name: The name of the module.
+        weight: How the weight is split.
+        transposed: Whether the weight is (in, out).
+        gathers: Whether the outputs of a column layer are gathered at once.
+        scatters: Whether the inputs of a row layer are whole.
+        is_head: Whether the outputs are logits, which a loss may read split.
+        shards_tokens: Whether, in training, the inputs of a column layer or the outputs of a row
+            layer are sharded over tokens.
     """
 
     name: str
@@ -46,24 +49,25 @@ class LayerPart:
 
     @property
     def widths(self) -> list[int]:
-        """By coordinate, how much of the cut dimension a rank holds."""
+        """Return how many elements of the split dimension each rank holds."""
         return [sum(stop - start for start, stop in ranges) for ranges in self.weight.ranges]
 
     @property
     def side(self) -> Split:
-        """The cut dimension alone: of a row layer's inputs, and of a bias."""
+        """Return the split of the split dimension alone: of row inputs, or of a bias."""
         return Split("split", (self.weight.shape[self.weight.dim],), 0, self.weight.ranges)
 
     @cached_property
     def outputs(self) -> Split:
-        """How the outputs of a column layer lie over the ranks (`activations`)."""
+        """Return how the outputs of a column layer are split (`activations`)."""
         return activations(self.weight)
 
 
 class Axis(Protocol):
-    """Who computes layers that are parts.
+    """Computes layers that are parts.
 
-    splits_loss: whether the loss reads split logits in the forward under way (loss.py).
+    Attributes:
+        splits_loss: Whether the loss reads split logits in the current forward (loss.py).
     """
 
     splits_loss: bool
@@ -75,20 +79,33 @@ class Axis(Protocol):
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor: ...
 
     def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
-        """Return, for each rank that computes here, the number of its first word and its columns of
-        split logits.
+        """Return this process's columns of split logits.
+
+        Args:
+            logits: The logits.
+            part: The layer that computed them.
+
+        Returns:
+            For each rank that computes in this process: the index of its first word, and its
+                columns.
         """
         ...
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return every rank's rows, by rank. rows: one (n, width) for each rank that computes here.
-        Collective.
+        """Return every rank's rows, by rank.
+
+        Args:
+            rows: One tensor of shape (n, width) for each rank that computes in this process.
+            what: The name of the collective, for messages.
+
+        Note:
+            Collective: every rank must call it.
         """
         ...
 
 
 class Layer(nn.Module):
-    """A layer that is a part.  Never made: modules take one of its subclasses as their class."""
+    """A layer that is a part. Not instantiated: modules change their class to a subclass."""
 
     axis: Axis
     part: LayerPart
@@ -105,15 +122,16 @@ class Column(Layer):
 
 
 class Row(Layer):
-    """A layer of which each rank reads its own inputs; its outputs are summed."""
+    """A layer of which each rank reads its own inputs; the outputs are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.axis.row(self, x)
 
 
 class Vocabulary(nn.Embedding, Layer):
-    """An embedding of which each rank holds its own rows.  A subclass's own forward goes on to call
-    this one.
+    """An embedding of which each rank holds its own rows.
+
+    The forward of a subclass may call this one.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -121,7 +139,14 @@ class Vocabulary(nn.Embedding, Layer):
 
 
 def become(module: nn.Module, kind: type[Layer], axis: Axis, part: LayerPart) -> None:
-    """Make a module a part: its class changes, nothing else does."""
+    """Make a module a part by changing its class.
+
+    Args:
+        module: The module.
+        kind: `Column`, `Row` or `Vocabulary`.
+        axis: The axis that computes it.
+        part: How it is split.
+    """
     module.__class__ = _mixed(type(module), kind)
     layer = cast(Layer, module)
     layer.axis = axis
@@ -132,7 +157,7 @@ _mixes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def _mixed(base: type[nn.Module], kind: type[Layer]) -> type[nn.Module]:
-    """Return the class of a part that was of class `base`; there is one for each pair."""
+    """Return the class for a part whose class was `base`; one for each pair."""
     if issubclass(kind, base):
         return kind
     if (base, kind) not in _mixes:
@@ -144,22 +169,35 @@ def _mixed(base: type[nn.Module], kind: type[Layer]) -> type[nn.Module]:
 
 
 class TensorAxis:
-    """The layers of one rank of a group.  All ranks of the group call them in the same order."""
+    """Computes the layers of one rank of a group.
+
+    All ranks of the group call them in the same order.
+
+    Args:
+        group: The group.
+        streams: The random streams, if the model draws random numbers.
+    """
 
     def __init__(self, group: TensorGroup, streams: Streams | None = None) -> None:
         self.group = group
         self.streams = streams
         self.splits_loss = False
-        self._entered: list[_Entered] = []  # since the last region was left
+        self._entered: list[_Entered] = []  # since the end of the last region
         self._is_inside = (
-            False  # of a module that has all tokens of what was sharded (`read_tokens`)
+            False  # in a module that has all tokens of a sharded tensor (`read_tokens`)
         )
-        self._runs = False  # a forward of the model is under way, or an error ended it
+        self._runs = False  # a forward of the model is in progress, or it raised
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
-        return self  # a copy of a model is computed by the same ranks
+        return self  # a copy of a model uses the same ranks
 
     def column(self, layer: Layer, x: Tensor) -> Tensor:
+        """Compute a column layer; see `column` in functions.py.
+
+        Args:
+            layer: The layer.
+            x: Its input.
+        """
         entered = self._enter(layer, x)
         part = layer.part
         weight = _cast(layer.weight, entered.read.dtype)
@@ -172,6 +210,12 @@ class TensorAxis:
         return found
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
+        """Compute a row layer; see `row` in functions.py. Collective.
+
+        Args:
+            layer: The layer.
+            x: Its input.
+        """
         part = layer.part
         shards_tokens = part.shards_tokens and layer.training
         if shards_tokens:
@@ -188,35 +232,72 @@ class TensorAxis:
         )
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
+        """Compute an embedding. Collective.
+
+        Args:
+            layer: The layer.
+            ids: Indices into the whole table.
+        """
         found = look_up(layer.weight, layer.part, self.group.index, ids, layer.padding_idx)
         return leave(found, self.group, layer.part.name)
 
     def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
+        """Return this rank's columns, as `Axis.own_columns`.
+
+        Args:
+            logits: This rank's logits.
+            part: The layer that computed them.
+        """
         return [(sum(part.widths[: self.group.index]), logits)]
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Return every rank's rows, as `Axis.all_gather`. Collective.
+
+        Args:
+            rows: This rank's rows.
+            what: The name of the collective, for messages.
+        """
         (own,) = rows
         return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Forget what a forward left that an error ended; align the ranks' generators. Collective.
+        """Reset the state that a failed forward left, and align the ranks' generators.
 
         A forward pre-hook of the model.
+
+        Args:
+            module: The model.
+            args: Ignored.
+
+        Note:
+            Collective: every rank must call it.
         """
         if not self._runs and self.streams is not None:
-            # Left by a recomputation, which has put torch's generators back itself
+            # State of a recomputation, which has restored torch's generators itself
             self.streams.forget()
         self.leave()
         self._runs = True
         align_generators(self.group.comm)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note that a forward has come to its end. A forward hook of the model."""
+        """Record that a forward has finished. A forward hook of the model.
+
+        Args:
+            module: The model.
+            args: Ignored.
+            output: Ignored.
+        """
         self._runs = False
 
     def read_tokens(self, x: Tensor, name: str) -> Tensor:
         """Return all tokens of a sharded tensor, for a module whose column layers read it.
-        Collective; waits.
+
+        Args:
+            x: This rank's tokens.
+            name: The name of the module, for messages.
+
+        Note:
+            Collective and blocking: every rank must call it.
         """
         read, entry = enter_tokens(cast_for_autocast(x), self.group, name)
         self._forget()
@@ -225,14 +306,15 @@ class TensorAxis:
         return read
 
     def enter_tokens(self) -> None:
-        """Begin to compute on this rank's tokens: it draws from a stream of its own."""
+        """Start to compute on this rank's tokens, with its own random stream."""
         if self.streams is not None:
-            self.streams.forget()  # of a recomputation that ended before its end
+            self.streams.forget()  # state of a recomputation that stopped early
             self.streams.enter()
 
     def _enter(self, layer: Layer, x: Tensor) -> _Entered:
-        """Return the tensor that column layers read for x: the one made for a layer before, if it
-        read the same x.
+        """Return the tensor that column layers read for x.
+
+        Layers that read the same x share it.
         """
         for known in self._entered:
             if known.x is x and known.version == _version(x):
@@ -250,13 +332,13 @@ class TensorAxis:
         found = _Entered(x, _version(x), read, entry)
         self._entered.append(found)
         if shards_tokens:
-            return found  # the stream is the rank's own in the whole block
+            return found  # the rank's own stream is used in the whole block
         if self.streams is not None and not (layer.part.gathers or layer.part.is_head):
             self.streams.enter()
         return found
 
     def leave(self) -> None:
-        """Forget the entered tensors: what is computed next is whole on every rank."""
+        """Forget the entered tensors: the following values are whole on every rank."""
         self._forget()
         if self.streams is not None:
             self.streams.leave()
@@ -268,7 +350,7 @@ class TensorAxis:
 
 @dataclass(frozen=True)
 class _Entered:
-    """x, as it was entered at this version, and what the column layers read for it."""
+    """x at the version at which it was entered, and the tensor that column layers read."""
 
     x: Tensor
     version: int
@@ -279,8 +361,14 @@ class _Entered:
 def look_up(
     weight: Tensor, part: LayerPart, coordinate: int, ids: Tensor, padding: int | None
 ) -> Tensor:
-    """Return one rank's summand of an embedding: its own rows, zero for the others'. ids: as the
-    whole table counts.
+    """Return one rank's summand of an embedding: zero for the rows of other ranks.
+
+    Args:
+        weight: This rank's rows.
+        part: How the table is split.
+        coordinate: The rank's index on the axis.
+        ids: Indices into the whole table.
+        padding: The padding index in the whole table, or None.
     """
     ((start, stop),) = part.weight.ranges[coordinate]
     own = ids - start
@@ -291,7 +379,7 @@ def look_up(
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype that torch.autocast computes products in, where it is on."""
+    """Return x in the dtype of torch.autocast for matrix products, if it is enabled."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
@@ -299,7 +387,10 @@ def cast_for_autocast(x: Tensor) -> Tensor:
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
-    """Return a weight for autocast; elsewhere a product of two dtypes is torch's error."""
+    """Return a weight in the dtype of autocast.
+
+    Without autocast it is unchanged, and torch raises for a product of two dtypes.
+    """
     if tensor is None or tensor.dtype == dtype or not torch.is_autocast_enabled(tensor.device.type):
         return tensor
     return tensor.to(dtype)

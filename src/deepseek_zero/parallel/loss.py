@@ -1,8 +1,8 @@
-"""Cross entropy of logits that are split over the vocabulary: each rank keeps its own columns.
+"""Cross entropy of logits that are split over the vocabulary.
 
-Of each token's logits a rank tells the others three numbers: their maximum, the sum of their
-exponentials, and the target's logit where it has it; a fourth with label smoothing. No rank sees a
-whole row, and backward sends nothing.
+For each token, a rank sends three numbers about its columns: the maximum of the logits, the sum of
+their exponentials, and the target's logit if it has it. Label smoothing needs a fourth. No rank has
+a whole row, and backward sends nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What is added up beside the target's likelihood; the words are
-    `torch.nn.functional.cross_entropy`'s.
+    """The terms of the loss, named as in `torch.nn.functional.cross_entropy`.
 
-    weight: of each word of the vocabulary, whole on every rank. z_loss: times the squared logarithm
-    of each token's sum of exponentials.
+    Attributes:
+        weight: The weight of each word of the vocabulary, whole on every rank.
+        ignore_index: The target of tokens that do not count.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: The share of the loss that is spread over all words.
+        z_loss: Factor of the squared logarithm of each token's sum of exponentials.
     """
 
     weight: Tensor | None = None
@@ -43,12 +46,20 @@ class Terms:
 def split_cross_entropy(
     logits: Tensor, targets: Tensor, axis: Axis, part: LayerPart, terms: Terms | None = None
 ) -> Tensor:
-    """Return the cross entropy of split logits, in fp32: equal on every rank. Collective; waits.
+    """Return the cross entropy of split logits in fp32, equal on every rank.
 
-    logits: (..., words), this rank's words of the vocabulary, of any float dtype; of the virtual
-    axis all of them.
-    targets: (...), words of the whole vocabulary, or `ignore_index`. part: of the layer that gave
-    the logits. As in torch, a mean over no token is NaN.
+    As in torch, the mean over no token is NaN.
+
+    Args:
+        logits: This rank's columns, shape (..., words), of any floating-point dtype; with a virtual
+            axis all columns.
+        targets: Words of the whole vocabulary or `ignore_index`, shape (...).
+        axis: The axis.
+        part: The layer that computed the logits.
+        terms: The terms of the loss; by default `Terms()`.
+
+    Note:
+        Collective and blocking: every rank must call it.
     """
     terms = terms or Terms()
     rows = axis.own_columns(logits.reshape(-1, logits.shape[-1]), part)
@@ -60,8 +71,10 @@ def split_cross_entropy(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """logits: (tokens, words) of each rank that computes here, whose first word is number
-    `starts[...]`.
+    """The autograd function.
+
+    `logits` has one tensor of shape (tokens, words) for each rank that computes in this process.
+    `starts` are the indices of their first words.
     """
 
     @staticmethod
@@ -117,7 +130,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         targets, lse, per_row, own, *logits = ctx.saved_tensors
         found = []
         for each, start in zip(logits, ctx.starts, strict=True):
-            # No name keeps the argument of exp: it is as large as the logits
+            # No variable keeps the argument of exp, because it is as large as the logits
             if each.dtype != torch.float32:
                 slope = torch.exp(each.float().sub_(lse[:, None]))
             else:
@@ -137,15 +150,25 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def places(targets: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
-    """Return where targets are among these words, and their places there (0 elsewhere)."""
+    """Return which targets are among a rank's words, and their indices there.
+
+    Args:
+        targets: The targets.
+        start: The index of the rank's first word.
+        words: The number of its words.
+
+    Returns:
+        A boolean tensor, and the indices (0 for other targets).
+    """
     place = targets - start
     inside = (place >= 0) & (place < words)
     return inside, place.masked_fill(~inside, 0)
 
 
 def _tell(logits: Tensor, targets: Tensor, start: int, terms: Terms) -> Tensor:
-    """Return what a rank says of its words, (tokens, 3 or 4): maximum, sum of exponentials,
-    target's logit, sum.
+    """Return a rank's values for each token, of shape (tokens, 3 or 4).
+
+    They are the maximum, the sum of exponentials, the target's logit, and the sum of the logits.
     """
     values = logits.float()
     highest = values.amax(1)
@@ -162,8 +185,11 @@ def _tell(logits: Tensor, targets: Tensor, start: int, terms: Terms) -> Tensor:
 
 
 def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return by token the logarithm of all words' exponentials, the target's logit and the weighted
-    sum of logits.
+    """Combine the values of all ranks for each token.
+
+    Returns:
+        The logarithm of the sum of exponentials, the target's logit, and the weighted sum of
+        logits.
     """
     highest = torch.stack([each[:, 0] for each in said]).amax(0)
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
@@ -182,10 +208,13 @@ def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SplitLoss:
-    """Takes the place of a transformers model's loss function: reads split logits in training,
-    others as before.
+    """Replaces a transformers model's loss function: reads split logits in training.
 
-    is_causal: labels are shifted, so that each token's logits meet the next label.
+    Args:
+        axis: The axis.
+        part: The layer that computes the logits.
+        whole: The model's loss function, which is used in evaluation.
+        is_causal: Shift labels, so that each token's logits are compared with the next label.
     """
 
     def __init__(
@@ -195,7 +224,7 @@ class SplitLoss:
         self.part = part
         self.whole = whole
         self.is_causal = is_causal
-        self.read: Tensor | None = None  # the logits of the forward under way
+        self.read: Tensor | None = None  # the logits of the current forward
 
     def __call__(
         self,
@@ -207,8 +236,9 @@ class SplitLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the mean over tokens, or their sum over `num_items_in_batch`, as transformers
-        does.
+        """Return the mean over tokens, or their sum over `num_items_in_batch`.
+
+        The arguments are those of transformers' loss functions.
         """
         if not self.axis.splits_loss:
             if shift_labels is not None:
@@ -231,11 +261,19 @@ MASKED = "ForMaskedLMLoss"
 
 
 def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -> bool:
-    """Make a transformers model compute its training loss from split logits; return whether it is
-    one that can.
+    """Make a transformers model compute its training loss from split logits.
 
-    It can if its forward passes its logits to `self.loss_function`, which is one of transformers'
-    for language models. In training with labels its output then has no logits.
+    This is possible if its forward passes its logits to `self.loss_function`, and that is one of
+    transformers' losses for language models. In training with labels its output then has no logits.
+
+    Args:
+        model: The model.
+        axis: The axis.
+        head: The layer that computes the logits.
+        part: How it is split.
+
+    Returns:
+        Whether the model was changed.
     """
     owner = loss_owner(model, head)
     if owner is None:
@@ -249,7 +287,7 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         by_place = args[place] if len(args) > place else None
         labels = kwargs.get("labels", by_place)
-        # Ranks along sp are given those alone
+        # Ranks along sp receive only these
         labels = kwargs.get("shift_labels") if labels is None else labels
         axis.splits_loss = module.training and torch.is_grad_enabled() and labels is not None
         loss.read = None
@@ -259,7 +297,7 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
         axis.splits_loss = False
         logits = loss.read
         loss.read = None
-        # A stage of a pipeline, left before its head
+        # A pipeline stage that ends before the head
         if not was_split or output is None or isinstance(output, Tensor):
             return output
         if logits is None:
@@ -281,16 +319,23 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
 
 
 def loss_owner(model: nn.Module, head: nn.Module) -> nn.Module | None:
-    """Return the module whose forward passes the head's logits to a loss function that can read
-    split ones, if any.
+    """Return the module that passes the head's logits to a supported loss function.
+
+    Args:
+        model: The model.
+        head: The layer that computes the logits.
+
+    Returns:
+        The module, or None.
     """
     owner = next((each for each in model.modules() if _gives_logits(each, head)), None)
     return owner if owner is not None and loss_name(owner) in (CAUSAL, MASKED) else None
 
 
 def loss_name(module: nn.Module) -> str:
-    """Return the name of the loss function that a model of transformers passes its logits to; ""
-    where it does not.
+    """Return the name of a transformers model's loss function.
+
+    It is "" if its forward does not call `self.loss_function`.
     """
     if not hasattr(type(module), "loss_function") or "self.loss_function(" not in _source(
         type(module)
@@ -309,7 +354,7 @@ def _gives_logits(module: nn.Module, head: nn.Module) -> bool:
 
 
 def _source(kind: type[nn.Module]) -> str:
-    """Return the source of a model's forward; "" where there is none."""
+    """Return the source code of a model's forward, or ""."""
     try:
         return inspect.getsource(inspect.unwrap(kind.forward))
     except (OSError, TypeError):

@@ -1,11 +1,10 @@
-"""Which layers of a model are split over the tensor-parallel axis, and how: the plan, made before
-anything is cut.
+"""The plan of tensor parallelism: which layers of a model are split, and how.
 
-The first rule that matches a layer says what it becomes: `partition_config`, the model's own plan,
-a preset, our table of families (families.py), names. Then regions are made: column layers and the
-row layer that closes them. A layer outside of one that a rule names on purpose is split alone
-(ALONE): what it reads and gives is whole on every rank. It stays whole where only its name looked
-like it, as does what no rule matches.
+The first rule that matches a layer decides: `partition_config`, the model's own plan, a preset, the
+table of families (families.py), names. Regions are formed next, from column layers and the row
+layer that follows them. A layer outside of a region is split alone if a rule names it on purpose
+(ALONE): its inputs and outputs are whole on every rank. It stays whole if only its name matched,
+like layers without a rule.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from .token_shards import ShardedBlocks, find_stretch
 HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-ADAPTED = ".base_layer"  # PEFT's name of a layer within its adapter
+ADAPTED = ".base_layer"  # PEFT's name for a layer inside its adapter
 KV_GROUPS = ("num_key_value_groups", "n_rep")
 WIDTHS = ("split_size", "embed_dim", "all_head_size", "inner_dim")
 
-# transformers' words for what a layer becomes
+# Styles in the plans of transformers
 STYLES: dict[str, Style] = {
     "colwise": "column",
     "rowwise": "row",
@@ -49,9 +48,9 @@ STYLES: dict[str, Style] = {
     "local_packed_rowwise": "column",
 }
 
-# What a layer of a pair becomes without the other one.
+# Style of a layer without its counterpart
 ALONE: dict[Style, Style] = {"column": "column_gather", "row": "row_scatter"}
-# A configuration's words for what a layer becomes.
+# Styles in a configuration
 KINDS: dict[str, Style] = {
     "row": "row",
     "column": "column",
@@ -60,26 +59,29 @@ KINDS: dict[str, Style] = {
     "partial": "partial",
 }
 
-Shares = list[tuple[int, int]]  # by rank, [start, stop)
+Shares = list[tuple[int, int]]  # [start, stop) for each rank
 
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """What a caller says about the split. Plain values: the doors read them from their own words.
+    """The caller's settings for splitting layers.
 
-    loss: "split" computes the loss from split logits in training, which then has none to show;
-    "gathered" gathers them; "tiled" leaves both to who computes the loss where the head is
-    (activations/tiled_loss.py). layers: (pattern, style, parts, model types) by `re.match` of a
-    parameter's name, before every other rule; style of KINDS, parts of a fused projection (how many
-    equal ones, or the width of each), and the models that it is for (none named: all).
-    uses_other_rules: whether the rest of the rules follows; is_strict: a layer that is left whole
-    is an error;
-    needs_a_split: a model of which no layer is split is one. preset: a family's table, whatever the
-    model calls itself.
-    sequence: activations sharded over tokens between the regions of a block, in training; "auto":
-    where that is built
-    for the model. grain: feed-forward layers and vocabularies are cut at multiples of it, where
-    every rank gets one.
+    Attributes:
+        loss: "split" computes the loss from split logits in training, and the output has no logits.
+            "gathered" gathers the logits. "tiled" leaves both to the code that computes the loss at
+            the head (activations/tiled_loss.py).
+        layers: Rules (pattern, style, parts, model types), which take precedence. The pattern is
+            matched by `re.match` to the names of parameters. The style is a key of KINDS. Parts are
+            the number of equal parts of a fused projection, or their widths. Model types restrict
+            the rule; empty means all models.
+        uses_other_rules: Whether the other rules apply too.
+        needs_a_split: Whether it is an error if no layer is split.
+        is_strict: Whether it is an error if a layer that a rule matches stays whole.
+        preset: The family whose table is used, whatever the model's type.
+        sequence: Whether activations are sharded over tokens between the regions of a block in
+            training. "auto" enables it if it is built for the model.
+        grain: Feed-forward layers and vocabularies are split at multiples of it, if every rank
+            receives one.
     """
 
     loss: Literal["split", "gathered", "tiled"] = "split"
@@ -96,7 +98,14 @@ class ParallelSettings:
 class Choice:
     """What one layer becomes, and by which rule.
 
-    region: of column layers, a name that those have in common which read one input.
+    Attributes:
+        name: The name of the layer.
+        module: The layer.
+        style: What it becomes.
+        source: The rule.
+        fused: How several projections are stored in it, if it is fused.
+        part: How it is split, once that is known.
+        region: A name that column layers with the same input share.
     """
 
     name: str
@@ -109,26 +118,32 @@ class Choice:
 
     @property
     def is_wished(self) -> bool:
-        """Whether somebody named this layer, and did not only name it so."""
+        """Return whether a rule other than the one for names matched."""
         return self.source != "names"
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The layer's outputs and inputs."""
+        """Return the layer's outputs and inputs."""
         first, second = weight_of(self.module).shape
         return (second, first) if is_transposed(self.module) else (first, second)
 
 
 @dataclass
 class ParallelPlan:
-    """The plan of one model: `parts` by module, `splits` by parameter, attributes that count one
-    rank's heads.
+    """The plan of one model.
 
-    attributes: (module, attribute) -> value by coordinate. attentions: by the module that holds all
-    layers of one, the module that holds its projections. stretch: where activations are sharded
-    over tokens, if they are;
-    why_whole: why they are not, where that was left open. grain: as in the settings. unproven:
-    modules around split layers that the first forward has to examine (proof.py).
+    Attributes:
+        ranks: The number of tensor-parallel ranks.
+        choices: The layers that are split.
+        splits: How each parameter is split, by name.
+        attributes: By (module, attribute), the head counts of each rank.
+        attentions: For each module with all layers of an attention, the module with its
+            projections.
+        left: The layers that stay whole, with the reason.
+        stretch: The blocks between which activations are sharded over tokens, or None.
+        why_whole: Why they are not sharded, if that was left to the plan.
+        grain: As in the settings.
+        unproven: Modules around split layers that the first forward has to examine (proof.py).
     """
 
     ranks: int
@@ -143,7 +158,7 @@ class ParallelPlan:
     unproven: list[Any] = field(default_factory=list)
 
     def table(self) -> str:
-        """Return the plan as text: a line for each kind of layer, numbers of blocks as *."""
+        """Return the plan as text: a line per kind of layer, with block numbers as *."""
         lines: dict[tuple[str, ...], int] = {}
         for choice in self.choices:
             assert choice.part is not None
@@ -169,11 +184,18 @@ class ParallelPlan:
 
 
 def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = None) -> ParallelPlan:
-    """Return the plan of a whole model over that many ranks. Pure: reads names, shapes and
-    attributes.
+    """Return the plan for a whole model.
 
-    Raises NotBuiltError for a family or a style that is not built, UsageError where a layer that
-    was named on purpose does not fit; the message names it.
+    Pure: it reads names, shapes and attributes.
+
+    Args:
+        model: The whole model.
+        ranks: The number of tensor-parallel ranks.
+        settings: The settings; by default `ParallelSettings()`.
+
+    Raises:
+        NotBuiltError: The model's family or a style is not built.
+        UsageError: A layer that was named on purpose does not fit. The message names it.
     """
     cut = came_cut(model)
     refuse_other_cuts(cut, ranks)
@@ -218,7 +240,7 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
 
 
 def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[str, Choice]:
-    """Return the layers that a rule matches, by name in the order of the model."""
+    """Return the layers that a rule matches, by name, in the order of the model."""
     own = _own_plan(model)
     model_type = _model_type(model)
     known = FAMILIES.get(family, ())
@@ -272,7 +294,7 @@ def _by_config(
                     "partition_config.shape says so.",
                     "let the parts add up to the outputs.",
                 )
-            # Its parts are no equal heads, which a region would need
+            # Its parts are not equal heads, which a region needs
             if sizes and style == "column":
                 style = "column_gather"
             return Choice(name, module, KINDS[style], "partition_config", fused)
@@ -280,7 +302,7 @@ def _by_config(
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a transformers model carries, by pattern of the names in `model`."""
+    """Return the plan of a transformers model, by pattern of names in `model`."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -336,7 +358,7 @@ def _model_type(model: nn.Module) -> str:
 
 
 def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Choice]) -> None:
-    """Group the column layers by the row layer that closes them, and cut each group."""
+    """Assign column layers to the row layer that closes their region, and split regions."""
     rows = [choice for choice in choices.values() if choice.style == "row"]
     order = {name: place for place, name in enumerate(choices)}
     regions: dict[str, list[Choice]] = {row.name: [] for row in rows}
@@ -371,8 +393,9 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
 
 
 def _shares_alone(choice: Choice, dim: int, plan: ParallelPlan) -> tuple[Ranges, ...]:
-    """Return what each rank holds of a layer that is split alone: its share of each part of a fused
-    projection.
+    """Return each rank's part of a layer that is split alone.
+
+    It contains a share of each part of a fused projection.
     """
     width = choice.widths[dim]
     fused = choice.fused
@@ -393,10 +416,11 @@ def _shares_alone(choice: Choice, dim: int, plan: ParallelPlan) -> tuple[Ranges,
 def _closing(
     column: Choice, beside: Sequence[Choice], rows: Sequence[Choice], order: Mapping[str, int]
 ) -> Choice | None:
-    """Return the row layer nearest to a column layer: in the same block, best after it.
+    """Return the row layer that closes a column layer's region, or None.
 
-    It reads what the column layer gives, or one `beside` it does (a key's projection may be
-    narrower than the query's).
+    It is the nearest one in the same block, preferably after the column layer. It reads the outputs
+    of the column layer or of one in `beside`, because a key projection may be narrower than the
+    query projection.
     """
     path = column.name.split(".")
     block = _block(column.name)
@@ -414,7 +438,7 @@ def _closing(
 
 
 def _block(name: str) -> str:
-    """Return the name up to the last number in it: the repeated block that a layer is in."""
+    """Return the name up to its last number: the repeated block that contains a layer."""
     path = name.split(".")
     last = max((place for place, each in enumerate(path) if each.isdigit()), default=-1)
     return ".".join(path[: last + 1])
@@ -485,9 +509,7 @@ def _cut_region(
 
 
 def adapted_common(choices: Sequence[Choice]) -> str:
-    """Return the name of the smallest module that holds all of these layers, or the adapters around
-    them.
-    """
+    """Return the name of the smallest module with all of these layers or their adapters."""
     paths = [choice.name.removesuffix(ADAPTED).split(".")[:-1] for choice in choices]
     shared = takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
     return ".".join(each[0] for each in shared)
@@ -498,7 +520,7 @@ def _parts(choice: Choice) -> int:
 
 
 def _in_blocks(column: Choice, ranges: tuple[Ranges, ...], width: int) -> tuple[Ranges, ...]:
-    """Return what each rank holds of a projection of which it holds these ranges of each part."""
+    """Return each rank's part of a projection, from its ranges of each fused part."""
     fused = column.fused
     if fused is None:
         return ranges
@@ -517,7 +539,7 @@ def _in_blocks(column: Choice, ranges: tuple[Ranges, ...], width: int) -> tuple[
 
 
 def _head_dim(parent: nn.Module, columns: Iterable[Choice], inputs: int) -> int | None:
-    """Return the size of a head; None where the layers belong to no attention."""
+    """Return the size of a head, or None if the layers belong to no attention."""
     for name in HEAD_DIM:
         value = getattr(parent, name, None)
         if isinstance(value, int) and value > 0 and inputs % value == 0:
@@ -530,13 +552,21 @@ def _head_dim(parent: nn.Module, columns: Iterable[Choice], inputs: int) -> int 
 
 
 def head_dim_of(model: nn.Module, columns: Sequence[Choice], row: Choice) -> int | None:
-    """Return the size of a head of a region; None if its layers belong to no attention."""
+    """Return the size of a head in a region, or None if it is no attention.
+
+    Args:
+        model: The whole model.
+        columns: The column layers of the region.
+        row: Its row layer.
+    """
     return _head_dim(model.get_submodule(parent_of(columns[0])), columns, row.widths[1])
 
 
 def _shares(width: int, ranks: int, name: str, grain: int = 1) -> Shares:
-    """Cut a width evenly, at multiples of a grain where each rank gets one; the first ranks take
-    more, the last one what is less than a grain. UsageError where a rank would get nothing.
+    """Split a width evenly, at multiples of `grain` if every rank receives one.
+
+    The first ranks receive more, and the last one the remainder of less than a grain. Raises
+    UsageError if a rank would receive nothing.
     """
     if grain > 1 and width // grain >= ranks:
         found = [
@@ -555,9 +585,10 @@ def _shares(width: int, ranks: int, name: str, grain: int = 1) -> Shares:
 
 
 def _head_shares(heads: int, kv_heads: int, ranks: int, name: str) -> tuple[Shares, Shares]:
-    """Return the query heads and the key/value heads of each rank: whole groups of them.
+    """Return the query heads and the key/value heads of each rank, in whole groups.
 
-    With fewer key/value heads than ranks, each goes to as many ranks as share its queries.
+    If there are fewer key/value heads than ranks, all ranks that share the queries of a head hold
+    it.
     """
     group = heads // kv_heads
     if kv_heads >= ranks:
@@ -592,7 +623,7 @@ def _count_heads(
     query: Shares,
     key: Shares,
 ) -> None:
-    """Note the attributes by which an attention counts its heads."""
+    """Record the attributes with which an attention counts its heads."""
     queries = [high - low for low, high in query]
     keys = [high - low for low, high in key]
     values: list[tuple[Iterable[str], int, list[int]]] = [
@@ -613,7 +644,7 @@ def _count_heads(
 
 
 def _take_apart(plan: ParallelPlan, choices: Sequence[Choice], why: str) -> None:
-    """Let each of these layers be split alone where a rule names it, and stay whole elsewhere."""
+    """Split each of these layers alone if a rule names it; else leave it whole."""
     for choice in choices:
         if choice.is_wished:
             choice.style = ALONE[choice.style]
@@ -625,7 +656,7 @@ def _take_apart(plan: ParallelPlan, choices: Sequence[Choice], why: str) -> None
 
 
 def _split_adapters(model: nn.Module, plan: ParallelPlan) -> None:
-    """Split what LoRA adds to split layers: B beside a column layer, A beside a row layer.
+    """Split the LoRA layers of split layers: B of a column layer, A of a row layer.
 
     The narrow product between A and B is whole on every rank.
     """
@@ -647,9 +678,7 @@ def _split_adapters(model: nn.Module, plan: ParallelPlan) -> None:
 def _split_vocabulary(
     model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Choice], settings: ParallelSettings
 ) -> None:
-    """Split the embedding of the tokens and the layer that gives logits, where the model tells
-    which they are.
-    """
+    """Split the token embedding and the output layer if the model identifies them."""
     taken = {id(choice.module) for choice in plan.choices}
     skipped = {
         name
@@ -696,7 +725,7 @@ def _split_vocabulary(
         choice.part = _part(choice, 0, ranges)
         fitting.append(choice)
     kept = {id(weight_of(choice.module)) for choice in fitting}
-    for module in model.modules():  # a table that something else reads too stays whole
+    for module in model.modules():  # a table that another module reads too stays whole
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if (
             weight is not None
@@ -721,7 +750,7 @@ def _asked(model: nn.Module, getter: str) -> nn.Module | None:
 
 
 def _shard_tokens(model: nn.Module, plan: ParallelPlan) -> None:
-    """Have the layers of blocks read and give activations that are sharded over tokens."""
+    """Mark the layers of blocks whose inputs and outputs are sharded over tokens."""
     styles = {choice.name: choice.style for choice in plan.choices}
     attentions = tuple(plan.attentions.values())
     counted = {
@@ -743,7 +772,7 @@ def _is_attention(model: nn.Module, column: Choice) -> bool:
 
 
 def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> LayerPart:
-    """dim: 0 cuts the outputs, 1 the inputs."""
+    """Return the part of a layer. `dim` 0 splits the outputs, 1 the inputs."""
     transposed = is_transposed(choice.module)
     shape = tuple(weight_of(choice.module).shape)
     own_dim = 1 - dim if transposed else dim
@@ -759,9 +788,7 @@ def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> LayerPart:
 
 
 def _fill_splits(model: nn.Module, plan: ParallelPlan, cut: Mapping[str, Split]) -> None:
-    """Say of every parameter where its elements are; tied ones are one parameter, which is cut in
-    one way.
-    """
+    """Set the split of every parameter; tied parameters are one parameter."""
     found: dict[int, tuple[Split, str]] = {}
     for choice in plan.choices:
         for name, parameter in choice.module.named_parameters(recurse=False):
@@ -794,7 +821,7 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan, cut: Mapping[str, Split])
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a layer's weight is (in, out): transformers' Conv1D."""
+    """Return whether a layer's weight is (in, out), as in transformers' Conv1D."""
     return any(
         each.__name__ == "Conv1D" and not issubclass(each, nn.Conv1d)
         for each in type(module).__mro__
@@ -802,17 +829,17 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Return whether a module is a layer that can be cut."""
+    """Return whether a module is a layer that can be split."""
     return isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module)
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a layer that can be cut."""
+    """Return the weight of a layer that can be split."""
     return cast(Tensor, module.weight)
 
 
 def parent_of(choice: Choice) -> str:
-    """Return the name of the module that holds a layer, or the adapter around it."""
+    """Return the name of the module that contains a layer or the adapter around it."""
     return choice.name.removesuffix(ADAPTED).rpartition(".")[0]
 
 

@@ -1,25 +1,23 @@
-"""Proves that the modules around split layers compute on each rank its part of what they compute
-whole.
+"""Proof that each rank computes its part of the modules around split layers.
 
-A plan (plans.py) chooses layers by names and widths. Between its column layers and its row layer a
-module may still use all features (a norm, a softmax, top-k), count heads unlike any plan, or have
-other parameters. So one module of each kind is run on small random inputs, once whole and once as
-each rank would run it:
+A plan (plans.py) selects layers by names and widths. Between its column layers and its row layer a
+module may still use all features (a norm, a softmax, top-k), count heads in another way, or have
+other parameters. Therefore one module of each kind is run on small random inputs, once whole and
+once as each rank would run it:
 
     args -> x    column layers    h -> z    row layer    y -> output
 
-The products themselves are right by construction (functions.py). Their outputs h and y are replaced
-by random tensors, of which a rank gets its part, and the gradients of x, z and the output by random
-tensors too. No weight of a split layer is needed, so the proof of a layer of any size takes
-milliseconds. It holds if for each rank
+The products themselves are correct by construction (functions.py). Their outputs h and y are
+replaced by random tensors, of which a rank receives its part. The gradients of x, z and the output
+are random tensors too. No weight of a split layer is needed, so the proof takes milliseconds for a
+layer of any size. It holds if for each rank
 
-    x and the output are equal to the whole ones, and so are the gradients of y and of the arguments
-    z, and the gradient of h, are this rank's part of the whole ones
+    x, the output, and the gradients of y and of the arguments are equal to the whole ones
+    z and the gradient of h are this rank's part of the whole ones
 
-The gradients of the module's other parameters say what these are along the axis: `equal` on every
-rank, a summand (`partial`), or a part, if an attention has one for each head or feature. A
-feed-forward layer's own parameters are not
-cut: one for each feature is refused.
+The gradients of the module's other parameters show how these are split along the axis: `equal` on
+every rank, a summand (`partial`), or a part, if an attention has one per head or feature. The own
+parameters of a feed-forward layer are not split; one per feature is an error.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ from .holders import (
 from .plans import Choice, ParallelPlan
 
 T = TypeVar("T")
-MOST_WAYS = 16  # of cutting a module's own parameters
+MOST_WAYS = 16  # of splitting a module's own parameters
 SMALL = 1e-2  # gradients below this times the tolerance count as zero
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 HALF_TOLERANCE = 3e-2
@@ -69,27 +67,27 @@ class Unproven(Exception):
 
 
 class _Differs(Exception):
-    """What a rank computes otherwise than the whole module."""
+    """A result on a rank that differs from that of the whole module."""
 
 
 class _Fails(_Differs):
-    """The module fails on a rank."""
+    """The module raises on a rank."""
 
 
 def prove(model: nn.Module, plan: ParallelPlan) -> None:
-    """Examine each kind of module that holds split layers, and complete the plan by what this
-    shows.
+    """Examine each kind of module with split layers, and complete the plan.
 
-    It sets the splits of the modules' own parameters. A module that cannot be run here (its
-    arguments are not known) goes to `plan.unproven`, which `watch` examines in the first forward.
-    Local; the model stays as it is.
+    This sets the splits of the modules' own parameters. Modules that cannot be run here, because
+    their arguments are unknown, are added to `plan.unproven`; `watch` examines them in the first
+    forward. Local; the model is not changed.
 
     Args:
-        model: The whole model, before anything is cut.
-        plan: Its plan, as `choose` made it.
+        model: The whole model, before anything is split.
+        plan: The result of `choose`.
 
-    Raises: NotBuiltError: A rank would compute something else. The message names the module, and
-        the layer or parameter.
+    Raises:
+        NotBuiltError: A rank would compute something else. The message names the module, and the
+            layer or parameter.
     """
     holders = holders_of(model, plan)
     calls = calls_in(model, [holder.names[0] for holder in holders])
@@ -111,11 +109,14 @@ def prove(model: nn.Module, plan: ParallelPlan) -> None:
 
 
 def watch(model: nn.Module, plan: ParallelPlan) -> None:
-    """Have the first forward examine the modules that `prove` could not run, with the arguments
-    that they are given.
+    """Make the first forward examine the modules that `prove` could not run.
 
-    That forward raises NotBuiltError if a rank would compute something else, or if a module cannot
-    be examined.
+    It uses the arguments of that forward, which raises NotBuiltError if a rank would compute
+    something else or a module cannot be examined.
+
+    Args:
+        model: The model.
+        plan: Its plan.
     """
     for holder in plan.unproven:
         _watch(model.get_submodule(holder.names[0]), holder, dict(plan.splits))
@@ -157,21 +158,24 @@ _WORDS = {
 
 @dataclass
 class _Boundary:
-    """One call of a split layer in the whole module: its input, and random tensors for its
-    products.
-    """
+    """One call of a split layer in the whole module: its input and random tensors."""
 
     read: Tensor
     output: Tensor
-    gradient: Tensor  # of its input
+    gradient: Tensor  # of the input
 
 
 @dataclass
 class _Seen:
-    """The results of one run. reads, grads: by (layer, number of the call), the input and the
-    output's gradient.
-    args, own: gradients of arguments and of the module's own parameters. kept: tensors in
-    attributes, for a loss.
+    """The results of one run.
+
+    Attributes:
+        reads: Inputs, by (layer, number of the call).
+        output: The output.
+        grads: Gradients of outputs, by (layer, number of the call).
+        args: Gradients of the arguments.
+        own: Gradients of the module's own parameters.
+        kept: Tensors in attributes, which a loss may use.
     """
 
     reads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -222,7 +226,7 @@ class _Bench:
         return made.to(self.device, self.dtype)
 
     def _value(self, name: str, param: Tensor) -> Tensor:
-        """Return a value of a parameter such that no rank's part is like another's."""
+        """Return a value for a parameter so that the parts of all ranks differ."""
         if not param.is_floating_point():
             return torch.zeros(param.shape, dtype=param.dtype, device=self.device)
         if param.dim() >= 2:
@@ -233,7 +237,7 @@ class _Bench:
         return (mean * spread).to(self.device, self.dtype) + 0.1 * self.random(param.shape)
 
     def _argument(self, tensor: Tensor) -> Tensor:
-        """Return a real tensor in place of an argument, the same one each time."""
+        """Return a real tensor for an argument, the same one each time."""
         if id(tensor) not in self._arguments:
             self._arguments[id(tensor)] = self._made(tensor)
         return self._arguments[id(tensor)]
@@ -249,7 +253,7 @@ class _Bench:
             made = self.random(tensor.shape)
         else:
             made = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.device)
-        # What column layers read has a gradient in every layer but the first one.
+        # The input of column layers has a gradient in every layer except the first
         is_hidden = is_floating and tensor.dim() in (2, 3) and tensor.shape[-1] in self._inputs
         if is_hidden and not self._has_hidden:
             self._has_hidden = True
@@ -262,7 +266,7 @@ class _Bench:
         """Run the module forward and backward.
 
         Args:
-            rank: The rank to run as; None: the whole module, which makes the random tensors.
+            rank: The rank to run as. None runs the whole module, which creates the random tensors.
             cuts: How its own parameters are split, by name.
             poisoned: Split layers whose parameters are NaN; those of the others are zero.
         """
@@ -311,7 +315,7 @@ class _Bench:
 
     @contextmanager
     def _same_draws(self) -> Iterator[None]:
-        """Let each run draw the same random numbers, and leave torch's generators as they are."""
+        """Make each run draw the same random numbers, without changing torch's generators."""
         on_cuda = self.device.type == "cuda"
         devices = [self.device] if on_cuda else []
         with torch.random.fork_rng(devices=devices):
@@ -324,9 +328,7 @@ class _Bench:
     def _module(
         self, rank: int | None, cuts: Mapping[str, Split], poisoned: Sequence[str]
     ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-        """Return a copy of the module as one rank has it, and its own parameters that are
-        trained.
-        """
+        """Return a copy of the module for one rank, and its own trained parameters."""
         holder = self.holder
         memo: dict[int, Any] = {}
         own: dict[str, nn.Parameter] = {}
@@ -358,7 +360,7 @@ class _Bench:
     def _placeholder(
         self, param: Tensor, choice: Choice, rank: int | None, *, is_poisoned: bool
     ) -> nn.Parameter:
-        """Return a parameter of a split layer without memory. Who reads it, reads NaN."""
+        """Return a parameter of a split layer without memory; its values may be NaN."""
         assert choice.part is not None
         shape = tuple(param.shape)
         if rank is not None:
@@ -379,7 +381,7 @@ class _Bench:
         losses: list[Tensor],
         leaves: dict[tuple[str, int], Tensor],
     ) -> Callable[..., Tensor]:
-        """Return what stands in for the forward of a split layer."""
+        """Return the replacement of a split layer's forward."""
         holder = self.holder
         outputs, _ = widths_of(holder.members.get(name) or holder.given[name])
         outgoing = holder.ranges_of(name, "column", rank)
@@ -416,7 +418,7 @@ def _features(x: Tensor) -> str:
 
 
 def _kept_in(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the forward's graph that a module keeps in attributes, by name."""
+    """Return tensors with a gradient function in a module's attributes, by name."""
     found: dict[str, Tensor] = {}
     for name, each in module.named_modules():
         for key, value in vars(each).items():
@@ -443,16 +445,19 @@ def _first_float(output: Any) -> Tensor | None:
 def examine(
     holder: RegionHolder, call: ModuleCall, splits: Mapping[str, Split]
 ) -> dict[str, Split]:
-    """Return how a module's own parameters are split along the axis, by name in it. Local.
+    """Return how a module's own parameters are split along the axis. Local.
 
     Args:
         holder: The module.
-        call: Arguments that it takes.
+        call: Arguments for it.
         splits: How the plan splits the model's parameters, by name in the model.
 
+    Returns:
+        The splits, by name in the module.
+
     Raises:
-        NotBuiltError: On some rank it computes something else.
-        Unproven: It could not be run.
+        NotBuiltError: A rank computes something else.
+        Unproven: The module could not be run.
     """
     tried: list[str] = []
     attempts = dict.fromkeys(
@@ -467,7 +472,7 @@ def examine(
 
 
 def _in_thread(work: Callable[[], T]) -> T:
-    """Run it in a new thread, which has none of the caller's autograd modes and hooks."""
+    """Run a function in a new thread, without the caller's autograd modes and hooks."""
     found: list[T] = []
     errors: list[BaseException] = []
 
@@ -552,8 +557,9 @@ def _run_rank(bench: _Bench, rank: int, cuts: Mapping[str, Split]) -> _Seen:
 
 
 def _ways(holder: RegionHolder) -> Iterator[dict[str, Split]]:
-    """Yield cuts of the module's own parameters per head or per column: none of them, all, then
-    some.
+    """Yield splits of the module's own parameters: none, all, then some.
+
+    They are split by head or by column.
     """
     able: dict[str, Split] = {}
     for name, param in holder.own_parameters().items():
@@ -630,7 +636,7 @@ def _kind(
     cuts: Mapping[str, Split],
     splits: Mapping[str, Split],
 ) -> Split:
-    """Return how one of the module's own parameters is split, by its gradient on each rank."""
+    """Return how one of the module's own parameters is split, from its gradients."""
     if name in cuts:
         split = cuts[name]
         for rank in range(holder.ranks):
@@ -660,10 +666,8 @@ def _kind(
 def _refuse_shared_parameters(
     model: nn.Module, examined: Sequence[tuple[RegionHolder, dict[str, Split]]]
 ) -> None:
-    """Raise NotBuiltError if modules share a parameter that each of them splits differently."""
-    found: dict[
-        tuple[int, str], tuple[RegionHolder, Split]
-    ] = {}  # by module that has it, and its name there
+    """Raise NotBuiltError if modules share a parameter but split it differently."""
+    found: dict[tuple[int, str], tuple[RegionHolder, Split]] = {}  # by module and name in it
     for holder, splits in examined:
         for of in holder.names:
             holding = model.get_submodule(of)
@@ -686,7 +690,7 @@ def _refuse_shared_parameters(
 
 
 def _take_splits(plan: ParallelPlan, holder: RegionHolder, found: Mapping[str, Split]) -> None:
-    """Record in a plan how the own parameters of all modules of this kind are split."""
+    """Record the splits of the own parameters of all modules of this kind in the plan."""
     sharded = plan.stretch.norms if plan.stretch is not None else ()
     for of in holder.names:
         for inner, split in found.items():
@@ -713,8 +717,9 @@ def _refused(holder: RegionHolder, why: str) -> NotBuiltError:
 
 
 def _refuse_unproven(holder: RegionHolder, error: Unproven) -> None:
-    """Raise NotBuiltError for a module that could not be examined; only warn if the configuration
-    names its layers.
+    """Raise NotBuiltError for a module that could not be examined.
+
+    If the configuration names its layers, this is only a warning.
     """
     name = holder.names[0] or type(holder.template).__name__
     what = (

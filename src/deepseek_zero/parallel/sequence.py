@@ -1,12 +1,13 @@
-"""Ranks that share sequences: their movements, and Ulysses, which trades tokens for heads around
-attention.
+"""Communication between ranks that share sequences, and Ulysses attention.
 
-    (tokens / C, all heads) --exchange--> (all tokens, heads / C) --attention, exchange--> (tokens /
-    C, all heads)
+Ulysses exchanges tokens for heads around attention:
 
-Attention of a head needs every token and no other head, so each rank computes whole attention of
-its heads: per head the bits of one process. Exchanges move numbers and add none up; backward is the
-exchange the other way around.
+    (tokens / C, all heads) -> exchange -> (all tokens, heads / C) -> attention -> exchange
+    -> (tokens / C, all heads)
+
+Attention of a head needs every token and no other head. Each rank therefore computes complete
+attention of its heads, with the same bits per head as one process. Exchanges move numbers without
+adding them; backward is the reverse exchange.
 """
 
 from __future__ import annotations
@@ -23,27 +24,41 @@ from ..comm.collectives import Comm, ordered_sum
 from ..planner.messages import SUM_TILE_NUMEL
 from .group import TensorGroup
 
-KIND = "sp"  # what the meter counts these bytes as
+KIND = "sp"  # kind of these bytes in the meter
 
 
 class SequenceRanks(Protocol):
-    """The ranks that share sequences.  All of them make the same calls in the same order."""
+    """The ranks that share sequences.
+
+    All of them must make the same calls in the same order.
+    """
 
     size: int
     index: int
 
     def exchange(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Send pieces[k][r] to rank r, return what the ranks sent, (size, ...) each. Collective;
-        waits.
+        """Send pieces[k][r] to rank r and return what each rank sent.
 
-        pieces: of one dtype, (size, ...) each, the same shapes on every rank; they need not be
-        contiguous.
+        Args:
+            pieces: Tensors of one dtype and shape (size, ...), with the same shapes on every rank.
+                They need not be contiguous.
+            what: The name of the collective, for messages.
+
+        Returns:
+            For each piece, a tensor of shape (size, ...).
+
+        Note:
+            Collective and blocking: every rank must call it.
         """
         ...
 
 
 class SequenceGroup:
-    """`SequenceRanks` over a communicator, whose lane "reduce" is this object's alone."""
+    """`SequenceRanks` over a communicator.
+
+    Args:
+        comm: The communicator. Only this object uses its lane "reduce".
+    """
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -55,6 +70,15 @@ class SequenceGroup:
         )
 
     def exchange(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Exchange pieces as `SequenceRanks.exchange`.
+
+        Args:
+            pieces: Tensors of one dtype and shape (size, ...).
+            what: The name of the collective, for messages.
+
+        Note:
+            Collective and blocking: every rank must call it.
+        """
         widths = [piece.numel() // self.size for piece in pieces]
         dtype = pieces[0].dtype
         outgoing = self._buffers.take((self.size, sum(widths)), dtype)
@@ -70,9 +94,15 @@ class SequenceGroup:
         ]
 
     def all_gather(self, parts: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return every rank's parts, (size, ...) each. Collective; waits.
+        """Return every rank's parts, each of shape (size, ...).
 
-        parts: of one dtype, the same shapes on every rank; they need not be contiguous.
+        Args:
+            parts: Tensors of one dtype, with the same shapes on every rank. They need not be
+                contiguous.
+            what: The name of the collective, for messages.
+
+        Note:
+            Collective and blocking: every rank must call it.
         """
         widths = [part.numel() for part in parts]
         outgoing = self._buffers.take((sum(widths),), parts[0].dtype)
@@ -90,11 +120,17 @@ class SequenceGroup:
         ]
 
     def sum_scatter(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return the sums of every rank's pieces[k][own], in the order of the ranks, in fp32,
-        rounded once. Collective; waits.
+        """Return the sums of every rank's pieces[k][own].
 
-        pieces: of one dtype, (size, ...) each, the same shapes on every rank; they need not be
-        contiguous.
+        They are formed in rank order, in fp32, and rounded once.
+
+        Args:
+            pieces: Tensors of one dtype and shape (size, ...), with the same shapes on every rank.
+                They need not be contiguous.
+            what: The name of the collective, for messages.
+
+        Note:
+            Collective and blocking: every rank must call it.
         """
         widths = [piece.numel() // self.size for piece in pieces]
         outgoing = self._buffers.take((self.size, sum(widths)), pieces[0].dtype)
@@ -143,8 +179,8 @@ def _moved(
     ranks: SequenceRanks, split: int, join: int, what: str, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     pieces = [each.unflatten(split, (ranks.size, -1)).movedim(split, 0) for each in tensors]
-    # The shapes are in the name: ranks with other numbers of tokens find no partner, and an error
-    # says so.
+    # The name contains the shapes: ranks with other numbers of tokens then get an error instead of
+    # a partner.
     name = f"{what} {[tuple(each.shape[1:]) for each in pieces]}"
     return tuple(
         each.movedim(0, join).flatten(join, join + 1) for each in ranks.exchange(pieces, name)
@@ -154,12 +190,22 @@ def _moved(
 def exchange(
     ranks: SequenceRanks, split: int, join: int, what: str, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return each tensor with dimension `split` cut over the ranks and dimension `join` whole.
-    Collective; waits.
+    """Split dimension `split` of tensors over the ranks, and gather dimension `join`.
 
-    tensors: of one shape on every rank; their `split` is whole here, and of `join` this rank holds
-    its part. Those of one dtype travel together. UsageError where the ranks do not divide `split`.
-    Backward is the exchange back.
+    Tensors of one dtype are sent together. Backward is the reverse exchange.
+
+    Args:
+        ranks: The ranks.
+        split: The dimension that is whole here and split in the result.
+        join: The dimension that is split here and whole in the result.
+        what: The name of the collective, for messages.
+        *tensors: Tensors with the same shapes on every rank.
+
+    Raises:
+        UsageError: The number of ranks does not divide dimension `split`.
+
+    Note:
+        Collective and blocking: every rank must call it.
     """
     if ranks.size == 1:
         return tensors
@@ -181,11 +227,18 @@ def exchange(
 
 
 def spread(heads: Tensor, ranks: int, dim: int) -> Tensor:
-    """Return key or value heads so that the ranks divide them: fewer heads than ranks are repeated
-    for neighbours.
+    """Repeat key/value heads if there are fewer than ranks.
 
-    The gradient of a repeated head is the sum over its copies. UsageError where neither number
-    divides the other.
+    The copies are for neighboring ranks. The gradient of a repeated head is the sum over its
+    copies.
+
+    Args:
+        heads: Keys or values.
+        ranks: The number of ranks.
+        dim: The dimension of heads.
+
+    Raises:
+        UsageError: Neither number divides the other.
     """
     held = heads.shape[dim]
     if held % ranks == 0:
@@ -200,10 +253,13 @@ def spread(heads: Tensor, ranks: int, dim: int) -> Tensor:
 
 
 class SequenceAttention(nn.Module):
-    """Base of modules that exchange around attention by themselves: a model with one trains along
-    "sp".
+    """Base class of attention modules that do their own exchanges.
 
-    local_attn: is called with (query, key, value) of all tokens and this rank's heads.
+    A model with one can be trained along "sp".
+
+    Args:
+        local_attn: Called with (query, key, value) of all tokens and this rank's heads.
+        ranks: The ranks that share sequences.
     """
 
     def __init__(self, local_attn: Callable[..., Any], ranks: SequenceRanks) -> None:

@@ -1,14 +1,13 @@
-"""Context parallelism: each rank has the queries of its tokens, and gathers the keys and values of
-all of them.
+"""Context parallelism: each rank has its queries and gathers all keys and values.
 
-A causal query needs the keys before it, so equal parts in a row would leave the last rank most of
-the work. A sequence is cut into twice as many chunks as ranks, and rank i has chunks i and 2C-1-i
-(zig-zag): any two such chunks see equally many keys. Each chunk's attention is one call of the
-model's own kernel, so its results have the bits of that block computed alone, and numbers of heads
-need not divide by anything.
+A causal query needs the keys before it, so contiguous parts of equal size would leave most of the
+work to the last rank. A sequence is therefore split into twice as many chunks as ranks, and rank i
+has chunks i and 2C-1-i (zig-zag); any two such chunks see the same number of keys. The attention of
+each chunk is one call of the model's own kernel. Its results have the bits of that block computed
+alone, and the number of heads need not be divisible.
 
-Gathered keys and values are not kept: backward gathers them again, and computes the blocks again.
-Each rank's share of their gradients is then summed where they belong, in the order of the ranks.
+Gathered keys and values are not stored: backward gathers them again and recomputes the blocks. Each
+rank's share of their gradients is then summed on the rank that owns them, in rank order.
 """
 
 from __future__ import annotations
@@ -23,13 +22,18 @@ from torch.utils.checkpoint import checkpoint
 
 from .sequence import SequenceGroup
 
-# (query, key, value, mask) -> (samples, tokens, heads, width); mask: (query tokens, key tokens),
-# True where seen
+# (query, key, value, mask) -> (samples, tokens, heads, width). The mask is (query tokens, key
+# tokens), True if the key is seen.
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def zigzag(index: int, ranks: int) -> tuple[int, int]:
-    """Return which two of the 2 * ranks chunks of a sequence a rank has, ascending."""
+    """Return the two of the 2 * ranks chunks of a sequence that a rank has, ascending.
+
+    Args:
+        index: The rank's index on the axis.
+        ranks: The number of ranks.
+    """
     return index, 2 * ranks - 1 - index
 
 
@@ -43,13 +47,22 @@ def attend_gathered(
     is_causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention of this rank's two chunks of tokens over the whole sequences. Collective;
-    waits.
+    """Return the attention of this rank's two chunks over the whole sequences.
 
-    query, key, value: (samples, heads, tokens, width) of this rank's chunks; fewer key heads as the
-    kernel takes them.
-    window: each token sees so many of the last tokens, itself included; None: all. Returns
-    (samples, tokens, heads, width).
+    Args:
+        group: The ranks that share sequences.
+        kernel: Computes attention of one chunk.
+        query: Queries of this rank's chunks, shape (samples, heads, tokens, width).
+        key: Keys of the same shape, with fewer heads if the kernel supports that.
+        value: Values, likewise.
+        is_causal: Whether a token sees only itself and earlier tokens.
+        window: Each token sees only this number of last tokens, including itself. None means all.
+
+    Returns:
+        A tensor of shape (samples, tokens, heads, width).
+
+    Note:
+        Collective and blocking: every rank must call it.
     """
     found: Tensor = checkpoint(
         _blocks,
@@ -87,8 +100,19 @@ def _blocks(
 def block_of(
     place: int, chunk: int, tokens: int, is_causal: bool, window: int | None, device: torch.device
 ) -> tuple[slice, Tensor | None]:
-    """Return the keys that any query of a chunk sees, and who sees which of them; None: all see
-    all. Pure.
+    """Return the keys that the queries of a chunk see, and the mask between them.
+
+    Args:
+        place: The index of the chunk.
+        chunk: The number of tokens of a chunk.
+        tokens: The number of tokens of the sequence.
+        is_causal: Whether a token sees only itself and earlier tokens.
+        window: Each token sees only this number of last tokens, or None.
+        device: The device of the mask.
+
+    Returns:
+        A slice of the keys, and a mask (query tokens, key tokens) or None if every query sees every
+        key.
     """
     if not is_causal:
         return slice(0, tokens), None
@@ -101,15 +125,13 @@ def block_of(
 
 
 class _Gather(torch.autograd.Function):
-    """Keys and values of all tokens, in the order of the sequence, of those of each rank's
-    chunks.
-    """
+    """Keys and values of all tokens in the order of the sequence, from the ranks' chunks."""
 
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        # The shapes are in the name: ranks with other numbers of tokens find no partner, and an
-        # error says so.
+        # The name contains the shapes: ranks with other numbers of tokens then get an error instead
+        # of a partner.
         name = f"key and value {[list(key.shape), list(value.shape)]}"
         return tuple(map(_in_order, group.all_gather([key, value], name)))
 
@@ -122,12 +144,12 @@ class _Gather(torch.autograd.Function):
 
 
 def _in_order(parts: Tensor) -> Tensor:
-    """(ranks, samples, heads, own tokens, width) -> (samples, heads, tokens, width)."""
+    """Reshape (ranks, samples, heads, own tokens, width) to (samples, heads, tokens, width)."""
     first, second = parts.unflatten(3, (2, -1)).unbind(3)
     return torch.cat((first, second.flip(0))).movedim(0, 2).flatten(2, 3)
 
 
 def _by_rank(whole: Tensor, ranks: int) -> Tensor:
-    """The other way around."""
+    """Invert `_in_order`."""
     chunks = whole.unflatten(2, (2 * ranks, -1)).movedim(2, 0)
     return torch.stack((chunks[:ranks], chunks[ranks:].flip(0)), 3).flatten(3, 4)

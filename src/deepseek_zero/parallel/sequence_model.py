@@ -1,11 +1,11 @@
-"""Sequences of a transformers model over ranks: attention over all tokens, own tokens, a loss
-weighted by tokens.
+"""Sequence parallelism for transformers models.
 
-Each rank runs the model's own forward on its part of every sequence. Only attention sees other
-tokens: it is registered with transformers under a name of its own (`shared_sdpa`), and exchanges
-tokens for heads (sequence.py) or gathers keys and values (sequence_gather.py). Positions tell a
-rank where its tokens are, so they are required; `own_tokens` cuts a batch and makes them, and
-`own_part` does so as a model's ranks need it.
+Each rank runs the model's own forward on its part of every sequence, and the loss is weighted by
+tokens. Only attention needs other tokens. It is registered with transformers under a name of its
+own (`shared_sdpa`), and either exchanges tokens for heads (sequence.py) or gathers keys and values
+(sequence_gather.py). `position_ids` are required, because they contain the positions of a rank's
+tokens. `own_tokens` splits a batch and creates them, and `own_part` does this as the ranks of a
+model need it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .sequence import SequenceAttention, SequenceGroup, exchange, spread
 from .sequence_gather import attend_gathered, zigzag
 
 AttentionMethod = Literal["ulysses", "all_gather"]
-IGNORED = -100  # the label of a token that no loss counts
-# Names of classes that compute one prediction per token and the mean of the losses.
+IGNORED = -100  # the label of a token that does not count in the loss
+# Suffixes of classes with one prediction per token and a mean loss
 _PER_TOKEN = (
     "ForCausalLM",
     "LMHeadModel",
@@ -40,22 +40,26 @@ _PER_TOKEN = (
     "ForTokenClassification",
     "BertGenerationDecoder",
 )
-# Transformers' names; None: causal
+# Loss types of transformers; None is causal
 _PER_TOKEN_LOSSES = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification")
-# What a forward with a loss takes
+# Arguments of a forward that computes a loss
 _LABELS = ("labels", "start_positions", "next_sentence_label", "return_loss")
-# Attributes by which embeddings of transformers say that a token's depends on other tokens.
+# Attributes of transformers' embeddings that mix tokens
 _MIXING = {"token_dropout": "the share of masked tokens", "trigram_input": "the tokens next to it"}
-_NAMED = "shared_"  # and transformers' name of the attention that computes the heads
+_NAMED = "shared_"  # prefix of transformers' name of the attention
 
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """What a caller says of it. attention: how it sees other ranks' tokens; "auto": by exchanges
-    for heads where those are built for the model, else by gathered keys and values. weighs_loss:
-    the model's loss becomes that of all tokens of the sequences, on every rank; False: each rank's
-    is the mean over its own tokens, and the caller cuts batches and
-    weighs. spares_eval: in evaluation every rank computes alone, on whole sequences.
+    """The caller's settings for sequence parallelism.
+
+    Attributes:
+        attention: How attention accesses the tokens of other ranks. "auto" exchanges tokens for
+            heads if that is built for the model, and gathers keys and values otherwise.
+        weighs_loss: Whether the model's loss is that of all tokens of the sequences, on every rank.
+            If not, it is the mean over this rank's tokens, and the caller splits batches and
+            weights losses.
+        spares_eval: Whether every rank computes whole sequences independently in evaluation.
     """
 
     attention: Literal["auto"] | AttentionMethod = "auto"
@@ -64,8 +68,14 @@ class SequenceSettings:
 
 
 def places_of(attention: AttentionMethod, coordinate: int, ranks: int) -> tuple[int, ...]:
-    """Return which equal chunks of a sequence a rank has, ascending, of ranks times as many as it
-    has.
+    """Return the chunks of a sequence that a rank has, ascending.
+
+    The sequence is split into equal chunks, as many per rank as the returned tuple has.
+
+    Args:
+        attention: How attention accesses the tokens of other ranks.
+        coordinate: The rank's index on the axis.
+        ranks: The number of ranks.
     """
     return (coordinate,) if attention == "ulysses" else zigzag(coordinate, ranks)
 
@@ -80,11 +90,18 @@ def own_tokens(
 ) -> dict[str, Any]:
     """Return one rank's part of a batch of whole sequences. Pure.
 
-    batch: tensors of (samples, tokens, ...), equal on the ranks that share sequences; other entries
-    stay as they are. `position_ids` are made where there are none. shifts: `labels` become
-    `shift_labels`, the next token's label of each token, before anything is cut, as causal losses
-    need them. attention: how the ranks see each other's tokens, which says which of them a rank
-    has. UsageError where the tokens cannot be divided so.
+    Args:
+        batch: Tensors of shape (samples, tokens, ...), equal on the ranks that share sequences.
+            Other entries are unchanged. `position_ids` are added if missing.
+        coordinate: The rank's index on the axis.
+        ranks: The number of ranks.
+        attention: How attention accesses the tokens of other ranks, which determines the tokens of
+            each rank.
+        shifts: Replace `labels` by `shift_labels`, the next token's label of each token, before the
+            split. Causal losses need this.
+
+    Raises:
+        UsageError: The number of tokens is not divisible.
     """
     found = dict(batch)
     places = places_of(attention, coordinate, ranks)
@@ -111,11 +128,14 @@ def own_tokens(
 
 
 def own_part(model: nn.Module, batch: Any) -> Any:
-    """Return this rank's part of a batch for a model whose ranks share sequences; of another model,
-    the batch. Local.
+    """Return this rank's part of a batch, for a model whose ranks share sequences.
 
-    batch: of whole sequences, equal on these ranks, by name. One that has been cut stays as it is:
-    it has `position_ids` and, where the model's loss is causal, `shift_labels` instead of `labels`.
+    For other models, and for a batch that is split already, it returns the batch. A batch is split
+    if it has `position_ids` and, for a causal loss, `shift_labels` instead of `labels`. Local.
+
+    Args:
+        model: The model.
+        batch: Whole sequences by name, equal on these ranks.
     """
     shared = _SHARED.get(model)
     return shared.own_part(batch) if shared is not None and isinstance(batch, Mapping) else batch
@@ -124,12 +144,20 @@ def own_part(model: nn.Module, batch: Any) -> Any:
 def share_sequences(
     model: nn.Module, comm: Comm, settings: SequenceSettings | None = None, *, tp: int = 1
 ) -> None:
-    """Make a model's forward one part of a forward over the ranks that share sequences. Local;
-    forwards are collective.
+    """Make a model's forward a part of a forward over ranks that share sequences.
 
-    comm: of the ranks along "sp". tp: ranks along "tp", over which its layers have been cut. A
-    model with modules of `SequenceAttention` exchanges by itself and stays as it is; one of
-    transformers gets its attention registered. Others, and what is not built, are refused by name.
+    A model with modules of `SequenceAttention` does its own exchanges and is not changed. A
+    transformers model uses a registered attention. This call is local; forwards are collective
+    afterwards.
+
+    Args:
+        model: The model.
+        comm: The communicator of the ranks along "sp".
+        settings: The settings; by default `SequenceSettings()`.
+        tp: The number of ranks along "tp", over which its layers were split.
+
+    Raises:
+        NotBuiltError: The model is not supported. The message contains the reason.
     """
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return
@@ -147,8 +175,16 @@ def share_sequences(
 def choose_attention(
     model: nn.Module, ranks: int, tp: int, settings: SequenceSettings
 ) -> AttentionMethod:
-    """Return how attention of this model sees other ranks' tokens; NotBuiltError where it
-    cannot.
+    """Return how attention of a model accesses the tokens of other ranks.
+
+    Args:
+        model: The model.
+        ranks: The number of ranks along "sp".
+        tp: The number of ranks along "tp".
+        settings: The settings.
+
+    Raises:
+        NotBuiltError: The model is not supported. The message contains the reason.
     """
     config: Any = getattr(model, "config", None)
     core = getattr(config, "_attn_implementation", None)
@@ -185,7 +221,7 @@ def choose_attention(
 
 
 def _against_sharing(model: nn.Module, config: Any, core: str) -> list[str]:
-    """Return why ranks cannot share this model's sequences, whatever its attention does."""
+    """Return the reasons why ranks cannot share this model's sequences at all."""
     text = config.get_text_config()
     reasons = {
         "its layers drop something in training, and ranks would draw alike": has_dropout(model),
@@ -209,9 +245,7 @@ _ROUTER_LOSS = "its loss has a part over the routers of all tokens"
 
 
 def _against_module(name: str, module: nn.Module) -> list[str]:
-    """Return why a module computes something of a part of a sequence that differs from that of the
-    whole.
-    """
+    """Return the reasons why a module cannot process a part of a sequence."""
     kind = type(module).__name__
     called = f"'{name}' ({kind})" if name else kind
     reasons = {
@@ -245,29 +279,26 @@ def _class_of_forward(module: nn.Module) -> type:
 
 
 def _counts_after_padding(name: str, module: nn.Module) -> bool:
-    """Return whether this is a table of positions with a separate row for padding, like
-    RoBERTa's.
-    """
+    """Return whether a module is a position table with a row for padding, as in RoBERTa."""
     return (
         isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None
     )
 
 
 def heads_of(text: Any) -> tuple[int, int]:
-    """Return the attention heads that a model's configuration says, and those of keys and
-    values.
-    """
+    """Return the numbers of attention heads and of key/value heads in a configuration."""
     heads = text.num_attention_heads
     return heads, getattr(text, "num_key_value_heads", None) or heads
 
 
 def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]:
-    """Return why they cannot exchange tokens for heads, of which each rank along "tp" has its
-    share.
+    """Return the reasons why ranks cannot exchange tokens for heads.
+
+    Each rank along "tp" has its share of the heads.
     """
     text = config.get_text_config()
     if getattr(text, "num_attention_heads", None) is None:
-        return []  # the ranks do not share this model's sequences
+        return []  # `_against_sharing` reports it
     heads, held = heads_of(text)
     each = [max(number // tp, 1) for number in (heads, held)]
     many, few = each
@@ -284,7 +315,7 @@ def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]
 
 
 def _against_gathers(config: Any, core: str) -> list[str]:
-    """Return why they cannot gather keys and values."""
+    """Return the reasons why ranks cannot gather keys and values."""
     kinds = {*(getattr(config.get_text_config(), "layer_types", None) or ())} - {
         "full_attention",
         "sliding_attention",
@@ -308,7 +339,7 @@ def _takes(module: nn.Module, name: str) -> bool:
 
 
 class _Shared:
-    """What one model's forwards and attention use."""
+    """The state that the forwards and the attention of one model use."""
 
     def __init__(
         self, model: nn.Module, comm: Comm, settings: SequenceSettings, attention: AttentionMethod
@@ -319,18 +350,18 @@ class _Shared:
         self.places = places_of(attention, comm.rank, comm.size)
         parameters = inspect.signature(model.forward).parameters.values()
         self._names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-        # transformers takes the causal loss where no type follows from the model's name, as for
+        # transformers uses the causal loss if the model's name implies no type, as for
         # GPT2LMHeadModel.
         self._is_causal_loss = getattr(model, "loss_type", None) in (None, "ForCausalLM")
         self._is_causal = all(getattr(module, "is_causal", True) for module in model.modules())
-        self._attended = False  # in the forward that runs
+        self._attended = False  # in the current forward
 
     def rests(self, module: nn.Module) -> bool:
-        """Return whether ranks compute alone now."""
+        """Return whether ranks currently compute independently."""
         return self.settings.spares_eval and not module.training
 
     def own_part(self, batch: Mapping[str, Any]) -> Any:
-        """Return this rank's part of a batch, unless it is one, or the caller cuts."""
+        """Return this rank's part of a batch, unless it is split or the caller splits."""
         is_cut = "position_ids" in batch and ("labels" not in batch or not self._is_causal_loss)
         if is_cut or not self.settings.weighs_loss:
             return batch
@@ -343,8 +374,15 @@ class _Shared:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Look at what the forward is given: this rank's tokens, and nothing that says otherwise.
-        Collective.
+        """Check the inputs of a forward, which must be this rank's tokens.
+
+        Args:
+            module: The model.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
+        Note:
+            Collective: every rank must call it.
         """
         if self.rests(module):
             return None
@@ -421,9 +459,7 @@ class _Shared:
             )
 
     def _look_at_mask(self, mask: Any) -> None:
-        """Raise unless a mask says no more than where a sequence ends: later tokens see the
-        padding, none before it.
-        """
+        """Raise unless a mask only marks padding at the end of sequences."""
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             raise NotBuiltError(
                 "an attention_mask that is not (samples, tokens) is not built for "
@@ -466,8 +502,16 @@ class _Shared:
     def after_forward(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Put the loss of all ranks' tokens in the place of this rank's. Collective where there are
-        labels.
+        """Replace this rank's loss by that of all ranks' tokens.
+
+        Args:
+            module: The model.
+            args: Ignored.
+            kwargs: Keyword arguments of the forward.
+            output: The output of the forward.
+
+        Note:
+            Collective if there are labels.
         """
         labels = (
             kwargs.get("shift_labels")
@@ -491,10 +535,10 @@ class _Shared:
         return output
 
     def _weighed(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean over all ranks' tokens, of which this rank's gradient is its own share.
+        """Return the mean loss over all ranks' tokens; its gradient is this rank's share.
 
-        Gradients are averaged over the ranks afterwards, so a share is its tokens' times the number
-        of ranks. A rank without valid tokens, whose own mean is not a number, adds nothing.
+        Gradients are averaged over the ranks later, so the share is that of this rank's tokens
+        times the number of ranks. A rank without valid tokens, whose own mean is NaN, adds nothing.
         """
         own = [float((labels != IGNORED).sum()), float(loss.detach())]
         table = self.group.comm.all_gather_rows(
@@ -510,10 +554,13 @@ class _Shared:
     # -- attention
 
     def look_at_scores(self, module: Any, mask: Any, options: Mapping[str, Any]) -> None:
-        """Raise if a layer's mask hides more than the attention that ranks compute without it.
+        """Raise if a layer's mask hides more than the attention that ranks compute.
 
-        mask: of this rank's tokens: True, or 0 to be added, where a token is seen. It may hide
-        later tokens, the other chunk of this rank, and what lies outside of the window.
+        Args:
+            module: The attention layer.
+            mask: The mask of this rank's tokens: True, or 0 to be added, if a token is seen. It may
+                hide later tokens, the other chunk of this rank, and tokens outside of the window.
+            options: Other arguments of the attention.
         """
         is_causal = options.get("is_causal")
         if is_causal is None:
@@ -533,9 +580,7 @@ class _Shared:
             )
 
     def _unlike(self, mask: Tensor, is_causal: bool, window: int | None) -> str:
-        """Return how a mask differs from that of the attention that ranks compute; nothing if it
-        does not.
-        """
+        """Return how a mask differs from the attention that ranks compute, or ""."""
         seen = mask if mask.dtype == torch.bool else mask == 0
         if mask.dtype != torch.bool and bool(
             (~seen & (mask > torch.finfo(mask.dtype).min / 2)).any()
@@ -544,7 +589,7 @@ class _Shared:
         queries, keys = (torch.arange(length, device=mask.device) for length in mask.shape[-2:])
         behind = queries[:, None] - keys
         share = len(keys) // len(self.places)
-        due = queries[:, None] // share == keys // share  # of one chunk
+        due = queries[:, None] // share == keys // share  # in one chunk
         if window is not None:
             due = due & (behind.abs() < window)
         if is_causal:
@@ -563,13 +608,25 @@ class _Shared:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Return the attention of this rank's tokens, (samples, tokens, heads, width), and no
-        weights. Collective.
+        """Return the attention of this rank's tokens, and None for its weights.
 
-        query, key, value: (samples, heads, tokens, width).
+        Args:
+            core: The attention function of transformers.
+            module: The attention layer.
+            query: Queries, shape (samples, heads, tokens, width).
+            key: Keys, likewise.
+            value: Values, likewise.
+            *args: Other arguments of `core`.
+            **kwargs: Other arguments of `core`.
+
+        Returns:
+            A tensor of shape (samples, tokens, heads, width), and None.
+
+        Note:
+            Collective: every rank must call it.
         """
         self._attended = True
-        # Of this rank's tokens alone: nothing to tell documents by
+        # They are only those of this rank's tokens, so they cannot separate documents
         kwargs.pop("position_ids", None)
         attend = self._exchanged if self.attention == "ulysses" else self._gathered
         return attend(core, module, query, key, value, *args, **kwargs)
@@ -645,14 +702,14 @@ class _Weighed(torch.autograd.Function):
         return grad * ctx.weight, None, None
 
 
-# Each module of a model that shares sequences, for the attention that transformers calls with one
-# of them.
+# Modules of models that share sequences. transformers calls attention with one of them.
 _SHARED: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
 
 
 def _registered(core: str) -> str:
-    """Register attention over exchanges with transformers, and its masks, which are those of the
-    core; its name.
+    """Register the attention over ranks with transformers and return its name.
+
+    Its masks are those of the attention `core`.
     """
     name = f"{_NAMED}{core}"
     masks = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
@@ -663,8 +720,9 @@ def _registered(core: str) -> str:
 
 
 def _functions() -> Any:
-    """Return transformers' attention functions by name; it is imported already where a model is one
-    of its.
+    """Return transformers' attention functions by name.
+
+    transformers is imported already if a model is one of its.
     """
     return import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
 

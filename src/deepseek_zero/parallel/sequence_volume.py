@@ -1,5 +1,6 @@
-"""Bytes that a rank sends for attention over shared sequences in a micro-batch, from a model's
-configuration alone.
+"""Bytes that a rank sends for attention over shared sequences, per micro-batch.
+
+Computed from the configuration of the model.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from torch import nn
 from .sequence import SequenceAttention
 from .sequence_model import AttentionMethod, SequenceSettings, choose_attention, heads_of
 
-ROW_BYTES = 16  # a rank's loss and how many tokens it is of, in float64
-# Of models whose keys and values are of two widths
+ROW_BYTES = 16  # a rank's loss and its number of tokens, in float64
+# In models with different widths of keys and values
 _OTHER_WIDTHS = ("v_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 
 
 class SequenceTraffic(NamedTuple):
-    """What ranks that share sequences send.  attention: how it sees other ranks' tokens; "": the
-    model's own modules
-    exchange.  layer_bytes: that a rank sends for a token of its own in one layer, forward and
-    backward; None: not
-    known.  layers: of attention.  row_bytes: that it sends for the loss of a micro-batch.
+    """Bytes that ranks send to share sequences.
+
+    Attributes:
+        attention: How attention accesses the tokens of other ranks; "" if the model's own modules
+            exchange.
+        layer_bytes: Bytes that a rank sends per token of its own in one layer, forward and
+            backward; None if unknown.
+        layers: The number of attention layers.
+        row_bytes: Bytes that a rank sends for the loss of a micro-batch.
     """
 
     attention: AttentionMethod | str
@@ -38,11 +43,19 @@ def traffic_of_sequences(
     settings: SequenceSettings,
     compute: torch.dtype | None = None,
 ) -> SequenceTraffic:
-    """Return what one rank sends, where every layer of attention has trained weights below it.
-    Pure; of a whole model, before it is cut.
+    """Return the bytes that one rank sends. Pure.
 
-    ranks: along "sp". tp: ranks over which heads are cut. compute: the dtype of activations, where
-    that is not the model's own. Raises as `share_sequences` does.
+    It is assumed that every attention layer has trained weights before it.
+
+    Args:
+        model: The whole model, before it is split.
+        ranks: The number of ranks along "sp".
+        tp: The number of ranks that share the heads.
+        settings: The settings.
+        compute: The dtype of activations, if it differs from the model's.
+
+    Raises:
+        NotBuiltError: The model is not supported.
     """
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return SequenceTraffic("", None)
@@ -59,12 +72,12 @@ def traffic_of_sequences(
         getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
     )
     if attention == "ulysses":
-        # A head that is repeated for the ranks travels as often
+        # A repeated head is sent once per copy
         copies = held if held % ranks == 0 else ranks
         numbers = (
             (3 if recomputes else 2) * (ranks - 1) * 2 * (heads // tp + copies) * width // ranks
         )
-    # Keys and values: forward, again in backward, their gradients; and once more where a block is
+    # Keys and values: forward, again in backward, their gradients, and once more if a block is
     # recomputed
     else:
         numbers = (4 if recomputes else 3) * (ranks - 1) * 2 * held * width

@@ -1,11 +1,10 @@
-"""Random numbers along the tensor-parallel axis: equal on every rank outside of split layers,
-different inside.
+"""Random numbers along the tensor-parallel axis.
 
-Outside, ranks draw the same numbers because their generators have the same state:
-`align_generators` sees to that before each forward. Inside, where each holds its own heads, a rank
-draws from a stream of its own, made of one number of the common stream and its coordinate. So there
-is one state: who restores the common stream (a recomputation, a checkpoint) has restored the other
-one too.
+They are equal on every rank outside of split layers, and different inside. Outside, the generators
+of all ranks have the same state, which `align_generators` ensures before each forward. Inside,
+where each rank has its own heads, a rank uses its own stream, seeded by one number of the common
+stream and its coordinate. There is thus only one state: restoring the common stream (a
+recomputation, a checkpoint) also restores the other one.
 """
 
 from __future__ import annotations
@@ -20,8 +19,13 @@ from ..comm.collectives import Comm
 
 
 class Streams:
-    """The two streams of one rank, in torch's default generator of the CPU and, on a GPU, of the
-    device.
+    """The two random streams of one rank.
+
+    They use torch's default generators of the CPU and, on a GPU, of the device.
+
+    Args:
+        coordinate: The rank's index on the axis.
+        device: The rank's device.
     """
 
     def __init__(self, coordinate: int, device: torch.device) -> None:
@@ -30,7 +34,7 @@ class Streams:
         self._outside: tuple[Tensor, Tensor | None] | None = None
 
     def enter(self) -> None:
-        """Draw from this rank's stream from now on. Draws one number of the common stream."""
+        """Switch to this rank's stream. Draws one number from the common stream."""
         if self._outside is not None:
             return
         drawn = int(torch.randint(2**62, (1,)))
@@ -43,7 +47,7 @@ class Streams:
             torch.cuda.manual_seed(seed)
 
     def leave(self) -> None:
-        """Go back to the common stream."""
+        """Switch back to the common stream."""
         if self._outside is None:
             return
         (state, on_device), self._outside = self._outside, None
@@ -52,21 +56,22 @@ class Streams:
             torch.cuda.set_rng_state(on_device, self._cuda)
 
     def forget(self) -> None:
-        """Stay where torch's generators are: somebody else has put them back."""
+        """Keep the current state of the generators, because other code has restored them."""
         self._outside = None
 
 
 def align_generators(comm: Comm) -> None:
-    """Give torch's default generators the state that they have on the first rank, if ranks differ.
+    """Set torch's default generators to the first rank's state, if ranks differ.
 
-    Programs often seed with `seed + rank`. Ranks along "tp" compute one batch together, so what
-    lies outside of split layers must draw the same numbers on all of them.
+    Programs often use the seed `seed + rank`. Ranks along "tp" compute one batch together, so code
+    outside of split layers must draw the same numbers on all of them.
 
     Args:
         comm: The communicator of the ranks along "tp".
 
-    Note: Collective: every rank of `comm` must call it. It sends 8 bytes to each rank, and 5 KB if
-        states differ.
+    Note:
+        Collective: every rank of `comm` must call it. It sends 8 bytes to each rank, and 5 KB if
+            states differ.
     """
     state = _generator_state(comm.device)
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()

@@ -1,14 +1,15 @@
-"""Activations that are sharded over tokens between the split layers of a block (Megatron's sequence
-parallelism).
+"""Activations that are sharded over tokens (Megatron's sequence parallelism).
 
-    first block                  its input: this rank's tokens (`shard`)
-    norms, dropout, residuals    on this rank's tokens; a norm's gradient is a summand
-    attention                    its module is given all tokens (`TensorAxis.read_tokens`), for it
-                                 reads the number of tokens there
-    other columns                gather the tokens they read; a row layer's sum is of the own tokens
-    last block                   its output: all tokens (`unshard`)
+This applies between the split layers of a block:
 
-Everything outside of the blocks is whole, as a model needs it to make positions and masks.  In
+    first block                  its input becomes this rank's tokens (`shard`)
+    norms, dropout, residuals    on this rank's tokens; the gradient of a norm is a summand
+    attention                    its module receives all tokens (`TensorAxis.read_tokens`),
+                                 because it reads the number of tokens there
+    other columns                gather their input; the sum of a row layer is for own tokens
+    last block                   its output becomes all tokens (`unshard`)
+
+Everything outside of the blocks is whole, because a model computes positions and masks there. In
 evaluation nothing is sharded.
 """
 
@@ -33,8 +34,10 @@ OFF = 'leave tensor_parallel.sequence out, or say "sequence": false.'
 class ShardedBlocks:
     """The blocks of a model between which activations are sharded, by name.
 
-    blocks: in order. attentions: modules that hold an attention's column layers. norms: layers that
-    every rank holds whole and applies to its own tokens.
+    Attributes:
+        blocks: The blocks, in order.
+        attentions: The modules with the column layers of an attention.
+        norms: Layers that every rank holds whole and applies to its own tokens.
     """
 
     blocks: tuple[str, ...]
@@ -45,11 +48,16 @@ class ShardedBlocks:
 def find_stretch(
     model: nn.Module, styles: Mapping[str, str], attentions: Sequence[str], unknown: Collection[str]
 ) -> ShardedBlocks:
-    """Return where activations can be sharded. Pure.
+    """Return the blocks between which activations can be sharded. Pure.
 
-    styles: what layers become, by name. attentions: modules that hold an attention's column layers;
-    unknown: that do so, and of which the end is not known. NotBuiltError names the layer that needs
-    all tokens.
+    Args:
+        model: The whole model.
+        styles: What layers become, by name.
+        attentions: The modules with the column layers of an attention.
+        unknown: Modules like these whose row layer is not known.
+
+    Raises:
+        NotBuiltError: A layer needs all tokens. The message names it.
     """
     regions = [
         name for name, style in styles.items() if style not in ("vocabulary", "head", "partial")
@@ -95,7 +103,7 @@ def find_stretch(
 
 
 def _container(model: nn.Module, regions: Sequence[str]) -> str:
-    """Return the name of the list of blocks that holds all split layers."""
+    """Return the name of the list of blocks with all split layers."""
     paths = [name.split(".") for name in regions]
     path = [
         each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
@@ -119,8 +127,12 @@ def _refused(name: str, why: str) -> NotBuiltError:
 
 
 def shard_tokens(model: nn.Module, stretch: ShardedBlocks, axis: TensorAxis) -> None:
-    """Have a model that is cut shard its activations in training, by hooks. Its forwards are
-    collective anyway.
+    """Register hooks that shard a split model's activations in training.
+
+    Args:
+        model: The model, after it was split.
+        stretch: The blocks.
+        axis: The axis of its layers.
     """
     first = stretch.blocks[0]
     last = stretch.blocks[-1]
@@ -135,7 +147,8 @@ def shard_tokens(model: nn.Module, stretch: ShardedBlocks, axis: TensorAxis) -> 
             block.register_forward_hook(_leaving(axis), always_call=False)
         if name == last:
             block.register_forward_hook(_gives(lambda x: unshard(x, axis.group, last)))
-    # Its gradients for its input add up before they meet others', as on the virtual axis
+    # The gradients for its input are added first, before they are added to others, as on the
+    # virtual axis
     for name in stretch.norms:
         model.get_submodule(name).register_forward_pre_hook(
             _given(lambda x: x.view_as(x)), with_kwargs=True
@@ -150,7 +163,7 @@ def _reader(axis: TensorAxis, name: str) -> Any:
 
 
 def _given(change: Any) -> Any:
-    """Return a hook that changes the first tensor that a module in training is given."""
+    """Return a hook that changes the first tensor argument of a module in training."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not module.training:
@@ -190,8 +203,9 @@ def _leaving(axis: TensorAxis) -> Any:
 
 
 def _fitting(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Return what the first block is given; UsageError where the ranks do not divide its tokens: on
-    all of them.
+    """Return the input of the first block.
+
+    Raises UsageError on all ranks if their number does not divide the tokens.
     """
     if x.dim() != 3 or x.shape[1] % axis.group.size:
         raise UsageError(

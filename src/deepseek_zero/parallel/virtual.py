@@ -1,10 +1,9 @@
-"""The virtual axis: a whole model in one process that computes as the ranks of a tensor-parallel
-axis would.
+"""The virtual axis: one process computes a whole model as several ranks would.
 
-Every product of a split layer is made of as many products as there are ranks, of the same shapes
-and in the same order, and what ranks would sum is summed in their order. Loss and gradients are
-equal to theirs bit by bit, which makes it the
-reference of a run that differs: the first layer whose output is another one is where to look.
+Every product of a split layer is computed as one product per rank, with the same shapes and in the
+same order, and sums over ranks are formed in rank order. Loss and gradients are equal to those of
+the ranks bit for bit. This makes it the reference for a run that differs: the first layer with
+another output contains the error.
 """
 
 from __future__ import annotations
@@ -25,16 +24,23 @@ from .streams import Streams
 
 
 class LocalPartials:
-    """Keeps what one virtual rank's gradients for an entered tensor add up to."""
+    """Stores the accumulated gradient of one virtual rank for an entered tensor."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self.found: Tensor | None = None
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a buffer for the accumulated gradient.
+
+        Args:
+            shape: The shape.
+            dtype: The dtype.
+        """
         return self._like.new_empty(shape, dtype=dtype)
 
     def complete(self, partial: Tensor) -> None:
+        """Store the accumulated gradient."""
         self.found = partial
 
 
@@ -91,11 +97,16 @@ class _SumAll(torch.autograd.Function):
 
 
 class VirtualAxis:
-    """Computes the layers of a whole model as the ranks of an axis would; see `TensorAxis`.
+    """Computes the layers of a whole model as the ranks of an axis would.
 
-    An attention is run once for each rank (`Passes`), with this rank's heads alone: a kernel may
-    round otherwise for another number of heads. Elsewhere a column layer gives all ranks' outputs,
-    joined, to what is computed next.
+    See `TensorAxis`. An attention runs once per rank (`run_in_passes`) with this rank's heads only,
+    because a kernel may round differently for another number of heads. Elsewhere a column layer
+    returns the joined outputs of all ranks.
+
+    Args:
+        size: The number of ranks.
+        device: The device of the model.
+        has_dropout: Whether the model draws random numbers.
     """
 
     def __init__(self, size: int, device: torch.device, *, has_dropout: bool) -> None:
@@ -109,6 +120,12 @@ class VirtualAxis:
         return self
 
     def column(self, layer: Layer, x: Tensor) -> Tensor:
+        """Compute a column layer for all ranks, or for one rank in a pass.
+
+        Args:
+            layer: The layer.
+            x: Its input.
+        """
         part = layer.part
         passes = self._passes
         entered = self._enter(layer, x)
@@ -126,6 +143,12 @@ class VirtualAxis:
         return join(found, part.outputs)
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
+        """Compute a row layer for all ranks, or for one rank in a pass.
+
+        Args:
+            layer: The layer.
+            x: Its input.
+        """
         part = layer.part
         passes = self._passes
         x = cast_for_autocast(x)
@@ -148,6 +171,12 @@ class VirtualAxis:
         )
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
+        """Compute an embedding.
+
+        Args:
+            layer: The layer.
+            ids: Indices into the whole table.
+        """
         weights = blocks(layer.weight, layer.part.weight)
         return _sum(
             [
@@ -157,17 +186,36 @@ class VirtualAxis:
         )
 
     def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
+        """Return the columns of every rank, as `Axis.own_columns`.
+
+        Args:
+            logits: All logits.
+            part: The layer that computed them.
+        """
         starts = [ranges[0][0] for ranges in part.outputs.ranges]
         return list(zip(starts, blocks(logits, part.outputs), strict=True))
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Return the rows of every rank, unchanged.
+
+        Args:
+            rows: The rows.
+            what: Ignored.
+        """
         return list(rows)
 
     def in_passes(
         self, attention: Attention, forward: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run an attention once for each rank; each pass ends at the row layer, the last one goes
-        on with the sum.
+        """Run an attention once per rank.
+
+        Each pass ends at the row layer; the last one continues with the sum.
+
+        Args:
+            attention: The module.
+            forward: Its forward.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
         """
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
         self._passes = _Passes()
@@ -189,7 +237,7 @@ class VirtualAxis:
             self._entered = []
 
     def alike(self, layer: Repeated) -> dict[str, Tensor] | None:
-        """Return a layer's parameters for the rank whose pass is under way; None outside of one."""
+        """Return a layer's parameters for the rank of the current pass, or None."""
         passes = self._passes
         if passes is None:
             return None
@@ -203,7 +251,7 @@ class VirtualAxis:
     def _weights(
         self, layer: Layer, dtype: torch.dtype
     ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Return every rank's weight and bias; in passes, those of the first one."""
+        """Return every rank's weight and bias; within passes, those of the first pass."""
         passes = self._passes
         if passes is not None and id(layer) in passes.weights:
             return passes.weights[id(layer)]
@@ -241,7 +289,7 @@ class VirtualAxis:
         return found
 
     def _draw(self, *, is_new: bool) -> None:
-        """Change to the stream of the rank that computes, where its layers enter a region."""
+        """Switch to the random stream of the current rank when its layers enter a region."""
         passes = self._passes
         if passes is None:
             if is_new:
@@ -257,7 +305,7 @@ class VirtualAxis:
 
 
 class _Alike(torch.autograd.Function):
-    """A whole parameter for each rank; their gradients are summed in the order of the ranks."""
+    """A whole parameter for each rank; gradients are summed in rank order."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: int) -> tuple[Tensor, ...]:
@@ -270,10 +318,10 @@ class _Alike(torch.autograd.Function):
 
 
 class Repeated(nn.Module):
-    """A layer that every rank holds whole and applies to its own heads: its gradient is a sum over
-    the ranks.
+    """A layer that every rank holds whole and applies to its own heads.
 
-    Never made: modules inside of an attention take a subclass as their class.
+    Its gradient is a sum over the ranks. Not instantiated: modules in attentions change their class
+    to a subclass.
     """
 
     axis: VirtualAxis
@@ -291,7 +339,12 @@ class Repeated(nn.Module):
 
 
 def repeat(module: nn.Module, axis: VirtualAxis) -> None:
-    """Make a layer inside of an attention have a gradient of each rank's own."""
+    """Give each rank its own gradient for a layer in an attention.
+
+    Args:
+        module: The layer.
+        axis: The axis.
+    """
     base = type(module)
     module.__class__ = type(f"Repeated{base.__name__}", (Repeated, base), {"__module__": __name__})
     layer = cast(Repeated, module)
@@ -300,10 +353,10 @@ def repeat(module: nn.Module, axis: VirtualAxis) -> None:
 
 
 class TokenShare(nn.Module):
-    """A layer that every rank holds whole and applies to its own tokens: its gradient is a sum over
-    the ranks.
+    """A layer that every rank holds whole and applies to its own tokens.
 
-    Never made: norms between the regions take a subclass as their class.
+    Its gradient is a sum over the ranks. Not instantiated: norms between regions change their class
+    to a subclass.
     """
 
     axis: VirtualAxis
@@ -331,7 +384,12 @@ class TokenShare(nn.Module):
 
 
 def share_tokens(module: nn.Module, axis: VirtualAxis) -> None:
-    """Make a layer be applied to each rank's tokens apart."""
+    """Apply a layer to the tokens of each rank separately.
+
+    Args:
+        module: The layer.
+        axis: The axis.
+    """
     base = type(module)
     module.__class__ = type(
         f"TokenShare{base.__name__}", (TokenShare, base), {"__module__": __name__}
@@ -342,14 +400,20 @@ def share_tokens(module: nn.Module, axis: VirtualAxis) -> None:
 
 
 class _NextPass(Exception):
-    """A pass of an attention has come to its row layer."""
+    """A pass of an attention has reached its row layer."""
 
 
 @dataclass
 class _Passes:
-    """The passes of one attention under way.  weights, alike: by layer, every rank's.
+    """The passes of the current attention.
 
-    common: the common random stream before the first pass drew from it. has_drawn: by rank.
+    Attributes:
+        rank: The rank of the current pass.
+        parts: The products of the row layer.
+        weights: Weights and biases of every rank, by layer.
+        alike: Parameters of every rank, by layer.
+        common: The common random stream before the first pass drew from it.
+        has_drawn: One entry for each rank that drew.
     """
 
     rank: int = 0
@@ -363,10 +427,10 @@ class _Passes:
 
 
 class Attention(nn.Module):
-    """A module from an attention's column layers to its row layer.  Never made: one takes a
-    subclass as its class.
+    """A module from an attention's column layers to its row layer.
 
-    counts: (module, attribute) -> by rank, what counts its heads.
+    Not instantiated: modules change their class to a subclass. `counts` are the head counts of each
+    rank, by (module, attribute).
     """
 
     axis: VirtualAxis
@@ -376,14 +440,20 @@ class Attention(nn.Module):
         return self.axis.in_passes(self, super().forward, args, kwargs)
 
 
-# What a training step has no use for, under these names
+# Arguments that a training step does not use
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def run_in_passes(
     module: nn.Module, axis: VirtualAxis, counts: dict[tuple[nn.Module, str], tuple[int, ...]]
 ) -> None:
-    """Make the module that holds an attention run once for each rank."""
+    """Make the module of an attention run once per rank.
+
+    Args:
+        module: The module.
+        axis: The axis.
+        counts: The head counts of each rank, by (module, attribute).
+    """
     base = type(module)
     module.__class__ = type(f"Virtual{base.__name__}", (Attention, base), {"__module__": __name__})
     attention = cast(Attention, module)

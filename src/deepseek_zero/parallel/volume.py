@@ -1,5 +1,6 @@
-"""Bytes that a rank sends along the tensor-parallel axis in one micro-batch, from the plan
-alone.
+"""Bytes that a rank sends along the tensor-parallel axis per micro-batch.
+
+Computed from the plan.
 """
 
 from __future__ import annotations
@@ -26,17 +27,22 @@ def sent_bytes(
     splits_loss: bool,
     recomputes: bool = False,
 ) -> int:
-    """Return what one forward and backward send, where every parameter is trained. Pure.
+    """Return the bytes that one forward and backward send. Pure.
 
-    tokens: of the micro-batch. itemsize: bytes of one activation. splits_loss: whether the loss
-    reads split logits.
-    recomputes: whether every block is computed again in backward. The column layers of a region
-    read one input here: a decoder's that reads another one in its cross attention sends more.
-    Between ranks of one host nothing is sent: these bytes are read in place. Where activations are
-    sharded over tokens, each rank has its own to gather or to sum: what `sent` counts in the width
-    of all is sent in 1 / ranks of it, forward and backward.
+    It is assumed that every parameter is trained, and that the column layers of a region read one
+    input; cross attention, which reads another one, sends more. Ranks of one host send nothing,
+    because they read in place. If activations are sharded over tokens, each rank gathers or sums
+    its own tokens: 1 / ranks of the bytes of a whole tensor, in forward and in backward.
+
+    Args:
+        plan: The plan.
+        coordinate: The rank's index on the axis.
+        tokens: The number of tokens of the micro-batch.
+        itemsize: The bytes of one activation.
+        splits_loss: Whether the loss reads split logits.
+        recomputes: Whether every block is recomputed in backward.
     """
-    inputs: dict[str, int] = {}  # by region: the width of what its column layers read
+    inputs: dict[str, int] = {}  # the input width of the column layers of each region
     numbers = 0
     if plan.stretch is not None:
         own_tokens, left = divmod(tokens, plan.ranks)
@@ -77,10 +83,9 @@ def _shards(choice: Choice) -> bool:
 
 
 def _sharded_widths(plan: ParallelPlan, forwards: int) -> int:
-    """Return the widths of all gathers and sums of the blocks, and of the two gathers at their
-    ends.
+    """Return the total width of the gathers and sums of blocks and at their ends.
 
-    Forward a region gathers what it reads and sums what it gives; backward the other way round.
+    In forward a region gathers its input and sums its output; backward does the reverse.
     """
     rows = [
         choice.widths[0] for choice in plan.choices if _shards(choice) and choice.style == "row"
@@ -91,8 +96,12 @@ def _sharded_widths(plan: ParallelPlan, forwards: int) -> int:
 
 
 class LayerTraffic(NamedTuple):
-    """What one region of layers sends.  weight: the name of its first weight.  is_head: it makes
-    logits.  nbytes: for as many tokens as there are ranks, which sharded activations divide.
+    """Bytes that one region of layers sends.
+
+    Attributes:
+        weight: The name of its first weight.
+        is_head: Whether it computes logits.
+        nbytes: Bytes for as many tokens as there are ranks.
     """
 
     weight: str
@@ -107,10 +116,16 @@ def traffic_of(
     coordinate: int,
     compute: torch.dtype | None = None,
 ) -> list[LayerTraffic]:
-    """Return what one rank sends, by region: in all what `sent_bytes` counts.  Pure; of a whole
-    model, before it is cut.
+    """Return the bytes that one rank sends, by region. Pure.
 
-    compute: the dtype of activations, where that is not the model's own.
+    The total is the result of `sent_bytes`.
+
+    Args:
+        model: The whole model, before it is split.
+        plan: Its plan.
+        settings: The settings.
+        coordinate: The rank's index on the axis.
+        compute: The dtype of activations, if it differs from the model's.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     dtype = compute or next(param.dtype for param in model.parameters())
