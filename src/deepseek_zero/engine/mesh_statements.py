@@ -185,11 +185,16 @@ def _in_groups(statement: MeshStatement, size: int, sizes: Mapping[str, Any], ra
     """
     sp = sizes.get("sp", 1)
     if ranks * sp % size or size % sp:
+        along_sp = ""
+        divisible = ""
+        if sp > 1:
+            along_sp = f", {sp} along sp"
+            divisible = " that sp divides"
         raise UsageError(
             f"zero_optimization.{statement.where} is {size}, and there are {ranks * sp} ranks"
-            + (f", {sp} along sp." if sp > 1 else "."),
+            f"{along_sp}.",
             "States are cut within groups of so many ranks, and every rank is in one.",
-            "choose a divisor of the number of ranks" + (" that sp divides." if sp > 1 else "."),
+            f"choose a divisor of the number of ranks{divisible}.",
         )
     return Mesh(**sizes, dp_replicate=ranks * sp // size)
 

@@ -226,6 +226,5 @@ def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, An
     )
     if found and isinstance(found[0], dict):
         return without_twins({**dict(group), "params": list(group["params"])} for group in found)
-    return without_twins(
-        [{"params": [item[1] if isinstance(item, tuple) else item for item in found]}]
-    )
+    unnamed = [item[1] if isinstance(item, tuple) else item for item in found]
+    return without_twins([{"params": unnamed}])

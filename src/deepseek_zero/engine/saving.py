@@ -352,10 +352,15 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
     def choose() -> str:
         if tag is None and is_checkpoint(folder) and not tags_in(folder):
             return json.dumps([True, folder.absolute().name])
-        named = (
-            latest_tag(folder) if tag is None else NEWEST if _asks_for_newest(folder, tag) else tag
-        )
-        return json.dumps([False, checked_tag(named) if named is not None else ""])
+        named = tag
+        if tag is None:
+            named = latest_tag(folder)
+        elif _asks_for_newest(folder, tag):
+            named = NEWEST
+        checked = ""
+        if named is not None:
+            checked = checked_tag(named)
+        return json.dumps([False, checked])
 
     is_itself, chosen = json.loads(run_and_gather(comm, "loading: the tag", choose)[0])
     if is_itself:

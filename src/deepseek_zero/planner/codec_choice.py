@@ -91,12 +91,11 @@ class Open:
 
     def describe(self, link: float) -> str:
         """Return the choice and the numbers that decided."""
-        times = ", ".join(
-            f"{'as they are' if rate is None else rate.codec} "
-            f"{self.traffic.seconds(link, rate) * 1e9:.2f}"
-            for rate in (None, *self.among)
-        )
-        return f"{self.choose(link) or 'as they are'} (ns an element: {times})"
+        times = []
+        for rate in (None, *self.among):
+            codec = "as they are" if rate is None else rate.codec
+            times.append(f"{codec} {self.traffic.seconds(link, rate) * 1e9:.2f}")
+        return f"{self.choose(link) or 'as they are'} (ns an element: {', '.join(times)})"
 
 
 def choose_codes(

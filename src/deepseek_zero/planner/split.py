@@ -53,7 +53,8 @@ class Split:
     @classmethod
     def whole(cls, kind: Literal["equal", "partial"], shape: Shape, ranks: int) -> Split:
         """Return a parameter that every rank holds."""
-        return cls(kind, shape, 0, ((((0, shape[0]),) if shape else ()),) * ranks)
+        ranges = ((0, shape[0]),) if shape else ()
+        return cls(kind, shape, 0, (ranges,) * ranks)
 
     def local_shape(self, coordinate: int) -> Shape:
         """The shape of what one rank holds."""

@@ -243,10 +243,8 @@ class UnitPlan:
 
     def uncoded(self) -> UnitPlan:
         """Return the same unit with its coded groups sent as they are kept."""
-        return replace(
-            self,
-            groups=tuple(group.uncoded() if group.is_coded else group for group in self.groups),
-        )
+        groups = [group.uncoded() if group.is_coded else group for group in self.groups]
+        return replace(self, groups=tuple(groups))
 
     def explain(self, number: int) -> list[str]:
         """Return one line per group.  number: of the unit in its plan."""
