@@ -1,14 +1,14 @@
-r"""ZeRO as data.  Where a state's elements are over the ranks that share it, and what changes one
-placement into another:
+r"""ZeRO as a table: the placement, dtype and memory of each state.
+
+A placement says which elements of a state each rank holds. `move` in sharding/buffer.py changes one
+placement into another with these collectives:
 
     from \ to    REPLICATE            SHARD
     SHARD        all-gather           (same)
     PARTIAL      all-reduce           reduce-scatter
     REPLICATE    (same)               local slice
 
-Carried out by `move` in sharding/buffer.py.
-
-Four kinds of state, each with a placement, a dtype and a tier:
+There are four kinds of state, each with a placement, a dtype and a tier (memory):
 
             Z0   Z1   Z2   Z3
  weight      R    R    R    S
@@ -16,12 +16,12 @@ Four kinds of state, each with a placement, a dtype and a tier:
  master      R    S    S    S
  moments     R    S    S    S
 
-A stage chooses a column; tiny parameters (`persistent`) use column Z2 at stage 3; frozen ones have
-a weight row only.
+A stage chooses a column. At stage 3, tiny parameters (`persistent`) use column Z2. Frozen parameters
+have only a weight.
 
-Which ranks a state is cut among is a set of axes, one per state: `SHARD_AXES`. Ranks outside it
-hold the same slices. What extensions add to a row is in planner/extras.py, how rows are made from
-settings in planner/row_of_group.py.
+A state is sharded over the ranks along a set of mesh axes (`SHARD_AXES` by default); the other ranks
+hold the same slices. planner/row_of_group.py makes rows from settings, and planner/extras.py has
+what extensions add to a row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..tiers.tier import Tier
 
 
 class Placement(Enum):
-    """One letter each in tables: R, S, P."""
+    """Which elements of a state each rank holds."""
 
     REPLICATE = "R"  # every rank holds every element
     SHARD = "S"  # rank r holds slice r
@@ -47,7 +47,7 @@ class Placement(Enum):
 
 
 class Movement(Enum):
-    """What `move` does; the names of torch.distributed."""
+    """The operations of `move`, named as in torch.distributed."""
 
     NOTHING = "nothing"
     ALL_GATHER = "all-gather"
@@ -72,14 +72,17 @@ TRANSITIONS: dict[tuple[Placement, Placement], Movement] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """How one state of one group of parameters is kept.
+    """The placement, dtype and memory of one state of a parameter group.
 
-    wire: how it is written for its way between ranks, None: as it is.  axes: over whose ranks it is
-    cut, where it is.
-    wire_inside: of summands, how they are written for their way inside a host, where sums are
-    formed by host; None: as
-    they are collected.  rests_as: codes that a rank keeps in place of a slice's elements, which are
-    decoded for every use; the dtype is then that of the decoded.
+    Attributes:
+        placement: Which elements each rank holds.
+        dtype: The dtype of the elements; if `rests_as` is set, of the decoded elements.
+        tier: The memory that holds them.
+        wire: The codec of messages between ranks; None sends the elements unchanged.
+        axes: The mesh axes over which the state is sharded.
+        wire_inside: The codec of partial gradients inside a host, if sums are formed host by host;
+            None sends them unchanged.
+        rests_as: The codec in which a rank keeps its slice between uses; None keeps numbers.
     """
 
     placement: Placement
@@ -91,20 +94,21 @@ class Spec:
     rests_as: Blocks | None = None
 
     def numel(self, padded_numel: int, ranks: int) -> int:
-        """Elements of a flat buffer of `padded_numel` that one rank holds.  ranks: along the
-        axes.
+        """Return how many elements of a flat buffer one rank holds.
+
+        Args:
+            padded_numel: The elements of the whole buffer, padding included.
+            ranks: The number of ranks along `axes`.
         """
         return padded_numel // ranks if self.placement is S else padded_numel
 
     def gathered(self) -> Spec:
-        """Return the spec of all elements on every rank: themselves, whatever they rest as where
-        they are cut.
-        """
+        """Return the spec of the state after an all-gather: replicated and decoded."""
         return replace(self, placement=R, rests_as=None)
 
     @property
     def resting(self) -> Codec:
-        """As what the elements rest: codes, or numbers of the dtype."""
+        """The codec in which a rank keeps the elements between uses."""
         return self.rests_as or Cast(self.dtype)
 
     def __str__(self) -> str:
@@ -119,19 +123,22 @@ class Spec:
 
 
 class Extra:
-    """What an extension adds to a row of the table: a state of its own, or a rule for one."""
+    """A state, or a rule for one, that an extension adds to a row of the table.
 
-    #: The state of the table that it belongs to.
+    Attributes:
+        state: The state of the table that it belongs to.
+        updates_late: Updates come later than their step.
+    """
+
     state = ""
-    #: Updates come later than their step.
     updates_late = False
 
     def promoted(self) -> Self:
-        """Return the same extra of a row with an fp32 weight and gradient."""
+        """Return the same extra for a row with an fp32 weight and gradient."""
         return self
 
     def words(self, plan: ShardPlan) -> str:
-        """Return what reports append to the words of its state."""
+        """Return the text that reports append to the description of `state`."""
         return ""
 
 
@@ -140,17 +147,21 @@ Kind = TypeVar("Kind", bound=Extra)
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The row of one group of parameters.  `grad`, `master`, `moments` are None for frozen
-    parameters.
+    """The row of one parameter group: the specs of its four states.
 
-    The moments have the dtype that the optimizer works in. The main weight may be stored otherwise
-    (`master_is_split`, or rounded to the weight at random, `master_is_rounded`).
+    `grad`, `master` and `moments` are None for frozen parameters. Moments have the dtype in which
+    the optimizer computes. The main weight may be stored in another one: see `master_is_split` and
+    `master_is_rounded`.
 
     Attributes:
-        master_is_weight: fp32 training: the main weight is the weight's own storage (its slice at
-            stages 1 and 2).
-        moments_format: The bits in which moments are kept (precision/compact.py).
-        extras: What extensions add (planner/extras.py).
+        weight: The weight that the model computes with.
+        grad: The gradient.
+        master: The main weight, which the optimizer updates.
+        moments: The optimizer's states.
+        master_is_weight: The main weight is the storage of the weight (its slice at stages 1 and
+            2), as in fp32 training.
+        moments_format: The format in which moments are kept (precision/compact.py).
+        extras: What extensions add to the row (planner/extras.py).
     """
 
     weight: Spec
@@ -162,12 +173,12 @@ class ShardPlan:
     extras: tuple[Extra, ...] = ()
 
     def extra(self, kind: type[Kind]) -> Kind | None:
-        """Return the extra of this class; None without one."""
+        """Return the extra of this class, or None."""
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
     @property
     def master_is_rounded(self) -> bool:
-        """Whether there is no master but the weight, in fewer bits than the optimizer works in."""
+        """Whether the main weight is the weight, in fewer bits than the optimizer computes in."""
         return (
             self.master_is_weight
             and self.moments is not None
@@ -176,14 +187,14 @@ class ShardPlan:
 
     @property
     def master_is_split(self) -> bool:
-        """Whether the master is the live bf16 weight and, in its own storage, 16 more bits
+        """Whether the main weight is the bf16 weight plus a buffer of 16 more bits per element
         (precision/policy.py).
         """
         return self.master is not None and self.master.dtype == torch.int16
 
     @cached_property
     def summand_dtype(self) -> torch.dtype:
-        """The dtype in which a rank collects what it adds to the sum of gradients."""
+        """The dtype in which a rank collects its own gradient before the reduction."""
         assert self.grad is not None
         if self.grad.placement is not S:
             return self.grad.dtype
@@ -191,68 +202,43 @@ class ShardPlan:
 
     @property
     def grad_wire(self) -> Codec:
-        """How gradients are sent."""
+        """The codec in which gradients are sent."""
         assert self.grad is not None
         return self.grad.wire or Cast(self.summand_dtype)
 
     @cached_property
     def weight_is_independent(self) -> bool:
-        """Whether the weight is not the main weight's cast, but a state of its own: ranks that all
-        hold it send each other coded changes.
+        """Whether the weight is a state of its own instead of a cast of the main weight.
+
+        Ranks that all hold the weight then send each other coded changes of it.
         """
         return self.weight.placement is R and self.weight.wire is not None
 
     @property
     def sums_to_all(self) -> bool:
-        """Whether every rank needs the whole sum of gradients (stage 0)."""
+        """Whether every rank needs the whole sum of gradients, as at stage 0."""
         return self.master is not None and self.master.placement is R
 
     @cached_property
     def is_offloaded(self) -> bool:
-        """Whether any state rests in another memory than the training device's."""
+        """Whether a state is kept in another memory than the training device's."""
         specs = (self.weight, self.grad, self.master, self.moments)
         return any(spec is not None and spec.tier is not Tier.DEVICE for spec in specs)
 
-    @property
-    def uses_disk(self) -> bool:
-        """Whether any state rests on a disk."""
-        specs = (self.weight, self.grad, self.master, self.moments)
-        return any(spec is not None and spec.tier is Tier.NVME for spec in specs)
-
     @cached_property
     def moments_external(self) -> bool:
-        """Whether moments are kept for the optimizer instead of by it."""
+        """Whether moments are stored by us instead of by the optimizer."""
         return self.moments is not None and (
             self.moments.tier is not Tier.DEVICE or self.moments_format != "fp32"
         )
 
     @property
     def is_updated_on_host(self) -> bool:
-        """Whether the host updates the group: its moments are not in the training device's
-        memory.
-        """
+        """Whether the host updates the group, since its moments are not on the training device."""
         return self.moments is not None and self.moments.tier is not Tier.DEVICE
 
-    @property
-    def rests_elsewhere(self) -> bool:
-        """Whether weights and moments rest in another memory, so that nobody sees a weight without
-        asking for it.
-        """
-        tiers = [spec.tier for spec in (self.weight, self.moments) if spec is not None]
-        return Tier.DEVICE not in tiers
-
-    @property
-    def rests_in_slices(self) -> bool:
-        """Whether a rank has slices of every state, on the training device, so that nobody sees a
-        weight without asking for it.
-        """
-        updates_late = any(extra.updates_late for extra in self.extras)
-        return self.weight.placement is S and not self.is_offloaded and not updates_late
-
     def promoted(self) -> ShardPlan:
-        """The same row with an fp32 weight and gradient, and a whole fp32 master.  Moments stay
-        where they are.
-        """
+        """Return the same row with fp32 weight, gradient and main weight; moments do not change."""
         grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
         weight = replace(self.weight, dtype=torch.float32)
         extras = tuple(extra.promoted() for extra in self.extras)

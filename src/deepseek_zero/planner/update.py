@@ -26,7 +26,7 @@ from ..tiers.staging import ALIGNMENT
 from ..tiers.tier import Tier
 from .layout import GRAIN
 from .memory import StateCounts, group_bytes, moments_for
-from .spec import R, ShardPlan
+from .spec import R, S, ShardPlan
 from .units import GroupPlan, UnitPlan
 
 EVERY_UNIT = -1
@@ -82,17 +82,26 @@ class UpdateSettings:
         the threads their parts. So its tiles are larger.
         """
         numel = self.call_numel(plan)
-        if plan.uses_disk or self.kernels == "torch" or not _is_plain(plan):
+        if _uses_disk(plan) or self.kernels == "torch" or not _is_plain(plan):
             return numel
         is_ruled = all(rule_of(self.optimizer, group.options) for group in self.groups)
         return max(numel, self.kernel_tile_numel) if is_ruled else numel
 
     def defers(self, plan: ShardPlan) -> bool:
-        """Return whether a group's update waits for the next forward: its states travel meanwhile,
-        between memories, or as the gathers of the units before it between hosts.
+        """Return whether a group's update may run in the next forward.
+
+        Its transfers between memories, or the gathers of earlier units between hosts, then overlap
+        with the update. Every read of the weight must go through a gather or a fetch: either weight
+        and moments are outside the device, or the device holds only slices.
         """
-        far = self.crosses_hosts and not self.by_unit
-        return self.can_defer and (plan.rests_elsewhere or (far and plan.rests_in_slices))
+        if not self.can_defer:
+            return False
+        tiers = [spec.tier for spec in (plan.weight, plan.moments) if spec is not None]
+        if Tier.DEVICE not in tiers:
+            return True
+        has_only_slices = plan.weight.placement is S and not plan.is_offloaded
+        updates_late = any(extra.updates_late for extra in plan.extras)
+        return self.crosses_hosts and not self.by_unit and has_only_slices and not updates_late
 
     @property
     def grain(self) -> int:
@@ -443,6 +452,11 @@ def _is_plain(plan: ShardPlan) -> bool:
         return False
     main = torch.int16 if plan.master_is_split else torch.float32
     return plan.master.dtype == (torch.bfloat16 if plan.master_is_rounded else main)
+
+
+def _uses_disk(plan: ShardPlan) -> bool:
+    specs = (plan.weight, plan.grad, plan.master, plan.moments)
+    return any(spec is not None and spec.tier is Tier.NVME for spec in specs)
 
 
 def _staged_bytes(shard: ShardRange) -> int:
