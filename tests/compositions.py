@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepseek_zero.api.engine import ZeroEngine
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import assemble as assemble_file
 from deepseek_zero.engine import start as start_file
 from deepseek_zero.engine.dialect import EngineDialect
-from deepseek_zero.engine.engine import Engine
 from deepseek_zero.parallel.apply import virtual
 from deepseek_zero.parallel.cuts import cut
 from deepseek_zero.parallel.sequence_model import own_tokens
@@ -79,7 +79,7 @@ class Here(threading.local):
         rank: Rank,
         model: nn.Module,
         config: dict[str, Any],
-        kind: type[Engine] = Engine,
+        kind: type[ZeroEngine] = ZeroEngine,
         **request: Any,
     ) -> Any:
         """The engine of one rank, as `initialize` builds it, of that class.  request: of
@@ -168,7 +168,7 @@ def train(
     return found
 
 
-def one_step(engine: Engine, step: int) -> list[float]:
+def one_step(engine: ZeroEngine, step: int) -> list[float]:
     """The losses of this rank's micro-batches; of stages the mean that `train_batch` returns."""
     mesh = engine.mesh
     batches = [batch(step, micro, mesh.data_index) for micro in range(MANY)]

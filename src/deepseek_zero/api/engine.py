@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from .. import attention, checkpoint, report
 from ..base.errors import NotBuiltError, UsageError
-from ..base.given import path_of, refuse
+from ..base.given import path_of, refuse, whole_number
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..base.world import is_rank_zero
@@ -23,11 +25,13 @@ from ..checkpoint.contents import SaveSettings
 from ..checkpoint.format import LATEST, LATEST_UNIVERSAL
 from ..checkpoint.hf_folder import MAX_SHARD_BYTES
 from ..checkpoint.piece import frozen_names
-from ..engine import exporting, saving
+from ..engine import exporting, saving, whole_steps
 from ..engine.compiling import compile_units, restore
+from ..engine.data import ShardedLoader
 from ..engine.engine import Engine, Parts
 from ..engine.explaining import lines_about_network, lines_about_steps
 from ..engine.memory import memory_report, traced
+from ..engine.micro_batches import change_accumulation
 from ..engine.state_offload import KINDS, StateOffload
 from ..sharding.step_state import Phase
 
@@ -113,6 +117,138 @@ class ZeroEngine(Engine):
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
         return [group["lr"] for group in self.param_groups]
+
+    # -- batches
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Take a whole step: `gradient_accumulation_steps` micro-batches, then the update.
+
+        Args:
+            data_iter: Yields micro-batches: the same on every pipeline stage and, whole or cut, on
+                ranks that share sequences. None takes them from the engine's own loader, epoch
+                after epoch.
+
+        Returns:
+            The mean loss of all ranks' micro-batches, the same on every rank.
+
+        Note:
+            Collective: every rank of the world must call it.
+        """
+        return whole_steps.train_batch(self, data_iter)
+
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
+        """Return the mean loss of micro-batches of all ranks, without a backward.
+
+        Args:
+            data_iter: Yields micro-batches.
+            num_micro_batches: How many to take; None takes as many as a step has.
+
+        Note:
+            Collective: every rank of the world must call it.
+        """
+        found, _ = whole_steps.evaluate(self, data_iter, num_micro_batches)
+        assert found is not None
+        return found
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the next micro-batch ends a step, until it is set again.
+
+        Raises:
+            UsageError: `managed_gradient_accumulation` is false.
+        """
+        if not self.config.managed_gradient_accumulation:
+            raise UsageError(
+                "set_gradient_accumulation_boundary() has no meaning where "
+                "managed_gradient_accumulation is false.",
+                "Every step() updates there.",
+                "call step() where the accumulation ends, or leave the key out.",
+            )
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them; only for stages 0 and 1.
+
+        Their gradients are whole on every rank until the accumulation boundary.
+
+        Raises:
+            UsageError: Gradients are sharded, or the call is inside another such context.
+        """
+        if self.runtime.settings.stage >= 2:
+            raise UsageError(
+                "no_sync context manager is incompatible with gradients that are sharded: ZeRO "
+                f"stage {self.runtime.settings.stage}.",
+                "A sharded gradient has nowhere to wait: each rank keeps only its slice, so every "
+                "backward reduces.",
+                "use gradient_accumulation_steps, or stage 0 or 1.",
+            )
+        with self.held_reductions.inside("no_sync"):
+            held = self._boundary
+            self._boundary = False
+            try:
+                yield
+            finally:
+                self._boundary = held
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step by accumulating more or fewer micro-batches.
+
+        Args:
+            train_batch_size: The samples of a step, over all ranks.
+
+        Raises:
+            UsageError: It is no multiple of the samples of one micro-batch of all ranks, or the
+                call is inside an accumulation.
+
+        Note:
+            Every rank must call it, between two steps.
+        """
+        whole_number("set_train_batch_size", "train_batch_size", train_batch_size, 1)
+        per_micro = self._batch.micro * self._batch.data_size
+        if train_batch_size < per_micro or train_batch_size % per_micro:
+            raise UsageError(
+                "Train batch size must be divisible by micro-batch data parallelism: "
+                f"{train_batch_size} is not a multiple of {per_micro} ({self._batch.micro} per "
+                f"rank x {self._batch.data_size} ranks).",
+                "Only the number of micro-batches per step can change.",
+                f"choose a multiple of {per_micro}.",
+            )
+        self._resize(self._batch.micro, train_batch_size // per_micro)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per micro-batch; the accumulation steps do not change.
+
+        A data loader keeps the sizes it was built with.
+
+        Args:
+            micro_batch_size: The samples of a micro-batch of one rank.
+        """
+        whole_number("set_train_micro_batch_size", "micro_batch_size", micro_batch_size, 1)
+        self._resize(micro_batch_size, self._batch.accumulation)
+
+    def _resize(self, micro: int, accumulation: int) -> None:
+        if self.begun:
+            raise UsageError(
+                "the batch size was changed between two micro-batches of one step.",
+                "Gradients already summed would be divided by the wrong number.",
+                "change it right after a step() that updated the weights.",
+            )
+        before = self._batch
+        train = micro * accumulation * before.data_size
+        self._batch = replace(before, train=train, micro=micro, accumulation=accumulation, why="")
+        self.parts.advice.batch = micro, accumulation
+        changes = {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+            "train_batch_size": train,
+        }
+        # `engine.config` shows the new sizes.
+        self.config = self.config.model_copy(update=changes)
+        if accumulation != before.accumulation:
+            self.micro_steps = self.global_steps * accumulation
+            change_accumulation(self.runtime, self.optimizer, accumulation)
+        if micro == before.micro and isinstance(self.training_dataloader, ShardedLoader):
+            self.training_dataloader.deal_steps_of(train)
 
     # -- saving
 
@@ -609,7 +745,8 @@ class ZeroEngine(Engine):
     def destroy(self) -> None:
         """Remove the hooks from the model, undo `compile` and close the records.
 
-        Offloaded states are restored first, without communication. A second call does nothing.
+        Offloaded states are restored first, without communication. Rank 0 logs where the time of
+        its steps went, unless `steps_per_print` is off. A second call does nothing.
 
         Note:
             Collective if a checkpoint is being written, because it is finished first.
@@ -618,6 +755,10 @@ class ZeroEngine(Engine):
             self._states.release()
         restore(self._compiled_units)
         self._compiled_units = []
+        prints = self.observer.settings.steps_per_print and self.global_steps > 1
+        if prints and not self.runtime.is_destroyed:
+            steps = lines_about_steps(self.runtime, self.optimizer)
+            log_once("\n".join(["where the run went", *steps]))
         super().destroy()
 
 

@@ -30,8 +30,9 @@ from ..config.keywords import ZeroKeywords
 from ..config.load import load
 from ..engine import exporting
 from ..engine.assemble import assemble
-from ..engine.engine import Parts, StandsForModule
+from ..engine.engine import Parts
 from ..engine.mesh_statements import choose_mesh, statements_of
+from ..engine.module_wrapper import StandsForModule
 from ..engine.optimizer import adopting, client_states, forget_others, granularities
 from ..engine.request import Request, parameters_of
 from ..engine.start import example_of, facts_of, prepare_process

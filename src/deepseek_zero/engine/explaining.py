@@ -7,7 +7,31 @@ from ..comm.measure import line_of
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..sharding.runtime import Runtime
+from .engine import Parts
 from .explain_updates import explain_updates
+
+
+def describe(parts: Parts) -> list[str]:
+    """Return one line per part of an engine, and its units and schedule, as `dump_state` logs them.
+
+    Tests compare the lines to find configuration keys without effect.
+    """
+    runtime = parts.runtime
+    units = [f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in runtime.units]
+    inner = parts.optimizer.inner if parts.optimizer is not None else None
+    return [
+        str(parts.plan_settings),
+        str(parts.step_settings),
+        str(parts.settings),
+        f"loss scale {parts.scaler}",
+        f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
+        f"schedule {parts.schedule}",
+        f"recomputation {parts.recompute.settings if parts.recompute is not None else None}",
+        f"deterministic algorithms: {parts.determinism is not None}",
+        f"sparse attention {parts.sparse_attention}",
+        *units,
+        str(runtime.executor.schedule),
+    ]
 
 
 def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[str]:

@@ -37,6 +37,7 @@ from .changes import plan_large_layers, refuse_changes_on, refuse_split_states
 from .determinism import fix_workspace
 from .dialect import EngineBuilder
 from .engine import Engine, Parts
+from .explaining import describe
 from .mesh_statements import choose_mesh, statements_of
 from .optimizer import Client
 from .pieces import (
@@ -147,6 +148,8 @@ def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
     if request.training_data is not None:
         loader = dialect.make_loader(config, mesh, parts, request)
     engine = dialect.make_engine(config, mesh, parts, request, lr_scheduler, loader)
+    if parts.settings.observer.dump_state:
+        log_once("\n".join(describe(parts)))
     preemption = parts.preemption
     if preemption is not None:
         preemption.watch()

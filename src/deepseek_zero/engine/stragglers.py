@@ -21,8 +21,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..base.log import log_once
+from ..base.mesh import Mesh
 from ..base.meter import Meter
 from ..base.quantities import format_seconds
+from ..comm.collectives import Comm
 from ..optim.step_message import Fields, StepMessage
 from ..report.explain import OWN, seconds_by_part
 
@@ -117,3 +119,16 @@ class Stragglers:
             )
         if self._windows_on_the_link == WINDOWS:
             log_once(f"step {step}: {self.link}, the third time in a row.", logging.WARNING)
+
+
+def stragglers_of(mesh: Mesh, comm: Comm) -> Stragglers | None:
+    """Return what compares the ranks of an engine; None if they cannot be compared.
+
+    Only ranks that have all layers and all tokens compute the same amount. On a GPU the host runs
+    ahead of the device, so its times say nothing.
+    """
+    if mesh.device.type != "cpu" or not mesh.pp == mesh.tp == mesh.sp == 1:
+        return None
+    if comm.hosts.is_one:
+        return None
+    return Stragglers(comm.meter, list(dict.fromkeys(comm.hosts.names)))

@@ -16,12 +16,12 @@ There are four kinds of state, each with a placement, a dtype and a tier (memory
  master      R    S    S    S
  moments     R    S    S    S
 
-A stage chooses a column. At stage 3, tiny parameters (`persistent`) use column Z2. Frozen parameters
-have only a weight.
+A stage chooses a column. At stage 3, tiny parameters (`persistent`) use column Z2. Frozen
+parameters have only a weight.
 
-A state is sharded over the ranks along a set of mesh axes (`SHARD_AXES` by default); the other ranks
-hold the same slices. planner/row_of_group.py makes rows from settings, and planner/extras.py has
-what extensions add to a row.
+A state is sharded over the ranks along a set of mesh axes (`SHARD_AXES` by default); the other
+ranks hold the same slices. planner/row_of_group.py makes rows from settings, and planner/extras.py
+has what extensions add to a row.
 """
 
 from __future__ import annotations

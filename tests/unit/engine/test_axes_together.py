@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepseek_zero.api.engine import ZeroEngine
 from deepseek_zero.base.errors import ModelMismatchError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import start as start_file
 from deepseek_zero.engine.dialect import EngineDialect
-from deepseek_zero.engine.engine import Engine
 from deepseek_zero.parallel.apply import virtual
 from tests.compositions import MANY, Tokens, batch, config_of, engines_of_threads, llama
 from tests.in_process import Rank, World, run_ranks
@@ -30,7 +30,7 @@ def engine_of(mesh: Mesh, stage: int = 1, data: Any = None, layers: int = 2) -> 
     model = llama(layers)
     optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
     request = start_file.Request(model, optimizer, mesh=mesh, training_data=data)
-    return start_file.start(load(config_of(stage, "fp32")), request, EngineDialect(Engine))
+    return start_file.start(load(config_of(stage, "fp32")), request, EngineDialect(ZeroEngine))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,9 @@ def test_unmodified_models_in_two_stages_of_two_parts_train_as_one_process(name:
             request = start_file.Request(
                 model, OPTIMIZERS["sgd"](list(model.parameters())), mesh=Mesh(pp=2, tp=2)
             )
-            engine = start_file.start(load(config_of(3, "fp32")), request, EngineDialect(Engine))
+            engine = start_file.start(
+                load(config_of(3, "fp32")), request, EngineDialect(ZeroEngine)
+            )
             losses = [engine.train_batch(iter(batches)).item() for batches in steps]
             whole = {name: value.clone() for name, value in engine.module.state_dict().items()}
             engine.destroy()

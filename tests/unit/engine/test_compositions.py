@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from deepseek_zero.api.engine import ZeroEngine
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import start as start_file
 from deepseek_zero.engine.dialect import EngineDialect
-from deepseek_zero.engine.engine import Engine
 from deepseek_zero.parallel.sequence_model import own_tokens
 from tests.compositions import (
     DTYPES,
@@ -91,7 +91,7 @@ def test_both_loops_of_stages_whose_ranks_share_sequences(attention: Any) -> Non
                 request = start_file.Request(
                     model, optimizer, mesh=Mesh(pp=2, sp=2), training_data=data
                 )
-                engine = start_file.start(load(config), request, EngineDialect(Engine))
+                engine = start_file.start(load(config), request, EngineDialect(ZeroEngine))
                 planned = engine.runtime.plan.pipeline
                 assert planned is not None and planned.outputs == (
                     LENGTH * 32 * 4 // 2,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from deepseek_zero.api.engine import ZeroEngine
 from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import start as start_file
 from deepseek_zero.engine.dialect import EngineDialect
-from deepseek_zero.engine.engine import Engine
 from deepseek_zero.optimizers.muon import Muon
 from tests.compositions import config_of, engines_of_threads, llama
 from tests.in_process import Rank, World, run_ranks
@@ -55,7 +55,7 @@ def start(rank: Rank, here: Any, mesh: Mesh, *, name: str | None = None, client:
         config["optimizer"] = {"type": name, "params": {"lr": 0.01}}
     optimizer = None if client is None else client(model)
     return start_file.start(
-        load(config), start_file.Request(model, optimizer, mesh=mesh), EngineDialect(Engine)
+        load(config), start_file.Request(model, optimizer, mesh=mesh), EngineDialect(ZeroEngine)
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...base.errors import DeepSeekZeroError
-from ...engine.engine import Engine, evaluate, own_batches
+from ...engine.whole_steps import evaluate, own_batches, train_batch
 from . import activation_checkpointing
 from .engine import DeepSpeedEngine
 from .pipe_topology import PipelineParallelGrid
@@ -61,7 +61,7 @@ class PipelineEngine(DeepSpeedEngine):
         Note:
             Collective: every rank must call it.
         """
-        return Engine.train_batch(self, self._read(data_iter))
+        return train_batch(self, self._read(data_iter))
 
     def eval_batch(  # type: ignore[override]
         self,

@@ -1,0 +1,133 @@
+"""Whole steps of an engine: all micro-batches of a training step, and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import pipeline
+from ..base.errors import UsageError
+from .engine import Engine
+from .micro_batches import arguments_of, loss_of, mean_of_ranks, taken
+
+
+def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tensor:
+    """Take a whole step: all its micro-batches forward and backward, then the update.
+
+    Args:
+        engine: The engine. A subclass may refuse its own forward, backward and step, so those of
+            `Engine` are called.
+        data_iter: Yields micro-batches; None takes them from the engine's own loader.
+
+    Returns:
+        The mean loss of all ranks' micro-batches, the same on every rank.
+
+    Note:
+        Collective: every rank of the world must call it.
+    """
+    accumulation = engine._batch.accumulation
+    model = engine.module
+    batches = taken(data_iter or own_batches(engine), accumulation, model, engine.mesh)
+    stages = engine.parts.pipeline
+    if stages is None:
+        losses = []
+        for batch in batches:
+            args, kwargs = arguments_of(model, batch)
+            loss = loss_of(model, Engine.forward(engine, *args, **kwargs), batch)
+            Engine.backward(engine, loss)
+            Engine.step(engine)
+            losses.append(loss.detach())
+        return mean_of_ranks(losses, engine.runtime.comm.whole, engine.device)
+    if engine.parts.loop is not None:
+        engine.parts.loop.refuse_begun()
+    micro_batches = stages.read(batches)
+    for micro in micro_batches:
+        if isinstance(micro, pipeline.MicroBatch):
+            engine.observer.saw((*micro.args, *micro.kwargs.values()))
+    with (
+        engine.observer.timed("forward"),
+        engine._losses.paused(),
+        engine.parts.advice.explaining("train_batch"),
+    ):
+        loss = stages.train(micro_batches)
+    engine.observer.loss(loss)
+    # All micro-batches of the step have been taken; `step` counts the last one.
+    engine.global_samples += (accumulation - 1) * engine._batch.micro * engine.mesh.data_size
+    engine.micro_steps += accumulation - 1
+    Engine.step(engine)
+    return loss
+
+
+def evaluate(
+    engine: Engine,
+    data_iter: Iterator[Any],
+    many: int | None,
+    *,
+    keeps_outputs: bool = False,
+    has_loss: bool = True,
+) -> tuple[Tensor | None, list[Any] | None]:
+    """Run forwards without a backward.
+
+    Args:
+        engine: The engine.
+        data_iter: Yields micro-batches.
+        many: The number of micro-batches; None takes as many as a step has.
+        keeps_outputs: Return the outputs, too.
+        has_loss: Compute the loss.
+
+    Returns:
+        The mean loss if `has_loss`, and the outputs on the ranks that compute them.
+
+    Note:
+        Collective: every rank of the world must call it.
+    """
+    if engine.parts.loop is not None:
+        engine.parts.loop.refuse_own_rows("eval_batch")
+    model = engine.module
+    batches = taken(data_iter, many or engine._batch.accumulation, model, engine.mesh)
+    stages = engine.parts.pipeline
+    was_training = engine.training
+    engine.eval()
+    try:
+        if stages is not None:
+            return stages.evaluate(
+                stages.read(batches), keeps_outputs=keeps_outputs, has_loss=has_loss
+            )
+        outputs = []
+        losses = []
+        with torch.no_grad():
+            for batch in batches:
+                args, kwargs = arguments_of(model, batch)
+                outputs.append(Engine.forward(engine, *args, **kwargs))
+            if has_loss:
+                losses = [
+                    loss_of(model, output, batch)
+                    for output, batch in zip(outputs, batches, strict=True)
+                ]
+        mean = None
+        if has_loss:
+            mean = mean_of_ranks(losses, engine.runtime.comm.whole, engine.device)
+        return mean, outputs if keeps_outputs else None
+    finally:
+        engine.train(was_training)
+
+
+def own_batches(engine: Engine) -> Iterator[Any]:
+    """Return an iterator over the engine's own loader, epoch after epoch.
+
+    Raises:
+        UsageError: The engine has no loader.
+    """
+    if engine.training_dataloader is None:
+        raise UsageError(
+            "train_batch was given no data_iter, and the engine has no loader of its own.",
+            "",
+            "pass an iterator of micro-batches, or training_data to initialize.",
+        )
+    if engine.own_batches is None:
+        engine.own_batches = chain.from_iterable(engine.training_dataloader for _ in count())
+    return engine.own_batches
