@@ -29,6 +29,29 @@ def discard_updates(shards: ShardSet) -> None:
         policy.discard()
 
 
+def saved_states(shards: ShardSet) -> dict[str, Any]:
+    """Return this rank's state of the inner optimizer, with the ranges of its shards.
+
+    Moments must be loaded (`ShardedOptimizer.load_states`).
+    """
+    stretches = [
+        [(shard.names[0], shard.start, shard.stop) for shard in of_group]
+        for of_group in shards.shards_by_group
+    ]
+    # The class of the inner optimizer may override `state_dict` in a subclass of its own
+    inner = type(shards.inner).state_dict(shards.inner)
+    return {"inner": inner, "updates": shards.updater.updates, "stretches": stretches}
+
+
+def load_saved_states(shards: ShardSet, state: dict[str, Any]) -> None:
+    """Load what `saved_states` returned on the same rank, world size and stage."""
+    discard_updates(shards)
+    shards.updater.updates = int(state["updates"])
+    reset_states(shards)
+    shards.cut_as(state.get("stretches"))
+    load_inner(shards, state["inner"])
+
+
 def load_inner(shards: ShardSet, state: dict[str, Any]) -> None:
     """Load states into the inner optimizer, and offload them to their tiers; shards without an
     entry keep theirs.

@@ -20,6 +20,7 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from .initial_states import InitialStates, makes_states, states_at_construction
+from .one_pass import planned_layout
 from .step_settings import StepSettings, update_settings_of
 from .update_policy import UpdatePolicy
 from .updater import (
@@ -40,6 +41,7 @@ class ShardSet:
         runtime: The runtime of the wrapped model.
         settings: The settings of a step.
         policies: The policies of the optimizer.
+        scaler: The loss scaler, if losses are scaled.
         scratch: The buffers in which tiles are updated.
         uncut: Of each parameter group, whether its update needs whole tensors.
         params_by_group: The parameters of each parameter group.
@@ -74,7 +76,7 @@ class ShardSet:
         self.runtime = runtime
         self.settings = settings
         self.policies = policies
-        self._scaler = scaler
+        self.scaler = scaler
         self.uncut = [
             number < len(settings.granularity) and settings.granularity[number] != "element"
             for number in range(len(groups))
@@ -135,11 +137,16 @@ class ShardSet:
         for policy in self.policies:
             policy.finish()
 
-    def count_updated(self) -> None:
-        """Restrict the gradient norm to the parameters that this optimizer updates. Local."""
-        updated = {id(param) for params in self.params_by_group for param in params}
-        for group in self.runtime.trained_groups:
-            group.follow_optimizer(updated)
+    def compile_kernels(self) -> None:
+        """Compile the kernels that update the shards. Local."""
+        for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
+            kinds = {
+                (planned_layout(shard.group.plan), shard.master.update_device): shard.group.plan
+                for shard in shards
+                if shard.has_kernel
+            }
+            for (_, device), plan in kinds.items():
+                self.updater.one_pass.compile(plan, group, device)
 
     def _update_settings(
         self, optimizer: str, groups: Sequence[Mapping[str, Any]]
@@ -152,7 +159,7 @@ class ShardSet:
             for each, names, uncut in zip(options, self.names_by_group, self.uncut, strict=True)
         ]
         scales = self.settings.clips or (
-            self._scaler is not None and gradients_are_scaled(self.runtime)
+            self.scaler is not None and gradients_are_scaled(self.runtime)
         )
         undoes = any(policy.undoes for policy in self.policies)
         settings = update_settings_of(

@@ -1,14 +1,13 @@
-"""Runs any torch optimizer over this rank's shards of the master weights: the optimizer's step.
+"""The optimizer's step: runs any torch optimizer over this rank's shards of the main weights.
 
-The optimizer that the user made, or that the registry made, keeps its class, its groups and its
-hyper-parameters. Only its `params` are replaced by shards (shard_set.py). A step agrees on the
+The inner optimizer, which the user or the registry made, keeps its class, its groups and its
+hyper-parameters; only its `params` are replaced by shards (shard_set.py). A step agrees on the
 gradient norm (verdict.py), unscales and clips, updates tile by tile (updater.py) and refreshes the
 weights. Policies (update_policy.py) may change when units are updated.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,8 +20,7 @@ from torch.optim import Optimizer
 
 from ..base.device import ScalesItself, adopt_step_hooks, tell_schedules_of_step
 from ..base.errors import UsageError
-from ..base.log import log_once
-from ..comm.agreement import AllRanks, agree, agree_on, values_in
+from ..comm.agreement import AllRanks
 from ..comm.collectives import propagate_errors
 from ..comm.pending import Pending
 from ..optimizers.plain_steps import undecorated
@@ -33,28 +31,24 @@ from ..sharding.runtime import Runtime
 from .executor_updates import ExecutorUpdates
 from .fused import are_updated_on_cpu, prefer_fused
 from .initial_states import InitialStates
-from .inner_states import discard_updates, load_inner, reset_states
+from .inner_states import load_saved_states, saved_states
 from .nonfinite import NonFiniteReport
-from .one_pass import planned_layout
+from .rank_agreement import compare_optimizers, refuse_disagreement, report_idle
 from .shard_set import ShardSet, gradients_are_scaled
 from .step_message import StepMessage
 from .step_settings import StepSettings, clip_factor
 from .twins import without_twins
 from .update_policy import UpdatePolicy
-from .updater import (
-    Decision,
-    MasterShard,
-    Tiles,
-    hypers_of,
-)
-from .verdict import StepResult, Verdict, absent_among, agree_on_norm
+from .updater import Decision, MasterShard, Tiles, hypers_of
+from .verdict import StepResult, agree_on_norm
 
 P = TypeVar("P", bound=UpdatePolicy)
 
 
 class ShardedOptimizer(ScalesItself, Optimizer):
-    """A torch optimizer over master shards. `inner` computes; `param_groups` and `state` are its
-    own.
+    """A torch optimizer over shards of the main weights.
+
+    `inner` computes the updates; `param_groups` and `state` are those of `inner`.
     """
 
     def __init__(
@@ -68,11 +62,21 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         initial_states: InitialStates | None = None,
         policies: Sequence[UpdatePolicy] = (),
     ) -> None:
-        """planned: the optimizer's part of the plan that the model was wrapped by; None: it is
-        planned here.
+        """Build the optimizer over the shards of this rank.
 
-        initial_states: those of a client's optimizer; None: there are none. policies: what changes
-        when units are updated, the same on every rank.
+        Args:
+            runtime: The runtime of the wrapped model.
+            groups: The parameter groups, with the parameters of the wrapped model.
+            make_inner: Makes the inner optimizer from groups of shards.
+            settings: The settings of a step.
+            scaler: The loss scaler, if losses are scaled.
+            planned: The optimizer's part of the plan by which the model was wrapped; by default it
+                is planned here.
+            initial_states: The states of a client's optimizer, if it has any.
+            policies: The update policies, the same on every rank.
+
+        Note:
+            Collective: every rank must call it.
         """
         self.policies = tuple(policies)
         self.runtime = runtime
@@ -80,7 +84,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.scaler = scaler
         groups = without_twins(groups)
         self.overflow = False
-        self.steps = self._idle_steps = 0  # calls of step; those without a gradient on any rank
+        self.steps = 0  # calls of `step`
+        self._idle_steps = 0  # those in which no rank had a gradient
         watches = any(policy.watches_overflows for policy in self.policies)
         self.nonfinite = NonFiniteReport(runtime, scaler, watches=watches)
         # weak: the engine's `step_now`
@@ -107,14 +112,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         # By its class, of which kernels depend
         self.shard_set.tiles = Tiles.of(self.plan, self.shards_by_group)
         adopt_step_hooks(self, self.inner)
-        _compare_ranks(self, initial_states)
+        compare_optimizers(self.shard_set, initial_states)
         if initial_states is not None:
             with AllRanks(runtime.comm, "taking over the state of the optimizer"):
                 self.shard_set.take_initial_states()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
-        self.shard_set.count_updated()
-        _compile_kernels(self.shard_set)
+        self._count_updated()
+        self.shard_set.compile_kernels()
         self._executor_updates = ExecutorUpdates(self.shard_set, weakref.ref(self))
         runtime.executor.reductions.updates = weakref.ref(self._executor_updates)
 
@@ -130,17 +135,20 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return `load_states()`: torch's name for users, the one property that does what a verb
-        does; we read none.
+        """Return `load_states()`, under PyTorch's name for it.
+
+        Reading this property may wait for transfers; our own code calls `load_states`.
         """
         return self.load_states()
 
     def load_states(self) -> dict[Tensor, dict[str, Any]]:
-        """Run every deferred update, fetch offloaded moments, and return the inner optimizer's
-        state, by shard.
+        """Run pending updates, fetch offloaded moments, and return the inner optimizer's state.
 
-        Shards are in their own order, whatever was updated or loaded first. Local. Raises
-        `StorageError` if a disk fails, `UsageError` after an update that failed.
+        The state is ordered by shard, not by the order in which shards were updated. Local.
+
+        Raises:
+            StorageError: A disk failed.
+            UsageError: An earlier update failed.
         """
         self.finish()
         states = self.inner.state
@@ -161,20 +169,21 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor that losses are multiplied by now."""
+        """The current factor of losses."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
     def grad_scale(self) -> float:
-        """Return the factor that what is held as gradients is multiplied by: the loss scale; 1.0 of
-        momenta.
+        """The factor that gradients still contain: the loss scale.
+
+        It is 1.0 if ranks exchange momenta in place of gradients.
         """
         if self.scaler is None or not gradients_are_scaled(self.runtime):
             return 1.0
         return self.scaler.scale
 
     def policy(self, cls: type[P]) -> P | None:
-        """Return the policy of that class; None without one."""
+        """Return the policy of this class, or None."""
         return next((policy for policy in self.policies if isinstance(policy, cls)), None)
 
     def shards(self) -> list[MasterShard]:
@@ -192,8 +201,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return self.shard_set.plan
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update more parameters of the wrapped model, with hyper-parameters of their own. Every
-        rank, between steps.
+        """Update more parameters of the wrapped model, with hyper-parameters of their own.
+
+        Note:
+            Every rank must call it, between two steps.
         """
         self._executor_updates.add_group(param_group)
 
@@ -206,10 +217,18 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         message: Callable[[], StepMessage] = StepMessage,
         number: int | None = None,
     ) -> None:
-        """Update the weights from the reduced gradients. Collective.
+        """Update the weights from the reduced gradients.
 
-        A call by the program (without `number`) is a step of the engine, if there is one:
-        `Engine.step_now`. The other arguments are those of `update`.
+        If an engine owns the optimizer, a call without `number` is a step of that engine
+        (`Engine.step_now`).
+
+        Args:
+            closure: Must be None, since an update of one slice cannot run a forward.
+            message: As in `update`.
+            number: As in `update`.
+
+        Note:
+            Collective: every rank must call it.
         """
         if closure is not None:
             raise UsageError(
@@ -226,9 +245,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def update(
         self, *, message: Callable[[], StepMessage] = StepMessage, number: int | None = None
     ) -> None:
-        """Update the weights from the reduced gradients, without step hooks. Collective.
+        """Update the weights from the reduced gradients, without step hooks.
 
-        If gradients are not finite no state changes on any rank, unless check_grad_overflow is
+        If gradients are not finite, no state changes on any rank, unless `check_grad_overflow` is
         false.
 
         Args:
@@ -245,22 +264,23 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.updater.refuse_mixture()
         for policy in self.policies:
             policy.before_step()
-        self.shard_set.count_updated()
+        self._count_updated()
         self.steps = number if number is not None else self.steps + 1
         runtime = self.runtime
-        groups = self.runtime.trained_groups
+        groups = runtime.trained_groups
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.backward.before_step()
             extra = message()
             verdict = agree_on_norm(runtime, extra)
-            _refuse_disagreement(runtime, verdict)
+            if verdict.is_contradictory:
+                refuse_disagreement(runtime, verdict)
             if verdict.any_late:
                 runtime.executor.reductions.reduce_late()
                 verdict = agree_on_norm(runtime, extra)
         is_idle = verdict.is_idle and bool(groups)
         if is_idle:
             self._idle_steps += 1
-            _report_idle(runtime, verdict, self.steps, self._idle_steps)
+            report_idle(runtime, verdict, self.steps, self._idle_steps)
         with torch.no_grad(), propagate_errors(runtime.comm):
             if verdict.any_edited:
                 for each in [group.gradient.equalise(group.members[0].name) for group in groups]:
@@ -304,8 +324,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         for policy in self.policies:
             policy.after_step(result, self.loss_scale / scale_before)
 
+    def _count_updated(self) -> None:
+        """Restrict the gradient norm to the parameters that this optimizer updates. Local."""
+        updated = {id(param) for params in self.params_by_group for param in params}
+        for group in self.runtime.trained_groups:
+            group.follow_optimizer(updated)
+
     def _conclude(self, made: Decision | None) -> None:
-        """Carry out the decision that is due: of this step, unless a policy has another one."""
+        """Update by the decision that is due: this step's, unless a policy has another one."""
         due = made
         for policy in self.policies:
             due = policy.due(due)
@@ -328,11 +354,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             policy.postpone(later, due)
 
     def _update_and_refresh(self, due: Decision) -> None:
-        """Update what is due now, and bring it to all ranks that hold it whole: a group's
-        weights are under way while the next one is updated, unless a refresh needs the core itself.
+        """Update the tiles that are due, and all-gather the changed weights where they are whole.
 
-        In unit order on every rank: a rank may own no shard of a group and still takes part in its
-        gather.
+        The gather of one group overlaps with the update of the next, unless it needs the CPU core
+        itself (`computes`). All ranks go through the units in order, since a rank without a shard
+        of a group still takes part in its gather.
         """
         pending: list[Pending] = []
         # Few at a time: each has its message in a lent buffer
@@ -354,14 +380,20 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             each.wait()
 
     def finish(self) -> None:
-        """Bring every state to where the last step leaves it: updates that are still to come run,
-        and those that came before their step are undone. Local.
+        """Bring every state to where the last step leaves it.
+
+        Pending updates run, and updates that ran ahead of their step are undone. Local.
         """
         self.shard_set.finish()
 
     def flush(self) -> None:
-        """Run the update that a step has left to the next one, if there is one; between two steps.
-        Collective.
+        """Run the update that a policy delayed to the next step, if there is one.
+
+        Raises:
+            UsageError: A backward has run since the last step.
+
+        Note:
+            Collective: every rank must call it, between two steps.
         """
         if not any(policy.owes_update for policy in self.policies):
             return
@@ -382,109 +414,21 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.runtime.backward.discard_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state as the inner optimizer has it; engine checkpoints name it by
-        parameter and hold the delayed update too.
+        """Return this rank's state, laid out as the inner optimizer has it.
+
+        Checkpoints of the engine name the states by parameter instead, and work for any number of
+        ranks.
         """
         self.load_states()
         scaler = self.scaler.state_dict() if self.scaler else None
-        stretches = [
-            [(shard.names[0], shard.start, shard.stop) for shard in shards]
-            for shards in self.shards_by_group
-        ]
-        counts = {"updates": self.updater.updates, "steps": self.steps}
-        inner = type(self.inner).state_dict(self.inner)  # past a class that overrides it
-        return {"inner": inner, "scaler": scaler, **counts, "stretches": stretches}
+        return {**saved_states(self.shard_set), "scaler": scaler, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict` of the same rank, world size and stage."""
-        discard_updates(self.shard_set)
-        self.updater.updates = int(state["updates"])
+        load_saved_states(self.shard_set, state)
         self.steps = int(state.get("steps", self.updater.updates))
-        reset_states(self.shard_set)
-        self.shard_set.cut_as(state.get("stretches"))
-        load_inner(self.shard_set, state["inner"])
         if self.scaler is not None and state.get("scaler") is not None:
             self.scaler.load_state_dict(state["scaler"])
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.inner!r})"
-
-
-def _compare_ranks(optimizer: ShardedOptimizer, initial_states: InitialStates | None) -> None:
-    """Raise on every rank if ranks differ in how they will step; numbers of shards may differ.
-    Collective.
-    """
-    values = values_in(optimizer.settings, "step")
-    if optimizer.scaler is not None:
-        values |= values_in(optimizer.scaler.settings, "loss scaling")
-    values["optimizer"] = type(optimizer.inner).__name__
-    for number, group in enumerate(optimizer.inner.param_groups):
-        for key, value in group.items():
-            if isinstance(value, (bool, int, float, str, tuple)):
-                values[f"{key} of parameter group {number}"] = value
-    if initial_states is not None:
-        for number, line in enumerate(initial_states.describe()):
-            values[f"initial state {number}"] = line
-    agree_on(
-        optimizer.runtime.comm,
-        values,
-        "their optimizer",
-        "Each rank updates its slices of the same tensors, so one rule must hold for all.",
-        "build the optimizer and the configuration from the same arguments on every rank.",
-    )
-
-
-def _compile_kernels(shard_set: ShardSet) -> None:
-    """Compile the kernels of all shards. Local."""
-    for group, shards in zip(shard_set.inner.param_groups, shard_set.shards_by_group, strict=True):
-        kinds = {
-            (planned_layout(shard.group.plan), shard.master.update_device): shard.group.plan
-            for shard in shards
-            if shard.has_kernel
-        }
-        for (_, device), plan in kinds.items():
-            shard_set.updater.one_pass.compile(plan, group, device)
-
-
-def _report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int) -> None:
-    """Report that no rank has a gradient: raise `UsageError` on all if a loss had no graph,
-    else warn; nothing is updated.
-    """
-    if verdict.any_graphless:
-        runtime.backward.discard_step()
-        raise UsageError(
-            f"step {step}: no rank's loss required a gradient, so there is nothing to update with.",
-            "The loss was computed under torch.no_grad(), detached, or made of parameters that "
-            "are frozen.",
-            "compute it from the model's outputs with gradients on; a rank alone may be without.",
-        )
-    if idle_steps & (idle_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
-        log_once(
-            f"step {step}: no gradient has reached the model since the last step, on any "
-            "rank, so nothing was updated.\n  What to do: call backward before step(); leave "
-            "out both where a batch is passed over.",
-            logging.WARNING,
-        )
-
-
-def _refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
-    """Raise on every rank, before any state has changed, if ranks assigned to `.grad` what has
-    no common meaning.
-    """
-    if len(set(verdict.absences)) > 1:
-        agree(
-            runtime.comm,
-            absent_among(runtime.trained_groups) or ["none"],
-            "which parameters have no gradient",
-            "A parameter is frozen, or its gradient dropped (`grad = None`, zero_grad), on all "
-            "ranks or on none: each rank updates its slices of the same tensors.",
-            "decide it from what all ranks know (the step, an all-reduced loss), the same "
-            "everywhere.",
-        )
-    if verdict.any_edited and verdict.any_late:
-        raise UsageError(
-            "gradients were changed in a step in which some came after their sum.",
-            "They are added now, behind what the program saw when it changed them.",
-            "use a block's parameters in one checkpoint (or none) of the forward, or leave the "
-            "gradients as they are.",
-        )

@@ -1,7 +1,7 @@
-"""The facts about a step that all ranks agree on before they update: the gradient norm above all.
+"""The facts that all ranks agree on before an update, above all the gradient norm.
 
-The norm is made of sums of squares per group and slice in float64. Ranks exchange them in one
-all-gather and add them in one order, so every stage and every rank computes the same bits.
+Ranks exchange the sums of squares of each group and slice, in float64, in one all-gather. They add
+them in one order, so every stage and every rank computes the same bits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from .step_message import Fields, StepMessage, all_set, any_set
 
 @dataclass(frozen=True)
 class Verdict:
-    """The facts about a step that all ranks agree on. norm: of the gradient as it is held (still
-    multiplied by the loss scale).
+    """The facts about a step that all ranks agree on.
 
-    any_late: a rank holds gradients that came after their sum. any_edited: the program has changed
-    some on a rank.
-    is_idle: no rank has a gradient at all. any_graphless: a rank was given a loss without a graph.
-    absences: of each rank, a checksum of the names of parameters without a gradient. fields: what
-    was sent with the norm, by name and by rank of the world.
+    Attributes:
+        norm: The norm of the gradient, still multiplied by the loss scale.
+        by_group: The sum of squares of each trained group.
+        any_late: A rank has gradients that came after their reduction.
+        any_edited: The program changed gradients on a rank.
+        is_idle: No rank has a gradient.
+        any_graphless: A rank's loss had no graph.
+        absences: For each rank, a checksum of the names of parameters without a gradient.
+        fields: The fields sent with the norm, by name; each has one entry per rank of the world.
     """
 
     norm: float
@@ -44,7 +47,13 @@ class Verdict:
 
     @property
     def is_finite(self) -> bool:
+        """Whether the norm is finite."""
         return math.isfinite(self.norm)
+
+    @property
+    def is_contradictory(self) -> bool:
+        """Whether ranks changed their gradients in ways that have no common meaning."""
+        return len(set(self.absences)) > 1 or (self.any_edited and self.any_late)
 
 
 @dataclass(frozen=True)
