@@ -1,0 +1,101 @@
+"""Errors and warnings about what ranks must agree on: their optimizers, and gradients at a step."""
+
+from __future__ import annotations
+
+import logging
+
+from ..base.errors import UsageError
+from ..base.log import log_once
+from ..comm.agreement import agree, agree_on, values_in
+from ..sharding.runtime import Runtime
+from .initial_states import InitialStates
+from .shard_set import ShardSet
+from .verdict import Verdict, absent_among
+
+
+def compare_optimizers(shards: ShardSet, initial_states: InitialStates | None) -> None:
+    """Raise on every rank if the optimizers of the ranks differ. Their numbers of shards may.
+
+    Args:
+        shards: The shards of this rank's optimizer.
+        initial_states: The states of a client's optimizer, if it has any.
+
+    Note:
+        Collective: every rank must call it.
+    """
+    values = values_in(shards.settings, "step")
+    if shards.scaler is not None:
+        values |= values_in(shards.scaler.settings, "loss scaling")
+    values["optimizer"] = type(shards.inner).__name__
+    for number, group in enumerate(shards.inner.param_groups):
+        for key, value in group.items():
+            if isinstance(value, (bool, int, float, str, tuple)):
+                values[f"{key} of parameter group {number}"] = value
+    if initial_states is not None:
+        for number, line in enumerate(initial_states.describe()):
+            values[f"initial state {number}"] = line
+    agree_on(
+        shards.runtime.comm,
+        values,
+        "their optimizer",
+        "Each rank updates its slices of the same tensors, so one rule must hold for all.",
+        "build the optimizer and the configuration from the same arguments on every rank.",
+    )
+
+
+def report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int) -> None:
+    """Warn that no rank has a gradient, so nothing is updated.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+        verdict: The facts that the ranks agreed on.
+        step: The number of the step.
+        idle_steps: The number of such steps so far; the 1st, 2nd, 4th, 8th ... are logged.
+
+    Raises:
+        UsageError: A rank's loss had no graph; raised on all ranks.
+    """
+    if verdict.any_graphless:
+        runtime.backward.discard_step()
+        raise UsageError(
+            f"step {step}: no rank's loss required a gradient, so there is nothing to update with.",
+            "The loss was computed under torch.no_grad(), detached, or made of parameters that "
+            "are frozen.",
+            "compute it from the model's outputs with gradients on; a rank alone may be without.",
+        )
+    if idle_steps & (idle_steps - 1) == 0:
+        log_once(
+            f"step {step}: no gradient has reached the model since the last step, on any "
+            "rank, so nothing was updated.\n  What to do: call backward before step(); leave "
+            "out both where a batch is passed over.",
+            logging.WARNING,
+        )
+
+
+def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
+    """Raise on every rank since ranks changed `.grad` in ways that contradict each other.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+        verdict: The facts that the ranks agreed on; `is_contradictory`.
+
+    Note:
+        Collective: every rank must call it. No state has changed yet.
+    """
+    if len(set(verdict.absences)) > 1:
+        agree(
+            runtime.comm,
+            absent_among(runtime.trained_groups) or ["none"],
+            "which parameters have no gradient",
+            "A parameter is frozen, or its gradient dropped (`grad = None`, zero_grad), on all "
+            "ranks or on none: each rank updates its slices of the same tensors.",
+            "decide it from what all ranks know (the step, an all-reduced loss), the same "
+            "everywhere.",
+        )
+    if verdict.any_edited and verdict.any_late:
+        raise UsageError(
+            "gradients were changed in a step in which some came after their sum.",
+            "They are added now, behind what the program saw when it changed them.",
+            "use a block's parameters in one checkpoint (or none) of the forward, or leave the "
+            "gradients as they are.",
+        )
