@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import attention, checkpoint, report
+from .. import attention, checkpoint, engine, report
 from ..base.errors import NotBuiltError, UsageError
 from ..base.given import path_of, refuse, whole_number
 from ..base.log import log_once
@@ -25,11 +25,9 @@ from ..checkpoint.contents import SaveSettings
 from ..checkpoint.format import LATEST, LATEST_UNIVERSAL
 from ..checkpoint.hf_folder import MAX_SHARD_BYTES
 from ..checkpoint.piece import frozen_names
-from ..engine import exporting, saving, whole_steps
-from ..engine.compiling import compile_units, restore
+from ..engine import saving
 from ..engine.data import ShardedLoader
 from ..engine.engine import Engine, Parts
-from ..engine.explaining import lines_about_network, lines_about_steps
 from ..engine.memory import memory_report, traced
 from ..engine.micro_batches import change_accumulation
 from ..engine.state_offload import KINDS, StateOffload
@@ -134,7 +132,7 @@ class ZeroEngine(Engine):
         Note:
             Collective: every rank of the world must call it.
         """
-        return whole_steps.train_batch(self, data_iter)
+        return engine.train_batch(self, data_iter)
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
         """Return the mean loss of micro-batches of all ranks, without a backward.
@@ -146,7 +144,7 @@ class ZeroEngine(Engine):
         Note:
             Collective: every rank of the world must call it.
         """
-        found, _ = whole_steps.evaluate(self, data_iter, num_micro_batches)
+        found, _ = engine.evaluate(self, data_iter, num_micro_batches)
         assert found is not None
         return found
 
@@ -480,7 +478,7 @@ class ZeroEngine(Engine):
         Note:
             Collective: every rank must call it with the same path.
         """
-        return exporting.export(self.runtime, path, dtype, max_shard_bytes, exclude_frozen)
+        return engine.export(self.runtime, path, dtype, max_shard_bytes, exclude_frozen)
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
         """Load weights from safetensors; each rank reads only its shards.
@@ -492,7 +490,7 @@ class ZeroEngine(Engine):
         Note:
             Collective: every rank must call it.
         """
-        exporting.load_weights(self.runtime, path, strict)
+        engine.load_weights(self.runtime, path, strict)
 
     # -- memory and speed
 
@@ -640,8 +638,8 @@ class ZeroEngine(Engine):
             "capabilities:",
             *(f"  {line}" for line in self.parts.capabilities.explain()),
         ]
-        steps = lines_about_steps(self.runtime, self.optimizer)
-        network = lines_about_network(self.runtime, self.current_plan())
+        steps = engine.lines_about_steps(self.runtime, self.optimizer)
+        network = engine.lines_about_network(self.runtime, self.current_plan())
         stragglers = self.step_fields.stragglers
         if stragglers is not None and stragglers.link:
             network.append(stragglers.link)
@@ -733,7 +731,7 @@ class ZeroEngine(Engine):
                 "leave one of the two out.",
             )
         if not self.is_compiled:
-            self._compiled_units = compile_units(
+            self._compiled_units = engine.compile_units(
                 self.runtime, {"backend": backend, **(compile_kwargs or {})}
             )
 
@@ -753,11 +751,12 @@ class ZeroEngine(Engine):
         """
         if self._states.offloaded:
             self._states.release()
-        restore(self._compiled_units)
-        self._compiled_units = []
+        if self._compiled_units:
+            engine.restore(self._compiled_units)
+            self._compiled_units = []
         prints = self.observer.settings.steps_per_print and self.global_steps > 1
         if prints and not self.runtime.is_destroyed:
-            steps = lines_about_steps(self.runtime, self.optimizer)
+            steps = engine.lines_about_steps(self.runtime, self.optimizer)
             log_once("\n".join(["where the run went", *steps]))
         super().destroy()
 

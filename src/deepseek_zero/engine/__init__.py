@@ -1,0 +1,39 @@
+"""Puts the parts of a run together and runs its steps.
+
+The names below load on first use, since most runs start without them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.lazy import loads_on_first_use
+
+if TYPE_CHECKING:
+    from .compiling import compile_units, restore
+    from .explaining import describe, lines_about_network, lines_about_steps
+    from .exporting import export, load_weights
+    from .whole_steps import evaluate, train_batch
+
+__all__ = [
+    "compile_units",
+    "describe",
+    "evaluate",
+    "export",
+    "lines_about_network",
+    "lines_about_steps",
+    "load_weights",
+    "restore",
+    "train_batch",
+]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = loads_on_first_use(
+        __name__,
+        {
+            "compiling": "compile_units restore",
+            "explaining": "describe lines_about_network lines_about_steps",
+            "exporting": "export load_weights",
+            "whole_steps": "evaluate train_batch",
+        },
+    )

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from .. import engine
 from ..base.device import CPU, default_device, has_fast_bf16
 from ..base.errors import UsageError
 from ..base.given import whole_number
@@ -37,7 +38,6 @@ from .changes import plan_large_layers, refuse_changes_on, refuse_split_states
 from .determinism import fix_workspace
 from .dialect import EngineBuilder
 from .engine import Engine, Parts
-from .explaining import describe
 from .mesh_statements import choose_mesh, statements_of
 from .optimizer import Client
 from .pieces import (
@@ -147,16 +147,15 @@ def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
     loader = None
     if request.training_data is not None:
         loader = dialect.make_loader(config, mesh, parts, request)
-    engine = dialect.make_engine(config, mesh, parts, request, lr_scheduler, loader)
+    built = dialect.make_engine(config, mesh, parts, request, lr_scheduler, loader)
     if parts.settings.observer.dump_state:
-        log_once("\n".join(describe(parts)))
+        log_once("\n".join(engine.describe(parts)))
     preemption = parts.preemption
     if preemption is not None:
         preemption.watch()
-        weakref.finalize(
-            engine, preemption.release
-        ).atexit = False  # signals are not an engine's that is gone
-    return engine
+        # An engine that is gone must not hold the signals any more.
+        weakref.finalize(built, preemption.release).atexit = False
+    return built
 
 
 def example_of(request: Request) -> Any:
