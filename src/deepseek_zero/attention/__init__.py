@@ -1,7 +1,6 @@
-"""Attention in which a query sees some blocks of keys: layouts, plans of tiles, and the kernels
-that compute them.
+"""Block-sparse attention: layouts, plans of tiles, and kernels.
 
-The names below load on first use: most runs have no sparse attention.
+The names below load on first use, because most runs have no sparse attention.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = [
     "select_blocks",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # A type checker would accept any name
     __getattr__ = loads_on_first_use(
         __name__,
         {

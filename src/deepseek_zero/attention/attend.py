@@ -1,4 +1,4 @@
-"""Attention in which each query sees the keys that a pattern says: one call for every device."""
+"""Attention in which each query sees the keys of a pattern, on any device."""
 
 from __future__ import annotations
 
@@ -26,25 +26,37 @@ def attend(
     first_head: int = 0,
     tile: int | None = None,
 ) -> Tensor:
-    """Return softmax(query key^T scale + biases) value over the keys that a pattern lets each query
-    see. Local.
+    """Compute softmax(query key^T scale + biases) value over the keys of a pattern.
 
-    query: (samples, heads, queries, width).  key, value: (samples, heads or a number that divides
-    it, keys, width); the queries are the last ones of the keys.  scale: None: 1 / sqrt(width).
-    biases: numbers, or bools of what is seen, of four dimensions each, which are 1 or (samples,
-    heads, queries, keys); or a `Rule` of what is seen.
-    first_head: the number, in the whole model, of the first head here.  tile: queries that are
-    computed together at most; None: chosen.
+    No tensor of size queries x keys is held. The result is exact: keys that are not seen have no
+    part in the sum, and a query that sees none gets zeros. The same inputs give the same bits, in
+    backward too.
 
-    Nothing of queries x keys is held. Exact: keys that are not seen have no part in the sum, and a
-    query that sees none gets zeros. The same inputs give the same bits, in backward too. UsageError
-    where shapes do not fit.
+    Args:
+        query: Shape ``(samples, heads, queries, width)``.
+        key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`. The queries
+            belong
+        to the last positions of the keys.
+        value: Shape ``(samples, key_heads, keys, value_width)``.
+        pattern: The keys that each query sees.
+        scale: Factor of the scores; None for 1 / sqrt(width).
+        biases: Numbers to add to the scores, or bools of the keys that are seen. They have four
+        dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be a
+        `BiasRule`.
+        first_head: The number in the whole model of this tensor's first head.
+        tile: Maximum number of queries that are computed together; None to choose one.
+
+    Returns:
+        A tensor of shape ``(samples, heads, queries, value_width)``.
+
+    Raises:
+        UsageError: The shapes do not fit.
     """
     _check(query, key, value, biases)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if has_no_values(query):
         return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
-    if torch.compiler.is_compiling():  # the loop over tiles is not for a compiler to unroll
+    if torch.compiler.is_compiling():  # A compiler must not unroll the loop over tiles
         run: Tensor = torch.compiler.disable(_attend)(
             query, key, value, pattern, scale, biases, first_head, tile
         )
@@ -76,17 +88,26 @@ def plan_for(
     first_head: int = 0,
     tile: int | None = None,
 ) -> tuple[HeadGroup, ...]:
-    """Return the plan by which `attend` computes these. Pure."""
+    """Return the plan by which `attend` computes these inputs on a CPU.
+
+    Args:
+        query: As for `attend`.
+        key: As for `attend`.
+        pattern: The keys that each query sees.
+        biases: As for `attend`.
+        first_head: The number in the whole model of this tensor's first head.
+        tile: Maximum number of queries per tile; None to choose one.
+    """
     shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
     sizes = (tile,) if tile else _tiles_for(pattern, query, biases)
     return best_plan(pattern, shape, sizes)
 
 
 def _tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[int, ...]:
-    """Return how many queries may make a tile.
+    """Return the candidate numbers of queries per tile.
 
-    bf16 and fp16 have larger fixed costs per call in backward. Where nothing is left out but the
-    future, which the kernel does by itself, all of them do.
+    bf16 and fp16 have larger fixed costs per call in backward. If only future keys are excluded,
+    which the kernel does without a mask, one tile has all queries.
     """
     if pattern.layout is None and pattern.behind is None and not biases:
         return (max(query.shape[2], 1),)

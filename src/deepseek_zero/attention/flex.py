@@ -1,8 +1,8 @@
-"""Attention by a pattern on a GPU: PyTorch's FlexAttention, told which blocks of 128 x 128 it need
-not look at.
+"""Pattern attention on a GPU, with PyTorch's FlexAttention.
 
-A block that is seen whole is computed without a mask; one that is seen in part asks the layout's
-own table and the rule by token for each pair. The kernel is compiled once per shape.
+FlexAttention skips blocks of 128 x 128 that are not seen. A block that is seen whole is computed
+without a mask. For a block that is seen in part, the layout's table and the rule by token are
+evaluated for each pair. The kernel is compiled once per shape.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from torch import Tensor
 from .plan import AttentionShape, Pattern
 from .rows import Bias
 
-SIDE = 128  # of FlexAttention's blocks
+SIDE = 128  # Side of FlexAttention's blocks
 _SMALLEST_WIDTH = 16
 
 
 def is_usable(query: Tensor, value: Tensor) -> bool:
-    """Return whether FlexAttention computes these: on CUDA with triton, in fp32 or less, of widths
-    it has.
+    """Return whether FlexAttention can compute these inputs.
+
+    It requires CUDA, triton, a dtype of at most 32 bits and a minimum width.
+
+    Args:
+        query: Shape ``(samples, heads, queries, width)``.
+        value: Shape ``(samples, key_heads, keys, value_width)``.
     """
     fits = query.dtype != torch.float64 and min(query.shape[-1], value.shape[-1]) >= _SMALLEST_WIDTH
     return query.device.type == "cuda" and fits and find_spec("triton") is not None
@@ -43,8 +48,19 @@ def attend_flex(
     *,
     compiled: bool = True,
 ) -> Tensor:
-    """Return attention as `attend` does. Local.  compiled: False: FlexAttention's own slow way,
-    which holds all scores, for tests.
+    """Compute attention with FlexAttention.
+
+    Args:
+        query: As for `attend`.
+        key: As for `attend`.
+        value: As for `attend`.
+        pattern: The keys that each query sees.
+        scale: Factor of the scores.
+        biases: As for `attend`.
+        first_head: The number in the whole model of this tensor's first head.
+        compiled: False runs FlexAttention without compilation, which is slow and holds all scores;
+            for
+        tests.
     """
     shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
     blocks = _blocks_of(pattern, shape, query.device)
@@ -62,7 +78,7 @@ def attend_flex(
 
 
 def _torchs() -> Any:
-    """Return torch's module, which brings its compiler along."""
+    """Return torch's module, which imports the compiler."""
     return import_module("torch.nn.attention.flex_attention")
 
 
@@ -73,10 +89,15 @@ def _compiled() -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A pattern as FlexAttention needs it.  partial, whole: blocks of 128 x 128 that are seen in
-    part and whole, bools of (variants of heads, queries / 128, keys / 128).  table: the layout's
-    own, of (variants, rows, blocks), None
-    without one.  variant_of: the variant of each head.
+    """A pattern in FlexAttention's form.
+
+    Attributes:
+        partial: Blocks of 128 x 128 that are seen in part, a bool of shape
+        ``(variants, queries / 128, keys / 128)``.
+        whole: Blocks that are seen whole, of the same shape.
+        table: The table of the layout, of shape ``(variants, rows, blocks)``; None without a
+            layout.
+        variant_of: The variant of each head.
     """
 
     partial: Tensor
@@ -103,7 +124,7 @@ def _blocks_of(pattern: Pattern, shape: AttentionShape, device: torch.device) ->
 
 
 def _coarse(pattern: Pattern, variant: int, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-    """Return of which blocks of 128 x 128 some pairs are seen, and of which all."""
+    """Return masks of the blocks of 128 x 128 that are seen at all, and seen whole."""
     offset = shape.keys - shape.queries
     layout = pattern.layout
     begins = torch.arange(0, shape.keys, SIDE)
@@ -134,7 +155,7 @@ def _coarse(pattern: Pattern, variant: int, shape: AttentionShape) -> tuple[Tens
 
 
 def _between(flags: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Return how many flags are set in each [first, last)."""
+    """Return the number of flags set in each [first, last)."""
     sums = torch.nn.functional.pad(flags.cumsum(0), (1, 0))
     return sums[last] - sums[first]
 
@@ -142,8 +163,9 @@ def _between(flags: Tensor, first: Tensor, last: Tensor) -> Tensor:
 def _block_mask(
     pattern: Pattern, shape: AttentionShape, blocks: _Blocks, biases: Sequence[Bias]
 ) -> Any:
-    """Return FlexAttention's BlockMask.  Where bools or rules say what is seen, no block counts as
-    seen whole.
+    """Return FlexAttention's BlockMask.
+
+    If there are bool biases or rules, no block counts as seen whole.
     """
     rules = [each for each in biases if not isinstance(each, Tensor)]
     bools = [each for each in biases if isinstance(each, Tensor) and each.dtype == torch.bool]
@@ -190,7 +212,7 @@ def _block_mask(
 
 
 def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks are seen of each row, and which, those first."""
+    """Return the number of seen blocks per row, and all blocks, seen ones first."""
     counts = seen.sum(-1, dtype=torch.int32)
     return counts, seen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
@@ -211,7 +233,7 @@ def _score_mod(biases: Sequence[Bias]) -> Callable[..., Tensor] | None:
 
 
 def _at(tensor: Tensor, *places: Tensor) -> Tensor:
-    """Return one element; a dimension of 1 is the same everywhere."""
+    """Return one element; a dimension of size 1 is broadcast."""
     return tensor[
         tuple(
             place if size > 1 else place * 0

@@ -1,11 +1,10 @@
-"""Attention by a layout in models of transformers: registered there by a name, so that nothing is
-patched.
+"""Sparse attention for models of transformers, through its registries.
 
-transformers asks two functions by the name in a model's configuration: one for the mask of a
-forward, one for the attention of each layer. Ours make no mask of all pairs: none at all where a
-model's rule is causal, of all tokens, or a window, and nothing is padded; the padding, (samples,
-tokens), where only that is said; else an object that knows the model's own rule and is asked for a
-tile at a time.
+transformers looks up two functions by the name in a model's configuration: one for the mask of a
+forward, one for the attention of each layer. The functions here create no mask of all pairs. There
+is no mask if the model's rule is causal, full or a window, and nothing is padded. The mask is the
+padding, of shape (samples, tokens), if there is only padding. Otherwise it is an object that
+evaluates the model's own rule for one tile at a time.
 """
 
 from __future__ import annotations
@@ -28,19 +27,25 @@ from .rows import Bias
 NAME = "block_sparse"
 _REFUSED = {"softcap": "capped scores", "s_aux": "sinks beside the keys", "cache": "a paged cache"}
 
-# Each module of a model that attends by a layout, for the attention that transformers calls with
-# one of them.
+# By each module of a model that uses a layout, because transformers passes one of them to the
+# attention function
 _SPARSE: weakref.WeakKeyDictionary[nn.Module, SparseAttention] = weakref.WeakKeyDictionary()
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether transformers' attention functions are asked by this model's layers."""
+    """Return whether this model's layers use transformers' attention registry."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) is not None
 
 
 def attend_sparsely(model: nn.Module, attention: SparseAttention) -> None:
-    """Make a model of transformers attend by a layout, in place. Local. NotBuiltError where it
-    cannot.
+    """Make a transformers model use a layout, in place.
+
+    Args:
+        model: The model.
+        attention: The sparse attention of its layers.
+
+    Raises:
+        NotBuiltError: The model's attention is not supported.
     """
     config: Any = model.config
     reasons = {
@@ -63,10 +68,15 @@ def attend_sparsely(model: nn.Module, attention: SparseAttention) -> None:
 
 
 def switch(layers: Iterable[nn.Module], config: Any, attention: SparseAttention) -> None:
-    """Make layers of one model of transformers attend by a layout, and its forwards make no masks.
-    Local.
+    """Make layers of one transformers model use a layout, without masks of all pairs.
 
-    config: the model's own, which its layers look at.
+    Args:
+        layers: The layers.
+        config: The model's configuration, which its layers read.
+        attention: The sparse attention of these layers.
+
+    Raises:
+        NotBuiltError: The heads cannot be divided by the ranks.
     """
     _check_heads(config, attention)
     functions, masks = _interfaces()
@@ -93,20 +103,21 @@ def _check_heads(config: Any, attention: SparseAttention) -> None:
 
 
 def _interfaces() -> tuple[Any, Any]:
-    """Return transformers' attention and mask functions by name; it is imported where a model is
-    one of its.
-    """
+    """Import transformers' attention and mask registries, for one of its models."""
     functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     return functions, import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a forward's mask says, where it is more than padding.  padding: (samples, keys), True
-    for a token; None
-    without any.  rule: the model's own, of sample, head, query and key; None where `window` is all
-    of it.  window: a query sees keys at most so many tokens away, on both sides.  first_query,
-    first_key: their numbers in the sequence.
+    """The mask of a forward that has more than padding.
+
+    Attributes:
+        padding: Shape ``(samples, keys)``, True for a token; None without padding.
+        rule: The model's own rule of sample, head, query and key; None if `window` expresses it.
+        window: Maximum distance in tokens between a query and a key, in both directions.
+        first_query: The position of the first query in the sequence.
+        first_key: The position of the first key in the sequence.
     """
 
     padding: Tensor | None
@@ -131,7 +142,7 @@ def _mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor | _Seen | None:
-    """Return what layers are given as their mask, as transformers' mask functions are called."""
+    """Return the mask for the layers, with a transformers mask function's signature."""
     first_query = int(q_offset)
     if first_query + q_length != kv_offset + kv_length:
         raise NotBuiltError(
@@ -160,10 +171,10 @@ def _mask(
 
 
 def _read(mask_function: Any) -> tuple[bool, int | None]:
-    """Return whether a mask function is transformers' causal, full or sliding one, and the width of
-    one to both sides.
+    """Return whether a mask function is transformers' causal, full or sliding one.
 
-    A causal window's width is in what the layers pass, as FlashAttention has it.
+    The second value is the width of a window in both directions. Layers pass the width of a causal
+    window themselves, as for FlashAttention.
     """
     masks = import_module("transformers.masking_utils")
     plain = (masks.causal_mask_function, masks.bidirectional_mask_function)
@@ -197,8 +208,9 @@ def _attend(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention of one layer, (samples, tokens, heads, width), and no weights, as
-    transformers calls it.
+    """Return one layer's attention (samples, tokens, heads, width), and no weights.
+
+    It has the signature of a transformers attention function.
     """
     sparse = _SPARSE.get(module)
     if sparse is None:
@@ -232,7 +244,7 @@ def _attend(
             causal = False
             sliding_window = None
     elif attention_mask is not None and attention_mask.dim() == 4:
-        # A mask of the caller's says all
+        # The caller's mask replaces causality and window
         biases.append(attention_mask[..., : key.shape[2]])
         causal = False
         sliding_window = None

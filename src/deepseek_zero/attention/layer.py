@@ -1,6 +1,4 @@
-"""Block-sparse attention as one object: the layout, and which of the model's heads are computed
-here.
-"""
+"""Block-sparse attention of a model's layers, as one callable object."""
 
 from __future__ import annotations
 
@@ -21,10 +19,12 @@ from .rows import Bias, BiasRule
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Attention by a layout, as `engine.sparse_attention` is.
+    """Attention with a block layout, available as `engine.sparse_attention`.
 
-    ranks, index: of how many ranks that share each layer's heads this is which one; they have equal
-    shares, in order.
+    Attributes:
+        layout: The layout.
+        ranks: Number of ranks that share the heads of each layer, in equal parts.
+        index: The index of this rank among them.
     """
 
     layout: BlockLayout
@@ -44,13 +44,21 @@ class SparseAttention:
         biases: Sequence[Bias] = (),
         dropout: float = 0.0,
     ) -> Tensor:
-        """Return attention, (samples, heads, queries, width): as `attend`. Local.
+        """Compute attention over the keys of the layout; see `attend`.
 
-        query: (samples, heads, queries, width), and so key and value, of as many heads or fewer.
-        is_causal: a query sees no later key, whatever the layout says; a unidirectional layout is
-        causal anyway.  window: and none but of the last so many tokens, its own among them.  reach:
-        nor any more than so many tokens away.  dropout: of weights; above 0 the whole matrix is
-        computed.
+        Args:
+            query: Shape ``(samples, heads, queries, width)``.
+            key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`.
+            value: Shape ``(samples, key_heads, keys, value_width)``.
+            is_causal: A query sees no later key. A unidirectional layout is always causal.
+            window: A query sees only the last `window` keys, including its own; None for no limit.
+            reach: A query sees only keys at most this many tokens away; None for no limit.
+            scale: Factor of the scores; None for 1 / sqrt(width).
+            biases: As for `attend`.
+            dropout: Probability of dropping a weight. Above 0, all scores are computed.
+
+        Returns:
+            A tensor of shape ``(samples, heads, queries, value_width)``.
         """
         pattern = Pattern.of(self.layout, is_causal=is_causal, window=window, reach=reach)
         if dropout:
@@ -72,7 +80,7 @@ class SparseAttention:
         biases: Sequence[Bias],
         dropout: float,
     ) -> Tensor:
-        log_first(  # every layer of every step comes here
+        log_first(  # This runs in every layer of every step
             f"attention drops weights (p = {dropout}), which its sparse kernel does not: all pairs "
             "are computed, with a mask. For the sparse one set the model's attention dropout to 0.",
             logging.WARNING,
@@ -94,7 +102,7 @@ class SparseAttention:
 
 
 def _ask(rule: BiasRule, query: Tensor, key: Tensor) -> Tensor:
-    """Return what a rule says of all pairs."""
+    """Return the result of a rule for all pairs."""
     samples = torch.arange(query.shape[0], device=query.device)[:, None, None, None]
     queries = torch.arange(query.shape[2], device=query.device)[None, None, :, None]
     return rule(samples, queries, torch.arange(key.shape[2], device=key.device)[None, None, None])

@@ -1,10 +1,10 @@
-"""Layouts: which block of keys each block of queries sees. Pure, and without a table of all pairs.
+"""Layouts: the blocks of keys that each block of queries sees.
 
-A layout is asked for the rows it is needed for, `rows(head, start, stop, blocks)`: a bool of (stop
-- start, blocks). The six kinds, their arguments and their blocks are DeepSpeed's, with two
-differences. A layout that is unidirectional never shows a block of the future, and the kernel is
-causal by token inside the diagonal block. Random blocks come from a counter (`seed`, head, row), so
-that every rank draws the same ones and no generator moves.
+A layout is evaluated for the rows that are needed: `rows(head, start, stop, blocks)` returns a bool
+of shape (stop - start, blocks), so no table of all pairs is held. The six kinds, their arguments
+and their blocks are DeepSpeed's, with two differences. A unidirectional layout never shows a block
+of the future, and the kernel is causal by token inside the diagonal block. Random blocks are a
+function of (`seed`, head, row), so every rank draws the same ones and no generator's state changes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from torch import Tensor
 from ..base.errors import ConfigError, shown
 
 Direction = Literal["unidirectional", "bidirectional"]
-BlockSpan = tuple[int, int]  # blocks [start, stop)
+BlockSpan = tuple[int, int]  # Blocks [start, stop)
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What every kind has.  block: tokens of a side of a block.  different_layout_per_head: heads
-    may differ.
+    """Base class of all layouts.
+
+    Attributes:
+        block: Tokens per side of a block.
+        different_layout_per_head: Heads may have different layouts.
+        attention: "unidirectional" excludes later blocks.
+
+    Raises:
+        ConfigError: The arguments are invalid.
     """
 
     block: int = 16
@@ -46,7 +53,7 @@ class BlockLayout:
         self._check()
 
     def _check(self) -> None:
-        """Raise ConfigError where the arguments contradict each other."""
+        """Raise ConfigError if the arguments contradict each other."""
 
     @property
     def is_causal(self) -> bool:
@@ -55,20 +62,27 @@ class BlockLayout:
 
     @property
     def query_block(self) -> int:
-        """Tokens of a row."""
+        """Queries per row of the layout."""
         return self.block
 
     def variant(self, head: int) -> int:
-        """Return a number that is the same for heads with the same layout: what `rows` takes as a
-        head.
+        """Return a number that identifies the layout of a head, for `rows`.
+
+        Heads with the same layout have the same number.
         """
         return 0
 
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
-        """Return which of `blocks` blocks of keys the rows [start, stop) see, a bool of (stop -
-        start, blocks).
+        """Return which blocks of keys some rows see.
 
-        head: a `variant`.
+        Args:
+            head: A number returned by `variant`.
+            start: The first row.
+            stop: The row after the last one.
+            blocks: Number of blocks of keys.
+
+        Returns:
+            A bool tensor of shape ``(stop - start, blocks)``.
         """
         row = torch.arange(start, stop)[:, None]
         column = torch.arange(blocks)[None]
@@ -79,8 +93,14 @@ class BlockLayout:
         raise NotImplementedError
 
     def table(self, heads: int, tokens: int) -> Tensor:
-        """Return the layout of a whole sequence, a bool of (heads, rows, blocks): for looking at,
-        not for computing.
+        """Return the layout of a whole sequence, for inspection.
+
+        Args:
+            heads: Number of heads.
+            tokens: Length of the sequence.
+
+        Returns:
+            A bool tensor of shape ``(heads, rows, blocks)``.
         """
         rows = -(-tokens // self.query_block)
         blocks = -(-tokens // self.block)
@@ -99,11 +119,16 @@ class Dense(BlockLayout):
 
 @dataclass(frozen=True)
 class Fixed(BlockLayout):
-    """Windows side by side, and in each of them some blocks that are seen by all.
+    """Adjacent windows, each with some global blocks that all rows see.
 
-    num_local_blocks: of a window.  num_global_blocks: at the end of a window, seen from everywhere
-    (unidirectional: from there on).  horizontal_global_attention: these blocks see everything too.
-    num_different_global_patterns: heads take turns in which blocks of a window are the global ones.
+    Attributes:
+        num_local_blocks: Blocks per window.
+        num_global_blocks: Global blocks at the end of each window. If the layout is unidirectional,
+        only later rows see them.
+        horizontal_global_attention: Global blocks also see everything.
+        num_different_global_patterns: Number of different choices of a window's global blocks,
+            which
+        heads use in turn.
     """
 
     num_local_blocks: int = 4
@@ -144,7 +169,7 @@ class Fixed(BlockLayout):
         whole = blocks - blocks % local
         first = local - (1 + head) * many
         starts = list(range(first, whole, local))
-        if whole < blocks:  # a short last window
+        if whole < blocks:  # A short last window
             starts.append(max(min(whole + first, blocks - many), 0))
         spans = [(start, start + many) for start in starts]
         near = row // local == column // local
@@ -155,11 +180,17 @@ class Fixed(BlockLayout):
 
 @dataclass(frozen=True)
 class Variable(BlockLayout):
-    """Windows of stated sizes, blocks at stated places that are seen by all, and random blocks.
+    """Windows of given sizes, global blocks at given positions, and random blocks.
 
-    local_window_blocks: sizes one after another; the last one repeats.  global_block_indices: first
-    blocks of what is seen by all; global_block_end_indices: behind their last ones (None: one block
-    each).
+    Attributes:
+        num_random_blocks: Random blocks per row.
+        local_window_blocks: The sizes of the windows in order; the last one repeats.
+        global_block_indices: The first block of each global span.
+        global_block_end_indices: The block after the last one of each global span; None for spans
+            of
+        one block.
+        horizontal_global_attention: Global blocks also see everything.
+        seed: The seed of the random blocks.
     """
 
     num_random_blocks: int = 0
@@ -200,7 +231,16 @@ class Variable(BlockLayout):
 
 @dataclass(frozen=True)
 class BigBird(BlockLayout):
-    """A sliding window, first blocks that see and are seen by all, and random blocks."""
+    """A sliding window, leading global blocks, and random blocks.
+
+    Global blocks see all blocks and are seen by all.
+
+    Attributes:
+        num_random_blocks: Random blocks per row.
+        num_sliding_window_blocks: Width of the window in blocks.
+        num_global_blocks: Number of global blocks.
+        seed: The seed of the random blocks.
+    """
 
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
@@ -218,7 +258,17 @@ class BigBird(BlockLayout):
 
 @dataclass(frozen=True)
 class BSLongformer(BlockLayout):
-    """A sliding window, and blocks at stated places that see and are seen by all."""
+    """A sliding window, and global blocks at given positions.
+
+    Global blocks see all blocks and are seen by all.
+
+    Attributes:
+        num_sliding_window_blocks: Width of the window in blocks.
+        global_block_indices: The first block of each global span.
+        global_block_end_indices: The block after the last one of each global span; None for spans
+            of
+        one block.
+    """
 
     num_sliding_window_blocks: int = 3
     global_block_indices: tuple[int, ...] = (0,)
@@ -235,7 +285,7 @@ class BSLongformer(BlockLayout):
 
 @dataclass(frozen=True)
 class LocalSlidingWindow(BlockLayout):
-    """A sliding window: blocks at most num_sliding_window_blocks // 2 away."""
+    """A sliding window: blocks at most ``num_sliding_window_blocks // 2`` away."""
 
     attention: Direction = "unidirectional"
     num_sliding_window_blocks: int = 3
@@ -246,11 +296,14 @@ class LocalSlidingWindow(BlockLayout):
 
 @dataclass(frozen=True, eq=False)
 class Listed(BlockLayout):
-    """A layout that somebody made, as a table; equal to itself alone.
+    """A layout given as a table; instances compare by identity.
 
-    seen: a bool of (tables, rows, blocks): of heads one after another, or one for all.  sharing:
-    heads that have one
-    table together.  tokens_of_row: None: as many as of a block.
+    Attributes:
+        seen: A bool of shape ``(tables, rows, blocks)``, with one table per group of heads, or one
+            for
+        all.
+        sharing: Number of consecutive heads that share a table.
+        tokens_of_row: Queries per row; None for the tokens of a block.
     """
 
     seen: Tensor = field(default_factory=lambda: torch.ones(1, 1, 1, dtype=torch.bool))
@@ -286,16 +339,19 @@ MODES: Mapping[str, type[BlockLayout]] = {
 
 
 def fields_of(mode: str) -> set[str]:
-    """Return the names of the arguments of one of DeepSpeed's modes."""
+    """Return the argument names of one of DeepSpeed's modes."""
     return {each.name for each in fields(MODES[mode])}
 
 
 def layout_of(mode: str, arguments: Mapping[str, Any]) -> BlockLayout:
-    """Return the layout of one of DeepSpeed's modes; arguments that are not this mode's must not be
-    there.
+    """Return the layout of one of DeepSpeed's modes.
 
-    arguments: by DeepSpeed's names, lists as lists.  ConfigError for a mode or an argument that
-    there is not.
+    Args:
+        mode: One of `MODES`.
+        arguments: The arguments by DeepSpeed's names; lists are allowed for tuples.
+
+    Raises:
+        ConfigError: The mode is unknown, or does not have one of the arguments.
     """
     if mode not in MODES:
         raise ConfigError(
@@ -329,7 +385,7 @@ def _refuse_horizontal(horizontal: bool, attention: Direction) -> None:
 
 
 def _spans(starts: Iterable[int], stops: Iterable[int] | None) -> list[BlockSpan]:
-    """Return the spans of global blocks; ConfigError where they are none."""
+    """Return the spans of global blocks; raise ConfigError if they are invalid."""
     first = list(starts)
     last = [start + 1 for start in first] if stops is None else list(stops)
     if len(first) != len(last) or any(
@@ -351,13 +407,13 @@ def _global(
     from_there: bool,
     horizontal: bool,
 ) -> Tensor:
-    """Return the pairs of spans that are seen by all rows (from_there: by rows from the span's
-    start on).
+    """Return the pairs whose key block is in a span.
 
-    horizontal: and see everything.
+    With `from_there`, only rows from the start of the span see it. With `horizontal`, rows in a
+    span also see everything.
     """
     places = max(blocks, int(row.max()) + 1)
-    beyond = places  # where a block of no span begins: no row is so far
+    beyond = places  # Start of a block without a span: greater than every row
     begin = torch.full((places,), beyond)
     for start, stop in spans:
         begin[start:stop] = begin[start:stop].clamp(max=start)
@@ -366,8 +422,9 @@ def _global(
 
 
 def _random(seed: int, head: int, row: Tensor, blocks: int, many: int, causal: bool) -> Tensor:
-    """Return `many` random blocks for each row, of those up to itself where causal; all where there
-    are fewer.
+    """Return `many` random blocks per row, or all if there are fewer.
+
+    If `causal`, they are chosen from the blocks up to the row itself.
     """
     seen = torch.zeros(len(row), blocks, dtype=torch.bool)
     if many:
@@ -378,7 +435,7 @@ def _random(seed: int, head: int, row: Tensor, blocks: int, many: int, causal: b
 
 
 def _sample(seed: int, head: int, row: int, among: int, many: int) -> list[int]:
-    """Return distinct numbers below `among`, by Floyd's algorithm."""
+    """Return `many` distinct numbers below `among`, by Floyd's algorithm."""
     found = set[int]()
     for last in range(among - many, among):
         drawn = _mixed(seed, head, row, last) % (last + 1)
@@ -391,7 +448,7 @@ _WORD = (1 << 64) - 1
 
 
 def _mixed(*words: int) -> int:
-    """Return 64 bits that depend on every word: splitmix64, once per word."""
+    """Return 64 bits that depend on every number, by splitmix64."""
     state = 0
     for word in words:
         state = (state + word + 0x9E3779B97F4A7C15) & _WORD

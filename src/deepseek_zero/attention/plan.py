@@ -1,10 +1,9 @@
-"""Plans: a pattern of seen keys, cut into tiles of queries with the spans of keys that each tile
-reads. Pure.
+"""Plans of attention: tiles of queries with the spans of keys that each reads.
 
-A tile is some queries in a row and the keys that any of them sees, as spans of the sequence. Where
-not every query of a tile sees every key of its spans, it has a mask, which says so by a few numbers
-and is made when it is needed: tiles of one shape share it. Nothing here is as large as queries
-times keys.
+A tile is a range of queries and the keys that any of them sees, as spans of the sequence. If not
+every query of a tile sees every key of its spans, the tile has a mask. A mask is described by a few
+numbers and built when it is needed, and tiles of one shape share it. Nothing here has the size of
+queries times keys.
 """
 
 from __future__ import annotations
@@ -21,21 +20,23 @@ from torch import Tensor
 
 from .layouts import BlockLayout, BlockSpan, Dense
 
-SMALLEST_TILE = 32  # queries; the kernel takes so many at a time
-_FULL = 0.75  # a tile of which so much is seen is not worth cutting
-_TILE_COST = 12_000  # pairs of a query and a key that take as long as a tile's calls do
-_SPAN_COST = 3_000  # and as joining keys of another span, and taking their gradients apart
-_PAIR_COSTS = {256: 0.88}  # what a pair takes in larger tiles, in pairs of smaller ones
-_KEPT_BYTES = 32 << 20  # of masks; a mask that takes a quarter of it is made again each time
+SMALLEST_TILE = 32  # Queries; the kernel processes this many at a time
+_FULL = 0.75  # A tile with this share of seen pairs is not worth splitting
+_TILE_COST = 12_000  # Fixed cost of a tile's calls, in pairs of a query and a key
+# Cost of concatenating another span's keys and separating their gradients, in pairs
+_SPAN_COST = 3_000
+_PAIR_COSTS = {256: 0.88}  # Cost of a pair in larger tiles, relative to smaller ones
+_KEPT_BYTES = 32 << 20  # Bytes of cached masks; a mask of a quarter of this is not cached
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys a query sees: those that its row of the layout has, and that are near enough by
-    token.
+    """The keys that a query sees: those of the layout that are near enough.
 
-    layout: None: all.  behind: a key so many tokens before the query is the first one seen (None:
-    no first).  ahead: likewise the last one behind it; 0 is causal.
+    Attributes:
+        layout: The layout; None for all keys.
+        behind: Maximum distance in tokens to an earlier key; None for no limit.
+        ahead: Maximum distance in tokens to a later key; 0 is causal, None is no limit.
     """
 
     layout: BlockLayout | None = None
@@ -51,9 +52,13 @@ class Pattern:
         window: int | None = None,
         reach: int | None = None,
     ) -> Pattern:
-        """Return what a layout lets through, causality, a window of the last `window` tokens, and
-        keys at most `reach`
-        tokens away: all of them together.
+        """Combine a layout, causality and limits of distance.
+
+        Args:
+            layout: The layout; None for all keys.
+            is_causal: A query sees no later key.
+            window: A query sees only the last `window` keys, including its own.
+            reach: A query sees only keys at most this many tokens away.
         """
         is_causal |= layout is not None and layout.is_causal
         back = [
@@ -64,17 +69,28 @@ class Pattern:
         return cls(blocks, min(back, default=None), least_reach)
 
     def variant(self, head: int) -> int:
+        """Return the number that identifies the layout of a head."""
         return 0 if self.layout is None else self.layout.variant(head)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys of its spans the queries of a tile see, in numbers that tiles of one shape share.
+    """The keys of its spans that the queries of a tile see.
 
-    spans: (keys, tokens from the first query to the first key; None: near enough for every query).
-    bits: which blocks of the spans each row of blocks sees, one byte each; None: all.  first_token:
-    of the tile in its row of blocks.
-    first_tokens: of each span in its first block.
+    Tiles of one shape share a mask.
+
+    Attributes:
+        queries: Number of queries.
+        spans: For each span, the number of keys, and the tokens from the first query to the first
+            key.
+        The latter is None if every query is near enough to every key.
+        behind: Maximum distance in tokens to an earlier key.
+        ahead: Maximum distance in tokens to a later key.
+        bits: The blocks of the spans that each row of blocks sees, one byte each; None for all.
+        query_block: Queries per row of blocks.
+        block: Keys per block.
+        first_token: The position of the tile in its row of blocks.
+        first_tokens: The position of each span in its first block.
     """
 
     queries: int
@@ -89,10 +105,11 @@ class Mask:
 
     @property
     def keys(self) -> int:
+        """Return the number of keys of all spans."""
         return sum(length for length, _ in self.spans)
 
     def seen(self) -> Tensor:
-        """Return it as a bool of (queries, keys)."""
+        """Return the mask as a bool of shape ``(queries, keys)``."""
         found = self._blocks()
         place = torch.arange(self.queries, dtype=torch.int32)[:, None]
         before = 0
@@ -120,12 +137,12 @@ class Mask:
         return bits.index_select(1, torch.cat(columns)).index_select(0, rows)
 
     def added(self, dtype: torch.dtype) -> Tensor:
-        """Return it as numbers to add to scores: 0, or -inf where a key is not seen."""
+        """Return the mask as numbers to add to scores, from a cache."""
         return _MASKS.of(self, dtype)
 
 
 class _Masks:
-    """Masks that were made, the last used ones, up to `_KEPT_BYTES`."""
+    """A cache of the masks that were used last, up to `_KEPT_BYTES`."""
 
     def __init__(self) -> None:
         self._kept = OrderedDict[tuple[Mask, torch.dtype], Tensor]()
@@ -151,7 +168,12 @@ class _Masks:
 
 
 def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where a key is seen and -inf where it is not."""
+    """Return 0 where a key is seen and -inf elsewhere.
+
+    Args:
+        seen: A bool tensor.
+        dtype: The dtype of the result.
+    """
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
@@ -160,12 +182,19 @@ _MASKS = _Masks()
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Queries [start, stop), and the keys they see.
+    """Queries [start, stop) and the keys that they see.
 
-    is_square: the keys are those up to each query, from the first query on: what kernels call
-    causal; there is no mask
-    then.  count: of tiles like this one, each as many tokens further as it has queries, in queries
-    and keys.
+    Attributes:
+        start: The first query.
+        stop: The query after the last one.
+        spans: The spans of keys.
+        mask: The mask; None if all pairs are seen or `is_square`.
+        is_square: The keys are the tile's own positions, and each query sees those up to its own.
+            The
+        kernel calls this causal and needs no mask.
+        count: Number of tiles that this object represents. Each is shifted by the number of
+            queries, in
+        queries and keys.
     """
 
     start: int
@@ -177,22 +206,25 @@ class AttentionTile:
 
     @property
     def queries(self) -> int:
+        """Return the number of queries."""
         return self.stop - self.start
 
     @property
     def keys(self) -> int:
+        """Return the number of keys."""
         return sum(stop - start for start, stop in self.spans)
 
     def cost_at(self, pair: float) -> float:
-        """Return what it takes in time, in pairs of a query and a key, of which each takes
-        `pair`.
+        """Return the estimated time, in pairs of a query and a key.
+
+        `pair` is the cost of one pair. The tiles of a batch share the fixed cost.
         """
         pairs = self.queries * self.keys * pair
-        calls = _TILE_COST + _SPAN_COST * (len(self.spans) - 1)  # of tiles that go as a batch, once
+        calls = _TILE_COST + _SPAN_COST * (len(self.spans) - 1)  # A batch of tiles pays this once
         return calls + self.count * (pairs / 2 if self.is_square else pairs)
 
     def each(self) -> Iterator[AttentionTile]:
-        """Yield the tiles it stands for, one by one."""
+        """Yield the tiles that this object represents, one by one."""
         for place in range(self.count):
             by = place * self.queries
             spans = tuple((start + by, stop + by) for start, stop in self.spans)
@@ -203,9 +235,11 @@ class AttentionTile:
 class HeadGroup:
     """Heads that have the same tiles.
 
-    heads, key_heads: which of the queries' heads, and which heads of keys they read, each of the
-    latter as often as the
-    others.  samples: of the batch.
+    Attributes:
+        heads: The heads of the queries.
+        key_heads: The heads of the keys that they read; each serves the same number of query heads.
+        tiles: The tiles.
+        samples: The samples of the batch.
     """
 
     heads: slice
@@ -216,8 +250,14 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a plan is for: heads of queries and keys, tokens of them, and the first head's number in
-    the whole model.
+    """The sizes that a plan is made for.
+
+    Attributes:
+        heads: Number of heads of the queries.
+        key_heads: Number of heads of the keys.
+        queries: Number of queries.
+        keys: Number of keys.
+        first_head: The number in the whole model of the first head.
     """
 
     heads: int
@@ -230,9 +270,13 @@ class AttentionShape:
 def groups_of(
     pattern: Pattern, shape: AttentionShape, tile: int, samples: slice = slice(None)
 ) -> tuple[HeadGroup, ...]:
-    """Return the groups of heads of a pattern, with their tiles of at most `tile` queries. Pure.
+    """Return the head groups of a pattern, with their tiles.
 
-    The queries are the last ones of the keys.
+    Args:
+        pattern: The keys that each query sees.
+        shape: The sizes. The queries belong to the last positions of the keys.
+        tile: Maximum number of queries per tile.
+        samples: The samples of the batch that the groups are for.
     """
     shared = shape.heads // shape.key_heads
     variants = [pattern.variant(head + shape.first_head) for head in range(shape.heads)]
@@ -258,7 +302,13 @@ plan_of = lru_cache(maxsize=32)(groups_of)
 def best_plan(
     pattern: Pattern, shape: AttentionShape, tiles: tuple[int, ...]
 ) -> tuple[HeadGroup, ...]:
-    """Return the plan that costs least, of those with tiles of at most so many queries."""
+    """Return the cheapest plan for several tile sizes.
+
+    Args:
+        pattern: The keys that each query sees.
+        shape: The sizes.
+        tiles: The maximum numbers of queries per tile to compare.
+    """
     plans = [groups_of(pattern, shape, tile) for tile in tiles]
     speeds = [_PAIR_COSTS.get(tile, 1.0) for tile in tiles]
     costs = [
@@ -277,7 +327,7 @@ def _cut(whole: range, many: int) -> list[range]:
 
 
 def _slices(places: Sequence[int]) -> list[slice]:
-    """Return ascending places as slices, one where they are evenly spaced."""
+    """Return ascending indices as slices: one slice if they are evenly spaced."""
     steps = {after - before for before, after in pairwise(places)}
     if len(steps) > 1:
         return [slice(place, place + 1) for place in places]
@@ -285,7 +335,7 @@ def _slices(places: Sequence[int]) -> list[slice]:
 
 
 def _merged(tiles: Sequence[AttentionTile]) -> Iterator[AttentionTile]:
-    """Join tiles of one span that are like the one before, each as far on as it has queries."""
+    """Merge consecutive equal tiles of one span into one tile with a count."""
     last: AttentionTile | None = None
     for tile in tiles:
         if last is not None and _follows(last, tile):
@@ -322,9 +372,13 @@ def _tiles(pattern: Pattern, variant: int, shape: AttentionShape, size: int) -> 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some rows of a pattern's layout, asked for once for all tiles that are tried of them.
+    """Rows of a pattern's layout, evaluated once for all tiles that are tried.
 
-    seen: the rows from the row `first` on, (rows, blocks); None without a layout.
+    Attributes:
+        pattern: The pattern.
+        shape: The sizes.
+        first: The first row.
+        seen: The rows from `first` on, of shape ``(rows, blocks)``; None without a layout.
     """
 
     pattern: Pattern
@@ -336,7 +390,7 @@ class _Rows:
     def of(
         cls, pattern: Pattern, variant: int, shape: AttentionShape, start: int, stop: int
     ) -> _Rows:
-        """Return those of the queries at [start, stop) of the keys."""
+        """Return the rows of the queries at positions [start, stop) of the keys."""
         layout = pattern.layout
         if layout is None:
             return cls(pattern, shape)
@@ -351,9 +405,7 @@ class _Rows:
 
 
 def _best(rows: _Rows, start: int, stop: int) -> list[AttentionTile]:
-    """Return the tile of the queries at [start, stop) of the keys, or several where they read much
-    less together.
-    """
+    """Return the tile of the queries at positions [start, stop), or a cheaper split."""
     whole, share = _tile(rows, start, stop)
     layout = rows.pattern.layout
     step = SMALLEST_TILE if layout is None else max(SMALLEST_TILE, layout.query_block)
@@ -365,8 +417,9 @@ def _best(rows: _Rows, start: int, stop: int) -> list[AttentionTile]:
 
 
 def _tile(rows: _Rows, start: int, stop: int) -> tuple[AttentionTile, float]:
-    """Return the tile of the queries at [start, stop) of the keys, and how much of it is seen, not
-    counting edges.
+    """Return the tile of the queries at positions [start, stop), and its seen share.
+
+    The share does not count edges.
     """
     pattern = rows.pattern
     shape = rows.shape
@@ -411,10 +464,9 @@ def _tile(rows: _Rows, start: int, stop: int) -> tuple[AttentionTile, float]:
 def _blocks(
     rows: _Rows, layout: BlockLayout, queries: BlockSpan, keys: BlockSpan
 ) -> tuple[Tensor, tuple[BlockSpan, ...]]:
-    """Return the spans of the keys in a range that a tile's rows see, and which blocks of them each
-    row sees.
+    """Return which blocks of its spans each row of a tile sees, and the spans.
 
-    A block that the rule by token leaves out of a row anyway counts as seen: it needs no bit.
+    A block that the rule by token excludes for a row counts as seen, because it needs no bit.
     """
     (start, stop), (first, last), ahead = queries, keys, rows.pattern.ahead
     row = start // layout.query_block
@@ -439,7 +491,7 @@ def _blocks(
 
 
 def _is_near(pattern: Pattern, span: BlockSpan, start: int, stop: int) -> bool:
-    """Return whether every query at [start, stop) is near enough to every key of a span."""
+    """Return whether all queries at [start, stop) are near enough to all keys."""
     is_past = pattern.ahead is None or span[1] - 1 <= start + pattern.ahead
     return is_past and (pattern.behind is None or span[0] >= stop - 1 - pattern.behind)
 
@@ -449,8 +501,14 @@ def _is_within(pattern: Pattern, queries: int) -> bool:
 
 
 def whole_mask(pattern: Pattern, shape: AttentionShape) -> Tensor:
-    """Return all that a pattern lets be seen, a bool of (heads, queries, keys): for ways that hold
-    all scores.
+    """Return all pairs that a pattern admits, for kernels that hold all scores.
+
+    Args:
+        pattern: The keys that each query sees.
+        shape: The sizes.
+
+    Returns:
+        A bool tensor of shape ``(heads, queries, keys)``.
     """
     offset = shape.keys - shape.queries
     away = torch.arange(shape.keys)[None] - torch.arange(offset, shape.keys)[:, None]

@@ -1,10 +1,10 @@
-"""Attention by a plan, tile by tile: on a CPU with the kernel that torch's own attention has there.
+"""Attention by a plan, tile by tile, with torch's own CPU attention kernel.
 
-The kernel is called for each tile on views of queries and keys, and keeps the log of each row's
-sum. Backward calls its backward tile by tile and adds up the keys' gradients in the order of the
-tiles, in fp32 or better, so the same inputs give the same bits. Tiles of one shape in a row go as
-one batch, whose keys are one overlapping view. Where the kernel cannot be used (another device,
-widths that differ, a gradient for what is added to scores), two matmuls and a softmax of a tile do
+The kernel is called for each tile on views of queries and keys, and keeps the logarithm of each
+row's sum. Backward calls the kernel's backward for each tile, and adds the gradients of the keys in
+the order of the tiles, in fp32 or better, so the same inputs give the same bits. Consecutive tiles
+of one shape are computed as a batch, whose keys are one overlapping view. If the kernel cannot be
+used (another device, different widths, a gradient of a bias), two matmuls and a softmax per tile do
 the same.
 """
 
@@ -21,12 +21,12 @@ from torch.autograd.function import once_differentiable
 from ..base.device import cpu_attention
 from .plan import AttentionTile, HeadGroup, Mask, added
 
-# Returns which of some keys are seen, a bool of (samples or 1, 1, queries, keys), of numbers of
-# samples, queries and keys that have four dimensions and broadcast.
+# Returns which keys are seen, as a bool of shape (samples or 1, 1, queries, keys). The arguments
+# are the numbers of samples, queries and keys, with four dimensions that broadcast.
 BiasRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 Bias = Tensor | BiasRule
 
-# Of keys that one call on several tiles reads, and of each of their gradients
+# Maximum elements of the keys that one call on several tiles reads, and of their gradients
 _BATCH_NUMEL = 1 << 20
 _KERNEL = cpu_attention()
 
@@ -41,13 +41,24 @@ def attend_by_plan(
     *,
     kernel: bool = True,
 ) -> Tensor:
-    """Return attention, (samples, heads, queries, width of values), stored as `query` is. Local.
+    """Compute attention by a plan.
 
-    query: (samples, heads, queries, width).  key, value: (samples, heads or a number that divides
-    it, keys, width).
-    biases: numbers to add to scores, or bools of what is seen, of four dimensions that are 1 or
-    (samples, heads, queries, keys); or a `BiasRule`, asked for each tile.  kernel: False: never
-    torch's.  A query that sees nothing gets zeros, and has no gradient.
+    A query that sees nothing gets zeros, and has no gradient.
+
+    Args:
+        query: Shape ``(samples, heads, queries, width)``.
+        key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`.
+        value: Shape ``(samples, key_heads, keys, value_width)``.
+        groups: The plan.
+        scale: Factor of the scores.
+        biases: Numbers to add to the scores, or bools of the keys that are seen. They have four
+        dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be a
+        `BiasRule`, which is called for each tile.
+        kernel: False never uses torch's kernel.
+
+    Returns:
+        A tensor of shape ``(samples, heads, queries, value_width)``, with the memory layout of
+        `query`.
     """
     apply: Any = _ByPlan.apply
     found: Tensor = apply(query, key, value, tuple(groups), scale, kernel, *biases)
@@ -97,7 +108,7 @@ class _ByPlan(torch.autograd.Function):
         each_tensor = iter(tensors)
         biases = tuple(next(each_tensor) if rule is None else rule for rule in ctx.rules)
         if grad.stride(-1) != 1:
-            grad = grad.contiguous()  # a gradient of one number for all, as sum() has it
+            grad = grad.contiguous()  # For example an expanded gradient, as from sum()
         of_query = torch.zeros_like(query)
         of_key, of_value = (torch.zeros_like(each, dtype=_sum_dtype(each)) for each in (key, value))
         wanted = ctx.needs_input_grad[6:]
@@ -129,8 +140,9 @@ class _ByPlan(torch.autograd.Function):
 
 
 def _fits_kernel(*tensors: Tensor) -> bool:
-    """Return whether torch's kernel takes query, key and value: of one width, stored row by row, on
-    a CPU.
+    """Return whether torch's kernel accepts these tensors.
+
+    They must have one width, be on a CPU, and have contiguous rows.
     """
     one_width = len({each.shape[-1] for each in tensors}) == 1
     return (
@@ -146,12 +158,20 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Call:
-    """Some samples and heads of one tile, or of `tile.count` tiles as a batch, as one call of a
-    kernel takes them.
+    """Some samples and heads of one tile, or of a batch of tiles, for one kernel call.
 
-    A kernel takes (batch, heads, tokens, width), folded: of one tile the batch is the samples, or,
-    where `shared` heads of queries read one head of keys, samples x heads of keys; of several tiles
-    of one sample it is the tiles.
+    A kernel takes folded tensors, of shape (batch, heads, tokens, width). For one tile, the batch
+    is the samples. If `shared` query heads read one key head, it is samples x key heads. For
+    several tiles of one sample, it is the tiles.
+
+    Attributes:
+        samples: The samples.
+        heads: The query heads.
+        key_heads: The key heads.
+        tile: The tile or tiles.
+        shared: Number of query heads per key head.
+        sizes: Number of samples and of key heads.
+        biases: The biases and rules.
     """
 
     samples: slice
@@ -159,12 +179,14 @@ class _Call:
     key_heads: slice
     tile: AttentionTile
     shared: int
-    sizes: tuple[int, int]  # samples and heads of keys
+    sizes: tuple[int, int]
     biases: tuple[Bias, ...] = ()
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return a view of the tile's rows of queries, or of what has as many: (tiles, heads,
-        tokens, width), or (samples, heads of keys, shared, tokens, width) of one tile.
+        """Return a view of the rows of the tile's queries.
+
+        The shape is (tiles, heads, tokens, width). For one tile it is (samples, key heads, shared,
+        tokens, width).
         """
         own: Tensor = tensor[self.samples, self.heads]
         tile = self.tile
@@ -185,7 +207,7 @@ class _Call:
         rows.copy_(folded.reshape(rows.shape))
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """Return the tile's keys, or values, folded: views where they are one span."""
+        """Return the tile's keys or values, folded; a view if they are one span."""
         own: Tensor = tensor[self.samples, self.key_heads]
         tile = self.tile
         if tile.count > 1:
@@ -202,7 +224,7 @@ class _Call:
         )
 
     def add_keys(self, total: Tensor, folded: Tensor) -> None:
-        """Add gradients of the tile's keys, folded, to those of all keys."""
+        """Add the folded gradients of the tile's keys to those of all keys."""
         own = total[self.samples, self.key_heads]
         tile = self.tile
         if self.shared > 1:
@@ -220,8 +242,9 @@ class _Call:
             before += stop - start
 
     def mask(self, query: Tensor) -> Tensor | None:
-        """Return what is added to the scores of folded queries: (queries, keys), or four
-        dimensions; None: nothing.
+        """Return the tensor that is added to the scores of folded queries, or None.
+
+        Its shape is (queries, keys) or has four dimensions.
         """
         dtype = _sum_dtype(query)
         tile = self.tile
@@ -248,7 +271,7 @@ class _Call:
         )
 
     def _ruled(self, rule: BiasRule, device: torch.device) -> list[Tensor]:
-        """Return what a rule says of each span, as `_parts` does."""
+        """Return the result of a rule for each span, in the form of `_parts`."""
         tile = self.tile
         samples = torch.arange(self.samples.start, self.samples.stop, device=device)[
             :, None, None, None
@@ -260,8 +283,9 @@ class _Call:
         ]
 
     def _parts(self, bias: Tensor) -> list[Tensor]:
-        """Return views of a bias at each span: (samples, heads of keys, shared, queries, keys), or
-        1 of them.
+        """Return views of a bias for each span.
+
+        The shape is (samples, key heads, shared, queries, keys); each size may be 1.
         """
         tile = self.tile
         own = bias[self.samples] if bias.shape[0] > 1 else bias
@@ -274,7 +298,7 @@ class _Call:
         return [own[..., start:stop] if bias.shape[3] > 1 else own for start, stop in tile.spans]
 
     def add_scores(self, totals: Sequence[Tensor | None], folded: Tensor) -> None:
-        """Add gradients of the tile's scores, folded, to those of the biases that have one."""
+        """Add the folded gradients of the tile's scores to those of the biases."""
         scores = folded.reshape(*self.sizes, self.shared, *folded.shape[-2:])
         for total in totals:
             if total is not None:
@@ -286,7 +310,7 @@ class _Call:
 def _calls(
     groups: Sequence[HeadGroup], query: Tensor, key: Tensor, biases: tuple[Bias, ...]
 ) -> Iterator[_Call]:
-    """Yield the calls that compute a plan, in its order."""
+    """Yield the kernel calls of a plan, in order."""
     shared = query.shape[1] // key.shape[1]
     for group in groups:
         samples = range(*group.samples.indices(query.shape[0]))
@@ -326,17 +350,17 @@ def _calls(
 
 
 def _batches(tile: AttentionTile, many: int) -> Iterator[AttentionTile]:
-    """Cut a tile that stands for several into runs of at most `many`."""
+    """Divide a tile with a count into runs of at most `many` tiles."""
     whole = tuple(tile.each())
     for place in range(0, tile.count, many):
         yield replace(whole[place], count=min(many, tile.count - place))
 
 
-# -- one tile: by torch's kernel, and by two matmuls
+# -- one tile: with torch's kernel, or with two matmuls
 
 
 class _Tensors(NamedTuple):
-    """What backward of a call reads, folded."""
+    """The inputs of a call's backward, folded."""
 
     query: Tensor
     out: Tensor
@@ -346,7 +370,7 @@ class _Tensors(NamedTuple):
     value: Tensor
 
 
-_Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of queries, keys, values and scores
+_Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # Of queries, keys, values and scores
 
 
 def _kernel_forward(
@@ -373,7 +397,7 @@ def _plain_forward(
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(call, query, key, scale)
     sums = scores.logsumexp(-1, keepdim=True)
-    # A query that sees nothing: weights of exp(-inf)
+    # A query that sees nothing: make its weights exp(-inf)
     sums = sums.masked_fill(sums == -torch.inf, 0.0)
     return (scores - sums).exp_() @ value.to(scores.dtype), sums[..., 0]
 

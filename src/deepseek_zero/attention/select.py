@@ -1,10 +1,9 @@
-"""Blocks chosen by what is in them: each tile of queries sees the blocks of keys whose mean it
-likes best.
+"""Attention to selected blocks, chosen by the mean of their keys.
 
-It is the choice of MoBA, and of the selected branch of NSA, for a tile of queries at a time: a
-block of keys is scored by the product of its mean with the mean of the tile's queries; none of the
-future may be chosen, the tile's own always is. What was chosen is a constant in backward. The
-kernel is that of every layout.
+The selection is that of MoBA, and of the selected branch of NSA, for one tile of queries at a time.
+The score of a block of keys is the product of its mean with the mean of the tile's queries. A block
+of the future is never selected, and the tile's own block always is. The selection is a constant in
+backward. The kernel is that of every layout.
 """
 
 from __future__ import annotations
@@ -31,14 +30,25 @@ def attend_selected(
     chosen_by: Literal["head", "group"] = "head",
     scale: float | None = None,
 ) -> Tensor:
-    """Return causal attention over `blocks` blocks of keys for each tile of queries, (samples,
-    heads, queries, width).
+    """Compute causal attention over selected blocks of keys.
 
-    query, key, value: as `attend` takes them, with as many queries as keys.  block: keys of a
-    block.  blocks: that a
-    tile sees, its own among them.  tile: queries that choose together.  chosen_by: "head": each
-    head for itself (MoBA); "group": heads that read the same keys choose together, by the sum of
-    their scores (NSA).  Local. UsageError where sizes do not fit.
+    Args:
+        query: Shape ``(samples, heads, tokens, width)``.
+        key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
+        value: Shape ``(samples, key_heads, tokens, value_width)``.
+        block: Keys per block.
+        blocks: Number of blocks that a tile sees, including its own.
+        tile: Queries per selection; must divide `block`.
+        chosen_by: "head": each head selects separately (MoBA). "group": heads that read the same
+            keys
+        select together, by the sum of their scores (NSA).
+        scale: Factor of the scores; None for 1 / sqrt(width).
+
+    Returns:
+        A tensor of shape ``(samples, heads, tokens, value_width)``.
+
+    Raises:
+        UsageError: The sizes do not fit.
     """
     table = select_blocks(query, key, block=block, blocks=blocks, tile=tile, chosen_by=chosen_by)
     shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2])
@@ -63,10 +73,25 @@ def select_blocks(
     tile: int,
     chosen_by: Literal["head", "group"] = "head",
 ) -> Tensor:
-    """Return which blocks of keys each tile sees, a bool of (samples, heads that choose, tiles,
-    blocks), as `attend_selected` does.
+    """Select the blocks of keys that each tile of queries sees.
 
-    Of blocks that score alike the earlier one is chosen.
+    Of blocks with equal scores, the earlier one is selected.
+
+    Args:
+        query: As for `attend_selected`.
+        key: As for `attend_selected`.
+        block: Keys per block.
+        blocks: Number of blocks that a tile sees, including its own.
+        tile: Queries per selection; must divide `block`.
+        chosen_by: "head" or "group", as for `attend_selected`.
+
+    Returns:
+        A bool tensor of shape ``(samples, selections, tiles, blocks)``, with one selection per head
+        or
+        per group.
+
+    Raises:
+        UsageError: The sizes do not fit.
     """
     if (
         query.shape[2] != key.shape[2]
@@ -100,7 +125,10 @@ def select_blocks(
 
 
 def _means(tokens: Tensor, size: int) -> Tensor:
-    """Return the mean of every `size` tokens, the last ones' of fewer, in fp32 or better."""
+    """Return the mean of every `size` tokens, in fp32 or better.
+
+    The last group may have fewer tokens.
+    """
     dtype = torch.float64 if tokens.dtype == torch.float64 else torch.float32
     parts = tokens.split(size, 2)
     return torch.stack([each.mean(2, dtype=dtype) for each in parts], 2)
