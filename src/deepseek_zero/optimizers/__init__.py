@@ -1,6 +1,6 @@
-"""Optimizers and learning-rate schedules that PyTorch does not have, by name.
+"""Optimizers and learning-rate schedules that PyTorch does not have.
 
-The classes below load on first use: a run has one of them at most.
+The classes below load on first use, because a run uses at most one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lamb", "Lion", "Muon", "OneBitAdam"]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # A type checker would accept any name
     __getattr__ = loads_on_first_use(
         __name__,
         {"lamb": "Lamb", "lion": "Lion", "muon": "Muon", "one_bit_adam": "OneBitAdam"},

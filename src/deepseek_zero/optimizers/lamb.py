@@ -1,7 +1,7 @@
-"""LAMB, Adam with one trust ratio per tensor (You et al., arXiv 1904.00962, algorithm 2).
+"""LAMB: Adam with one trust ratio per tensor.
 
-The ratio is a norm over a whole tensor, so this optimizer must be handed whole tensors: granularity
-"tensor". Built by registry.py.
+The source is You et al., arXiv 1904.00962, algorithm 2. The ratio needs the norm of a whole tensor,
+so this optimizer must receive whole tensors (granularity "tensor").
 """
 
 from __future__ import annotations
@@ -20,7 +20,20 @@ from deepseek_zero.base.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class LambSettings:
-    """DeepSpeed's names; `min_coeff` and `max_coeff` bound the trust ratio (the paper's phi)."""
+    """The arguments of `Lamb`, with DeepSpeed's names.
+
+    Attributes:
+        lr: The learning rate.
+        betas: The decay rates of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: The coefficient of the decay, which is part of the update.
+        bias_correction: Correct the bias of the moments.
+        max_coeff: The upper bound of the trust ratio.
+        min_coeff: The lower bound of the trust ratio.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -50,8 +63,17 @@ class LambSettings:
 class Lamb(Optimizer):
     """Layer-wise adapted Adam for large batches.
 
-    r = m^ / (sqrt(v^) + eps) + weight_decay p;  p = p - lr clamp(|p| / |r|, min_coeff, max_coeff) r
-    The ratio is 1 where either norm is 0.  State per parameter: `step`, `exp_avg`, `exp_avg_sq`.
+    The update is ``r = m^ / (sqrt(v^) + eps) + weight_decay p`` and ``p = p - lr clamp(|p| / |r|,
+    min_coeff, max_coeff) r``. The ratio is 1 if either norm is 0. The state of a parameter is
+    `step`, `exp_avg` and `exp_avg_sq`.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: The learning rate.
+        settings: The other fields of `LambSettings`.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     granularity: ClassVar[Literal["tensor"]] = "tensor"
@@ -63,7 +85,7 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; gradients are left as they are."""
+        """Update every parameter that has a gradient; the gradients are not changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -100,14 +122,15 @@ class Lamb(Optimizer):
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())  # on the host: reading it never waits for the device
+            # On the CPU, so that reading it never waits for the device
+            state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
 
 class _Scratch:
-    """One buffer of the largest tensor, lent to each in turn, freed with the step."""
+    """One buffer of the largest tensor, used for each tensor in turn during a step."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         sizes: dict[tuple[torch.device, torch.dtype], int] = {}
@@ -123,7 +146,7 @@ class _Scratch:
 
 
 def _trust(weight: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
-    """The clamped ratio of norms as a 0-dim tensor, so that the host never waits for the device."""
+    """Return the clamped ratio of norms as a 0-dim tensor, without a device sync."""
     weight_norm = torch.linalg.vector_norm(weight)
     update_norm = torch.linalg.vector_norm(update)
     bounded = (weight_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])

@@ -1,8 +1,7 @@
-"""Lion, the sign-momentum optimizer: one moment instead of two (Chen et al., arXiv 2302.06675,
-program 1).
+"""Lion, the sign-momentum optimizer, with one moment instead of two.
 
-Element-wise, so a slice of a flat buffer is updated exactly as the whole would be.  Built by
-registry.py.
+The source is Chen et al., arXiv 2302.06675, program 1. It is element-wise, so a slice of a flat
+buffer is updated exactly like the whole buffer.
 """
 
 from __future__ import annotations
@@ -17,19 +16,29 @@ from torch.optim import Optimizer
 from deepseek_zero.base.device import PerDevice
 from deepseek_zero.base.errors import ConfigError
 
-# [Note: tiles] The update needs two temporaries.  Walking the slice in tiles keeps them at a fixed
-# size whatever the slice holds.  On a CPU 2^15 elements stay in a core's cache and under the size
-# from which torch splits an operation over threads; larger tiles were 3 to 9 times slower on two
-# busy cores (20M elements).  A GPU wants large launches.
+# [Note: tiles] The update needs two temporaries. Processing the slice in tiles keeps their size
+# fixed. On a CPU, 2^15 elements stay in a core's cache and below the size from which torch splits
+# an operation over threads; larger tiles were 3 to 9 times slower on two busy cores (20M elements).
+# A GPU needs large launches.
 _TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 23)
 
 
 class Lion(Optimizer):
-    """Step by the sign of an interpolated momentum, with decoupled weight decay.
+    """Steps in the direction of the sign of an interpolated momentum.
 
-    c = beta1 m + (1 - beta1) g;  p = p (1 - lr weight_decay) - lr sign(c);  m = beta2 m + (1 -
-    beta2) g
-    State per parameter: `exp_avg`.  The paper advises an lr 3 to 10 times smaller than AdamW's.
+    The update is ``c = beta1 m + (1 - beta1) g``, ``p = p (1 - lr weight_decay) - lr sign(c)`` and
+    ``m = beta2 m + (1 - beta2) g``. The state of a parameter is `exp_avg`. The paper recommends a
+    learning rate 3 to 10 times smaller than AdamW's.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: The learning rate.
+        betas: The interpolation factor of the update, and the decay rate of the momentum.
+        weight_decay: The coefficient of the decoupled decay.
+        maximize: Maximize the objective.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     granularity: ClassVar[Literal["element"]] = "element"
@@ -57,7 +66,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; gradients are left as they are."""
+        """Update every parameter that has a gradient; the gradients are not changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,9 +85,9 @@ class Lion(Optimizer):
         (beta1, beta2) = group["betas"]
         keep = 1.0 - lr * group["weight_decay"]
         scratch: tuple[Tensor, Tensor] | None = None
-        # One rounding per operation and never a fused multiply-add (`alpha=`, lerp): a vectorised
-        # kernel may fuse in its body and not in its tail, and then the place where a slice is cut
-        # would show in the result.
+        # One rounding per operation and no fused multiply-add (`alpha=`, lerp): a vectorized kernel
+        # may fuse in its main loop but not in its tail, and then the result would depend on where a
+        # slice is cut.
         grads = (
             -parameter.grad
             if group.get("maximize") and parameter.grad is not None
@@ -91,15 +100,16 @@ class Lion(Optimizer):
             torch.mul(momentum, beta1, out=direction)
             torch.mul(grad, 1.0 - beta1, out=part)
             direction.add_(part).sign_()
-            # Lr times a sign is exact, so fused or not is one
+            # lr times a sign is exact, so a fused operation gives the same result
             weight.mul_(keep).sub_(direction, alpha=lr)
             torch.mul(grad, 1.0 - beta2, out=part)
             momentum.mul_(beta2).add_(part)
 
 
 def _tiles(weight: Tensor, grad: Tensor | None, momentum: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The three tensors in step, tile by tile; whole when one is not contiguous. See [Note:
-    tiles].
+    """Yield the three tensors tile by tile, or whole if one is not contiguous.
+
+    See [Note: tiles].
     """
     assert grad is not None
     tensors = (weight, grad, momentum)

@@ -1,14 +1,13 @@
-"""Learning-rate schedules by name: DeepSpeed's five, any of torch.optim.lr_scheduler's, and
-DeepSpeed's flags.
+"""Learning-rate schedules by name: DeepSpeed's five and those of torch.optim.
 
-`LRSchedule` is the base of ours: a function of the iteration, written into the groups of any object
-with `param_groups`, so that a sharded optimizer needs no disguise.
+`LRSchedule` is the base class of DeepSpeed's schedules: a function of the iteration, whose value is
+written into the groups of any object with `param_groups`, for example a sharded optimizer.
 
-[Note: when a schedule writes the rate] Building one writes the rate of "before iteration 0" into
-every group, so the first optimizer step uses it.  Each `step()` advances `last_batch_iteration`
-(-1, 0, 1, ...) and writes the rate that the next optimizer step uses.  In the warm-up family
-iteration 0 still has the minimum (log 1 = 0), so the first two optimizer steps use it; that is
-DeepSpeed's counting and it is kept, so that a run ported from it keeps its curve.
+[Note: when a schedule writes the rate] The constructor writes the rate of "before iteration 0" into
+every group, so the first optimizer step uses it. Each `step()` advances `last_batch_iteration` (-1,
+0, 1, ...) and writes the rate of the next optimizer step. In the warm-up family, iteration 0 still
+has the minimum (log 1 = 0), so the first two optimizer steps use it. This is DeepSpeed's counting,
+and it is kept so that a ported run has the same curve.
 """
 
 from __future__ import annotations
@@ -54,8 +53,18 @@ class HasParamGroups(Protocol):
 
 
 class LRSchedule(ABC):
-    """A function of the iteration that writes `lr` into an optimizer's groups; quacks like torch's
-    LRScheduler.
+    """Base class of schedules that write `lr` into an optimizer's parameter groups.
+
+    It has the interface of torch's LRScheduler.
+
+    Args:
+        optimizer: An object with `param_groups`, or with an attribute `optimizer` that has them.
+        args: Positional fields of `Settings`.
+        settings: Fields of `Settings`.
+
+    Raises:
+        UsageError: The optimizer has no parameter groups.
+        ConfigError: A setting is invalid.
     """
 
     Settings: ClassVar[type[Any]]
@@ -72,31 +81,34 @@ class LRSchedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the rate of each group at `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each group as last written."""
+        """Return the rate of each group that was written last."""
         return list(self._last_lr)
 
     def step(self, iteration: int | None = None) -> None:
-        """Advance by one iteration, or to the one given, and write the rates."""
+        """Advance by one iteration, or go to the given one, and write the rates."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if iteration is None else iteration
         )
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state, one integer; the settings come from the config."""
+        """Return DeepSpeed's state, which is one integer.
+
+        The settings come from the configuration.
+        """
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to the saved iteration and write its rates."""
+        """Go to the saved iteration, and write its rates."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._write()
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Check the settings and lay out what is per group."""
+        """Check the settings, and compute the values of each group."""
 
     def _write(self) -> None:
         groups = self.optimizer.param_groups
@@ -109,7 +121,7 @@ class LRSchedule(ABC):
             )
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # a captured graph reads this very tensor
+                group["lr"].fill_(rate)  # A captured CUDA graph reads this tensor
             else:
                 group["lr"] = rate
         self._last_lr = rates
@@ -130,7 +142,7 @@ class LRSchedule(ABC):
 
 
 def _with_groups(optimizer: Any) -> HasParamGroups:
-    """The optimizer, or the one it wraps."""
+    """Return the optimizer, or the one that it wraps."""
     candidate: Any
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if getattr(candidate, "param_groups", None):
@@ -143,7 +155,16 @@ def _with_groups(optimizer: Any) -> HasParamGroups:
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """A count; 1e3 is one, 2.5 is not."""
+    """Return a setting as an int; 1e3 is accepted, 2.5 is not.
+
+    Args:
+        name: The name of the setting, for the error.
+        value: The value.
+        least: The minimum.
+
+    Raises:
+        ConfigError: The value is not a whole number, or is less than the minimum.
+    """
     whole = (
         isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
     )
@@ -154,7 +175,15 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class LRRangeTestSettings:
-    """Smith's range test: from a minimum upward without end."""
+    """The settings of `LRRangeTest`.
+
+    Attributes:
+        lr_range_test_min_lr: The first rate.
+        lr_range_test_step_size: Iterations per interval.
+        lr_range_test_step_rate: The increase per interval, relative to the first rate.
+        lr_range_test_staircase: Increase once per interval instead of continuously.
+        last_batch_iteration: The iteration to start after.
+    """
 
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: int = 2000
@@ -165,7 +194,23 @@ class LRRangeTestSettings:
 
 @dataclasses.dataclass(frozen=True)
 class OneCycleSettings:
-    """One rise and fall between two rates (momentum the other way round), then decay."""
+    """The settings of `OneCycle`.
+
+    Attributes:
+        cycle_min_lr: The rate at both ends of the cycle.
+        cycle_max_lr: The rate at the peak of the cycle.
+        decay_lr_rate: The decay of the rate per decay interval.
+        cycle_first_step_size: Iterations of the rising part.
+        cycle_second_step_size: Iterations of the falling part; None for those of the rising part.
+        cycle_first_stair_count: Stairs of the rising part; 0 for none.
+        cycle_second_stair_count: Stairs of the falling part; None for those of the rising part.
+        decay_step_size: Iterations per decay interval; 0 for no decay.
+        cycle_momentum: Cycle the momentum in the opposite direction.
+        cycle_min_mom: The momentum at the peak of the cycle.
+        cycle_max_mom: The momentum at both ends of the cycle.
+        decay_mom_rate: The change of the momentum per decay interval.
+        last_batch_iteration: The iteration to start after.
+    """
 
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
@@ -184,7 +229,15 @@ class OneCycleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class WarmupSettings:
-    """Up to a maximum, then flat.  warmup_max_lr None: each group's own rate."""
+    """The settings of `WarmupLR`.
+
+    Attributes:
+        warmup_min_lr: The first rate.
+        warmup_max_lr: The rate after the warm-up; None for each group's own rate.
+        warmup_num_steps: Iterations of the warm-up.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The iteration to start after.
+    """
 
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None
@@ -195,7 +248,16 @@ class WarmupSettings:
 
 @dataclasses.dataclass(frozen=True)
 class WarmupDecaySettings:
-    """Up to a maximum, then linearly to 0 at total_num_steps."""
+    """The settings of `WarmupDecayLR`.
+
+    Attributes:
+        total_num_steps: The iteration at which the rate is 0.
+        warmup_min_lr: The first rate.
+        warmup_max_lr: The rate after the warm-up; None for each group's own rate.
+        warmup_num_steps: Iterations of the warm-up.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The iteration to start after.
+    """
 
     total_num_steps: int
     warmup_min_lr: PerGroup = 0.0
@@ -207,7 +269,16 @@ class WarmupDecaySettings:
 
 @dataclasses.dataclass(frozen=True)
 class WarmupCosineSettings:
-    """Ratios of each group's own rate: up to 1, then half a cosine down to cos_min_ratio."""
+    """The settings of `WarmupCosineLR`, as ratios of each group's own rate.
+
+    Attributes:
+        total_num_steps: The iteration at which the cosine ends.
+        warmup_min_ratio: The ratio at iteration 0.
+        warmup_num_steps: Iterations of the warm-up.
+        cos_min_ratio: The ratio at the end of the cosine.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The iteration to start after.
+    """
 
     total_num_steps: int
     warmup_min_ratio: float = 0.0
@@ -218,10 +289,11 @@ class WarmupCosineSettings:
 
 
 class WarmupLR(LRSchedule):
-    """lr = min + (max - min) gamma, gamma = log(i + 1) / log(n) or i / n while i < n, then 1.
+    """Warm up to a maximum, then keep it.
 
-    warmup_num_steps 0 means none: gamma is 1 from the start.  1 counts as 2, as in DeepSpeed (log 1
-    = 0).
+    The rate is ``min + (max - min) gamma``. In iteration i of n, gamma is ``log(i + 1) / log(n)``
+    or ``i / n``; after the warm-up it is 1. With ``warmup_num_steps=0`` there is no warm-up. A
+    value of 1 counts as 2, as in DeepSpeed (log 1 = 0).
     """
 
     Settings: ClassVar[type[Any]] = WarmupSettings
@@ -234,7 +306,7 @@ class WarmupLR(LRSchedule):
         self.max_lrs = self._own_rates() if most is None else self._per_group("warmup_max_lr", most)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the rate of each group at `last_batch_iteration`."""
         gamma = self._gamma()
         return [
             low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
@@ -249,7 +321,10 @@ class WarmupLR(LRSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, then gamma = max(0, (total - i) / max(1, total - n))."""
+    """Warm up to a maximum, then decay linearly.
+
+    After the warm-up of `WarmupLR`, gamma is ``max(0, (total - i) / max(1, total - n))``.
+    """
 
     Settings: ClassVar[type[Any]] = WarmupDecaySettings
 
@@ -263,10 +338,11 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """lr = own rate x ratio; ratio = min + (1 - min) gamma while i < n, then cosine to
-    cos_min_ratio, and stays there.
+    """Warm up to each group's own rate, then decay with a cosine.
 
-    Before iteration 0 the ratio is 0, whatever warmup_min_ratio says, as in DeepSpeed.
+    During the warm-up, the ratio to the group's own rate is ``min + (1 - min) gamma``. Then it
+    follows a cosine to `cos_min_ratio` and stays there. Before iteration 0 the ratio is 0, whatever
+    `warmup_min_ratio` is, as in DeepSpeed.
     """
 
     Settings: ClassVar[type[Any]] = WarmupCosineSettings
@@ -278,12 +354,12 @@ class WarmupCosineLR(LRSchedule):
         self.org_lrs = self._own_rates()
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the rate of each group at `last_batch_iteration`."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """The factor on every group's own rate."""
+        """Return the factor of every group's own rate."""
         rising = self.warmup.at(self.last_batch_iteration)
         if rising is None:
             return self._cosine()
@@ -300,7 +376,10 @@ class WarmupCosineLR(LRSchedule):
 
 
 class LRRangeTest(LRSchedule):
-    """lr = min (1 + rate (i + 1) / size), with the quotient rounded down for a staircase."""
+    """Smith's range test: increase the rate without end.
+
+    The rate is ``min (1 + rate (i + 1) / size)``; for a staircase, the quotient is rounded down.
+    """
 
     Settings: ClassVar[type[Any]] = LRRangeTestSettings
 
@@ -311,7 +390,7 @@ class LRRangeTest(LRSchedule):
         )
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the rate of each group at `last_batch_iteration`."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         if self.settings.lr_range_test_staircase:
             interval = math.floor(interval)
@@ -320,18 +399,18 @@ class LRRangeTest(LRSchedule):
         ]
 
 
-# DeepSpeed writes this beta2 beside the cycled beta1, whatever the optimizer was given.
+# DeepSpeed writes this beta2 with the cycled beta1, whatever the optimizer's beta2 is
 _CYCLE_BETA2 = 0.99
 
 
 class OneCycle(LRSchedule):
-    """lr = min + (max - min) s, beta1 = max_mom - (max_mom - min_mom) s, with s up and down once;
-    then decay.
+    """One cycle of the rate between two values, then decay.
 
-    s rises over the first part and falls over the second, in stairs where a stair count is given.
-    After the cycle lr = min_lr / (1 + rate t), beta1 = max_mom (1 + rate t), t = iterations since /
-    decay_step_size. Momentum is cycled where every group has `betas`; beta2 becomes 0.99 then, as
-    in DeepSpeed.
+    The rate is ``min + (max - min) s`` and beta1 is ``max_mom - (max_mom - min_mom) s``. s rises
+    over the first part and falls over the second, in stairs if there is a stair count. After the
+    cycle, the rate is ``min_lr / (1 + rate t)`` and beta1 is ``max_mom (1 + rate t)``, where t is
+    the iterations since the cycle / `decay_step_size`. The momentum is cycled only if every group
+    has `betas`; beta2 is then set to 0.99, as in DeepSpeed.
     """
 
     Settings: ClassVar[type[Any]] = OneCycleSettings
@@ -362,7 +441,7 @@ class OneCycle(LRSchedule):
         self.cycle_momentum = bool(chosen.cycle_momentum) and self._takes_momentum()
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the rate of each group at `last_batch_iteration`."""
         if self._cycling():
             scale = self._scale()
             return [
@@ -373,8 +452,9 @@ class OneCycle(LRSchedule):
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each group at `last_batch_iteration`, or None if momentum is not
-        cycled.
+        """Return the betas of each group at `last_batch_iteration`.
+
+        Return None if the momentum is not cycled.
         """
         if not self.cycle_momentum:
             return None
@@ -396,7 +476,7 @@ class OneCycle(LRSchedule):
             return
         if self.last_batch_iteration < 0:
             # As in DeepSpeed: the first update runs with cycle_min_mom, although get_mom() returns
-            # cycle_max_mom.
+            # cycle_max_mom
             moms = [(low, _CYCLE_BETA2) for low in self.min_moms]
         for group, betas in zip(self.optimizer.param_groups, moms, strict=False):
             group["betas"] = betas
@@ -405,7 +485,7 @@ class OneCycle(LRSchedule):
         return self.last_batch_iteration < self.total_size
 
     def _scale(self) -> float:
-        """Height in the cycle, 0 at its ends and 1 at its peak."""
+        """Return the height in the cycle, 0 at its ends and 1 at its peak."""
         at = (self.last_batch_iteration + 1) % self.total_size
         rising = at <= self.first_size
         part, size = (at, self.first_size) if rising else (self.total_size - at, self.second_size)
@@ -453,7 +533,7 @@ class _Warmup:
         return cls(max(2, num_steps) if num_steps else 0, shape)
 
     def at(self, iteration: int) -> float | None:
-        """Gamma at an iteration, or None once the warm-up is over."""
+        """Return gamma at an iteration, or None after the warm-up."""
         if not self.num_steps or iteration >= self.num_steps:
             return None
         if iteration < 0:
@@ -489,10 +569,18 @@ _TORCH_SCHEDULES: dict[str, type[Any]] = {
 def resolve_schedule(
     name: str, params: Mapping[str, Any], optimizer: HasParamGroups
 ) -> LRSchedule | torch.optim.lr_scheduler.LRScheduler:
-    """Build the schedule a config names: one of DeepSpeed's, else one of
-    torch.optim.lr_scheduler's.
+    """Build the schedule that a configuration names.
 
-    A torch schedule needs a torch.optim.Optimizer.  Case does not matter.
+    It is one of DeepSpeed's or of torch.optim.lr_scheduler's; upper and lower case are equal. A
+    schedule of torch needs a torch.optim.Optimizer.
+
+    Args:
+        name: The name of the schedule.
+        params: Its parameters.
+        optimizer: The optimizer that it controls.
+
+    Raises:
+        ConfigError: The name is unknown, or the parameters are invalid.
     """
     choices: dict[str, type[Any]] = {**_TORCH_SCHEDULES, **SCHEDULES}
     by_case = {choice.lower(): cls for choice, cls in choices.items()}
@@ -512,9 +600,8 @@ def resolve_schedule(
         built: LRSchedule | torch.optim.lr_scheduler.LRScheduler = cls(optimizer, **settings)
     except DeepSeekZeroError:
         raise
-    except (
-        Exception
-    ) as refusal:  # torch's classes check by whatever comes to hand: asserts, indices, comparisons
+    except Exception as refusal:
+        # torch's classes fail in different ways: by asserts, indices, comparisons
         raise ConfigError(
             f"scheduler {shown(name)} refuses its parameters {shown(settings, 300)}: "
             f"{str(refusal)[:300]}",
@@ -524,8 +611,9 @@ def resolve_schedule(
 
 
 def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, Any]) -> None:
-    """Three steps over a stand-in: what the class takes and cannot compute with would end the
-    training later.
+    """Run three steps over a stand-in optimizer.
+
+    This finds values that the class accepts but cannot compute with, before the training starts.
     """
     with undecorated():
         stand_in = torch.optim.SGD([torch.zeros(1)], lr=0.1)

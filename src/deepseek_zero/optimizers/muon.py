@@ -1,9 +1,10 @@
-"""Muon: momentum, orthogonalised by Newton-Schulz, for matrices; AdamW for everything else.
+"""Muon for matrices, AdamW for all other parameters.
 
-Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); the Gram
-form iterates on X X^T instead of X.  Matrices must arrive whole (granularity "tensor"); AdamW's
-groups may arrive as slices. Groups say which they are with `use_muon`;
-`Muon.parameter_groups(model)` makes them.  Built by registry.py.
+Muon orthogonalizes the momentum by Newton-Schulz iterations. The source is K. Jordan et al., "Muon:
+an optimizer for hidden layers in neural networks" (2024). The Gram form iterates on X X^T instead
+of X. Muon must receive whole matrices (granularity "tensor"), but the groups of AdamW may be
+slices. The key `use_muon` of a group selects one of the two, and `Muon.parameter_groups(model)`
+creates the groups.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from torch.optim.adamw import adamw
 
 from deepseek_zero.base.errors import ConfigError
 
-# The quintic p(s) = a s + b s^3 + c s^5 of the source: steepest at 0, so 5 steps lift every
-# singular value that counts into about [0.7, 1.2]; it is not meant to converge to 1.
+# The quintic p(s) = a s + b s^3 + c s^5 of the source is steepest at 0, so that 5 steps bring every
+# relevant singular value into about [0.7, 1.2]. It is not meant to converge to 1.
 _A = 3.4445
 _B = -4.7750
 _C = 2.0315
 _NORM_EPS = 1e-7
-_TOO_MANY = 100  # steps of an iteration that five converge; torch draws the same line
+_TOO_MANY = 100  # Steps; five are enough, and torch has the same limit
 _MUON_LR = 2e-2
 _ADAM_LR = 3e-4
 
-# Half formats where the hardware multiplies them fast; a CPU without such units is slower with them
-# than in fp32. The Gram form squares the spectrum, so it needs fp16's three extra bits more than
+# Half precision where the hardware multiplies it fast; a CPU without such units is slower with it
+# than with fp32. The Gram form squares the spectrum, so it needs fp16's three extra bits more than
 # bf16's range.
 _WORK_DTYPE = {"standard": torch.bfloat16, "gram": torch.float16}
-# Two Gram iterations, then X is rebuilt: products of nearly cancelling polynomials lose the small
-# singular values.
+# X is rebuilt after two Gram iterations, because products of nearly cancelling polynomials lose the
+# small singular values
 _GRAM_RESTART = 2
-# Multiplications for n x m, n <= m, 5 steps: standard 10 n^2 m + 5 n^3, Gram 4 n^2 m + 14 n^3.  12
-# % less at m = 2 n; below, not worth the squared spectrum.
+# Multiplications for n x m, n <= m, 5 steps: standard 10 n^2 m + 5 n^3, Gram 4 n^2 m + 14 n^3. Gram
+# needs 12 % less at m = 2 n; below, it is not worth the squared spectrum.
 _GRAM_PAYS_FROM = 2
 
 _NOT_HIDDEN = frozenset({"lm_head", "head", "classifier", "score", "wte", "wpe"})
@@ -45,8 +46,22 @@ _NOT_HIDDEN = frozenset({"lm_head", "head", "classifier", "score", "wte", "wpe"}
 
 @dataclasses.dataclass(frozen=True)
 class MuonSettings:
-    """DeepSpeed's names; `lr` is meant for both kinds unless `muon_lr` or `adam_lr` says
-    otherwise.
+    """The arguments of `Muon`, with DeepSpeed's names.
+
+    Attributes:
+        lr: The learning rate of both kinds of groups; None for their defaults.
+        momentum: The decay rate of Muon's momentum.
+        weight_decay: The coefficient of the decoupled decay.
+        muon_lr: The learning rate of Muon's groups; None for `lr`.
+        adam_lr: The learning rate of AdamW's groups; None for `lr`.
+        ns_method: "gram" or "standard".
+        ns_steps: Number of Newton-Schulz iterations.
+        nesterov: Use Nesterov momentum.
+        betas: The decay rates of AdamW's moments.
+        eps: Added to the root of AdamW's second moment.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     lr: float | None = None
@@ -69,7 +84,7 @@ class MuonSettings:
         rates = [rate for rate in (self.lr, self.muon_lr, self.adam_lr) if rate is not None]
         sound = (
             all(rate >= 0 for rate in rates) and self.weight_decay >= 0 and 0 <= self.momentum < 1
-        )  # NaN is not
+        )  # NaN fails every comparison
         if not sound or not isinstance(self.ns_steps, int) or not 1 <= self.ns_steps < _TOO_MANY:
             raise ConfigError(
                 f"Muon cannot use {self}.",
@@ -80,21 +95,29 @@ class MuonSettings:
             )
 
     def lr_of(self, use_muon: bool) -> float:
-        """The learning rate of a group that names none."""
+        """Return the learning rate of a group that specifies none."""
         own, fallback = (self.muon_lr, _MUON_LR) if use_muon else (self.adam_lr, _ADAM_LR)
         return next(rate for rate in (own, self.lr, fallback) if rate is not None)
 
 
 class Muon(Optimizer):
-    """Orthogonalised momentum for the matrices between embedding and head, AdamW for the other
-    parameters.
+    """Orthogonalized momentum for hidden matrices, AdamW for the other parameters.
 
-    Matrix, m = lerp(m, g, 1 - momentum), u = lerp(g, m, momentum) if nesterov else m:
-        p = p (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) NS(u)
-    Three dims are a stack of matrices (experts); four or more, a convolution, are (out, rest). A
-    group without `use_muon` is divided by number of dims, which cannot see embeddings and heads:
-    prefer
-    `parameter_groups`.  State: `momentum_buffer`, or AdamW's `step`, `exp_avg`, `exp_avg_sq`.
+    For a matrix, ``m = lerp(m, g, 1 - momentum)``, and u is ``lerp(g, m, momentum)`` with
+    `nesterov`, otherwise m. The update is ``p = p (1 - lr weight_decay) - lr sqrt(max(1, rows /
+    columns)) NS(u)``. A tensor with three dimensions is a stack of matrices (experts). With four or
+    more, as in a convolution, it is the matrix (out, rest). A group without `use_muon` is divided
+    by the number of dimensions, which does not recognize embeddings and heads; prefer
+    `parameter_groups`. The state is `momentum_buffer`, or AdamW's `step`, `exp_avg` and
+    `exp_avg_sq`.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: The learning rate of both kinds of groups; None for their defaults.
+        settings: The other fields of `MuonSettings`.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     granularity: ClassVar[Literal["tensor"]] = "tensor"
@@ -111,13 +134,17 @@ class Muon(Optimizer):
 
     @staticmethod
     def group_granularity(group: Mapping[str, Any]) -> Literal["element", "tensor"]:
-        """What one group needs: AdamW's groups may be cut anywhere, matrices not at all."""
+        """Return the granularity of one group.
+
+        The groups of AdamW may be cut anywhere, those of Muon only between matrices.
+        """
         return "element" if group.get("use_muon") is False else "tensor"
 
     @staticmethod
     def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-        """Trainable parameters in two groups: hidden matrices for Muon; embeddings, heads and
-        vectors for AdamW.
+        """Return a model's trainable parameters in two groups.
+
+        Hidden matrices are for Muon; embeddings, heads and vectors are for AdamW.
         """
         return Muon.divide_groups(
             model, [{"params": [p for p in model.parameters() if p.requires_grad]}]
@@ -127,10 +154,14 @@ class Muon(Optimizer):
     def divide_groups(
         model: nn.Module, groups: Iterable[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Each group without `use_muon` divided into its hidden matrices and the rest; its other
-        settings stay.
+        """Divide each group without `use_muon` into hidden matrices and the rest.
 
-        A parameter that has an attribute `use_muon` says itself which it is.
+        The other settings of a group are kept. If a parameter has an attribute `use_muon`, the
+        attribute decides.
+
+        Args:
+            model: The model, by which embeddings and heads are recognized.
+            groups: The groups to divide.
         """
         tables = {
             id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
@@ -150,7 +181,11 @@ class Muon(Optimizer):
         return divided
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one without `use_muon` becomes up to two, matrices first."""
+        """Add a group; one without `use_muon` is divided into up to two, matrices first.
+
+        Raises:
+            ConfigError: A group of Muon has a parameter that is not a matrix.
+        """
         given = param_group["params"]
         members = [given] if isinstance(given, Tensor) else list(given)
         if param_group.get("use_muon") is None:
@@ -178,7 +213,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; gradients are left as they are."""
+        """Update every parameter that has a gradient; the gradients are not changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -232,7 +267,7 @@ class Muon(Optimizer):
     def _adam_state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            # Where the fused kernel is
+            # The fused kernel requires it on the parameter's device
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -240,9 +275,17 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Tensor, method: str = "gram", steps: int = 5) -> Tensor:
-    """Each matrix with its singular values moved near 1 and its singular vectors kept.
+    """Return matrices with singular values near 1 and the same singular vectors.
 
-    matrices: (..., rows, columns); the result has the same shape and dtype.  Zero stays zero.
+    A zero matrix stays zero.
+
+    Args:
+        matrices: Shape ``(..., rows, columns)``.
+        method: "gram" or "standard".
+        steps: Number of Newton-Schulz iterations.
+
+    Returns:
+        A tensor of the same shape and dtype.
     """
     shape = matrices.shape
     wide = matrices.shape[-2] <= matrices.shape[-1]
@@ -250,8 +293,8 @@ def orthogonalize(matrices: Tensor, method: str = "gram", steps: int = 5) -> Ten
         return torch.zeros_like(matrices)
     x = matrices.reshape(-1, *shape[-2:])
     x = x if wide else x.mT
-    # The norm bounds the largest singular value, so the iteration starts inside its range, also in
-    # half formats.
+    # The norm bounds the largest singular value, so the iteration starts inside its range, even in
+    # half precision
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + _NORM_EPS)
     gram = method == "gram" and x.shape[-1] >= _GRAM_PAYS_FROM * x.shape[-2]
     if x.device.type != "cpu":
@@ -261,8 +304,9 @@ def orthogonalize(matrices: Tensor, method: str = "gram", steps: int = 5) -> Ten
 
 
 def _newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """X <- a X + (b A + c A A) X with A = X X^T.  x: (batch, n, m), n <= m.  Buffers are reused
-    over the steps.
+    """Iterate X <- a X + (b A + c A A) X with A = X X^T.
+
+    `x` has shape (batch, n, m) with n <= m. Buffers are reused in all steps.
     """
     x = x.contiguous()
     batch, n, _ = x.shape
@@ -278,10 +322,10 @@ def _newton_schulz(x: Tensor, steps: int) -> Tensor:
 
 
 def _newton_schulz_gram(x: Tensor, steps: int) -> Tensor:
-    """The same polynomial gathered in n x n: X_k = Q_k X_0, and R_k = X_k X_k^T follows without X.
+    """Evaluate the same polynomial with n x n matrices.
 
-    Q and R are polynomials in X_0 X_0^T, so they commute: with Z = a I + b R + c R R, R <- Z R Z
-    and Q <- Z Q.
+    X_k = Q_k X_0, and R_k = X_k X_k^T can be computed without X. Q and R are polynomials in X_0
+    X_0^T, so they commute. With Z = a I + b R + c R R, R <- Z R Z and Q <- Z Q.
     """
     before = min(_GRAM_RESTART, steps)
     for count in filter(None, (before, steps - before)):
@@ -299,32 +343,34 @@ def _newton_schulz_gram(x: Tensor, steps: int) -> Tensor:
 
 
 def as_matrices(update: Tensor) -> Tensor:
-    """Return a kernel of a convolution, of more than three dims, as one matrix; anything else as it
-    is.
+    """Return a tensor of more than three dimensions as one matrix.
+
+    Other tensors are returned unchanged.
     """
     return update.reshape(update.shape[0], -1) if update.ndim > 3 else update
 
 
 def factor_of(matrices: Tensor) -> float:
-    """Return what a direction is multiplied by, so that tall matrices take longer steps."""
+    """Return the factor of an update, which makes steps of tall matrices longer."""
     rows, columns = matrices.shape[-2:]
     return float(max(1.0, rows / columns) ** 0.5)
 
 
 def _is_hidden(tensor: Tensor, outer: Collection[int]) -> bool:
-    """Return what the tensor says of itself, else whether it is a matrix and none of those in
-    `outer`, by id.
+    """Return the tensor's attribute `use_muon`, or whether it is a hidden matrix.
+
+    `outer` has the ids of embeddings and heads.
     """
     said = getattr(tensor, "use_muon", None)
     return tensor.ndim >= 2 and (id(tensor) not in outer if said is None else bool(said))
 
 
 def _is_outer(name: str) -> bool:
-    """True for what touches tokens or classes directly, by the names models give it."""
+    """Return whether a name is that of an embedding or a head."""
     return any("embed" in part or part in _NOT_HIDDEN for part in name.lower().split("."))
 
 
 def _tensor(member: Any) -> Tensor:
-    """The tensor of a group's member, which torch allows to be a (name, tensor) pair."""
+    """Return the tensor of a group's member, which may be a (name, tensor) pair."""
     tensor: Tensor = member[1] if isinstance(member, tuple) else member
     return tensor

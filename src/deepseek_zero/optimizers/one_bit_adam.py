@@ -1,21 +1,19 @@
-"""1-bit Adam (Tang et al., arXiv 2102.02888): Adam until its second moment is settled, then momenta
-sent as signs.
+"""1-bit Adam: Adam until its second moment is settled, then momenta sent as signs.
 
-For `freeze_step` steps this is AdamW, to the bit.  From then on the second moment stays as it is,
-and of P elements and N ranks
+The source is Tang et al., arXiv 2102.02888. For `freeze_step` steps the update is AdamW's, bit for
+bit. From then on the second moment is constant. With P elements and N ranks,
 
     every rank      c = e + beta1 m + (1 - beta1) g        sends signs of c, keeps e = c - signs(c)
     owner of each   a = f + mean over ranks of signs(c)    sends signs of a, keeps f = a - signs(a)
     every rank      m = signs(a)
 
-with one scale for each message.  The exchange (extensions/momentum_exchange.py) leaves m where the
-gradient would be, and `takes_momenta` says so.  A rank alone has m = beta1 m + (1 - beta1) g.  The
-update is
+with one scale per message. The exchange (`extensions/momentum_exchange.py`) stores m in place of
+the gradient and sets `takes_momenta`. A single rank has m = beta1 m + (1 - beta1) g. The update is
 
     p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^freeze_step)) + eps))
 
-An element whose v is zero had no gradient in all that time, and gets no update: every sign is a
-step for it, too, and nothing would bound that.  Built by registry.py.
+An element with v = 0 never had a gradient, and is not updated: for it, too, every sign would be a
+step, and nothing would bound that step.
 """
 
 from __future__ import annotations
@@ -35,7 +33,19 @@ from ..base.errors import ConfigError
 class OneBitAdam(AdamW):
     """AdamW with a second moment that is frozen after `freeze_step` steps.
 
-    takes_momenta: `.grad` is the momentum of all ranks; set by whoever exchanges them.
+    Args:
+        params: Parameters or parameter groups.
+        lr: The learning rate.
+        freeze_step: Number of steps of plain AdamW.
+        betas: The decay rates of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: The coefficient of the decoupled decay.
+
+    Attributes:
+        takes_momenta: `.grad` holds the momentum of all ranks. The exchange sets it.
+
+    Raises:
+        ConfigError: `freeze_step` is less than 1.
     """
 
     granularity: ClassVar[Literal["element"]] = "element"
@@ -63,16 +73,17 @@ class OneBitAdam(AdamW):
 
     @property
     def freeze_step(self) -> int:
-        """Return how many steps are plain Adam's."""
+        """The number of steps of plain AdamW."""
         return int(self.param_groups[0]["freeze_step"])
 
     @property
     def beta1(self) -> float:
+        """The decay rate of the first moment."""
         return float(self.param_groups[0]["betas"][0])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; gradients are left as they are."""
+        """Update every parameter that has a gradient; the gradients are not changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -94,9 +105,7 @@ class OneBitAdam(AdamW):
         return loss
 
     def _is_frozen(self, param: Tensor) -> bool:
-        """Return whether the second moment of a parameter with a gradient is not changed any
-        more.
-        """
+        """Return whether a parameter has a gradient and a frozen second moment."""
         steps = self.state[param]["step"] if self.state.get(param) else 0
         return param.grad is not None and (self.takes_momenta or float(steps) >= self.freeze_step)
 

@@ -1,6 +1,6 @@
 """PyTorch's optimizers without the decorators that import PyTorch's compiler.
 
-That import takes a second, and 70 MB per rank.
+The import would take a second, and 70 MB per rank.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-# A second thread would take the bare methods for PyTorch's, and put those back
+# A second thread would save the undecorated methods as PyTorch's, and restore those
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
 def undecorated() -> Iterator[None]:
-    """Remove the decorators of torch's optimizers while one is built, or loads a state.
+    """Remove the decorators of torch's optimizers in a block.
 
-    Optimizers of other threads do without them for as long, which changes nothing that they do.
+    The block constructs an optimizer or loads a state. Optimizers of other threads run without the
+    decorators meanwhile, which does not change their behavior.
     """
     with _ONE_AT_A_TIME:
         marked = {name: getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict")}
@@ -35,10 +36,11 @@ def undecorated() -> Iterator[None]:
 
 
 def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the bare update of one of torch's own optimizers or ours, else its `step`. It runs
-    inside `torch.no_grad()`.
+    """Return an optimizer's update without decorators.
 
-    Hooks belong to the outer step: they run once a step and not once a tile.
+    It must be called inside `torch.no_grad()`. For optimizers that are not of torch or this
+    library, the result is `step`. Hooks belong to the outer step, so that they run once per step
+    and not once per tile.
     """
     cls = type(optimizer)
     is_known = cls.__module__.partition(".")[0] in (

@@ -1,8 +1,8 @@
-"""Optimizers by name, with DeepSpeed's parameters, and how finely the state of each may be cut.
+"""Optimizers by name, with DeepSpeed's parameters, and their granularity.
 
-Owns the table of names, DeepSpeed's own parameters, which defaults are DeepSpeed's, granularity,
-and the way from a JSON `params` dictionary to the keyword arguments of a class, with every problem
-reported at once.
+The module has the table of names, DeepSpeed's parameters and defaults, and the granularity of each
+class. It converts a JSON `params` dictionary to keyword arguments, and reports all problems at
+once.
 """
 
 from __future__ import annotations
@@ -32,25 +32,37 @@ Granularity = Literal["element", "row", "tensor"]
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer chosen and not yet built: `cls(params, **defaults)` builds it."""
+    """A chosen optimizer that is not built yet.
+
+    Attributes:
+        cls: The class.
+        defaults: Its keyword arguments.
+        granularity: How finely its state may be cut.
+    """
 
     cls: type[Optimizer]
     defaults: dict[str, Any]
     granularity: Granularity
 
     def build(self, params: Iterable[Any]) -> Optimizer:
-        """The optimizer over tensors or groups; what the class refuses is a ConfigError."""
+        """Build the optimizer over tensors or parameter groups.
+
+        Raises:
+            ConfigError: The class rejects its arguments.
+        """
         try:
             return self.cls(params, **self.defaults)
         except DeepSeekZeroError:
             raise
-        # Torch's classes check by whatever comes to hand: asserts, indices, comparisons
+        # torch's classes fail in different ways: by asserts, indices, comparisons
         except Exception as refusal:
             raise self._refusal(refusal) from refusal
 
     def try_out(self) -> None:
-        """One step over a handful of numbers: what the class takes and cannot compute with is a
-        ConfigError too.
+        """Run one step over a few numbers.
+
+        Raises:
+            ConfigError: The class rejects its arguments, or cannot compute with them.
         """
         matrix, vector = (
             nn.Parameter(torch.ones(shape, device=default_device())) for shape in ((2, 2), (2,))
@@ -74,11 +86,14 @@ class OptimizerSpec:
     def parameter_groups(
         self, model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """The user's groups, or one of all trainable parameters, divided further where the class
-        asks for it (Muon).
+        """Return the parameter groups, divided further if the class requires it (Muon).
 
-        Call it before anything is cut: `build` on its result makes exactly these groups, in this
-        order.
+        Call this before parameters are sharded: `build` on the result creates exactly these groups,
+        in this order.
+
+        Args:
+            model: The model.
+            groups: The user's groups; None for one group of all trainable parameters.
         """
         if groups is None:
             groups = [
@@ -96,23 +111,27 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class _Named:
-    """One name of DeepSpeed's: its class, and how DeepSpeed's parameters differ from those of the
-    class.
+    """One of DeepSpeed's names: its class, and how DeepSpeed's parameters differ.
+
+    Attributes:
+        cls: Returns the class; the first call may import it.
+        defaults: DeepSpeed's defaults that differ from the class.
+        only: Parameters that are accepted with one value only, the implemented one.
+        switches: Parameters that are evaluated here and not passed to the class.
     """
 
-    cls: Callable[[], type[Optimizer]]  # of ours, the first call imports it
-    # Where DeepSpeed's default is another
+    cls: Callable[[], type[Optimizer]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Accepted at this one value, the one that is built
     only: Mapping[str, object] = field(default_factory=dict)
-    switches: frozenset[str] = frozenset()  # read here, before the class sees the rest
+    switches: frozenset[str] = frozenset()
 
 
-# DeepSpeed's Adam and AdamW default to no decay; torch's AdamW to 0.01.  "torch_adam" asks for
-# torch's own.
+# DeepSpeed's Adam and AdamW default to no decay, torch's AdamW to 0.01. "torch_adam" selects
+# torch's own defaults.
 _FUSED_ADAM = {"weight_decay": 0.0}
 _ADAM_ONLY = {"bias_correction": True}
-# Either value is what is done: moments have their master's dtype, and gradients go with the step.
+# Either value has the same effect: moments have their main weight's dtype, and gradients are freed
+# with the step
 _EITHER = frozenset({"fp32_optimizer_states", "set_grad_none"})
 _ADAM_SWITCHES = frozenset({"torch_adam", "adam_w_mode", "adamw_mode", *_EITHER})
 _NAMED: dict[str, _Named] = {
@@ -133,7 +152,7 @@ _NAMED: dict[str, _Named] = {
         lambda: optimizers.OneBitAdam,
         {},
         {"amsgrad": False, "bias_correction": True, "eps_inside_sqrt": False},
-        frozenset({"cuda_aware", "comm_backend_name"}),  # of a backend that nothing here has
+        frozenset({"cuda_aware", "comm_backend_name"}),  # For a backend that does not exist here
     ),
 }
 _TORCH: dict[str, type[Optimizer]] = {
@@ -163,7 +182,7 @@ _REFUSED: dict[type, str] = {
     torch.optim.SparseAdam: "it takes sparse gradients only, and sharded gradients are dense",
 }
 
-# PyTorch has one kernel for a whole step of these, on CPU and CUDA (of Adagrad on a CPU only:
+# PyTorch has one kernel for a whole step of these, on CPU and CUDA (for Adagrad on a CPU only:
 # `prefer_fused` in optim/fused.py). foreach and differentiable exclude it.
 _WITH_FUSED_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _EXCLUDE_FUSED = frozenset({"fused", "foreach", "differentiable"})
@@ -174,10 +193,18 @@ VALID_OPTIMIZERS: tuple[str, ...] = tuple(
 
 
 def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
-    """The optimizer a config names (case does not matter), with its parameters checked.
+    """Return the optimizer that a configuration names, with checked parameters.
 
-    Adam follows decoupled decay unless `adam_w_mode` is false, as DeepSpeed's does.  Raises
-    ConfigError listing every problem, NotBuiltError for what is known and not built.
+    Upper and lower case are equal. Adam has decoupled weight decay unless `adam_w_mode` is false,
+    as in DeepSpeed.
+
+    Args:
+        name: The name of the optimizer.
+        params: Its parameters.
+
+    Raises:
+        ConfigError: The name is unknown or parameters are invalid; lists every problem.
+        NotBuiltError: The optimizer or the value of a parameter is not implemented.
     """
     key = str(name).lower()
     if key in OTHER_OPTIMIZERS:
@@ -211,12 +238,20 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
 def granularity_of(
     optimizer: Optimizer | type[Optimizer], group: Mapping[str, Any] | None = None
 ) -> Granularity:
-    """Return how finely an optimizer's state may be cut: "element" anywhere, "tensor" nowhere
-    inside a tensor.
+    """Return how finely the state of an optimizer may be cut.
 
-    A class attribute `granularity` is believed; a class nobody knows gets whole tensors, the safe
-    answer.
-    group: asks for one group, where the class distinguishes (Muon's AdamW groups may be cut).
+    "element" means anywhere, "tensor" only between tensors. The class attribute `granularity`
+    decides if there is one. An unknown class gets whole tensors, which is always correct.
+
+    Args:
+        optimizer: The optimizer or its class.
+        group: A parameter group, for classes that distinguish groups (the AdamW groups of Muon may
+            be
+        cut).
+
+    Raises:
+        NotBuiltError: The optimizer cannot be sharded.
+        ConfigError: The class attribute has an invalid value.
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     for refused, reason in _REFUSED.items():
@@ -268,7 +303,7 @@ def _refuse_max_grad_norm(params: Mapping[str, Any]) -> None:
 
 
 def _adam_class(key: str, params: Mapping[str, Any]) -> type[Optimizer]:
-    """DeepSpeed's rule: the name AdamW, or the mode (on by default), gives decoupled decay."""
+    """Return AdamW for the name AdamW or if the mode, which is on by default, is set."""
     decoupled = params.get("adam_w_mode", params.get("adamw_mode", True))
     return torch.optim.AdamW if key == "adamw" or decoupled in (True, "auto") else torch.optim.Adam
 
@@ -276,8 +311,9 @@ def _adam_class(key: str, params: Mapping[str, Any]) -> type[Optimizer]:
 def _without_deepspeed_names(
     owner: str, named: _Named, params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The parameters the class itself knows; one that is accepted at a single value must have
-    it.
+    """Return the parameters that are passed to the class.
+
+    Raise NotBuiltError if a parameter in `named.only` has another value.
     """
     for name, built in named.only.items():
         if params.get(name, built) not in (built, "auto"):
@@ -293,15 +329,15 @@ def _without_deepspeed_names(
 
 
 REQUIRED: Any = inspect.Parameter.empty
-_LONGEST_NAME = 100  # longer names are not compared with known ones
+_LONGEST_NAME = 100  # Longer names are not compared with known ones
 _NOT_SETTINGS = frozenset({"self", "params", "optimizer"})
 
 
 def known_arguments(cls: type) -> dict[str, Any]:
-    """Each argument a class takes from a config, with its default or `REQUIRED`.
+    """Return the arguments that a class takes from a configuration, with defaults.
 
-    A class that keeps its arguments in a dataclass names it `Settings`; any other is asked for its
-    signature.
+    Arguments without default have the value `REQUIRED`. They are the fields of the dataclass
+    `Settings` if the class has one, otherwise those of its constructor.
     """
     settings = getattr(cls, "Settings", None)
     signature = inspect.signature(cls.__init__ if settings is None else settings)  # type: ignore[misc]
@@ -316,10 +352,18 @@ def known_arguments(cls: type) -> dict[str, Any]:
 def checked_arguments(
     owner: str, cls: type, params: Mapping[str, Any], also_valid: Collection[str] = ()
 ) -> dict[str, Any]:
-    """`params` as keyword arguments of `cls`, or one ConfigError that lists every problem.
+    """Return `params` as keyword arguments of a class.
 
-    owner: how the message names the thing, "optimizer 'Adam'".  also_valid: names the caller
-    handled before. A value "auto" that nobody resolved leaves the default of the class.
+    A value "auto" that was not resolved leaves the default of the class.
+
+    Args:
+        owner: The subject of the error, for example "optimizer 'Adam'".
+        cls: The class.
+        params: The parameters from the configuration.
+        also_valid: Names that the caller has already handled.
+
+    Raises:
+        ConfigError: A parameter is unknown, missing or of a wrong type; lists every problem.
     """
     known = known_arguments(cls)
     given = {name: value for name, value in params.items() if not _is_auto(value)}
@@ -354,8 +398,9 @@ def _is_number(default: object) -> bool:
 
 
 def _mismatch(value: Any, default: Any) -> str:
-    """What a value must be whose class has such a default; "" where it may be right, which the
-    class then decides.
+    """Return the required type of an argument with this default, or "" if it may fit.
+
+    In the latter case, the class decides.
     """
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
@@ -376,7 +421,10 @@ def _is_number_or_none(value: object) -> bool:
 
 
 def _fit(value: Any, default: Any) -> Any:
-    """JSON has no tuples, and people write 1e3 for a count."""
+    """Convert lists to tuples and whole floats to ints.
+
+    JSON has no tuples, and users write 1e3 for a count.
+    """
     if isinstance(default, tuple) and isinstance(value, list):
         return tuple(value)
     if (
