@@ -1,5 +1,6 @@
-"""Owns what forward leaves for backward. The names below load on first use: what few runs ask
-for.
+"""Activations that forward keeps for backward: recomputation, offload and tiling.
+
+The names below load on first use, because few runs need them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = [
     "tile_mlps",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # A type checker would accept any name
     __getattr__ = loads_on_first_use(
         __name__,
         {

@@ -1,9 +1,8 @@
-"""Models of transformers whose layers recompute themselves: their checkpoint becomes ours, so that
-inputs are offloaded and the policy holds.
+"""Activation checkpointing for models of transformers.
 
-Such a model's layers call a function that `gradient_checkpointing_enable` has given them, before or
-after the model was wrapped; so each training forward looks at it. A function that is not torch's
-own checkpoint is left alone.
+The layers of such a model call a function that `gradient_checkpointing_enable` sets, before or
+after the model is wrapped. Every training forward therefore replaces torch's checkpoint by this
+library's, which offloads inputs and applies the policy. Any other function is left unchanged.
 """
 
 from __future__ import annotations
@@ -22,14 +21,18 @@ _FUNCTION = "_gradient_checkpointing_func"
 
 
 def route_checkpoints(model: nn.Module) -> None:
-    """Let layers that call torch's checkpoint call ours, from each training forward on. Local."""
+    """Replace torch's checkpoint by this library's in every training forward."""
     if any(hasattr(type(module), "gradient_checkpointing_enable") for module in model.modules()):
         model.register_forward_pre_hook(_route)
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Turn recomputation of a model's layers on, where it is a model of transformers that has it.
-    Local.
+    """Enable recomputation of a transformers model's layers.
+
+    Other models are left unchanged.
+
+    Raises:
+        NotBuiltError: The model does not support recomputation.
     """
     own = [
         module

@@ -1,13 +1,14 @@
-"""Layerwise accumulation: what passes between units that take the micro-batches of a batch in turn.
+"""Layerwise accumulation: units run all micro-batches of a batch in turn.
 
-The engine is called once, with all micro-batches of a step in one batch. Modules around the units
-(embedding, head, loss) run over the whole batch. Each unit runs over one micro-batch after the
-other, on one gather of its weights: which units, how many micro-batches and in which order is the
-program's (`layerwise` in planner/schedule.py), and its executor is asked. Here a unit's arguments
-are cut, each micro-batch runs in a checkpoint of its own, and the outputs are joined: forward keeps
-nothing inside the unit, and backward holds the activations of one micro-batch. Autograd goes from
-the last micro-batch to the first, and hands a parameter's gradient over when it has added all of
-them.
+The engine is called once per step, with all micro-batches in one batch. Modules around the units
+(embedding, head, loss) run over the whole batch. Each unit runs one micro-batch after the other on
+one gather of its weights. The schedule decides which units, how many micro-batches and in which
+order (`layerwise` in `planner/schedule.py`), and its executor is queried here.
+
+This module splits a unit's arguments, runs each micro-batch in a separate checkpoint, and joins the
+outputs. Forward keeps nothing inside a unit, and backward holds the activations of one micro-batch.
+Autograd processes the micro-batches from last to first, and passes a parameter's gradient on after
+it has added all of them.
 """
 
 from __future__ import annotations
@@ -27,15 +28,21 @@ from ..sharding.unit import Unit
 from .offload import replaced
 from .recompute import checkpoint
 
-ForwardCall = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+ForwardCall = tuple[tuple[Any, ...], dict[str, Any]]  # Positional and keyword arguments
 FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates too)"
 
 
 class LayerwiseAccumulation:
-    """Cuts the batch for the units of one model that take micro-batches in turn, wherever gradients
-    are recorded.
+    """Splits the batch for the units of a model that run micro-batches in turn.
 
-    samples: of the current or last forward, on this rank.
+    It is active only if gradients are recorded.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+
+    Attributes:
+        micro_batches: Number of micro-batches per batch.
+        samples: Number of samples on this rank in the current or last forward.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -46,20 +53,21 @@ class LayerwiseAccumulation:
         self._forwards = [
             LayerwiseForward(self, unit) for unit in runtime.units if len(forwards[unit.number]) > 1
         ]
-        # Behind the runtime's own hook, so that other ranks hear of a batch that this one refuses.
+        # Registered after the runtime's hook, so that an error for an invalid batch reaches other
+        # ranks
         self._handle = runtime.model.register_forward_pre_hook(
             self._before_forward, with_kwargs=True
         )
 
     def remove(self) -> None:
-        """Restore the forward of every module; calling it twice is harmless."""
+        """Restore the forward of every module; further calls have no effect."""
         self._handle.remove()
         for forward in self._forwards:
             forward.remove()
         self._forwards = []
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the batch size of the model's forward."""
+        """Record the batch size of the model's forward."""
         self.samples = next((len(tensor) for tensor in _tensors((args, kwargs)) if tensor.dim()), 0)
         if torch.is_grad_enabled() and (not self.samples or self.samples % self.micro_batches):
             raise UsageError(
@@ -72,15 +80,23 @@ class LayerwiseAccumulation:
             )
 
     def turns(self, number: int) -> list[int]:
-        """Return the micro-batches of a unit in the order that the program has them in."""
+        """Return the micro-batches of a unit in the order of the schedule."""
         runtime = self._runtime()
-        assert runtime is not None  # its hooks have raised already
+        assert runtime is not None  # Otherwise its hooks would have raised already
         forwards = runtime.executor.forwards(runtime.units[number])
         return [action.micro_batch for action in forwards if action.micro_batch is not None]
 
     def cut(self, unit: str, call: ForwardCall) -> list[ForwardCall]:
-        """Yield a unit's arguments per micro-batch: tensors as long as the batch are cut, the rest
-        stays whole.
+        """Split a unit's arguments into one call per micro-batch.
+
+        Tensors of the length of the batch are split; other arguments are passed whole.
+
+        Args:
+            unit: The name of the unit, for the error.
+            call: The positional and keyword arguments.
+
+        Raises:
+            UsageError: No tensor has the length of the batch.
         """
         parts: dict[int, Sequence[Tensor]] = {}
 
@@ -105,13 +121,22 @@ class LayerwiseAccumulation:
         return [replaced(call, partial(part, number)) for number in range(self.micro_batches)]
 
     def _is_batch(self, leaf: Any) -> bool:
-        """Return whether a leaf is cut. A parameter as long as the batch by chance is not."""
+        """Return whether a leaf is split.
+
+        A parameter that happens to have the length of the batch is not.
+        """
         is_data = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
         return is_data and leaf.dim() > 0 and len(leaf) == self.samples
 
     def join(self, unit: str, outputs: Sequence[Any]) -> Any:
-        """Join the outputs of a unit's micro-batches into the output it would have returned for the
-        whole batch.
+        """Join the outputs of a unit's micro-batches into the output for the whole batch.
+
+        Args:
+            unit: The name of the unit, for the error.
+            outputs: The outputs by micro-batch.
+
+        Raises:
+            UsageError: The outputs cannot be joined.
         """
         rows = list(map(_tensors, outputs))
         if len({len(row) for row in rows}) > 1:
@@ -128,7 +153,7 @@ class LayerwiseAccumulation:
         first = column[0]
         size = self.samples // self.micro_batches
         if all(tensor is first for tensor in column):
-            return first  # an argument that was passed on
+            return first  # An argument that was passed through
         if any(not tensor.dim() or len(tensor) != size for tensor in column):
             raise UsageError(
                 f"unit '{unit}' returned a tensor of shape {tuple(first.shape)} for a micro-batch "
@@ -141,18 +166,23 @@ class LayerwiseAccumulation:
 
 
 class LayerwiseForward:
-    """Replaces the forward of a unit's module: the module's own without gradients, else one call
-    per micro-batch.
+    """Replaces the forward of a unit's module.
+
+    Without gradients it calls the original forward, otherwise one call per micro-batch.
+
+    Args:
+        order: Splits and joins the batch.
+        unit: The unit.
     """
 
     def __init__(self, order: LayerwiseAccumulation, unit: Unit) -> None:
         self.order = order
         self.unit = unit.name
         self.number = unit.number
-        # Weakly, or module and forward would hold each other, and a dropped model keep its memory
-        # for a while.
+        # A weak reference: otherwise module and forward would form a cycle, and a dropped model
+        # would keep its memory for a while
         self._module = weakref.ref(unit.module)
-        # The instance's own, which the program put there
+        # Set if the program replaced the forward of this instance
         self._own = unit.module.__dict__.get("forward")
         unit.module.forward = self
 
@@ -166,14 +196,20 @@ class LayerwiseForward:
         return self.order.join(self.unit, [outputs[part] for part in sorted(outputs)])
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module's own forward."""
+        """Call the original forward.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+        """
         module = self._module()
-        assert module is not None  # it is what called
+        assert module is not None  # The module is the caller
         if self._own is not None:
             return self._own(*args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
     def remove(self) -> None:
+        """Restore the original forward."""
         module = self._module()
         if module is None or module.__dict__.get("forward") is not self:
             return
@@ -183,7 +219,7 @@ class LayerwiseForward:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Yield every tensor in arguments or outputs, in order."""
+    """Return every tensor in arguments or outputs, in order."""
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:

@@ -1,16 +1,15 @@
-"""Offloads the inputs of checkpoints until backward: into one arena of a memory, instead of
-storages all over the heap.
+"""Offload of checkpoint inputs to an arena of a memory tier, until backward.
 
-Forward offloads in one order and backward restores in the other, so the arena is a stack; first fit
-serves any other order too. The arena's size is given, or learned: the first forward reserves its
-blocks one by one, and they are joined into one arena as soon as nothing is offloaded. On a disk the
-newest checkpoint stays in memory (backward begins with it), the ones before it are written while
-later ones compute, and the next ones that backward wants are read while it recomputes one. An
-`OffloadHandle` restores as often as it is asked to; its block is free when it is dropped.
+Forward offloads in one order and backward restores in the reverse order, so the arena is used like
+a stack; first-fit allocation supports any other order too. The size of the arena is given or
+learned. To learn it, the first forward reserves blocks one by one, and they are joined into one
+arena as soon as nothing is offloaded. On a disk, the newest checkpoint stays in memory because
+backward begins with it. Earlier ones are written while later ones compute, and backward reads the
+next ones while it recomputes one. An `OffloadHandle` can restore any number of times; its block is
+freed when it is dropped.
 
-`ActivationCopy` copies inputs in and out; where the arena is in another memory than the device's
-the copies overlap computing. `TensorMeta` holds what a tensor's bytes do not tell: dtype, shape,
-strides, device.
+`ActivationCopy` copies inputs out and in. If the arena is not in the device's memory, the copies
+overlap with computation. `TensorMeta` holds the dtype, shape, strides and device of a tensor.
 """
 
 from __future__ import annotations
@@ -32,23 +31,25 @@ from ..base.quantities import format_bytes
 from ..comm.context import ranks_of_this_host
 from ..tiers.tier import CopyEngine, CopyEvent, Storage, TierMemory, Work, copy_engine_for
 
-# That the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round
-# up
+# Number of chunks in which the largest checkpoint's inputs are moved: enough work for all threads
+# of a disk, and little rounding
 CHUNKS = 16
-AHEAD = 2  # checkpoints that are read before backward asks for them
-BEHIND = 2  # checkpoints that may be on their way to the disk
-ALIGNMENT = 64  # bytes at which a tensor begins
-SMALLEST_BYTES = 4096  # of a tensor that is worth a place
-# Of offloaded and restored tensors, after which the heap's holes are returned to the system
+AHEAD = 2  # Checkpoints that are read before backward needs them
+BEHIND = 2  # Checkpoints that may be in flight to the disk
+ALIGNMENT = 64  # Alignment of tensors in bytes
+SMALLEST_BYTES = 4096  # Minimum size of a tensor that is offloaded
+# Bytes of offloaded and restored tensors after which free heap pages are returned to the system
 HOLES_BYTES = 64 << 20
 
 
 class ActivationOffload:
-    """The offloaded inputs of one process. checkpoints: how many to reserve at first; None:
-    learned.
+    """The offloaded inputs of one process.
 
-    open_memory: makes the memory, again whenever the arena gets another size, so that nothing of
-    the old one is kept.
+    Args:
+        open_memory: Opens the memory. It is called again whenever the size of the arena changes, so
+            that
+        nothing of the old one is kept.
+        checkpoints: Number of checkpoints to reserve at first; None to learn it.
     """
 
     def __init__(
@@ -59,18 +60,19 @@ class ActivationOffload:
         self.memory = open_memory()
         self.slabs: list[Arena] = []
         self.used_bytes = self.peak_bytes = 0
-        self._stays: dict[int, OffloadedInputs] = {}  # in the order they came
-        # Filled by finalizers, which may run anywhere and so do nothing else
+        self._stays: dict[int, OffloadedInputs] = {}  # In order of arrival
+        # Filled by finalizers, which may run anywhere and therefore do nothing else
         self._dropped: deque[int] = deque()
         self._leaving: deque[Work] = deque()
         self._arrived = self._holes_bytes = 0
         self._chunk_bytes = self._largest_bytes = 0
-        self._backward = -1  # the last one that will end with a sweep
-        self._known: dict[int, KnownTensor] = {}  # by id, while the tensor lives
+        self._backward = -1  # The last backward that ends with a sweep
+        self._known: dict[int, KnownTensor] = {}  # By id, while the tensor exists
         self._passage = ActivationCopy()
 
     @property
     def reserved_bytes(self) -> int:
+        """Return the bytes of all arenas."""
         return sum(arena.nbytes for arena in self.slabs)
 
     @property
@@ -81,10 +83,14 @@ class ActivationOffload:
     def park(
         self, tensors: Sequence[Tensor], cut: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> ParkedTensors:
-        """Copy the inputs of one checkpoint into the arena, but those that it holds already:
-        another checkpoint was given them, and nothing has changed them since.
+        """Copy the inputs of one checkpoint to the arena.
 
-        cut: what is copied of each.
+        A tensor that an earlier checkpoint has offloaded is not copied again, unless it was
+        changed.
+
+        Args:
+            tensors: The inputs.
+            cut: Returns the part of a tensor that is copied.
         """
         places = [self._place_of(tensor) for tensor in tensors]
         new = list(
@@ -108,7 +114,7 @@ class ActivationOffload:
         table[key] = KnownTensor(alive, version_of(tensor), weakref.ref(handle), number)
 
     def _place_of(self, tensor: Tensor) -> tuple[OffloadHandle, int] | None:
-        """Return the handle that restores this tensor as it is now, and its number there."""
+        """Return the handle and the index that restore this version, or None."""
         known = self._known.get(id(tensor))
         handle = (
             known.handle() if known is not None and known.version == version_of(tensor) else None
@@ -116,7 +122,7 @@ class ActivationOffload:
         return (handle, known.number) if known is not None and handle is not None else None
 
     def offload(self, tensors: Sequence[Tensor]) -> OffloadHandle:
-        """Copy tensors into the arena; the returned handle restores them."""
+        """Copy tensors to the arena and return a handle that restores them."""
         self.sweep()
         self._store_newest()
         forms = [TensorMeta.of(tensor) for tensor in tensors]
@@ -132,10 +138,13 @@ class ActivationOffload:
         return OffloadHandle(self, self._arrived)
 
     def restore(self, number: int, wanted: Sequence[int] | None = None) -> list[Tensor]:
-        """Return copies of the offloaded tensors; the arena keeps its own, for another backward
-        through this graph.
+        """Return copies of offloaded tensors.
 
-        wanted: which of them; None: all.
+        The arena keeps its copy, for another backward through this graph.
+
+        Args:
+            number: The number of the offloaded inputs.
+            wanted: Indices of the tensors; None for all.
         """
         self.sweep()
         self._passage.synchronize()
@@ -154,14 +163,13 @@ class ActivationOffload:
         return found
 
     def _before(self, number: int, count: int) -> list[int]:
-        """Return the checkpoints that came before this one, latest first: the order in which
-        backward wants them.
-        """
+        """Return the numbers of earlier checkpoints, latest first, as backward needs them."""
         return list(islice((other for other in reversed(self._stays) if other < number), count))
 
     def _store_newest(self) -> None:
-        """Store the newest checkpoint, which is about to be the last but one. Waits if the disk
-        cannot keep up.
+        """Write the newest checkpoint to the tier, because another one follows.
+
+        Wait if the disk is too slow.
         """
         newest = next(reversed(self._stays.values()), None)
         if newest is not None and not newest.is_stored:
@@ -171,15 +179,16 @@ class ActivationOffload:
             self._leaving.popleft().wait()
 
     def _count_holes(self, stay: OffloadedInputs) -> None:
-        """Count the storages that die here and the copies that are restored: each is a hole in the
-        heap before long.
+        """Count the storages that are freed here and the restored copies.
+
+        Each of them soon leaves a hole in the heap.
         """
         self._holes_bytes += stay.nbytes
         if self._holes_bytes >= HOLES_BYTES:
             self._holes_bytes = 0
             trim_heap()
 
-    # -- room
+    # -- memory
 
     def _block_for(self, nbytes: int) -> ArenaBlock:
         self._largest_bytes = max(self._largest_bytes, nbytes)
@@ -216,10 +225,10 @@ class ActivationOffload:
         self._leaving.clear()
         self.memory.close()
 
-    # -- ends
+    # -- release
 
     def sweep(self) -> None:
-        """Free the blocks of handles that were dropped."""
+        """Free the blocks of dropped handles."""
         while self._dropped:
             self._passage.discard(number := self._dropped.popleft())
             stay = self._stays.pop(number)
@@ -227,15 +236,16 @@ class ActivationOffload:
             stay.place.free()
 
     def _sweep_after_backward(self) -> None:
-        """Free the blocks at the end of backward: the last handles are dropped after the last
-        `restore`.
-        """
+        """Free blocks at the end of backward, because handles are dropped after `restore`."""
         if self._backward != (now := backward_id()) and now != -1:
             self._backward = now
             queue_backward_callback(self.sweep)
 
     def close(self) -> None:
-        """Free the memory, unless a graph still needs it: then it goes with the graph."""
+        """Free the memory, unless a graph still needs it.
+
+        In that case it is freed with the graph.
+        """
         if len(self._dropped) == len(self._stays):
             self._dropped.clear()
             self._stays.clear()
@@ -244,7 +254,7 @@ class ActivationOffload:
             self._release_memory()
 
     def explain(self) -> str:
-        """Return one line: the reserved bytes, and how many of them were never needed."""
+        """Return one line with the reserved bytes and the unused ones."""
         slabs = "one arena" if len(self.slabs) == 1 else f"{len(self.slabs)} slabs"
         return (
             f"activations: {format_bytes(self.reserved_bytes)} in {slabs}, "
@@ -253,14 +263,23 @@ class ActivationOffload:
 
 
 class OffloadHandle:
-    """The offloaded inputs of one checkpoint; dropping it frees their block."""
+    """The offloaded inputs of one checkpoint; dropping the handle frees their block.
+
+    Args:
+        parking: The owner.
+        number: The number of the offloaded inputs.
+    """
 
     def __init__(self, parking: ActivationOffload, number: int) -> None:
         self.parking = parking
         self.number = number
 
     def restore(self, wanted: Sequence[int] | None = None) -> list[Tensor]:
-        """Return new tensors with the offloaded bytes.  wanted: which of them; None: all."""
+        """Return new tensors with the offloaded values.
+
+        Args:
+            wanted: Indices of the tensors; None for all.
+        """
         return self.parking.restore(self.number, wanted)
 
     def __del__(self) -> None:
@@ -269,8 +288,13 @@ class OffloadHandle:
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """Where a tensor is offloaded that still lives: the handle, its number there, and the version
-    that was copied.
+    """The place of an offloaded tensor that still exists.
+
+    Attributes:
+        tensor: The tensor.
+        version: The version that was copied.
+        handle: The handle that restores it.
+        number: Its index there.
     """
 
     tensor: weakref.ref[Tensor]
@@ -281,12 +305,21 @@ class KnownTensor:
 
 @dataclass(frozen=True)
 class ParkedTensors:
-    """The tensors of one checkpoint, each in a block of its own checkpoint or of an earlier one."""
+    """The tensors of one checkpoint, as handles and indices.
+
+    A tensor may be in the block of an earlier checkpoint.
+
+    Attributes:
+        places: The handle and the index of each tensor.
+    """
 
     places: list[tuple[OffloadHandle, int]]
 
     def restore(self) -> list[Tensor]:
-        """Return new tensors with the offloaded bytes; one that was given twice is one tensor."""
+        """Return new tensors with the offloaded values.
+
+        A tensor that was passed twice is one new tensor.
+        """
         wanted: dict[OffloadHandle, list[int]] = {}
         for handle, number in self.places:
             numbers = wanted.setdefault(handle, [])
@@ -302,7 +335,13 @@ class ParkedTensors:
 
 @dataclass
 class OffloadedInputs:
-    """The inputs of one checkpoint in the arena. is_stored: sent to the tier's own place."""
+    """The inputs of one checkpoint in the arena.
+
+    Attributes:
+        place: The block.
+        forms: The metadata of each tensor.
+        is_stored: The block was written to the tier.
+    """
 
     place: ArenaBlock
     forms: list[TensorMeta]
@@ -310,15 +349,16 @@ class OffloadedInputs:
 
     @property
     def storage(self) -> Storage:
-        """Return the storage that the block is a range of."""
+        """Return the storage that contains the block."""
         return self.place.arena.storage
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all tensors."""
         return sum(form.nbytes for form in self.forms)
 
     def parts(self, bytes_: Tensor) -> list[tuple[TensorMeta, Tensor]]:
-        """Yield each `TensorMeta` with its bytes."""
+        """Return the metadata and the bytes of each tensor."""
         found: list[tuple[TensorMeta, Tensor]] = []
         start = 0
         for form in self.forms:
@@ -328,14 +368,19 @@ class OffloadedInputs:
 
 
 class ActivationCopy:
-    """Copies between one arena and the device of the tensors."""
+    """Copies between an arena and the device of the tensors."""
 
     def __init__(self) -> None:
         self._ferries: dict[torch.device, CopyEngine] = {}
         self._coming: dict[int, tuple[CopyEvent, dict[int, Tensor]]] = {}
 
     def copy_out(self, tensors: Sequence[Tensor], stay: OffloadedInputs) -> None:
-        """Copy tensors into their block; they are kept until the copy is over."""
+        """Copy tensors to their block; they are kept alive until the copy has ended.
+
+        Args:
+            tensors: The tensors.
+            stay: Their block.
+        """
         bytes_ = stay.place.write()
         sources = list(tensors)
         with self._copy_engine(stay).d2h(stay.storage, sources.clear):
@@ -343,8 +388,12 @@ class ActivationCopy:
                 form.write(tensor, part)
 
     def copy_in(self, number: int, stay: OffloadedInputs, wanted: Sequence[int]) -> list[Tensor]:
-        """Return new tensors with the block's bytes, those that are wanted, for the device to
-        use.
+        """Return new tensors with values from a block, ready for use on the device.
+
+        Args:
+            number: The number of the offloaded inputs.
+            stay: Their block.
+            wanted: Indices of the tensors.
         """
         copy_event, found = (
             self._coming.pop(number) if number in self._coming else self._start(stay, wanted)
@@ -353,16 +402,21 @@ class ActivationCopy:
         return [found[place] for place in wanted]
 
     def prefetch(self, number: int, stay: OffloadedInputs) -> None:
-        """Start to copy a block in while others are used, if that takes time."""
+        """Start to copy a block to the device, if such copies overlap with computation.
+
+        Args:
+            number: The number of the offloaded inputs.
+            stay: Their block.
+        """
         if number not in self._coming and self._copy_engine(stay).overlaps:
             self._coming[number] = self._start(stay, range(len(stay.forms)))
 
     def discard(self, number: int) -> None:
-        """Drop a copy that was prefetched."""
+        """Drop a prefetched copy."""
         self._coming.pop(number, None)
 
     def synchronize(self) -> None:
-        """Release the sources of all copies out: no more are sent for a while."""
+        """Release the sources of all copies to the arena, because no more follow for now."""
         for copy_engine in self._ferries.values():
             copy_engine.synchronize()
 
@@ -378,9 +432,7 @@ class ActivationCopy:
         return copy_event, found
 
     def _copy_engine(self, stay: OffloadedInputs) -> CopyEngine:
-        """Return the copy engine to the tensors' device; within one memory nothing is copied
-        across.
-        """
+        """Return the copy engine of the tensors' device."""
         home = stay.storage.memory.device
         device = next((form.device for form in stay.forms if form.device != home), home)
         if device not in self._ferries:
@@ -389,22 +441,32 @@ class ActivationCopy:
 
 
 def rounded(nbytes: int, unit: int) -> int:
-    """Round up to a multiple of a unit."""
+    """Round up to a multiple of a unit.
+
+    Args:
+        nbytes: A number of bytes.
+        unit: The unit in bytes.
+    """
     return -(-nbytes // unit) * unit
 
 
 class Arena:
-    """A number of bytes of a memory, moved in chunks. Both sizes are multiples of what the memory
-    moves at once.
+    """A range of a memory from which blocks are allocated.
+
+    Args:
+        memory: The memory.
+        nbytes: The size, a multiple of the memory's unit.
+        chunk_bytes: The size of the chunks in which blocks are moved, a multiple of the memory's
+            unit.
     """
 
     def __init__(self, memory: TierMemory, nbytes: int, chunk_bytes: int) -> None:
         self.nbytes = nbytes
         self.storage = memory.reserve(nbytes, torch.uint8, chunk_bytes, "activations")
-        self._taken: list[tuple[int, int]] = []  # [low, high) in bytes, in order
+        self._taken: list[tuple[int, int]] = []  # [low, high) in bytes, ascending
 
     def take(self, nbytes: int) -> ArenaBlock | None:
-        """Return the first gap of so many bytes (whole chunks); None if there is none."""
+        """Allocate the first gap of `nbytes` bytes (whole chunks), or return None."""
         start = 0
         for number, (low, high) in enumerate([*self._taken, (self.nbytes, self.nbytes)]):
             if low - start >= nbytes:
@@ -414,37 +476,47 @@ class Arena:
         return None
 
     def free(self, place: ArenaBlock) -> None:
-        """Return a block to the arena: nothing reads it any more."""
+        """Free a block that nothing reads any more."""
         self._taken.remove((place.low, place.high))
         self.storage.discard(place.low, place.high)
 
 
 @dataclass(frozen=True)
 class ArenaBlock:
-    """The bytes [low, high) of an arena, with a storage's verbs."""
+    """The bytes [low, high) of an arena, with the methods of a storage.
+
+    Attributes:
+        arena: The arena.
+        low: The first byte.
+        high: The byte after the last one.
+    """
 
     arena: Arena
     low: int
     high: int
 
     def write(self) -> Tensor:
-        """Return the bytes, to be written."""
+        """Return the bytes for writing."""
         return self.arena.storage.write(self.low, self.high)
 
     def read(self) -> Tensor:
-        """Return the bytes, to be read; wait for their fetch."""
+        """Wait until the bytes were fetched, and return them for reading."""
         return self.arena.storage.read(self.low, self.high)
 
     def fetch(self) -> Work:
+        """Start to read the block from the tier."""
         return self.arena.storage.fetch(self.low, self.high)
 
     def store(self) -> Work:
+        """Start to write the block to the tier."""
         return self.arena.storage.store(self.low, self.high)
 
     def evict(self) -> None:
+        """Drop the block's copy outside the tier."""
         self.arena.storage.evict(self.low, self.high)
 
     def free(self) -> None:
+        """Return the block to its arena."""
         self.arena.free(self)
 
 
@@ -452,10 +524,15 @@ class ArenaBlock:
 class TensorMeta:
     """The dtype, shape, strides and device of a tensor.
 
-    Where its elements lie without gaps, in whatever order (a transpose, an expanded tensor), the
-    stretch of memory they lie in is copied as it is.  A slice with gaps is copied element by
-    element, and has its gaps again afterwards: a kernel that looks at strides takes the same way
-    twice.
+    If the elements have no gaps, in any order (a transposed or expanded tensor), their memory is
+    copied as it is. A slice with gaps is copied element by element, and has the same strides when
+    it is restored, so that a kernel that depends on strides takes the same path twice.
+
+    Attributes:
+        dtype: The dtype.
+        size: The shape.
+        stride: The strides.
+        device: The device.
     """
 
     dtype: torch.dtype
@@ -465,6 +542,7 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
+        """Return the metadata of a tensor."""
         return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.device)
 
     @property
@@ -474,7 +552,7 @@ class TensorMeta:
 
     @property
     def _span(self) -> int:
-        """Return the elements from the first to the last."""
+        """Return the number of elements from the first to the last."""
         if 0 in self.size:
             return 0
         return 1 + sum(
@@ -482,25 +560,31 @@ class TensorMeta:
         )
 
     def _gapless(self, tensor: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both tensors as views with the same elements in the same order and no gaps."""
+        """Return both tensors as views with equal elements in equal order, without gaps."""
         if self._span <= prod(self.size):
             return tensor.as_strided((self._span,), (1,)), flat
         return tensor, flat.view(self.size)
 
     def write(self, tensor: Tensor, bytes_: Tensor) -> None:
-        """Copy a tensor of this dtype, shape and strides into `nbytes` bytes; on a device in the
-        current stream.
+        """Copy a tensor of this form to `nbytes` bytes, in the current stream.
+
+        Args:
+            tensor: The tensor.
+            bytes_: Output, uint8.
         """
         source, target = self._gapless(tensor.detach(), bytes_.view(self.dtype))
         target.copy_(source, non_blocking=True)
 
     def empty(self) -> Tensor:
-        """Return a new tensor of this dtype, shape and strides, with arbitrary contents."""
+        """Return an uninitialized tensor of this form."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def read(self, tensor: Tensor, bytes_: Tensor) -> None:
-        """Copy `nbytes` bytes into a tensor of this dtype, shape and strides: the inverse of
-        `write`.
+        """Copy `nbytes` bytes to a tensor of this form; the inverse of `write`.
+
+        Args:
+            tensor: Output.
+            bytes_: The bytes, uint8.
         """
         target, source = self._gapless(tensor, bytes_.view(self.dtype))
         target.copy_(source, non_blocking=True)
@@ -508,24 +592,29 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Marks the place of a tensor that was taken out."""
+    """Stands for a tensor that was extracted.
+
+    Attributes:
+        number: The index of the tensor.
+    """
 
     number: int
 
 
 def mark_held(tensor: Tensor) -> None:
-    """Note that other code holds a tensor's memory until its backward, so that offloading it frees
-    nothing.
+    """Record that other code keeps a tensor's memory until its backward.
+
+    Offloading such a tensor would free nothing.
     """
     tensor.is_held = True  # type: ignore[attr-defined]
 
 
 def is_activation(value: Any) -> bool:
-    """Return whether offloading a value frees memory: a plain tensor with a gradient that some
-    operation computed.
+    """Return whether offloading a value frees memory.
 
-    Parameters, leaves, what needs no gradient (batches, masks) and tensors that `mark_held` got are
-    held by others in any case; several checkpoints often share them.
+    This is true for a plain tensor with a gradient that an operation computed. Parameters, leaves,
+    tensors without gradient (batches, masks) and tensors marked by `mark_held` are kept by other
+    code in any case, and are often shared by several checkpoints.
     """
     return (
         type(value) is Tensor
@@ -540,7 +629,7 @@ def is_activation(value: Any) -> bool:
 
 
 def extract_tensors(value: Any) -> tuple[Any, list[Tensor]]:
-    """Return `value` with a slot in place of each activation, and the activations."""
+    """Return `value` with a `Placeholder` for each activation, and the activations."""
     found: list[Tensor] = []
 
     def change(leaf: Any) -> Any:
@@ -553,17 +642,26 @@ def extract_tensors(value: Any) -> tuple[Any, list[Tensor]]:
 
 
 def insert_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Fill the slots again: the inverse of `extract_tensors`."""
+    """Replace placeholders by tensors; the inverse of `extract_tensors`.
+
+    Args:
+        value: A value returned by `extract_tensors`.
+        tensors: The tensors.
+    """
     return replaced(
         value, lambda leaf: tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf
     )
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with change(leaf) for each leaf of its tuples, lists and dicts.
+    """Return `value` with ``change(leaf)`` for each leaf of its tuples, lists and dicts.
 
-    A container in which nothing changed stays the same object: a function may fill a list that it
-    is given.
+    A container without changes stays the same object, because a function may fill a list that it is
+    passed.
+
+    Args:
+        value: A nested value.
+        change: Returns the replacement of a leaf, or the leaf.
     """
     if type(value) is dict:
         items = {key: replaced(item, change) for key, item in value.items()}

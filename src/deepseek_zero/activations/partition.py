@@ -1,11 +1,10 @@
-"""Partitioned activations: of each checkpoint's input a tensor-parallel rank keeps its share, and
-gathers the rest.
+"""Partitioned activations: checkpoint inputs sharded over tensor-parallel ranks.
 
-Between the layers that ranks along "tp" compute together every rank has the same activations, so
-each keeps one part of
-them: of n elements those of [rank * c, (rank + 1) * c), c = ceil(n / ranks). Backward gathers a
-checkpoint's parts when it recomputes it, and begins with those of the one before it, which comes
-next. Data-parallel ranks have inputs of their own; nothing is shared with them.
+Between the layers that the ranks along "tp" compute together, every rank has the same activations,
+so each rank keeps only one part. Of n elements it keeps [rank * c, (rank + 1) * c) with c = ceil(n
+/ ranks). Backward all-gathers the parts of a checkpoint when it recomputes it, and prefetches those
+of the checkpoint before, which is next. Data-parallel ranks have different inputs, so nothing is
+shared with them.
 """
 
 from __future__ import annotations
@@ -23,29 +22,37 @@ from ..comm.collectives import Comm
 from ..parallel.inputs import difference
 from .offload import ActivationOffload, ParkedTensors
 
-KIND = "activations"  # what the meter counts these bytes as
+KIND = "activations"  # The meter's kind for these bytes
 
 
 class PartitionedInputs:
-    """The shares of one rank. All ranks of its group checkpoint and recompute in the same order.
+    """The checkpoint inputs of one rank, as shares.
 
-    comm: of the ranks along "tp", whose lane "gather" is this object's alone. parking: where shares
-    wait.
+    All ranks of the group must checkpoint and recompute in the same order.
+
+    Args:
+        comm: The ranks along "tp"; only this object may use its lane "gather".
+        parking: Stores the shares.
     """
 
     def __init__(self, comm: Comm, parking: ActivationOffload) -> None:
         self.comm = comm
         self.parking = parking
-        self._shares: list[weakref.ref[InputShare]] = []  # in the order they came
+        self._shares: list[weakref.ref[InputShare]] = []  # In order of arrival
         self._ahead: tuple[InputShare, list[Gathering]] | None = None
         self._pages: list[Tensor] = []
         self._compares = True  # until the first recomputation
 
     def park(self, tensors: Sequence[Tensor]) -> InputShare:
-        """Keep this rank's share of each tensor. Collective until the first recomputation, which
-        compares them first.
+        """Keep this rank's share of each tensor.
 
-        UsageError where ranks were given different tensors: gathered, they would be nobody's.
+        Until the first recomputation, the call compares the tensors of all ranks.
+
+        Raises:
+            UsageError: Ranks have different tensors, so that their parts do not form one.
+
+        Note:
+            Until the first recomputation, collective: every rank of the group must call it.
         """
         if self._compares and (found := difference(tensors, self.comm)) is not None:
             raise UsageError(
@@ -63,7 +70,7 @@ class PartitionedInputs:
         return share
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """Return this rank's share of a tensor without gaps; another one whole."""
+        """Return this rank's share of a contiguous tensor, or another tensor whole."""
         if not tensor.is_contiguous():
             return tensor
         flat = tensor.detach().view(-1)
@@ -72,12 +79,16 @@ class PartitionedInputs:
         return own if own.numel() == count else F.pad(own, (0, count - own.numel()))
 
     def restore(self, share: InputShare) -> list[Tensor]:
-        """Return the whole tensors. Collective; waits."""
+        """Return the whole tensors of a checkpoint, waiting for them.
+
+        Note:
+            Collective: every rank of the group must call it.
+        """
         self._compares = False
         ahead = self._ahead
         self._ahead = None
         if ahead is not None and ahead[0] is not share:
-            for gathering in ahead[1]:  # of a graph that backward has left
+            for gathering in ahead[1]:  # Of a graph whose backward was abandoned
                 gathering.wait()
             ahead = None
         found = [
@@ -100,8 +111,9 @@ class PartitionedInputs:
         ]
 
     def take(self, nbytes: int) -> Tensor:
-        """Lend bytes that other ranks reach, and that none of them reads; `give_back` takes them
-        again. Local.
+        """Return a buffer that other ranks can read, and that none of them reads now.
+
+        Return it to the pool with `give_back`.
         """
         page = next((each for each in self._pages if each.numel() >= nbytes), None)
         if page is None:
@@ -110,6 +122,7 @@ class PartitionedInputs:
         return page
 
     def give_back(self, page: Tensor) -> None:
+        """Return a buffer to the pool."""
         self._pages.append(page)
 
 
@@ -118,8 +131,12 @@ def _size_of(tensor: Tensor) -> torch.Size | None:
 
 
 class InputShare:
-    """One rank's share of the inputs of one checkpoint.  sizes: of the whole tensors; None: it has
-    all of it.
+    """One rank's share of the inputs of one checkpoint.
+
+    Args:
+        partition: The owner.
+        parked: The stored shares.
+        sizes: The sizes of the whole tensors; None if this rank stores the whole tensor.
     """
 
     def __init__(
@@ -130,13 +147,24 @@ class InputShare:
         self.sizes = sizes
 
     def restore(self) -> list[Tensor]:
-        """Return the whole tensors. Collective; waits."""
+        """Return the whole tensors, waiting for them.
+
+        Note:
+            Collective: every rank of the group must call it.
+        """
         return self.partition.restore(self)
 
 
 class Gathering:
-    """One tensor on its way.  Making one starts it: collective, unless this rank has all of the
-    tensor (size: None).
+    """One tensor that is being all-gathered.
+
+    Args:
+        partition: The owner.
+        own: The share of this rank.
+        size: The size of the whole tensor; None if `own` is the whole tensor.
+
+    Note:
+        The constructor is collective unless `size` is None.
     """
 
     def __init__(self, partition: PartitionedInputs, own: Tensor, size: torch.Size | None) -> None:
@@ -154,6 +182,7 @@ class Gathering:
         self._pending = comm.exchange([page] * comm.size, inbox, "gather", "activations", kind=KIND)
 
     def wait(self) -> Tensor:
+        """Wait for the whole tensor and return it."""
         if self._size is None:
             return self._own
         self._pending.wait()

@@ -1,13 +1,13 @@
-"""Which results of a recomputed function are kept: those of named operators, and nothing else.
+"""Selective recomputation: keep the results of named operators.
 
-A checkpoint computes its function again in backward. Where a policy names operators, their results
-of forward are used
-there instead: what is expensive to compute and small to keep (attention's output) is computed once.
-The results wait where inputs of checkpoints wait (offload.py), or in place.
+A checkpoint computes its function again in backward. If a policy names operators, backward uses
+their results from forward instead, so that a result that is expensive to compute and small to keep,
+such as attention's output, is computed once. The results are stored like the inputs of checkpoints
+(`offload.py`), or in place.
 
-Results are told apart by their operator and their number: a recomputation calls operators in the
-order of forward, and may end early. So it may also begin again, for a second backward through the
-same graph.
+A result is identified by its operator and the number of the call, because a recomputation calls
+operators in the order of forward and may end early. It may also start again, for a second backward
+through the same graph.
 """
 
 from __future__ import annotations
@@ -40,10 +40,15 @@ NAMED: dict[str, tuple[str, ...]] = {
 
 
 def operators_of(policy: Sequence[str]) -> frozenset[Any]:
-    """Return the operators whose results a policy keeps. UsageError where one does not exist.
+    """Return the operators whose results a policy keeps.
 
-    policy: "full" (recompute everything), "attention", "matmul" (its products too), or names of
-    operators, "mm" or "library::name".
+    Args:
+        policy: "full" (recompute everything), "attention", "matmul" (also keeps matrix products),
+            or
+        names of operators, "mm" or "library::name".
+
+    Raises:
+        UsageError: torch has no such operator.
     """
     names = [name for word in policy for name in NAMED.get(word, (word,))]
     return frozenset(overload for name in names for overload in _overloads(name))
@@ -54,7 +59,7 @@ def _overloads(name: str) -> list[Any]:
     packet = getattr(getattr(torch.ops, library or "aten"), short, None)
     if packet is None:
         if short in ATTENTION:
-            return []  # of another device, that this torch does not have
+            return []  # An operator of another device that this torch does not have
         raise UsageError(
             f"activation_checkpointing.policy names '{name}', and torch has no such operator.",
             f"It is {', '.join(NAMED)}, or names of operators whose results are kept: 'mm', "
@@ -65,13 +70,16 @@ def _overloads(name: str) -> list[Any]:
 
 
 def compiled_contexts(operators: frozenset[Any]) -> Callable[[], Any]:
-    """Return torch's own contexts for these operators, which its compiler knows."""
+    """Return torch's own contexts for these operators, which its compiler supports."""
     return partial(create_selective_checkpoint_contexts, list(operators))
 
 
 def contexts(operators: frozenset[Any], parking: ActivationOffload | None) -> tuple[Any, Any]:
-    """Return the contexts of a checkpoint's forward and recomputation. parking: where results wait;
-    None: in place.
+    """Return the contexts of a checkpoint's forward and of its recomputation.
+
+    Args:
+        operators: The operators whose results are kept.
+        parking: Stores the results; None keeps them in place.
     """
     kept = _Results(parking)
 
@@ -90,15 +98,16 @@ def contexts(operators: frozenset[Any], parking: ActivationOffload | None) -> tu
 
 
 def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call takes random numbers: one that is left out would change what those
-    after it draw.
+    """Return whether a call draws random numbers.
+
+    Skipping such a call would change the numbers that later calls draw.
     """
     is_random = torch.Tag.nondeterministic_seeded in operator.tags
     return is_random and argument_of(operator, "dropout_p", args, kwargs) != 0.0
 
 
 class _Results:
-    """Results of one forward of one checkpoint."""
+    """The results of one forward of one checkpoint."""
 
     def __init__(self, parking: ActivationOffload | None) -> None:
         self._parking = parking
@@ -125,7 +134,7 @@ class _Results:
 
 
 class _Result:
-    """What one call returned, tensors and others."""
+    """The values that one call returned, tensors and others."""
 
     def __init__(self, found: Any, parking: ActivationOffload | None) -> None:
         self._is_one = isinstance(found, Tensor)

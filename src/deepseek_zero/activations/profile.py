@@ -1,7 +1,7 @@
-"""Seconds of each checkpoint, forward and backward, of the first step that has any.
+"""Forward and backward times of each checkpoint, for the first step that has any.
 
-Backward counts from the gradient that reaches a checkpoint's output to the one that leaves its
-input, recomputation included; where no input needs a gradient, to the end of the whole backward.
+The backward time of a checkpoint is from the gradient of its output to the gradient of its input,
+including recomputation. If no input needs a gradient, it is until the end of the whole backward.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from ..base.quantities import format_seconds
 
 @dataclass
 class CheckpointTimes:
-    """The times of one checkpoint."""
+    """The times of one checkpoint.
+
+    Attributes:
+        forward_seconds: The time of forward.
+        began: When backward began (`time.perf_counter`); 0 before.
+        backward_seconds: The time of backward; 0 before its end.
+    """
 
     forward_seconds: float
     began: float = 0.0
     backward_seconds: float = 0.0
 
     def end(self, grad: Tensor | None = None) -> None:
+        """Record the end of backward; usable as a tensor hook."""
         if self.began:
             self.backward_seconds = time.perf_counter() - self.began
 
@@ -40,7 +47,15 @@ class Profile:
         self.is_over = self._has_begun = False
 
     def timed(self, call: Callable[[], Any], inputs: Any) -> Any:
-        """Run call(), and note the times of its forward now and of its backward when that comes."""
+        """Call a function, and record the times of its forward and backward.
+
+        Args:
+            call: The function, without arguments.
+            inputs: Its inputs, whose gradients end the backward.
+
+        Returns:
+            The result of the function.
+        """
         if self.is_over:
             return call()
         began = time.perf_counter()

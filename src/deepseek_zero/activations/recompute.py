@@ -1,12 +1,11 @@
-"""Recomputation: torch's non-reentrant checkpoint, with its inputs offloaded until backward asks
-for them.
+"""Recomputation: torch's non-reentrant checkpoint with offloaded inputs.
 
-torch keeps what it is passed. It is passed slots in place of activations, and a function that fills
-them: in forward with the tensors themselves, in a recomputation with restored copies. It needs no
-hook and no private name of torch's.
+torch keeps the arguments that it is passed. It is passed placeholders instead of activations, and a
+function that replaces them: by the original tensors in forward, and by restored copies in a
+recomputation. This needs no hooks and no private API of torch.
 
 [Note: one configuration per process] DeepSpeed's `checkpoint(function, *args)` has no argument for
-where inputs are offloaded to, so `_Process` holds that, for the whole process.
+the place of offloaded inputs, so `_Process` holds the configuration of the whole process.
 """
 
 from __future__ import annotations
@@ -37,15 +36,19 @@ from .profile import Profile
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """tier: the memory of the arena that the inputs of checkpoints are offloaded to; None: they
-    stay in place.
+    """Settings of recomputation.
 
-    directory, disk: of the disk. checkpoints: how many the arena must hold; None: learned. profile:
-    time each, once.
-    policy: what is kept beside inputs instead of being computed again (policy.py); None: nothing is
-    said of it.
-    partitioned: each tensor-parallel rank keeps its share of inputs (partition.py), where there are
-    such ranks.
+    Attributes:
+        tier: The memory that inputs of checkpoints are offloaded to; None keeps them in place.
+        directory: The directory on the disk.
+        disk: The settings of the disk.
+        checkpoints: Number of checkpoints that the arena holds; None learns it.
+        profile: Time each checkpoint once.
+        policy: The results that are kept instead of being recomputed (`policy.py`); None if not
+            set.
+        partitioned: Each tensor-parallel rank keeps its share of the inputs (`partition.py`), if
+            there
+        are such ranks.
     """
 
     tier: Tier | None = None
@@ -58,9 +61,11 @@ class RecomputeSettings:
 
 
 class Recompute:
-    """The recomputation of one process: its settings, and the arena of offloaded inputs.
+    """The recomputation of one process, with its arena of offloaded inputs.
 
-    tp: the ranks among which inputs are partitioned; None: they are not.
+    Args:
+        settings: The settings.
+        tp: The ranks over which inputs are partitioned; None for no partitioning.
     """
 
     def __init__(self, settings: RecomputeSettings, tp: Comm | None = None) -> None:
@@ -71,16 +76,24 @@ class Recompute:
         self.operators = operators_of(settings.policy or ())
 
     def capabilities(self) -> list[Capability]:
-        """Describe how inputs come and go in the memory that they are offloaded to."""
+        """Describe the memory that inputs are offloaded to."""
         return self.parking.memory.capabilities() if self.parking is not None else []
 
     def checkpoint(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run function(*args, **kwargs), to be computed again in backward.
+        """Run ``function(*args, **kwargs)``, which is computed again in backward.
 
-        Inside the hooks of others (a checkpoint around this one, save_on_cpu) inputs are not
-        offloaded: they are theirs to keep.
+        Inside saved-tensor hooks of other code (an outer checkpoint, save_on_cpu), inputs are not
+        offloaded, because that code decides how to keep them.
+
+        Args:
+            function: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments, and those of torch's checkpoint.
+
+        Returns:
+            The result of the function.
         """
         if self.operators and torch.is_grad_enabled():
             parking = None if others_see() else self.parking
@@ -97,14 +110,18 @@ class Recompute:
         return self.profile.timed(call, inputs)
 
     def reset(self) -> None:
-        """Forget the learned size and free the memory; graphs that are still alive keep theirs."""
+        """Forget the learned size and free the memory.
+
+        Graphs that still exist keep their inputs.
+        """
         self.close()
         self._make_room()
 
     def _make_room(self) -> None:
         tier = self.settings.tier
         if tier is None and self.tp is not None:
-            tier = Tier.DEVICE  # shares wait in an arena: a view of an input would keep all of it
+            # Shares need an arena: a view of an input would keep the whole input
+            tier = Tier.DEVICE
         self.parking: ActivationOffload | None = None
         self.partition: PartitionedInputs | None = None
         if tier is not None:
@@ -114,11 +131,12 @@ class Recompute:
             self.partition = PartitionedInputs(self.tp, self.parking)
 
     def close(self) -> None:
+        """Free the memory of offloaded inputs."""
         if self.parking is not None:
             self.parking.close()
 
     def explain(self) -> list[str]:
-        """Return one line, if anything was offloaded."""
+        """Return one line about the offloaded inputs, or nothing if there were none."""
         return [self.parking.explain()] if self.parking is not None and self.parking.slabs else []
 
     def offloaded(self) -> list[Storage]:
@@ -127,16 +145,16 @@ class Recompute:
 
 
 class Parked(Protocol):
-    """The inputs of one checkpoint, wherever they are."""
+    """The stored inputs of one checkpoint."""
 
     def restore(self) -> list[Tensor]: ...
 
 
 class _Filled:
-    """A function whose slots are filled when it is called: at first with the tensors themselves,
-    then with restored copies.
+    """A function whose placeholders are replaced when it is called.
 
-    It lives as long as the graph can be recomputed, and the offloaded inputs as long as it.
+    The first call uses the original tensors, later calls use restored copies. It exists as long as
+    the graph can be recomputed, and keeps the offloaded inputs for that time.
     """
 
     def __init__(self, function: Callable[..., Any], tensors: list[Tensor], parked: Parked) -> None:
@@ -154,8 +172,10 @@ class _Filled:
 
 
 def _memory_for(settings: RecomputeSettings) -> TierMemory:
-    """Open the memory of a tier. On a CPU device and host share one memory, so both tiers are the
-    same; beside a GPU the host's is page-locked.
+    """Open the memory of a tier.
+
+    On a CPU, device and host share one memory, so both tiers are the same. With a GPU, host memory
+    is page-locked.
     """
     if settings.tier is Tier.NVME:
         return Disk(settings.directory or Path(), settings.disk)
@@ -163,7 +183,10 @@ def _memory_for(settings: RecomputeSettings) -> TierMemory:
 
 
 class Preserved(Protocol):
-    """Something that a recomputation must find as forward did: streams of random numbers, say."""
+    """State that a recomputation must find as its forward did.
+
+    An example are random number generators.
+    """
 
     def get_states(self) -> Any: ...
 
@@ -171,9 +194,7 @@ class Preserved(Protocol):
 
 
 class _Replayed:
-    """A function that finds what is preserved as its first call did, whenever it is called
-    again.
-    """
+    """A function that restores the preserved states of its first call in later calls."""
 
     def __init__(self, function: Callable[..., Any], preserved: list[Preserved]) -> None:
         self.function = function
@@ -204,10 +225,14 @@ class _Process:
 
 
 def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
-    """Set what `checkpoint` does in this process from now on; raise `StorageError` if the directory
-    cannot be used.
+    """Set the configuration of `checkpoint` in this process.
 
-    tp: as `Recompute` takes it.
+    Args:
+        settings: The settings.
+        tp: The ranks over which inputs are partitioned; None for no partitioning.
+
+    Raises:
+        StorageError: The directory cannot be used.
     """
     new = Recompute(settings, tp)
     old = _Process.recompute
@@ -218,18 +243,18 @@ def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
 
 
 def preserve(states: Preserved) -> None:
-    """Let recomputations of this process find these states as their forwards did, from now on."""
+    """Restore these states in recomputations of this process from now on."""
     if not any(each is states for each in _Process.preserved):
         _Process.preserved.append(states)
 
 
 def current() -> Recompute | None:
-    """Return the last configuration; None if there is none."""
+    """Return the current configuration, or None if there is none."""
     return _Process.recompute
 
 
 def release(recompute: Recompute | None) -> None:
-    """Undo a `configure`, unless another came after it."""
+    """Undo a `configure`, unless a later one replaced it."""
     if recompute is None:
         return
     recompute.close()
@@ -237,13 +262,18 @@ def release(recompute: Recompute | None) -> None:
 
 
 def release_with(owner: object, recompute: Recompute) -> None:
-    """Undo a `configure` when `owner` is collected, if nothing released it before."""
+    """Undo a `configure` when `owner` is collected, unless it was undone before.
+
+    Args:
+        owner: The object whose lifetime counts.
+        recompute: The configuration.
+    """
     weakref.finalize(owner, _forget, recompute).atexit = False
 
 
 def _forget(recompute: Recompute) -> None:
-    # Without closing it: a finalizer may run anywhere, and a disk's threads end by themselves when
-    # it goes.
+    # Without closing it: a finalizer may run anywhere, and the threads of a disk end when it is
+    # freed
     if _Process.recompute is recompute:
         _Process.recompute = None
 
@@ -251,10 +281,17 @@ def _forget(recompute: Recompute) -> None:
 def checkpoint(
     function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any
 ) -> Any:
-    """Run `function` and compute its activations again in backward instead of keeping them.
+    """Run a function whose activations are recomputed in backward.
 
-    kwargs: the function's, and torch.utils.checkpoint's own (preserve_rng_state, context_fn, ...).
-    use_reentrant: for callers that pass it to torch's; recomputation is never reentrant here.
+    Args:
+        function: The function.
+        args: Its positional arguments.
+        use_reentrant: Accepted for compatibility with torch; recomputation is never reentrant.
+        kwargs: Its keyword arguments, and those of torch.utils.checkpoint (`preserve_rng_state`,
+        `context_fn`, ...).
+
+    Returns:
+        The result of the function.
     """
     if _Process.preserved and torch.is_grad_enabled():
         function = _Replayed(function, list(_Process.preserved))

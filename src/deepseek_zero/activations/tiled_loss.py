@@ -1,20 +1,21 @@
-"""Cross entropy of a head's logits, a tile of tokens at a time: logits of all tokens never exist.
+"""Cross entropy of a head's logits in tiles of tokens, without all logits.
 
-The gradients are computed in forward, tile by tile, while the tile's logits are there. Backward
-multiplies them by the gradient that comes in, whatever the loss was multiplied by, and gives the
-weight's to autograd once. So a weight is reduced once, and backward reads neither it nor a logit.
+The gradients are computed in forward, while the logits of a tile exist. Backward multiplies them by
+the incoming gradient, which includes any factor of the loss, and passes the weight's gradient to
+autograd once. A weight's gradient is therefore reduced once, and backward reads neither the weight
+nor logits.
 
     for each tile:   z = x W^T + b     in the dtype of x
                      p = softmax(z)    in place, in fp32
                      loss += -log p[target],   d = p - [word is the target]
                      gx = d W,   gW += d^T x,   gb += sum of d     gW and gb in fp32
 
-What is kept are the gradients of the loss's sum over tokens, which do not get smaller with the
-number of tokens: a mean is that sum divided afterwards. Along the axis "tp" a rank computes the
-logits of its own words; of each tile the ranks tell each other what loss.py says, and gx is summed
-over them once.
+The kept gradients are those of the loss's sum over tokens, which do not shrink with the number of
+tokens; a mean divides the sum afterwards. Along the axis "tp", each rank computes the logits of its
+part of the vocabulary. For each tile the ranks exchange the values defined in `parallel/loss.py`,
+and gx is summed over the ranks once.
 
-`sum_at_once` does so for any function that gives a loss, with autograd in place of formulas.
+`sum_at_once` does the same for any function that returns a loss, with autograd instead of formulas.
 """
 
 from __future__ import annotations
@@ -43,17 +44,19 @@ from ..sharding.sharded_parameter import ShardedParameter, owner_of
 from ..sharding.step_state import Phase
 from .tiles import each_tile
 
-# Of gradients that are kept in fp16: a word's probability is often less than fp16 tells from zero
+# Factor of gradients that are kept in fp16: a word's probability is often too small for fp16
 HALF_FACTOR = 256.0
-# Parts of the weight's gradient that a tile adds to one after another where that needs a product
-# beside
+# Parts in which a tile is added to the weight's gradient, if that needs a temporary product
 WORD_BLOCKS = 8
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """rows: tokens whose logits exist at once.  ignored: the target of a token that no loss
-    counts.
+    """Settings of the tiled loss.
+
+    Attributes:
+        rows: Number of tokens whose logits exist at once.
+        ignored: The target of a token that does not count.
     """
 
     rows: int
@@ -68,11 +71,24 @@ def tiled_cross_entropy(
     settings: LossSettings,
     layer: Layer | None = None,
 ) -> Tensor:
-    """Return the sum over tokens of the cross entropy of x W^T + b, a number in fp32.
+    """Return the cross entropy of x W^T + b, summed over tokens, in fp32.
 
-    x: (..., width). weight: (words, width). targets: (...), words, or `settings.ignored`. layer: of
-    which the weight is one rank's part; then its ranks call this together, and the sum is equal on
-    all of them. Gradients reach x, weight and bias, of any of them that needs one.
+    Gradients are computed for those of x, weight and bias that need one.
+
+    Args:
+        x: Shape ``(..., width)``.
+        weight: Shape ``(words, width)``.
+        bias: Shape ``(words,)``, or None.
+        targets: Shape ``(...)``, word numbers or ``settings.ignored``.
+        settings: The settings.
+        layer: The layer of which `weight` is one rank's part; None if the weight is whole.
+
+    Raises:
+        UsageError: The number of targets differs from that of tokens.
+
+    Note:
+        With `layer`, collective: every rank of its axis must call it. The result is equal on all of
+        them.
     """
     rows = cast_for_autocast(x.reshape(-1, x.shape[-1]))
     weight = weight.to(rows.dtype)
@@ -90,7 +106,7 @@ def tiled_cross_entropy(
 
 
 class _AtOnce(torch.autograd.Function):
-    """The loop of this page. x: (tokens, width)."""
+    """The loop of the module docstring; `x` has shape (tokens, width)."""
 
     @staticmethod
     def forward(
@@ -130,9 +146,9 @@ class _AtOnce(torch.autograd.Function):
 
 
 def _times(kept: Tensor, scale: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
-    """Return a kept gradient times the one that came in, multiplied in fp32, block by block.
+    """Multiply a kept gradient by the incoming one, in fp32, block by block.
 
-    in_place: nobody reads the kept one again.
+    `in_place` means that the kept gradient is not needed again.
     """
     found = kept if in_place and kept.dtype == dtype else torch.empty_like(kept, dtype=dtype)
     for source, into in zip(
@@ -143,7 +159,7 @@ def _times(kept: Tensor, scale: Tensor, dtype: torch.dtype, *, in_place: bool) -
 
 
 class _Ranks:
-    """What a tile asks of the ranks that hold the other words; alone, nothing."""
+    """Communication with the ranks that hold the other words; none on a single rank."""
 
     def __init__(self, layer: Layer | None) -> None:
         self.first = 0
@@ -165,8 +181,12 @@ class _Ranks:
 
 
 class _Loop:
-    """One pass over the tokens.  gx, gw, gb: the gradients that are wanted, for a loss that is the
-    sum; gx is `factor` times as large.
+    """One pass over the tokens.
+
+    Attributes:
+        gx: The gradient of x for the summed loss, times `factor`; None if it is not needed.
+        gw: The gradient of the weight; None if it is not needed.
+        gb: The gradient of the bias; None if it is not needed.
     """
 
     def __init__(
@@ -246,7 +266,7 @@ class _Loop:
             into.add_(torch.mm(words.t(), x), alpha=1.0 / self.factor)
 
 
-# -- any function that gives a loss
+# -- any function that returns a loss
 
 
 def sum_at_once(
@@ -256,19 +276,24 @@ def sum_at_once(
     x: Tensor,
     *others: Tensor,
 ) -> Tensor | None:
-    """Return the sum of what a function gives of each part of the tensors, with gradients that are
-    computed here.
+    """Sum a function's results for parts of tensors, computing gradients at once.
 
-    x, others: as long as each other in their first dimension, cut into `tiles` parts as `each_tile`
-    cuts them.
-    function: gives one number of a part of each. weights: those that it reads. What is kept are the
-    gradients of x and of the weights, these in fp32, and backward multiplies them by the one that
-    comes in. Local.
+    The gradients of `x` and of the weights are kept, the latter in fp32, and backward multiplies
+    them by the incoming gradient.
 
-    None where gradients cannot be computed before a backward: where the function reads other
-    tensors that need one, an engine's hooks would take it for the backward, a checkpoint is under
-    way, or numbers are in fp16, since the loss scale would come too late. The function may have
-    been called once then.
+    Args:
+        function: Returns one number for a part of each tensor.
+        tiles: Number of parts, as for `each_tile`.
+        weights: The weights that the function reads.
+        x: The tensor with a gradient, divided along its first dimension.
+        others: Tensors of the same length without gradient.
+
+    Returns:
+        The sum, or None if the gradients cannot be computed before backward. That is the case if
+        the
+        function reads other tensors that need a gradient, if an engine's hooks would mistake the
+        computation for the backward, in a checkpoint, and for fp16, because the loss scale would be
+        applied too late. The function may have been called once in this case.
     """
     weights = list({id(each): each for each in weights}.values())
     leaves = (x, *weights)
@@ -298,7 +323,7 @@ def sum_at_once(
             if grad is not None:
                 kept[number] = _added(kept[number], grad, weights[number])
         found.append(loss.detach())
-        del loss, gx, grads  # before the next tile's are made
+        del loss, gx, grads  # Free them before those of the next tile are computed
     total: Tensor = _Known.apply(torch.stack(found).sum(), (torch.cat(slices), *kept), *leaves)  # type: ignore[no-untyped-call]
     return total
 
@@ -312,18 +337,15 @@ def _added(total: Tensor | None, grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_kept_whole(tensor: Tensor) -> bool:
-    """Return whether fp32 holds what becomes of a tensor's gradient, before anybody has scaled the
-    loss.
-    """
+    """Return whether fp32 can hold the tensor's gradient before the loss is scaled."""
     return tensor.dtype in (torch.float32, torch.bfloat16) and tensor.dim() > 0
 
 
 def _is_out_of_the_way(weight: Tensor) -> bool:
-    """Return whether a gradient may be computed in forward without a hook that takes it for the
-    backward's.
+    """Return whether no hook would mistake a gradient in forward for the backward's.
 
-    Of a wrapped model those of the root may, in its forward: an engine's hooks are on what units
-    give.
+    In a wrapped model this holds for weights of the root during its forward, because an engine's
+    hooks are on the outputs of units.
     """
     if (
         not weight.is_leaf
@@ -342,13 +364,13 @@ def _is_out_of_the_way(weight: Tensor) -> bool:
     ):
         return False
     is_forward = runtime.step.phase is Phase.FORWARD and bool(runtime.step.active)
-    # In a graph, by its weights
+    # In a graph, through its weights
     shows = all(any(group.trainable for group in unit.groups) for unit in runtime.units)
     return is_forward and shows and owner in runtime.root.groups
 
 
 def _comes_from(loss: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Return whether a number's gradient ends in these tensors and nowhere else."""
+    """Return whether the gradient of a number ends in these tensors and nowhere else."""
     known = {id(each) for each in leaves}
     seen = set[Any]()
     left = [loss.grad_fn]
@@ -365,9 +387,7 @@ def _comes_from(loss: Tensor, leaves: Sequence[Tensor]) -> bool:
 
 
 class _Known(torch.autograd.Function):
-    """A number whose gradients are known: kept, of each of the tensors it comes from; None: it has
-    none.
-    """
+    """A number with known gradients, one for each tensor, or None for no gradient."""
 
     @staticmethod
     def forward(
@@ -393,20 +413,22 @@ class _Known(torch.autograd.Function):
 
 
 class TiledHead(nn.Module):
-    """A head that gives the loss instead of logits while its model wants one.  Never made: a head
-    takes a class of it and of its own as its class.
+    """A head that returns the loss instead of logits when its model needs one.
+
+    The class is not instantiated: a head's class is replaced by a subclass of this one and its own.
     """
 
     tiles: TiledLoss
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of the current forward, or logits if it needs none."""
         plain = super().forward
         return plain(x) if self.tiles.wanted is None else self.tiles.compute(self, plain, x)
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What the loss function of a forward under way will be given."""
+    """The arguments that the loss function of the current forward will receive."""
 
     labels: Tensor
     shift_labels: Tensor | None
@@ -414,24 +436,34 @@ class _Wanted:
 
 
 class TiledLoss:
-    """Takes the place of a causal model's loss function, and tells its head when to compute it.
+    """Replaces a causal model's loss function, and makes its head compute the loss.
 
-    The head is called once, where the model calls it, so that its unit is gathered as ever.
+    The head is called once, at its usual place, so its unit is gathered as usual.
+
+    Args:
+        settings: The settings.
+        whole: The model's original loss function.
+
+    Attributes:
+        wanted: The loss to compute in the current forward, until the head was called.
     """
 
     def __init__(self, settings: LossSettings, whole: Callable[..., Tensor]) -> None:
         self.settings = settings
         self.whole = whole
-        self.wanted: _Wanted | None = (
-            None  # in a forward with gradients and labels, until its head has been called
-        )
+        self.wanted: _Wanted | None = None
         self._found: tuple[_Wanted, Tensor] | None = None
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int
     ) -> None:
-        """See whether this forward wants a loss to learn from. place: of labels among its
-        arguments.
+        """Check whether this forward needs a loss with gradients; a forward pre-hook.
+
+        Args:
+            module: The model.
+            args: Positional arguments of the forward.
+            kwargs: Keyword arguments of the forward.
+            place: The position of `labels` in the forward's signature.
         """
         self.wanted = self._found = None
         by_place = args[place] if len(args) > place else None
@@ -442,8 +474,12 @@ class TiledLoss:
             )
 
     def compute(self, head: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return the loss of what the head is given, as transformers' loss for causal models
-        defines it.
+        """Return the loss as transformers' loss for causal models defines it.
+
+        Args:
+            head: The head.
+            plain: The original forward of the head.
+            x: The input of the head.
         """
         wanted = self.wanted
         self.wanted = None
@@ -478,9 +514,7 @@ class TiledLoss:
         return torch.stack(each_tile(one, max(tiles, 1), rows, targets.reshape(-1), dim=0)).sum()
 
     def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss that the head has computed; without one what the model's own function
-        makes of logits.
-        """
+        """Return the loss that the head computed, or that of the original function."""
         if self._found is None:
             return self.whole(logits, labels, *args, **kwargs)
         wanted, loss = self._found
@@ -498,7 +532,13 @@ class TiledLoss:
         return loss
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Leave the logits, which are none, out of the output."""
+        """Remove the logits, which were not computed, from the output; a forward hook.
+
+        Args:
+            module: The model.
+            args: Positional arguments of the forward.
+            output: The output of the forward.
+        """
         found = self._found
         self.wanted = None
         self._found = None
@@ -512,12 +552,17 @@ class TiledLoss:
 
 
 def tile_loss(model: nn.Module, rows: int) -> None:
-    """Let a causal model of transformers compute its loss in training from tiles of `rows` tokens.
-    Local.
+    """Make a causal transformers model compute its training loss in tiles of tokens.
 
-    Its outputs have no logits then. After its layers have been cut along "tp" and its sequences
-    along "sp", and before it is wrapped. NotBuiltError where the model is another, or its head is
-    computed in a way that has no tiles.
+    Its outputs have no logits then. Call this after layers are split along "tp" and sequences along
+    "sp", and before the model is wrapped.
+
+    Args:
+        model: The model.
+        rows: Number of tokens per tile.
+
+    Raises:
+        NotBuiltError: The model is of another kind, or its head cannot be computed in tiles.
     """
     owner = next((each for each in model.modules() if loss_name(each) == CAUSAL), None)
     head: Any = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]

@@ -1,20 +1,19 @@
-"""Tiles of a sequence: a function of tokens runs over a part of them at a time, and again for
-backward.
+"""Tiles of a sequence: run a function on a part of the tokens at a time.
 
-What a token's result needs of no other token (an MLP, the logits and the loss) may be computed in
-tiles. Forward keeps each tile's input; backward computes one tile again, differentiates it, and
-goes on to the next: at most one tile's activations are there. Each tile is a checkpoint, whose
-weights autograd sees as used once per tile, so a weight's gradient is added up over the tiles first
-and arrives once, whatever waits for it.
+This is possible if the result of a token depends on no other token (an MLP, the logits and the
+loss). Forward keeps each tile's input. Backward recomputes one tile, differentiates it, and
+continues with the next, so only one tile's activations exist at a time. Each tile is a checkpoint.
+Autograd sees a weight used once per tile, so it sums the weight's gradient over the tiles and
+delivers it once.
 
-Autograd adds up in the weight's dtype, and in 16 bits a sum of many tiles loses what each of them
-adds. So a module's weights of 16 bits are read through nodes of ours (`fp32_sums`):
+Autograd sums in the weight's dtype, and a 16-bit sum of many tiles loses precision. A module's
+16-bit weights are therefore read through additional nodes (`fp32_sums`):
 
     weight -> _Whole -> _Read -> tile 0
                      -> _Read -> tile 1
 
-    _Read     adds a tile's gradient to a sum in fp32 and hands on nothing
-    _Whole    runs when all tiles have, rounds the sum and hands it on
+    _Read     adds a tile's gradient to a sum in fp32 and passes on nothing
+    _Whole    runs after all tiles, rounds the sum and passes it on
 """
 
 from __future__ import annotations
@@ -36,8 +35,11 @@ from ..sharding.sharded_parameter import ShardedParameter
 
 @dataclass(frozen=True)
 class TileSettings:
-    """Tokens that are computed at a time: of the logits and the loss, and of feed-forward layers;
-    None: all of them.
+    """Number of tokens per tile; None for no tiles.
+
+    Attributes:
+        loss: For the logits and the loss.
+        mlp: For feed-forward layers.
     """
 
     loss: int | None = None
@@ -47,13 +49,23 @@ class TileSettings:
 def each_tile(
     function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim: int = 1
 ) -> list[Tensor]:
-    """Return what the function makes of each part of the tensors, by place, to be computed again in
-    backward.
+    """Return a function's results for each part of the tensors, in order.
 
-    tensors: as long as each other in dimension `dim`, (samples, tokens, ...) by default; the
-    function gets one part of each. They are cut into `tiles` parts, the last ones shorter, and
-    fewer where there are fewer tokens. Local; but where the function calls sharded units of its
-    own, all ranks take as many tiles, since each gathers them. UsageError where lengths differ.
+    Each part is a checkpoint, which is computed again in backward.
+
+    Args:
+        function: Called with one part of each tensor.
+        tiles: Number of parts. The last parts may be shorter, and there are fewer for fewer tokens.
+        tensors: Tensors of equal length in `dim`, by default of shape ``(samples, tokens, ...)``.
+        dim: The dimension to split.
+
+    Raises:
+        UsageError: The lengths differ, or `tiles` is less than 1.
+
+    Note:
+        If the function calls sharded units, all ranks must use the same number of tiles, because
+        each
+        tile all-gathers their weights.
     """
     lengths = [each.shape[dim] for each in tensors]
     if tiles < 1 or len(set(lengths)) != 1:
@@ -67,38 +79,42 @@ def each_tile(
 
 
 def in_tiles(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim: int = 1) -> Tensor:
-    """Return function(*tensors), computed tile by tile and joined in dimension `dim`. As
-    `each_tile`.
+    """Return ``function(*tensors)``, computed in tiles and concatenated.
 
-    A token's result has the bits that the function gives it among the tokens of its tile. Gradients
-    of weights are sums over tiles, the last tile first, in the weights' dtype but for those of
+    A token's result has the bits that the function returns for the tokens of its tile. Gradients of
+    weights are sums over tiles, last tile first, in the dtype of the weight except with
     `fp32_sums`.
+
+    Args:
+        function: Called with one part of each tensor.
+        tiles: Number of parts, as for `each_tile`.
+        tensors: Tensors of equal length in `dim`.
+        dim: The dimension to split and to concatenate.
     """
     return torch.cat(each_tile(function, tiles, *tensors, dim=dim), dim)
 
 
 def _again(function: Callable[..., Tensor], part: tuple[Tensor, ...]) -> Tensor:
     def contiguous(*tensors: Tensor) -> Tensor:
-        # A copy that lives as long as the tile is computed; a part of more than one sample is
-        # strided.
+        # A copy that exists while the tile is computed; a part of more than one sample is strided
         return function(*(each.contiguous() for each in tensors))
 
     found: Tensor = checkpoint(contiguous, *part, use_reentrant=False)
     return found
 
 
-# -- gradients of 16 bits, added up in 32
+# -- 16-bit gradients, summed in 32 bits
 
 
 @dataclass
 class _Sum:
-    """The gradients of one weight that tiles have given so far, in fp32."""
+    """The fp32 sum of the gradients of one weight, over the tiles so far."""
 
     total: Tensor | None = None
 
 
 class _Whole(torch.autograd.Function):
-    """A weight, as all tiles have it."""
+    """A weight, as an input of all tiles."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, over: _Sum) -> Tensor:
@@ -117,7 +133,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """A weight, as one tile reads it."""
+    """A weight, as an input of one tile."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, over: _Sum) -> Tensor:
@@ -134,7 +150,14 @@ class _Read(torch.autograd.Function):
 
 @dataclass
 class _Weight:
-    """A weight that tiles read.  places: (module, name) of each attribute that it is."""
+    """A weight that tiles read.
+
+    Attributes:
+        param: The parameter.
+        places: The (module, name) of each attribute that refers to it.
+        whole: The output of `_Whole`.
+        over: The sum of its gradients.
+    """
 
     param: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
@@ -142,15 +165,16 @@ class _Weight:
     over: _Sum = field(default_factory=_Sum)
 
     def read(self) -> None:
-        """Let modules read the weight through a node: an attribute of the object itself comes
-        before its parameters.
+        """Make modules read the weight through a new node.
+
+        An attribute of the instance has precedence over the module's parameters.
         """
         found = _Read.apply(self.whole, self.over)  # type: ignore[no-untyped-call]
         for module, name in self.places:
             module.__dict__[name] = found
 
     def give_back(self) -> None:
-        """Let modules read the parameter again."""
+        """Make modules read the parameter again."""
         for module, name in self.places:
             module.__dict__.pop(name, None)
 
@@ -159,13 +183,18 @@ class _Weight:
 def fp32_sums(
     module: nn.Module | None, only: Sequence[Tensor] | None = None
 ) -> Iterator[Callable[[Callable[..., Tensor]], Callable[..., Tensor]]]:
-    """Open a block in which functions of tiles read a module's weights so that their gradients are
-    added up in fp32.
+    """Sum the gradients of a module's 16-bit weights over tiles in fp32.
 
-    Yields what makes such a function of one that reads the module. only: these weights; None: all
-    of them. Weights of 32 bits stay as they are, and so do those that are sharded when the block
-    opens, since a unit inside the module gathers them for each tile. A recomputation reads the
-    weights themselves: autograd asks it for values alone. Local.
+    Other weights are not changed. Weights that are sharded when the block opens are not changed
+    either, because a unit inside the module gathers them for each tile. A recomputation reads the
+    weights themselves, because autograd needs only its values.
+
+    Args:
+        module: The module; None does nothing.
+        only: The weights to include; None for all.
+
+    Yields:
+        A function that converts a function of tiles, which reads the module, to one with fp32 sums.
     """
     found: dict[int, _Weight] = {}
     asks = module is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -193,7 +222,7 @@ def fp32_sums(
         yield reading
     finally:
         for weight in found.values():
-            weight.whole = None  # a view of a gathered buffer must not outlive the forward
+            weight.whole = None  # A view of a gathered buffer must not outlive the forward
 
 
 def _is_summed(param: Tensor, only: Sequence[Tensor] | None) -> bool:
@@ -206,17 +235,22 @@ def _is_summed(param: Tensor, only: Sequence[Tensor] | None) -> bool:
 
 
 class TiledMlp(nn.Module):
-    """A feed-forward layer that computes tiles of its tokens in training.  Never made: a module
-    takes a class of it and of its own as its class.
+    """A feed-forward layer that computes tiles of its tokens in training.
 
-    Tensors that it is given next to its input, such as the residual, have the same tokens and are
-    cut with it.
+    The class is not instantiated: a module's class is replaced by a subclass of this one and its
+    own. Tensor arguments other than the input, such as the residual, must have the same tokens, and
+    are split with it.
+
+    Attributes:
+        tile_rows: Number of tokens per tile.
+        tile_name: The name of the module, for errors.
     """
 
     tile_rows: int
     tile_name: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the original forward, in tiles if there are several."""
         plain: Callable[..., Any] = super().forward
         names = list(kwargs)
         given = [*args, *kwargs.values()]
@@ -262,11 +296,18 @@ class TiledMlp(nn.Module):
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
-    """Let the feed-forward layers of a model compute `rows` tokens at a time in training. Local.
+    """Make the feed-forward layers of a model compute tiles of tokens in training.
 
-    They are the modules whose class is called ...MLP, as transformers calls them, and that hold no
-    other one. Before the model is wrapped. NotBuiltError where there is none, or where ranks along
-    "tp" shard what they read over tokens.
+    They are the modules whose class name ends with MLP, as in transformers, and that contain no
+    other such module. Call this before the model is wrapped.
+
+    Args:
+        model: The model.
+        rows: Number of tokens per tile.
+
+    Raises:
+        NotBuiltError: There is no such module, it mixes tokens, or "tp" ranks shard its input over
+        tokens.
     """
     named = {name: module for name, module in model.named_modules() if _is_mlp(module)}
     found = list(named.values())
@@ -306,7 +347,7 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
         module.tile_name = name
 
 
-# Layers that compute the result of one token or position from several of them.
+# Layers that compute the result of one token or position from several
 _MIXES_TOKENS = (
     *(nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention, nn.GroupNorm),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm1d, nn.InstanceNorm2d),
@@ -319,6 +360,6 @@ def _is_pointwise(module: nn.Module) -> bool:
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """Return whether this is a feed-forward layer that holds no other one."""
+    """Return whether this is a feed-forward layer that contains no other one."""
     kinds = [type(each).__name__.endswith("MLP") for each in module.modules()]
     return kinds[0] and sum(kinds) == 1
