@@ -49,9 +49,9 @@ def refuse_miscount() -> None:
     counted = counted_by_accelerate()
     if counted is None or counted == size:
         return
+    noun = "process" if counted == 1 else "processes"
     raise UsageError(
-        f"accelerate counted {counted} {'process' if counted == 1 else 'processes'}, and this "
-        f"world has {size}.",
+        f"accelerate counted {counted} {noun}, and this world has {size}.",
         "Its batch sizes would not fit, and every rank would be given the same batches.  On CPUs "
         "it counts 1 unless it is told how they talk.",
         f'set {CPU_RANKS}=1, pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to '

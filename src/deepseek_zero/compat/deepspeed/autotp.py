@@ -206,7 +206,12 @@ class TPLayerSpec:
             self.partition_type = PartitionType(self.partition_type.lower())
         if self.shape is None:
             return
-        self.shape = tuple(tuple(size) if isinstance(size, list) else size for size in self.shape)
+        sizes: list[Any] = []
+        for size in self.shape:
+            if isinstance(size, list):
+                size = tuple(size)
+            sizes.append(size)
+        self.shape = tuple(sizes)
         dim = self.get_partition_dim()
         if not 0 <= dim < len(self.shape):
             raise ValueError(

@@ -122,6 +122,5 @@ def tensor_parallel_statement(model: Any, raw: RawConfig, has_mpu: bool) -> Mesh
             raise ConfigError(
                 f"Conflicting dtype in config ({dtype}) and tp_model_init ({asked.dtype})."
             )
-    return MeshStatement(
-        "tp_model_init", {"tp": asked.tp_size}, groups={"tp": asked.ranks} if asked.ranks else {}
-    )
+    groups = {"tp": asked.ranks} if asked.ranks else {}
+    return MeshStatement("tp_model_init", {"tp": asked.tp_size}, groups=groups)

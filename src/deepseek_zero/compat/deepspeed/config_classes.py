@@ -55,9 +55,9 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(
-            **(data if strict else {key: value for key, value in data.items() if value != "auto"})
-        )
+        if not strict:
+            data = {key: value for key, value in data.items() if value != "auto"}
+        super().__init__(**data)
         for name, field in type(self).model_fields.items():
             about = field.json_schema_extra
             if (
@@ -69,9 +69,8 @@ class DeepSpeedConfigModel(BaseModel):
 
     def _hand_over(self, name: str, about: Mapping[str, Any]) -> None:
         target = about.get("new_param", "")
-        logger.warning(
-            "Config parameter %s is deprecated%s", name, f" use {target} instead" if target else ""
-        )
+        hint = f" use {target} instead" if target else ""
+        logger.warning("Config parameter %s is deprecated%s", name, hint)
         if not target or not about.get("set_new_param", True):
             return
         value = about.get("new_param_fn", lambda given: given)(getattr(self, name))
@@ -179,7 +178,17 @@ class ZenFlowConfig(DeepSpeedConfigModel):
 def _replaced(name: str, make: Callable[[Any], Any] | None = None, sets: bool = True) -> Any:
     """Declare a deprecated field and its replacement."""
     about: dict[str, Any] = {"deprecated": True, "new_param": name, "set_new_param": sets}
-    return Field(None, json_schema_extra=about | ({"new_param_fn": make} if make else {}))
+    if make is not None:
+        about["new_param_fn"] = make
+    return Field(None, json_schema_extra=about)
+
+
+def _host_params(is_on: bool | None) -> DeepSpeedZeroOffloadParamConfig | None:
+    return DeepSpeedZeroOffloadParamConfig(**ON_THE_HOST) if is_on else None
+
+
+def _host_optimizer(is_on: bool | None) -> DeepSpeedZeroOffloadOptimizerConfig | None:
+    return DeepSpeedZeroOffloadOptimizerConfig(**ON_THE_HOST) if is_on else None
 
 
 def _elements(alias: str, default: int) -> Any:
@@ -207,16 +216,11 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
     zenflow: ZenFlowConfig | None = None
     sub_group_size: int = Field(1_000_000_000, ge=0)
-    cpu_offload_param: bool | None = _replaced(
-        "offload_param", lambda on: DeepSpeedZeroOffloadParamConfig(**ON_THE_HOST) if on else None
-    )
+    cpu_offload_param: bool | None = _replaced("offload_param", _host_params)
     cpu_offload_use_pin_memory: bool | None = _replaced(
         "offload_param or offload_optimizer", sets=False
     )
-    cpu_offload: bool | None = _replaced(
-        "offload_optimizer",
-        lambda on: DeepSpeedZeroOffloadOptimizerConfig(**ON_THE_HOST) if on else None,
-    )
+    cpu_offload: bool | None = _replaced("offload_optimizer", _host_optimizer)
     prefetch_bucket_size: int = _elements("stage3_prefetch_bucket_size", 50_000_000)
     param_persistence_threshold: int = _elements("stage3_param_persistence_threshold", 100_000)
     model_persistence_threshold: int = _elements("stage3_model_persistence_threshold", sys.maxsize)
@@ -641,9 +645,9 @@ def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> torch.dtype | Non
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """Return the section `zero_optimization`. The value true means stage 1."""
     section = param_dict.get("zero_optimization", {})
-    return DeepSpeedZeroConfig(
-        **({"stage": int(section)} if isinstance(section, bool) else section)
-    )
+    if isinstance(section, bool):
+        section = {"stage": int(section)}
+    return DeepSpeedZeroConfig(**section)
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
@@ -854,9 +858,8 @@ def _read(config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: It cannot be read. The class is a ValueError.
     """
-    document = read(
-        dict(config) if isinstance(config, Mapping) else os.fspath(config), lenient=True
-    )
+    source = dict(config) if isinstance(config, Mapping) else os.fspath(config)
+    document = read(source, lenient=True)
     if document.duplicates:
         raise ConfigError(
             f"Duplicate keys in the configuration: {list(document.duplicates)}",

@@ -108,6 +108,7 @@ def curriculum_loader(
     if not settings["data_sampling"]["curriculum_learning"]["enabled"]:
         return None
     kind = import_module(".data_pipeline.loader", __package__).CurriculumLoader
+    take = partial(parallel.own_part, model) if mesh.sp > 1 else None
     made: ShardedLoader = kind(
         dataset,
         batch_size or config.train_micro_batch_size_per_gpu,
@@ -116,7 +117,7 @@ def curriculum_loader(
         config.gradient_accumulation_steps,
         collate_fn,
         parts.settings.data.drop_last,
-        partial(parallel.own_part, model) if mesh.sp > 1 else None,
+        take,
     )
     return made
 

@@ -196,11 +196,13 @@ def _states(
     stage: int, params: int, ranks: int, offload_states: bool, offload_weights: bool
 ) -> dict[Tier, int]:
     """Return the bytes of one rank on the device and on the host, for bf16 with Adam."""
+    state_tier = Tier.HOST if offload_states else Tier.DEVICE
+    weight_tier = Tier.HOST if offload_weights else Tier.DEVICE
     settings = PlanSettings(
         stage=stage,
         policy=Policy(compute=torch.bfloat16),
-        state_tier=Tier.HOST if offload_states else Tier.DEVICE,
-        weight_tier=Tier.HOST if offload_weights else Tier.DEVICE,
+        state_tier=state_tier,
+        weight_tier=weight_tier,
     )
     padded = -(-params // ranks) * ranks
     plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=ranks)

@@ -114,11 +114,13 @@ def mesh() -> Mesh:
     """Return the current mesh, from the point of view of this rank."""
     if (stated := _stated()) is not None:
         return stated[0]
-    size = dist.get_world_size() if dist.is_initialized() else 1
+    is_distributed = dist.is_initialized()
+    size = dist.get_world_size() if is_distributed else 1
     engine = _Process.engine() if _Process.engine is not None else None
     if engine is not None and engine.mesh.world_size == size:
         return engine.mesh
-    return Mesh().on_world(size, dist.get_rank() if dist.is_initialized() else 0)
+    rank = dist.get_rank() if is_distributed else 0
+    return Mesh().on_world(size, rank)
 
 
 def make_groups(over: Mesh) -> None:

@@ -8,7 +8,6 @@ checkpoints look for these classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -130,8 +129,11 @@ class DynamicLossScaler(LossScalerBase):
                 `raise_error_at_min_scale` is true.
         """
         rule = self._rule()
-        with suppress(*(() if self.raise_error_at_min_scale else (LossScaleError,))):
+        try:
             rule.update(overflow)
+        except LossScaleError:
+            if self.raise_error_at_min_scale:
+                raise
         self.cur_scale = rule.scale
         self.cur_hysteresis = rule.cur_hysteresis
         self.last_overflow_iter = self.cur_iter if overflow else self.last_overflow_iter
@@ -170,4 +172,5 @@ def CreateLossScaler(
     """
     if dtype is torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
-    return LossScaler(static_loss_scale if dtype is torch.half else 1.0)
+    scale = static_loss_scale if dtype is torch.half else 1.0
+    return LossScaler(scale)

@@ -536,8 +536,13 @@ class Experts(nn.Module):
             inputs: Shape ``(experts, slots, width)``. If an expert returns a tuple, its first
                 element is used.
         """
-        made = [expert(each) for expert, each in zip(self.deepspeed_experts, inputs, strict=True)]
-        return torch.stack([each[0] if isinstance(each, tuple) else each for each in made])
+        outputs = []
+        for expert, each in zip(self.deepspeed_experts, inputs, strict=True):
+            output = expert(each)
+            if isinstance(output, tuple):
+                output = output[0]
+            outputs.append(output)
+        return torch.stack(outputs)
 
 
 class MOELayer(nn.Module):

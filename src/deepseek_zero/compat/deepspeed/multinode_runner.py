@@ -136,7 +136,7 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parse_args(args)
     if (given.num_nodes > 0 or given.num_gpus > 0) and (given.include or given.exclude):
         raise ValueError("Cannot specify num_nodes/gpus with include/exclude")
-    words = list(sys.argv[1:] if args is None else args)
+    words = sys.argv[1:] if args is None else list(args)
     os.execv(
         sys.executable, [sys.executable, "-m", "deepseek_zero.cli", "run", "--as-deepspeed", *words]
     )
@@ -198,7 +198,10 @@ class MultiNodeRunner:
         raise NotImplementedError
 
     def _total(self, active: Mapping[str, Any]) -> int:
-        return sum(slots if isinstance(slots, int) else len(slots) for slots in active.values())
+        total = 0
+        for slots in active.values():
+            total += slots if isinstance(slots, int) else len(slots)
+        return total
 
     def _script(self) -> list[str]:
         """Return the command that runs the user's program in each process."""

@@ -74,9 +74,8 @@ class _MadeOnCpu(_Made):
             if name in options
         }
         spec = resolve_optimizer(cls.rule, options)
-        made = replace(
-            spec, cls=cpu_adam.AdamW if issubclass(spec.cls, AdamW) else cpu_adam.Adam
-        ).build(params)
+        kind = cpu_adam.AdamW if issubclass(spec.cls, AdamW) else cpu_adam.Adam
+        made = replace(spec, cls=kind).build(params)
         vars(made).update(own)
         return made
 

@@ -241,7 +241,8 @@ class NamedOptimizer(ShardedOptimizer):
             group.plan.grad is not None and group.plan.grad.placement is S
             for group in self.runtime.groups
         )
-        return list((rows.sum(0) if is_cut else rows[comm.rank]).sqrt().float())
+        squares = rows.sum(0) if is_cut else rows[comm.rank]
+        return list(squares.sqrt().float())
 
     @property
     def leaf_parameters(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:

@@ -173,7 +173,8 @@ def get_global_norm(norm_list: Iterable[Any]) -> float:
 
 def _sum_over(value: Tensor, group: Any, largest: bool = False) -> Tensor:
     if group is not None and dist.is_initialized():
-        dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        dist.all_reduce(value, op=op, group=group)
     return value
 
 
@@ -183,9 +184,8 @@ def _norm_of(tensors: Sequence[Tensor], norm_type: float, mpu: Any = None) -> Te
     device = tensors[0].device if tensors else default_device()
     if norm_type == math.inf:
         largest = [tensor.detach().abs().max().float() for tensor in tensors]
-        return _sum_over(
-            torch.stack(largest).max() if largest else torch.zeros((), device=device), group, True
-        )
+        norm = torch.stack(largest).max() if largest else torch.zeros((), device=device)
+        return _sum_over(norm, group, True)
     parts = [tensor.detach().float().norm(norm_type).pow(norm_type) for tensor in tensors]
     total = torch.stack(parts).sum() if parts else torch.zeros((), device=device)
     return _sum_over(total, group).pow(1.0 / norm_type)
@@ -264,7 +264,8 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
     zeros = torch.tensor(
         float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads))
     )
-    return float(_sum_over(zeros, mpu.get_model_parallel_group() if mpu is not None else None))
+    group = mpu.get_model_parallel_group() if mpu is not None else None
+    return float(_sum_over(zeros, group))
 
 
 def get_global_norm_of_tensors(

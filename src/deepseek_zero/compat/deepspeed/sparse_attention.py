@@ -92,15 +92,12 @@ class SparsityConfig:
             return Listed(
                 self.block, attention=getattr(self, "attention", "bidirectional"), seen=seen
             )
-        values = {
-            name: getattr(self, name) for name in kind.__dataclass_fields__ if hasattr(self, name)
-        }
-        made: BlockLayout = kind(
-            **{
-                name: tuple(each) if isinstance(each, list) else each
-                for name, each in values.items()
-            }
-        )
+        values: dict[str, Any] = {}
+        for name in kind.__dataclass_fields__:
+            if hasattr(self, name):
+                value = getattr(self, name)
+                values[name] = tuple(value) if isinstance(value, list) else value
+        made: BlockLayout = kind(**values)
         return made
 
 
@@ -361,10 +358,14 @@ class SparseSelfAttention(nn.Module):
             biases.append(rpe.reshape((1,) * (4 - rpe.dim()) + rpe.shape))
         if key_padding_mask is not None:
             padding = key_padding_mask.reshape(query.shape[0], 1, 1, tokens)
-            biases.append(padding if self.key_padding_mask_mode == "add" else padding != 0)
+            if self.key_padding_mask_mode != "add":
+                padding = padding != 0
+            biases.append(padding)
         if attn_mask is not None:
             allowed = attn_mask.reshape(1, 1, tokens, tokens)
-            biases.append(allowed if self.attn_mask_mode == "add" else allowed != 0)
+            if self.attn_mask_mode != "add":
+                allowed = allowed != 0
+            biases.append(allowed)
         return SparseAttention(self._layout(tokens))(query, key, value, biases=biases)
 
     def _layout(self, tokens: int) -> BlockLayout:

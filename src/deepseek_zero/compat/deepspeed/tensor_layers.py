@@ -473,9 +473,9 @@ class LinearLayer(TensorParallel_Layer):
                 "from_weights was given no weight and no shape.", fix="pass one of the two."
             )
         out, inputs = weight.shape if weight is not None else weight_shape  # type: ignore[misc]
-        linear = nn.Linear(
-            inputs, out, bias=bias is not None, dtype=dtype if weight is None else weight.dtype
-        )
+        if weight is not None:
+            dtype = weight.dtype
+        linear = nn.Linear(inputs, out, bias=bias is not None, dtype=dtype)
         if weight is not None:
             linear.weight.data = weight
         if bias is not None:

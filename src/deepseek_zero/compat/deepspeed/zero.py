@@ -103,7 +103,8 @@ def _contradicting_single_rank_pg_error(
     A launcher has then started several processes. If the program passed a process group explicitly,
     there is no error. `env` is the environment of the launcher; None for this process's.
     """
-    said = str((os.environ if env is None else env).get("WORLD_SIZE") or "")
+    environment = os.environ if env is None else env
+    said = str(environment.get("WORLD_SIZE") or "")
     if (
         explicit_process_group is not None
         or dp_world_size != 1

@@ -191,12 +191,18 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
         raise FileNotFoundError(
             f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'"
         )
-    return sorted(
-        found,
-        key=lambda name: [
-            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)
-        ],
-    )
+    return sorted(found, key=_by_number)
+
+
+def _by_number(name: str) -> list[int | str]:
+    """Return a sort key that compares the numbers in a name by value."""
+    key: list[int | str] = []
+    for part in re.split(r"(\d+)", name):
+        if part.isdigit():
+            key.append(int(part))
+        else:
+            key.append(part)
+    return key
 
 
 def _in_deepspeeds_layout(folder: Path) -> Path:

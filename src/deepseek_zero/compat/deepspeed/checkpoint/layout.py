@@ -311,11 +311,13 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
         opened = StagedOutput(final)
         output = opened
         _rewrite(folder, output, contents)
-        run_and_gather(
-            comm,
-            "saving: the name",
-            lambda: _finish(opened, slices_folder, settings) if comm.rank == 0 else "",
-        )
+
+        def finish() -> str:
+            if comm.rank != 0:
+                return ""
+            return _finish(opened, slices_folder, settings)
+
+        run_and_gather(comm, "saving: the name", finish)
     except CheckpointError:
         if comm.rank == 0:
             if output is not None:
@@ -353,6 +355,11 @@ def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
     scaler = contents.optimizer.scaler if contents.optimizer is not None else None
     scaling = scaler.settings if scaler is not None else LossScaleSettings()
 
+    def open_output() -> str:
+        if comm.rank == 0:
+            output.open()
+        return ""
+
     def write() -> str:
         with ExitStack() as stack:
             source = open_checkpoint(folder, None, stack, checks=False)  # written above
@@ -362,15 +369,8 @@ def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
                     write_rank(source, output.path, layout, comm.rank)
         return ""
 
-    run_and_gather(
-        comm, "saving: DeepSpeed's folder", lambda: _open(output) if comm.rank == 0 else ""
-    )
+    run_and_gather(comm, "saving: DeepSpeed's folder", open_output)
     run_and_gather(comm, "saving: DeepSpeed's files", write)
-
-
-def _open(output: StagedOutput) -> str:
-    output.open()
-    return ""
 
 
 def _finish(output: StagedOutput, slices_folder: Path, settings: SaveSettings) -> str:

@@ -134,7 +134,8 @@ def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepS
 
 def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     is_third = not (folder / MODEL).exists()
-    first = open_file(folder / (MODEL_OF_RANK.format(0) if is_third else MODEL))
+    name = MODEL_OF_RANK.format(0) if is_third else MODEL
+    first = open_file(folder / name)
     ranks = int(first["dp_world_size"])
     if first.get("module") is None:
         return _read_pipeline(folder, first, ranks, trained)
@@ -184,7 +185,8 @@ def _completed(
     Raises:
         CheckpointError: Elements of a weight or moment are missing.
     """
-    groups = _groups(optimizers[0] if optimizers else first.get("optimizer") or {})
+    optimizer = optimizers[0] if optimizers else first.get("optimizer") or {}
+    groups = _groups(optimizer)
     trainer: dict[str, Any] = {
         name: int(first.get(name) or 0)
         for name in ("global_steps", "global_samples", "skipped_steps")

@@ -95,14 +95,15 @@ class DeepSpeedTarget:
             torch.float32,
         )
         run = manifest.run or secrets.token_hex(8)
-        return cls(
-            manifest.stage if stage is None else stage, ranks or manifest.world_size, low, run
-        )
+        if stage is None:
+            stage = manifest.stage
+        return cls(stage, ranks or manifest.world_size, low, run)
 
     @property
     def files(self) -> list[int]:
         """Ranks that write files."""
-        return list(range(self.ranks if self.stage else 1))
+        count = self.ranks if self.stage else 1
+        return list(range(count))
 
 
 def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, rank: int) -> None:
@@ -329,9 +330,8 @@ def _frozen(source: OpenCheckpoint, layout: DeepSpeedTarget, name: str, rank: in
     numel = prod(facts["shape"])
     own = dtype_named(facts["dtype"])
     cut = partition_slice(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
-    values = torch.zeros(
-        -(-numel // layout.ranks) if layout.stage == 3 else numel, dtype=_computes_in(own, layout)
-    )
+    length = -(-numel // layout.ranks) if layout.stage == 3 else numel
+    values = torch.zeros(length, dtype=_computes_in(own, layout))
     for low, part in source.values.read(WEIGHT, name, "", cut.start, cut.stop):
         at = low - cut.start
         values[at : at + part.numel()] = cast(part.reshape(-1), values.dtype)

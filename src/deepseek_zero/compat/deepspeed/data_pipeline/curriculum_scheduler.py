@@ -103,10 +103,11 @@ class CurriculumScheduler:
             return next(
                 (level for level, end in ends if global_steps <= end), schedule["difficulty"][-1]
             )
+        degree = schedule["root_degree"] if kind == "fixed_root" else 1
         return by_root(
             global_steps,
             schedule["total_curriculum_step"],
-            schedule["root_degree"] if kind == "fixed_root" else 1,
+            degree,
             self.state["min_difficulty"],
             self.state["max_difficulty"],
             schedule["difficulty_step"],
