@@ -33,11 +33,6 @@ FACTORS: dict[str, Callable[[int], tuple[float, float]]] = {
         lambda n: (2, 2 * (n - 1) / n),
     ),
 }
-LOGGED_CALLS = (
-    *FACTORS,
-    *"broadcast broadcast_object_list reduce gather scatter barrier".split(),
-    *"send recv isend irecv batch_isend_irecv".split(),
-)
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:

@@ -50,7 +50,6 @@ ONE_BIT = "`optimizer.type` OneBitAdam is the way in; DeepSpeed has removed the 
 UNIVERSAL = (
     "every checkpoint loads at any number of ranks and any stage, so there is nothing to convert"
 )
-BY_CONFIG = "the configuration decides; see docs/reference/config.md"
 OLD_DATA = "DeepSpeed has removed the key; data_efficiency has its curricula"
 ANALYSIS = "MMapIndexedDatasetBuilder writes the index files that a curriculum reads"
 ROUTING = "dropping tokens at random is not planned: every layer computes all of them"
@@ -63,7 +62,6 @@ TIERS = (
 )
 REPORT = "`ds_report` and `deepseek-zero doctor` look at the machine"
 LOGGED = "engine.explain() and the records say what was sent"
-LAUNCH = "`deepseek-zero run` launches"
 SHED = "`offload_*` and `vertical_micro_batches` serve"
 LOW_LEVEL = "it links DeepSpeed's inner tensors; safe_get_* and safe_set_* serve"
 
