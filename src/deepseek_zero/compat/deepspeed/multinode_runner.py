@@ -223,11 +223,14 @@ class PDSHRunner(MultiNodeRunner):
     program = "pdsh"
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
-        """Return the command, a placeholder for DeepSpeed's kill command, and the environment.
+        """Return the command and what DeepSpeed's launcher expects with it.
 
         Args:
             environment: Environment of the launcher process.
             active_resources: Slots of each host.
+
+        Returns:
+            The command, a placeholder for DeepSpeed's kill command, and the environment.
         """
         environment = {**environment, "PDSH_RCMD_TYPE": "ssh"}
         if self.args.ssh_port is not None:

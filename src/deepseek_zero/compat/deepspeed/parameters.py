@@ -65,7 +65,7 @@ def _number(owner: Owner, param: nn.Parameter) -> int:
 
 
 def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
-    """Return the elements of the weight whose main weights this rank has.
+    """Return the part of the weight for which this rank has the main weights.
 
     The result is a flat view of the weight's memory.
     """
