@@ -1,9 +1,9 @@
-"""Typed settings: the DeepSpeed JSON grammar, read, checked and resolved.
+"""Typed settings: DeepSpeed's JSON configuration, read, checked and resolved.
 
-Only the doors and the engine import this room; lower layers get small frozen dataclasses.  The
-names below load on first use, because pydantic costs as much as all the rest of our import.  `load`
-is imported from its module (`from deepseek_zero.config.load import load`): a package attribute of
-that name is the module itself.
+Only the APIs and the engine import this package; lower packages receive small frozen dataclasses.
+The names below are imported on first use, because importing pydantic takes as long as the rest of
+the library. Import `load` from its module (`from deepseek_zero.config.load import load`): a package
+attribute of that name is the module itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "solve",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # otherwise a type checker accepts any name
     __getattr__ = loads_on_first_use(
         __name__,
         {

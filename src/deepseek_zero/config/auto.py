@@ -1,8 +1,7 @@
-"""`resolve`: a `RawConfig` and the facts of this run -> `Config`, every "auto" replaced and the
-reason recorded.
+"""Resolve a `RawConfig` with the facts of a run to a `Config`.
 
-The rules are Hugging Face's where it has some (bucket sizes from the hidden size), DeepSpeed's and
-torch's defaults elsewhere.
+Every "auto" is replaced and the reason recorded. The rules are those of Hugging Face if it has one
+(bucket sizes from the hidden size), else the defaults of DeepSpeed and torch.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from .schema import Config
 
 _ZERO = "zero_optimization."
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# What torch (and, for Lion and LAMB, their papers) take when nothing is said; "" is every other
-# optimizer.
+# Defaults of torch (for Lion and LAMB, of their papers). "" is every other optimizer.
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "": {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "betas": [0.9, 0.999], "momentum": 0.0},
     "adamw": {"weight_decay": 1e-2},
@@ -34,17 +32,23 @@ SCHEDULER_DEFAULTS = {"warmup_min_lr": 0.0, "warmup_num_steps": 1000}
 
 @dataclass(frozen=True)
 class Facts:
-    """What the resolver may know of a run; None where it does not.
+    """The facts of a run that the resolver uses.
 
-    data_size: ranks that see different batches; None: all of them.  stages, tensor_size: of the
-    mesh.
-    counts_model_ranks: who wrote the configuration may have counted ranks of one copy of the model
-    as data-parallel
-    ones.  launched: a launcher started these ranks (else one process runs alone).
-    loader_micro_batch: batch size of the program's data loader.  client_optimizer: defaults of an
-    optimizer the program passes (lr, betas, ...).
-    total_steps: planned optimizer steps.  require_batch_key: refuse a configuration without any
-    batch size, as DeepSpeed does.
+    Attributes:
+        world_size: Number of ranks.
+        data_size: Ranks that see different batches; None means all.
+        stages: Pipeline stages of the mesh.
+        tensor_size: Tensor-parallel ranks of the mesh.
+        counts_model_ranks: Whether the author of the configuration may have counted all ranks of a
+            copy of the model as data-parallel ranks.
+        device_type: Type of the ranks' device.
+        has_bf16: Whether the device has native bf16.
+        launched: Whether a launcher started these ranks. If not, one process runs without one.
+        hidden_size: The model's hidden size, or None if unknown.
+        loader_micro_batch: The batch size of the program's data loader, or None.
+        client_optimizer: Default options of an optimizer that the program passes (lr, betas, ...).
+        total_steps: The planned number of optimizer steps, or None.
+        require_batch_key: Reject a configuration without a batch size, as DeepSpeed does.
     """
 
     world_size: int = 1
@@ -63,10 +67,17 @@ class Facts:
 
 
 def resolve(raw: RawConfig, facts: Facts) -> Config:
-    """Return the configuration of this run; `Config.decisions` holds what was decided and why.
+    """Return the configuration of this run.
 
-    Raises one ConfigError that lists every problem.  Pure: every rank with equal facts gets an
-    equal configuration.
+    `Config.decisions` records each resolved value with its reason. Pure: every rank with equal
+    facts gets an equal configuration.
+
+    Args:
+        raw: The result of `load`.
+        facts: The facts of the run.
+
+    Raises:
+        ConfigError: The configuration does not fit the run. Lists every problem.
     """
     resolver = _Resolver(raw, facts)
     for rule in _RULES:
@@ -78,7 +89,7 @@ def resolve(raw: RawConfig, facts: Facts) -> Config:
 
 
 class _Resolver:
-    """The configuration so far, what is still "auto", and the record."""
+    """The configuration so far, the keys that are still "auto", and the record."""
 
     def __init__(self, raw: RawConfig, facts: Facts) -> None:
         self.facts = facts
@@ -90,11 +101,17 @@ class _Resolver:
         self.news: list[str] = []
 
     def get(self, key: str) -> Any:
-        """Return what is stated or decided of a dotted key; None if nothing is."""
+        """Return the value of a dotted key that is stated or decided, or None."""
         return self.config.stated(key)
 
     def decide(self, key: str, value: Any, why: str) -> None:
-        """Set a key and record the reason."""
+        """Set a key and record the reason.
+
+        Args:
+            key: The dotted key.
+            value: The value.
+            why: The reason.
+        """
         values: dict[str, Any] = {}
         put(values, key, value)
         self.config = self.config.changed(values)
@@ -102,7 +119,7 @@ class _Resolver:
         self.decisions.append(AutoDecision(key, value, why, key in self.asked))
 
     def silent(self, key: str) -> bool:
-        """Return whether nobody stated the key, or it says "auto"."""
+        """Return whether a key is not stated, or is "auto"."""
         return self.config.stated(key, _UNSTATED) is _UNSTATED
 
     def finish(self) -> Config:
@@ -123,7 +140,7 @@ _UNSTATED = object()
 
 
 def _precision(run: _Resolver) -> None:
-    """Decide precision, fp16.enabled, bf16.enabled, and what follows them."""
+    """Decide precision, fp16.enabled, bf16.enabled, and the keys that depend on them."""
     has_bf16 = run.facts.has_bf16
     hardware = f"the {run.facts.device_type} {'has' if has_bf16 else 'lacks'} bf16"
     wanted = run.config.precision
@@ -167,8 +184,10 @@ _SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
 
 
 def _ranks(run: _Resolver) -> None:
-    """Decide the degrees.  Data-parallel ranks that are stated must be there, except in a lone
-    process, which warns.
+    """Decide the degrees of parallelism.
+
+    A stated number of data-parallel ranks must be the actual one, except in a process without a
+    launcher, which warns.
     """
     facts = run.facts
     data_size = _data_size(facts)
@@ -208,14 +227,12 @@ def _data_size(facts: Facts) -> int:
 
 
 def _sample_ranks(run: _Resolver) -> int:
-    """Ranks that are given samples of their own."""
+    """Return the number of ranks that receive samples of their own."""
     return _data_size(run.facts) * (run.facts.stages if run.config.pipeline.rows == "own" else 1)
 
 
 def _batch(run: _Resolver) -> None:
-    """Solve the batch triangle; say in one line what it is where the configuration has no batch key
-    at all.
-    """
+    """Solve the batch-size triangle; log one line if the configuration has no batch key."""
     train_key, micro_key, steps_key = _BATCH_KEYS
     if run.facts.counts_model_ranks:
         _recount(run)
@@ -243,8 +260,9 @@ def _batch(run: _Resolver) -> None:
 
 
 def _recount(run: _Resolver) -> None:
-    """Correct a train batch that counts every rank of a copy of the model, as accelerate and the
-    Trainer count.
+    """Correct a train batch size that counts every rank of a copy of the model.
+
+    accelerate and the Trainer count this way.
     """
     stated = [run.get(key) for key in _BATCH_KEYS]
     if all(isinstance(size, int) and size > 0 for size in stated):
@@ -267,9 +285,7 @@ def _batch_line(batch: Batch) -> str:
 
 
 def _sizes(run: _Resolver) -> None:
-    """Decide bucket sizes that said "auto", from the hidden size; without one the defaults
-    stand.
-    """
+    """Decide bucket sizes that are "auto" from the hidden size, if it is known."""
     hidden = run.facts.hidden_size
     if hidden is not None:
         for name, size, why in (
@@ -286,8 +302,9 @@ def _sizes(run: _Resolver) -> None:
 
 
 def _optimizer(run: _Resolver) -> None:
-    """Decide optimizer keys that said "auto": the program's own optimizer, else AdamW and the usual
-    values.
+    """Decide optimizer keys that are "auto".
+
+    The values are those of the program's optimizer, else of AdamW and the usual ones.
     """
     if "optimizer.type" in run.open and not run.facts.client_optimizer:
         run.decide("optimizer.type", "AdamW", "the program passes no optimizer")
@@ -304,7 +321,7 @@ def _optimizer(run: _Resolver) -> None:
 
 
 def _scheduler(run: _Resolver) -> None:
-    """Decide scheduler.params that said "auto"."""
+    """Decide scheduler.params that are "auto"."""
     lr = run.config.optimizer.params.get("lr", run.facts.client_optimizer.get("lr"))
     found = {
         **{name: (value, "DeepSpeed's default") for name, value in SCHEDULER_DEFAULTS.items()},

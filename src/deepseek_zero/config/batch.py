@@ -1,8 +1,7 @@
-"""The batch-size triangle: train_batch = micro_batch x accumulation x data-parallel ranks, solved
-for what is missing.
+"""The batch-size triangle: train batch = micro-batch x accumulation x ranks.
 
-Follows DeepSpeed's rules and words; adds the data loader's batch size and the case where nothing is
-stated.  Pure arithmetic.
+Missing values are computed. The rules and messages are DeepSpeed's, with the batch size of the data
+loader and the case without any value added. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -27,11 +26,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What is known: None where a key is missing or "auto".
+    """The known values; None if a key is missing or "auto".
 
-    loader: the batch size of the program's own data loader.  micro_auto: the micro-batch key said
-    "auto", so the loader's size is preferred to a division.  require_key: refuse a configuration
-    without any batch size, as DeepSpeed does.
+    Attributes:
+        data_size: Number of data-parallel ranks.
+        train: Train batch size, in samples.
+        micro: Micro-batch size per rank, in samples.
+        accumulation: Micro-batches per step.
+        loader: The batch size of the program's own data loader.
+        micro_auto: Whether the micro-batch key is "auto", so that the loader's size takes
+            precedence over a division.
+        require_key: Reject a configuration without a batch size, as DeepSpeed does.
     """
 
     data_size: int
@@ -44,7 +49,15 @@ class BatchRequest:
 
 
 def solve(request: BatchRequest, source: str = "the configuration") -> Batch:
-    """Return the triangle; raise a ConfigError in DeepSpeed's words where there is none."""
+    """Return the solved triangle.
+
+    Args:
+        request: The known values.
+        source: Name of the configuration in messages.
+
+    Raises:
+        ConfigError: There is no solution. The message is DeepSpeed's.
+    """
     answer = attempt(request)
     if isinstance(answer, Problem):
         raise as_error([answer], source)
@@ -52,7 +65,7 @@ def solve(request: BatchRequest, source: str = "the configuration") -> Batch:
 
 
 def attempt(request: BatchRequest) -> Batch | Problem:
-    """Return the triangle, or the first problem with it."""
+    """Return the solved triangle, or the first problem."""
     stated = (request.train, request.micro, request.accumulation)
     for value, key, label in zip(stated, _KEYS, _LABELS, strict=True):
         if value is not None and value <= 0:
@@ -69,7 +82,7 @@ _LABELS = ("Train batch size", "Micro batch size per gpu", "Gradient accumulatio
 
 
 def _with_loader(request: BatchRequest) -> BatchRequest:
-    """Take the loader's size where it decides more than a division would."""
+    """Use the loader's size if the triangle is not determined without it."""
     if request.loader is None or request.micro is not None:
         return request
     if request.train is None:
@@ -80,8 +93,10 @@ def _with_loader(request: BatchRequest) -> BatchRequest:
 
 
 def _fill(request: BatchRequest) -> Batch:
-    """Fill in what is missing: DeepSpeed's seven cases
-    (`DeepSpeedConfig._set_batch_related_parameters`), and an eighth for nothing stated.
+    """Compute missing values.
+
+    These are DeepSpeed's seven cases (`DeepSpeedConfig._set_batch_related_parameters`), and an
+    eighth without any value.
     """
     train = request.train
     micro = request.micro

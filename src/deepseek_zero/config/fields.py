@@ -1,9 +1,8 @@
-"""How a configuration key is declared (type, default, unit, one sentence, what it does today), and
-read back as a row.
+"""Declaration of a configuration key, and its row in the table of keys.
 
-A key is *effective* (it changes the run) or *accepted* (read and ignored, for a stated reason).
-`rows` lists every key of a model.  Keys that are known and not built are rows of the table in
-not_built.py.
+A declaration has a type, a default, a unit, one sentence and a status. A key is *effective* (it
+changes the run) or *accepted* (read and ignored, for a stated reason). `rows` lists every key of a
+model. Known keys that are not built are in the table in not_built.py.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ AUTO = "auto"
 
 
 class Status(StrEnum):
-    """What a key does in this version."""
+    """The effect of a key in this version."""
 
     EFFECTIVE = "effective"
     ACCEPTED = "accepted"
@@ -31,11 +30,19 @@ class Status(StrEnum):
 class About(TypedDict, total=False):
     """The optional facts of a key.
 
-    example: a valid value off the default.  needs: other keys that must be set for it to matter.
-    requires: an
-    optional package.  auto: how the value is found when the key is missing, null or "auto".
-    means_auto: numbers that say "auto".  effect: "check" when the key verifies the run instead of
-    changing its parts.  inf: what an infinite number means.
+    Attributes:
+        example: A valid value other than the default.
+        unit: The unit of the value.
+        needs: Other keys that must be set for it to have an effect.
+        requires: An optional package.
+        auto: How the value is found if the key is missing, null or "auto".
+        means_auto: Numbers that mean "auto".
+        effect: "check" if the key verifies the run instead of changing its parts.
+        inf: The value that an infinite number stands for.
+        auto_is_value: Whether "auto" is a value of the key.
+        gt: Exclusive lower bound.
+        ge: Lower bound.
+        le: Upper bound.
     """
 
     example: Any
@@ -56,11 +63,12 @@ _BOUNDS = ("gt", "ge", "le")
 
 
 class Section(BaseModel):
-    """A group of keys; frozen, strict (values are coerced before they arrive) and built on first
-    use.
+    """A group of keys: frozen, strict and built on first use.
+
+    Values are converted to their types before validation.
     """
 
-    # defer_build: building the validator of some 350 keys would be paid at import otherwise.
+    # Without defer_build, importing would build the validator of some 350 keys.
     model_config = ConfigDict(
         frozen=True,
         strict=True,
@@ -71,13 +79,18 @@ class Section(BaseModel):
     )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a key as a dict would: clients of DeepSpeed read
-        `engine.config.get("zero_optimization", {}).get("stage")`.
+        """Return a key as a dict does.
+
+        Programs for DeepSpeed read `engine.config.get("zero_optimization", {}).get("stage")`.
+
+        Args:
+            key: The name of the key.
+            default: Returned if there is no such key.
         """
         return getattr(self, key) if key in type(self).model_fields else default
 
     def stated(self, path: str, default: Any = None) -> Any:
-        """Return what a configuration states of a key, a section as a dict.
+        """Return the stated value of a key, or a section as a dict.
 
         Args:
             path: The key's dotted path below this section, for example "offload_param.device".
@@ -103,7 +116,10 @@ class Section(BaseModel):
         return found
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy in which the keys of `values`, nested mappings for sections, are stated."""
+        """Return a copy in which the keys of `values` are stated.
+
+        `values` has nested mappings for sections.
+        """
         changes: dict[str, Any] = {}
         for name, value in values.items():
             here = getattr(self, name)
@@ -124,20 +140,37 @@ def _declare(status: Status, default: Any, sentence: str, reason: str, about: Ab
 
 
 def effective(default: Any, sentence: str, **about: Unpack[About]) -> Any:
-    """Declare a key that changes the run."""
+    """Declare a key that changes the run.
+
+    Args:
+        default: The default value.
+        sentence: The meaning of the key.
+        **about: Other facts (`About`).
+    """
     return _declare(Status.EFFECTIVE, default, sentence, "", about)
 
 
 def accepted(default: Any, sentence: str, reason: str, **about: Unpack[About]) -> Any:
-    """Declare a key that is read without effect; `reason` says why that is right."""
+    """Declare a key that is read and has no effect.
+
+    Args:
+        default: The default value.
+        sentence: The meaning of the key.
+        reason: Why it is right to ignore the key.
+        **about: Other facts (`About`).
+    """
     return _declare(Status.ACCEPTED, default, sentence, reason, about)
 
 
 def section(model: type[Section], sentence: str) -> Any:
-    """Declare a group of keys that is always there, filled with defaults where the configuration is
-    silent.
+    """Declare a group of keys, which has its defaults if it is not stated.
+
+    Args:
+        model: The model of the group.
+        sentence: The meaning of the group.
     """
-    # One for all: a section is frozen, and most of the thirty rest at their defaults.
+    # All configurations share one object, because sections are frozen and most of the thirty have
+    # only defaults.
     return Field(default_factory=cache(model), description=sentence)
 
 
@@ -154,10 +187,21 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class FieldRow:
-    """One key of the grammar.
+    """One key as a row of a table.
 
-    default: as documented ("auto: ..." where it is found).  needs: keys an effective key needs
-    beside it.  effect: "parts", or "check" where the key only verifies the run.
+    Attributes:
+        path: The dotted key.
+        type: The name of the type.
+        default: The default value.
+        unit: The unit of the value.
+        status: Whether the key is effective or accepted.
+        sentence: The meaning of the key.
+        reason: Why an accepted key has no effect.
+        example: A valid value other than the default.
+        needs: Other keys that an effective key needs.
+        requires: An optional package.
+        effect: "parts", or "check" if the key only verifies the run.
+        auto: How the value is found if the key is missing, null or "auto".
     """
 
     path: str
@@ -176,12 +220,17 @@ class FieldRow:
 
 @cache
 def rows(model: type[Section]) -> tuple[FieldRow, ...]:
-    """Return every key of a model, sections entered, in the order of the schema."""
+    """Return every key of a model and its sections, in the order of the schema."""
     return tuple(_rows(model, ""))
 
 
 def advice(model: type[Section], path: str) -> str:
-    """Say what to write for a key: a value that is right, and what the key means."""
+    """Return a fix for a key: a valid value and the meaning of the key.
+
+    Args:
+        model: The model.
+        path: The dotted key.
+    """
     row = next((row for row in rows(model) if row.path == path), None)
     if row is None:
         return ""
@@ -201,7 +250,7 @@ def subsections(model: type[Section]) -> dict[str, type[Section]]:
 
 
 def subsection(info: FieldInfo) -> type[Section] | None:
-    """Return the model of a field that is a section (or an optional one), else None."""
+    """Return the model of a field that is a section or an optional one, else None."""
     options = get_args(info.annotation) or (info.annotation,)
     return next(
         (kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None
@@ -209,7 +258,7 @@ def subsection(info: FieldInfo) -> type[Section] | None:
 
 
 def declared(info: FieldInfo) -> dict[str, Any]:
-    """Return what was declared about a key; empty for a section."""
+    """Return the declaration of a key; empty for a section."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
@@ -242,7 +291,7 @@ def _row(path: str, info: FieldInfo, about: dict[str, Any]) -> FieldRow:
 
 
 def spelled(kind: Any) -> str:
-    """Return the name of a type as the reference page has it."""
+    """Return the name of a type as the reference page spells it."""
     origin = get_origin(kind)
     inner = get_args(kind)
     if origin is Literal:

@@ -1,4 +1,4 @@
-"""Types of a configuration for type checkers and editors, which read them from keywords.pyi.
+"""Types of a configuration for type checkers and editors, which read keywords.pyi.
 
 `scripts/config_keywords` generates keywords.pyi from the schema. At run time the types have no
 keys.
@@ -10,8 +10,8 @@ from typing import TypedDict
 
 
 class ConfigKeywords(TypedDict, total=False):
-    """The keys that `initialize(config=...)` takes."""
+    """The keys of `initialize(config=...)`."""
 
 
 class ZeroKeywords(TypedDict, total=False):
-    """The keywords that `DeepSeekZeRO3(model, ...)` takes."""
+    """The keyword arguments of `DeepSeekZeRO3(model, ...)`."""

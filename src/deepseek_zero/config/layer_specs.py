@@ -1,15 +1,15 @@
-"""DeepSpeed's rules by parameter name: which layers tensor parallelism cuts, and how.
+"""DeepSpeed's rules for tensor parallelism, by parameter name.
 
     "partition_config": {
         "use_default_specs": true, "strict_mode": false,
         "layer_specs": [
             {"patterns": [".*qkv.weight$"], "partition_type": "column", "shape": [3, -1]}]}
 
-column cuts the outputs of a layer (dimension 0 of its weight), row its inputs (dimension 1), skip
-leaves it whole.
-shape: of a fused projection: how many equal parts lie in the cut dimension, or the width of each.
-gather_output: a column layer's outputs are whole on every rank. grad_allreduce: of a layer that is
-skipped and reads a rank's own heads, every rank's gradient is a summand.
+The type column splits the outputs of a layer (dimension 0 of its weight), row its inputs (dimension
+1), and skip leaves it whole. For a fused projection, `shape` is the number of equal parts in the
+split dimension, or the width of each. `gather_output` makes the outputs of a column layer whole on
+every rank. `grad_allreduce` is for a skipped layer that reads a rank's own heads: the gradient of
+every rank is a summand.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ _DIMS = {"column": 0, "row": 1}
 
 
 def check_layer_specs(found: Mapping[str, Any], problems: Problems) -> None:
-    """Check a `partition_config`: its keys, and that it says what is built."""
+    """Check the keys of a `partition_config`, and that its rules are built.
+
+    Args:
+        found: The `partition_config`.
+        problems: Receives the problems.
+    """
     key = "tensor_parallel.partition_config"
     for name in found.keys() - set(_PARTITION_KEYS):
         problems.add(
@@ -100,9 +105,9 @@ def _is_pattern(text: Any) -> bool:
 
 
 def _parts(shape: Any, kind: str) -> int | tuple[int, ...] | None:
-    """Return how many equal parts lie side by side in the cut dimension of a fused projection, or
-    the width of each;
-    None: another shape.
+    """Return the number of equal parts of a fused projection, or the width of each.
+
+    None for another shape.
     """
     dim = _DIMS.get(kind)
     if dim is None or not isinstance(shape, list | tuple) or len(shape) != 2:
@@ -121,8 +126,10 @@ LayerRule = tuple[str, str, int | tuple[int, ...], tuple[str, ...]]
 
 
 def layer_rules(found: Mapping[str, Any] | None) -> tuple[LayerRule, ...]:
-    """Return the rules of a `partition_config` that was checked: pattern, what becomes of the
-    layer, parts, and the `model_type` of each model that it is for (none: of all).
+    """Return the rules of a checked `partition_config`.
+
+    Returns:
+        Tuples (pattern, style, parts, model types); without model types a rule is for all models.
     """
     rules = []
     for spec in (found or {}).get("layer_specs", []):

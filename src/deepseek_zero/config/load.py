@@ -1,9 +1,8 @@
-"""`load`: a dict, JSON file, JSON text or base64 -> `RawConfig`, or one error that lists every
-problem.
+"""Load a configuration (dict, JSON file, JSON text or base64) as a `RawConfig`.
 
-Each key is normalised, the model checks its bounds, and `check` finds what cannot be right although
-every key is: keys that are not built, contradictions, missing packages.  Nothing is resolved here:
-"auto" stays open until the model and the ranks are known (`auto.resolve`).  After `validate` the
+All problems are raised as one error. Keys are normalized, the model checks their bounds, and
+`check` finds contradictions between keys, keys that are not built and missing packages. "auto"
+stays unresolved until the model and the ranks are known (`auto.resolve`). After `validate` the
 configuration is typed; no other function of the package reads it by dotted keys.
 """
 
@@ -40,13 +39,19 @@ NONE_GIVEN = "no configuration was given"
 def load(
     source: Source, *, origin: str | None = None, unknown: Literal["error", "warn"] = "error"
 ) -> RawConfig:
-    """Read and check a configuration; return it with "auto" left open.
+    """Read and check a configuration, leaving "auto" unresolved.
 
-    origin: its name in messages.  unknown: whether unknown keys raise or warn, and those that are
-    known, not built and not needed for a right result.  Raises one ConfigError (NotBuiltError where
-    nothing else is wrong) that lists every problem.
+    Args:
+        source: A dict, a path, JSON text or base64.
+        origin: The name of the configuration in messages.
+        unknown: Whether unknown keys are errors or warnings. With "warn", known keys that are not
+            built are warnings too if the result is right without them.
+
+    Raises:
+        ConfigError: Lists every problem.
+        NotBuiltError: The only problems are keys that are not built.
     """
-    speak()  # every door but `init_distributed` begins by reading a configuration
+    speak()  # every API except `init_distributed` reads a configuration first
     document = read(source, origin, lenient=unknown == "warn")
     problems = Problems(document.source, goes_on=unknown == "warn")
     if document.duplicates:
@@ -74,8 +79,20 @@ def load(
 
 
 def choose_source(config: Source, config_params: Source, args: object) -> tuple[Source, str | None]:
-    """Return the one configuration among the arguments of `initialize`, and its name for messages,
-    as DeepSpeed chooses.
+    """Return the configuration among the arguments of `initialize`.
+
+    The rules are DeepSpeed's.
+
+    Args:
+        config: The argument `config`.
+        config_params: The argument `config_params`.
+        args: The argument `args`, whose `deepspeed_config` is read.
+
+    Returns:
+        The configuration, and its name for messages or None.
+
+    Raises:
+        ConfigError: There are several configurations or none.
     """
     flag = getattr(args, "deepspeed_config", None)
     old_flag = getattr(args, "deepscale_config", None)
@@ -101,8 +118,12 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
 def validate(values: dict[str, Any], problems: Problems) -> Config:
     """Return the model of `values`.
 
-    Keys that the model refuses become problems, and have their defaults in the result, so that
-    `check` can look for more problems.
+    Keys that the model rejects are recorded as problems and have their defaults in the result, so
+    that `check` can find more problems.
+
+    Args:
+        values: Nested dicts with the right types.
+        problems: Receives the problems.
     """
     try:
         return Config.model_validate(values)
@@ -116,7 +137,7 @@ def validate(values: dict[str, Any], problems: Problems) -> Config:
 
 
 def _drop(values: dict[str, Any], path: Sequence[str]) -> None:
-    """Remove a key from nested dicts; of a value that is no dict, all of it."""
+    """Remove a key from nested dicts. If its container is not a dict, remove that."""
     name, *rest = path
     inner = values.get(name)
     if rest and isinstance(inner, dict) and rest[0] in inner:
@@ -127,7 +148,7 @@ def _drop(values: dict[str, Any], path: Sequence[str]) -> None:
 
 @cache
 def _warn(note: str) -> None:
-    """Log a warning once per process: zero.Init and initialize often read the same file."""
+    """Log a warning once per process, because zero.Init and initialize may read one file."""
     log_once(note, logging.WARNING)
 
 
@@ -144,10 +165,15 @@ PACKAGES = {
 
 
 def check(config: Config, autos: Set[str], problems: Problems) -> Config:
-    """Make every check that needs only what was stated, and which keys said "auto".
+    """Run every check that needs only the stated values and the "auto" keys.
+
+    Args:
+        config: The configuration.
+        autos: The keys that are "auto".
+        problems: Receives the problems.
 
     Returns:
-        The configuration, without tiers that DeepSpeed leaves out at its stage.
+        The configuration, without tiers that DeepSpeed ignores at its stage.
     """
     _precision(config, problems)
     _loss_scale(config, problems)
@@ -253,10 +279,9 @@ def _offload_of(config: Config, name: str) -> OffloadOptimizer | OffloadParam:
 
 
 def _tiers(config: Config, problems: Problems) -> Config:
-    """Check that there is something sharded to offload, and a directory for a disk.
+    """Check that there is a sharded state to offload, and a directory for a disk.
 
-    Returns:
-        The configuration, without tiers that DeepSpeed leaves out at its stage.
+    Returns the configuration, without tiers that DeepSpeed ignores at its stage.
     """
     stage = config.zero_optimization.stage
     paths = {}
@@ -304,7 +329,7 @@ def _tiers(config: Config, problems: Problems) -> Config:
 
 
 def _open_places(config: Config, problems: Problems) -> None:
-    """Check keys that only matter where a place is open, or only where it is not."""
+    """Check keys that depend on whether the placement of a state is "auto"."""
     budget = config.memory_budget
     offloads = [_offload_of(config, name) for name in _OFFLOADS]
     is_open = any(offload.device == "auto" for offload in offloads)
@@ -331,7 +356,7 @@ def _open_places(config: Config, problems: Problems) -> None:
 
 
 def _vertical(config: Config, problems: Problems) -> None:
-    """Check that micro-batches in turn share loads of weights, and are parts of one batch."""
+    """Check that vertical micro-batches can share loads of weights and divide the batch."""
     key = "zero_optimization.vertical_micro_batches"
     count = config.zero_optimization.vertical_micro_batches
     stage = config.zero_optimization.stage
@@ -348,9 +373,7 @@ def _vertical(config: Config, problems: Problems) -> None:
 
 
 def _schedules(config: Config, problems: Problems) -> None:
-    """Check that updates ahead of their step, or a step late, have states that rest elsewhere and
-    plans that stay.
-    """
+    """Check that early and delayed updates have offloaded states and constant plans."""
     offload = config.zero_optimization.offload_optimizer
     needs = {
         "super_offload": ("offload_optimizer", "offload_param"),
@@ -382,7 +405,7 @@ def _schedules(config: Config, problems: Problems) -> None:
 
 
 def _parking(config: Config, problems: Problems) -> None:
-    """Check that inputs of checkpoints are parked in one place, and that a disk has a directory."""
+    """Check that inputs of checkpoints have one tier, and that a disk has a directory."""
     section = config.activation_checkpointing
     if section.device != "nvme":
         return
@@ -397,7 +420,7 @@ def _parking(config: Config, problems: Problems) -> None:
 
 
 def _pipeline(config: Config, problems: Problems) -> None:
-    """Check that a pipeline's schedule has what its other keys speak of."""
+    """Check that the pipeline keys fit its schedule."""
     section = config.pipeline
     if section.virtual > 1 and section.schedule == "1f1b":
         fix = 'write "schedule": "interleaved" or "breadth_first", or remove it'
@@ -415,7 +438,7 @@ def _pipeline(config: Config, problems: Problems) -> None:
 
 
 def _types(config: Config, autos: Set[str], problems: Problems) -> None:
-    """Check that no arguments stand there without the thing they belong to."""
+    """Check that there are no arguments without an optimizer or scheduler type."""
     for name, section, example in (
         ("optimizer", config.optimizer, "AdamW"),
         ("scheduler", config.scheduler, "WarmupLR"),
@@ -433,7 +456,7 @@ def _packages(config: Config, problems: Problems) -> None:
 
 
 def _feedback(config: Config, problems: Problems) -> None:
-    """Say that errors are kept of nothing where gradients are not coded."""
+    """Report error feedback that has no effect, because gradients are not quantized."""
     zero = config.zero_optimization
     gradients = zero.compression.gradients
     if zero.zero_quantized_gradients or gradients.bits:

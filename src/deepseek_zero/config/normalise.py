@@ -1,13 +1,12 @@
-"""From a plain dict to known keys in their types: aliases, unknown keys, forgiving spellings,
-"auto" set aside.
+"""Normalize a plain dict: known keys in their types, with "auto" collected.
 
-ALIASES is the one table of DeepSpeed's old spellings of keys; `coerce` reads the spellings of
-values (`5e8` for an int, "8" for a number, "none" for null, "Warn" for "warn").  Every problem goes
-into `Problems`; nothing is raised here.
+ALIASES is the table of DeepSpeed's old names of keys. `coerce` accepts several spellings of values
+(`5e8` for an int, "8" for a number, "none" for null, "Warn" for "warn"). Every problem is added to
+`Problems`; nothing is raised here.
 
-pydantic does not read these spellings: a warning about one names its key, and a validator does not
-know the path of the value that it validates. `validate` (load.py) then has pydantic check the
-bounds of values.
+pydantic does not handle these spellings, because a warning about one contains its key, and a
+validator does not know the path of its value. pydantic then checks the bounds of values in
+`validate` (load.py).
 """
 
 from __future__ import annotations
@@ -32,17 +31,21 @@ from .problems import Problems, lookup, put
 from .schema import Config
 
 _NULLS = ("none", "null")
-_FEW = 3  # a key found in more sections than this (enabled, dtype) has no home to point at
+_FEW = 3  # a key in more sections (enabled, dtype) is not suggested
 _ZERO = "zero_optimization"
-_SCHEMA = "$schema"  # tells an editor which schema to check the file by
+_SCHEMA = "$schema"  # read by editors, which check the file with it
 _DEEPEST = 30
-_LONGEST_NAME = 100  # beyond it nobody looks for names that are spelled alike
+_LONGEST_NAME = 100  # longer names are not compared with others
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A deprecated key: `new` replaces it; a true boolean becomes `when_true` (a false one is
-    dropped).
+    """A deprecated key.
+
+    Attributes:
+        old: The deprecated key.
+        new: Its replacement.
+        when_true: The value that replaces true; false is dropped.
     """
 
     old: str
@@ -85,10 +88,13 @@ ALIASES = (
 
 
 class Normaliser:
-    """Walks a dict along the schema.
+    """Converts a dict according to the schema.
 
-    The "auto" keys are collected in `autos`, and what is stated of keys that are not built in
-    `not_built`.
+    The "auto" keys are collected in `autos`, and the stated keys that are not built in `not_built`.
+
+    Args:
+        problems: Receives the problems.
+        unknown_is_error: Whether unknown keys are errors or warnings.
     """
 
     def __init__(self, problems: Problems, unknown_is_error: bool) -> None:
@@ -105,9 +111,7 @@ class Normaliser:
         return self._section(Config, config, "")
 
     def _copied(self, given: Mapping[Any, Any], prefix: str, depth: int) -> dict[str, Any]:
-        """Copy objects and lists into dicts and lists of our own, so that the caller's stay as they
-        are; keys are texts.
-        """
+        """Copy nested objects and lists, so that the caller's are not changed."""
         values: dict[str, Any] = {}
         for name, value in given.items():
             if isinstance(name, str):
@@ -164,8 +168,9 @@ class Normaliser:
         return _SILENT if inner is None else self._section(model, inner, path + ".")
 
     def _object(self, value: Any, path: str, *, has_switch: bool) -> Mapping[str, Any] | None:
-        """Return the object of a section; None if it is null or "auto", which state nothing, or is
-        no object.
+        """Return the object of a section, or None.
+
+        Null and "auto" state nothing. Other values are recorded as a problem.
         """
         if isinstance(value, Mapping):
             return value
@@ -177,7 +182,7 @@ class Normaliser:
         return None
 
     def _not_built(self, row: NotBuilt, value: Any) -> None:
-        """Collect what is stated of a key or a section that is not built."""
+        """Collect the stated values of a key or a section that is not built."""
         if not row.keys:
             found = self._value_not_built(row, row.path, value, row.default)
             if found is not _SILENT:
@@ -197,7 +202,7 @@ class Normaliser:
                 stated[name] = found
 
     def _value_not_built(self, row: NotBuilt, path: str, value: Any, default: Any) -> Any:
-        """Return the value in its type, or _SILENT for null and "auto", which ask for nothing."""
+        """Return the value in its type, or _SILENT for null and "auto"."""
         may_be_null = default is None and path.rpartition(".")[2] not in row.strict
         words = (*_NULLS, AUTO) if may_be_null else (AUTO,)
         if value is None or (isinstance(value, str) and value.strip().lower() in words):
@@ -215,18 +220,18 @@ class Normaliser:
             self.autos.add(path)
             return _SILENT
         if value is None and NoneType not in get_args(info.annotation):
-            return _SILENT  # a key that cannot be null says nothing
+            return _SILENT  # null means unset if the key cannot be null
         found = self._coerced(value, info.annotation, about.get("inf", NO_INF), path)
         if found is _SILENT:
             return found
-        # Arrays have no truth value
+        # Compare types first, because arrays have no truth value
         is_same = type(found) is type(info.default) and found == info.default
         if about.get("status") == Status.ACCEPTED and not is_same:
             self.problems.without_effect(path, found, about["reason"])
         return self._open_object(found, path) if isinstance(found, dict) else found
 
     def _coerced(self, value: Any, kind: Any, inf: Any, path: str, fix: str = "") -> Any:
-        """Return the value in its type, or _SILENT after recording that it does not fit."""
+        """Return the value in its type, or record a problem and return _SILENT."""
         try:
             found, note = coerce(value, kind, inf)
         except Mismatch as mismatch:
@@ -237,7 +242,7 @@ class Normaliser:
         return found
 
     def _open_object(self, given: dict[str, Any], path: str) -> dict[str, Any]:
-        """Read arguments whose names we do not know: set "auto" aside, read quoted numbers."""
+        """Convert arguments with arbitrary names: collect "auto", convert quoted numbers."""
         values: dict[str, Any] = {}
         for name, value in given.items():
             number = quoted_number(value) if isinstance(value, str) else None
@@ -295,12 +300,16 @@ class Normaliser:
             target[new] = value
 
 
-_SILENT = object()  # of a key that states nothing: null for the default, or "auto"
+_SILENT = object()  # the value of a key that is unset: null for the default, or "auto"
 
 
 def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
-    """Advise on an unknown key: a sibling that is spelled alike, or the section where the key
-    belongs.
+    """Return a fix for an unknown key: a similar key, or the section of the key.
+
+    Args:
+        name: The unknown key.
+        siblings: The keys of its section.
+        prefix: The path of its section, with a dot at the end.
     """
     if len(name) > _LONGEST_NAME:
         return "remove it; docs/reference/config.md lists every key"
@@ -345,14 +354,22 @@ NO_INF = object()
 
 
 class Mismatch(Exception):
-    """The value does not fit; the text is a clause such as "must be true or false"."""
+    """A value of the wrong type. The text is a clause such as "must be true or false"."""
 
 
 def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
-    """Return the value in the key's type, and a note when its spelling deserves one.  Raises
-    Mismatch.
+    """Return a value in the type of its key.
 
-    inf: what infinity stands for in this key; without it infinity is refused.
+    Args:
+        value: The value.
+        kind: The type annotation of the key.
+        inf: The value that infinity stands for; without it infinity is rejected.
+
+    Returns:
+        The value, and a note if its spelling deserves a warning.
+
+    Raises:
+        Mismatch: The value does not fit the type.
     """
     if kind is Any:
         return value, ""
@@ -360,7 +377,7 @@ def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
         inner, *words = (option for option in get_args(kind) if option is not NoneType)
         if value is None or (isinstance(value, str) and value.lower() in _NULLS):
             return None, ""
-        for option in words:  # words that a key takes beside its values
+        for option in words:  # words that a key accepts in addition to its values
             if isinstance(value, str) and value.strip().lower() in get_args(option):
                 return coerce(value, option, inf)
         return coerce(value, inner, inf)
@@ -376,10 +393,10 @@ def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
 
 
 def quoted_number(value: str) -> int | float | None:
-    """Return the number a string spells, or None."""
+    """Return the number that a string spells, or None."""
     if not _NUMBER.fullmatch(value.strip()):
         return None
-    number = float(value)  # infinite where it has too many digits
+    number = float(value)  # infinite if it has too many digits
     return int(number) if number.is_integer() and not re.search(r"[.eE]", value) else number
 
 

@@ -1,9 +1,7 @@
-"""Keys of DeepSpeed's grammar that this library knows and does not build: one table, and how they
-are refused.
+"""Known keys of DeepSpeed's configuration that are not built.
 
-A key at its default asks for nothing and is accepted. Any other value raises `NotBuiltError`. If
-the row names an alternative, programs that import `deepspeed` get a warning instead, and the run
-goes on.
+A key with its default value is accepted. Any other value raises `NotBuiltError`. If the row has an
+alternative, programs that import `deepspeed` get a warning instead, and the run continues.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _Dtype = Literal["fp32", "fp16", "bf16"]
 
 
 class Milestone(StrEnum):
-    """The part of the library that would bring a key."""
+    """The part of the library that would add a key."""
 
     TIERS = "the host and NVMe tiers (ZeRO-Offload, ZeRO-Infinity)"
     CHECKPOINTS = "durable, reshapable checkpoints"
@@ -38,18 +36,17 @@ class NotBuilt:
     Attributes:
         path: The dotted key.
         what: What DeepSpeed does with it, in one sentence.
-        default: The value that asks for nothing. Null asks for nothing as well.
+        default: The value that requests nothing. Null requests nothing either.
         keys: For a section: the names of its keys, separated by spaces.
-        switch: For a section: the key that turns it on. Without a switch, any object turns it on.
-        strict: Keys of a section that change results, so that `alternative` does not cover them,
-            with their defaults. The values of keys that are neither `switch` nor strict are not
-            read.
-        part: The part of the library that would bring the key.
+        switch: For a section: the key that enables it. Without a switch, any object enables it.
+        strict: Keys of a section that change results, so `alternative` does not cover them, with
+            their defaults. The values of keys that are neither `switch` nor strict are not read.
+        part: The part of the library that would add the key.
         alternative: What a run does without the key, if its result is right nevertheless.
         removed: The pull request that removed the key from DeepSpeed, with its reason.
         fix: What to do instead of using a removed key.
         only_above_one: The key is read only if one of these sizes is above 1.
-        kind: The type of the value, if `default` does not show it.
+        kind: The type of the value, if `default` does not determine it.
     """
 
     path: str
@@ -67,13 +64,13 @@ class NotBuilt:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The defaults of a section's keys: null for each one that is not read."""
+        """Return the defaults of a section's keys; null for keys that are not read."""
         switch = {self.switch: False} if self.switch else {}
         return {**dict.fromkeys(self.keys.split()), **switch, **self.strict}
 
     @property
     def reason(self) -> str:
-        """Why the key is not built, as a clause."""
+        """Return why the key is not built, as a clause."""
         if self.removed:
             return f"DeepSpeed has removed it ({self.removed})"
         if self.part is Milestone.UNPLANNED:
@@ -195,7 +192,7 @@ _ROWS = (
             "num_experts_attr top_k_attr has_shared_experts shared_experts_pattern "
             "shared_experts_gate_pattern validate_folding_routing"
         ),
-        # Without one of these keys an expert layer would compute something else.
+        # Without one of these keys an expert layer would have another result.
         strict={
             **dict.fromkeys("route_norm score_apply score_func top_k num_expert_groups".split()),
             **dict.fromkeys("num_limited_groups routed_scaling_factor".split()),
@@ -351,7 +348,7 @@ NOT_BUILT = {row.path: row for row in _ROWS}
 
 
 def names_below(prefix: str) -> tuple[str, ...]:
-    """Return the keys and sections of the table directly below a section; "" is the top level."""
+    """Return the keys and sections directly below a section; "" is the top level."""
     return tuple(
         row.path.removeprefix(prefix)
         for row in _ROWS
@@ -360,7 +357,7 @@ def names_below(prefix: str) -> tuple[str, ...]:
 
 
 def paths_not_built() -> list[str]:
-    """Return every dotted key of the table: those of its sections instead of the sections."""
+    """Return every dotted key of the table; a section is replaced by its keys."""
     paths = []
     for row in _ROWS:
         paths += [f"{row.path}.{name}" for name in row.defaults] or [row.path]
@@ -368,7 +365,7 @@ def paths_not_built() -> list[str]:
 
 
 def kind_of(default: Any) -> Any:
-    """Return the type that a default shows, as an annotation; null shows none."""
+    """Return the type annotation for a default; `Any` for null."""
     if default is None:
         return Any
     if isinstance(default, tuple):
@@ -379,12 +376,12 @@ def kind_of(default: Any) -> Any:
 
 
 def refuse(stated: Mapping[str, Any], config: Section, problems: Problems) -> None:
-    """Add a problem, or a warning, for each stated key of the table that asks for something.
+    """Add a problem or a warning for each stated key that requests something.
 
     Args:
-        stated: What the configuration says about rows of the table, by path.
+        stated: The stated values of rows of the table, by path.
         config: The other keys of the configuration.
-        problems: Collects problems and warnings.
+        problems: Receives problems and warnings.
     """
     for path, value in stated.items():
         row = NOT_BUILT[path]
@@ -433,7 +430,8 @@ def _asks(default: Any, value: Any) -> bool:
         return _enables_anything(value)
     try:
         return bool(value is not None and value != default)
-    except Exception:  # objects of other libraries (an mpu, a tensor) may not compare
+    # objects of other libraries (an mpu, a tensor) may not support the comparison
+    except Exception:
         return True
 
 

@@ -1,7 +1,7 @@
-"""Problems of a configuration, and the values that nobody stated.
+"""Problems of a configuration, and decisions about values that were not stated.
 
-A problem has the key, its value, where it came from, what is wrong, and what to write instead. All
-problems are raised as one error.
+A problem has the key, its value and origin, a description and a fix. All problems are raised as one
+error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
 
 @dataclass(frozen=True)
 class AutoDecision:
-    """A value nobody stated, and why it was taken; `asked` when the configuration said "auto"."""
+    """A value that was not stated, with the reason; `asked` if it was "auto"."""
 
     key: str
     value: Any
@@ -27,7 +27,13 @@ class AutoDecision:
 
 
 def lookup(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the value at a dotted key of nested mappings."""
+    """Return the value of a dotted key in nested mappings.
+
+    Args:
+        values: The mappings.
+        key: The dotted key.
+        default: Returned if the key is missing.
+    """
     here: Any = values
     for name in key.split("."):
         if not isinstance(here, Mapping) or name not in here:
@@ -37,7 +43,13 @@ def lookup(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def put(values: MutableMapping[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key, making the sections on the way."""
+    """Set a dotted key in nested mappings, and create missing sections.
+
+    Args:
+        values: The mappings.
+        key: The dotted key.
+        value: The value.
+    """
     *path, last = key.split(".")
     for name in path:
         values = values.setdefault(name, {})
@@ -49,7 +61,7 @@ _LONGEST_KEY = 120
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong: `what` is a clause about `key`, `fix` says what to write instead."""
+    """One problem: `what` is a clause about `key`, `fix` is what to write instead."""
 
     key: str
     what: str
@@ -58,7 +70,7 @@ class Problem:
     not_built: bool = False
 
     def describe(self, source: str) -> str:
-        """Return two lines: the fact with its origin, and the fix."""
+        """Return two lines: the problem with its origin, and the fix."""
         stated = f"{_cut(self.key)} = {shown(self.value)}" if self.key else shown(self.value)
         return f"{stated} (from {source}): {self.what}" + (
             f"\n     fix: {self.fix}" if self.fix else ""
@@ -67,10 +79,14 @@ class Problem:
 
 @dataclass
 class Problems:
-    """The problems and warnings met while one configuration is read; ignored: keys that change
-    nothing, and why.
+    """The problems and warnings of one configuration.
 
-    goes_on: what DeepSpeed accepts is no problem where the run is right without it.
+    Attributes:
+        source: The name of the configuration in messages.
+        goes_on: Whether keys that DeepSpeed accepts are allowed if the run is right without them.
+        found: The problems.
+        notes: The warnings.
+        ignored: Keys that have no effect, with the reason.
     """
 
     source: str
@@ -80,25 +96,53 @@ class Problems:
     ignored: list[str] = field(default_factory=list)
 
     def add(self, key: str, what: str, fix: str = "", value: Any = None) -> None:
-        """Record an error."""
+        """Record an error.
+
+        Args:
+            key: The dotted key.
+            what: A clause about the key.
+            fix: What to write instead.
+            value: The stated value.
+        """
         self.found.append(Problem(key, what, fix, value))
 
     def warn(self, key: str, note: str) -> None:
-        """Record something that is accepted and deserves a line."""
+        """Record a warning.
+
+        Args:
+            key: The dotted key.
+            note: The text.
+        """
         self.notes.append(f"config {self.source}: {_cut(key)}: {note}")
 
     def without_effect(self, key: str, value: Any, reason: str) -> None:
-        """Record a key that is off its default and changes nothing."""
+        """Record a key with another value than its default that has no effect.
+
+        Args:
+            key: The dotted key.
+            value: The stated value.
+            reason: Why it has no effect.
+        """
         self.ignored.append(f"{key} = {shown(value)} ({reason})")
 
     def raise_if_any(self) -> None:
-        """Raise one error that lists them all; a NotBuiltError where nothing else is wrong."""
+        """Raise one error that lists all problems.
+
+        Raises:
+            ConfigError: There are problems.
+            NotBuiltError: The only problems are keys that are not built.
+        """
         if self.found:
             raise as_error(self.found, self.source)
 
 
 def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
-    """Make the error for a list of problems."""
+    """Return the error for a list of problems.
+
+    Args:
+        found: The problems.
+        source: The name of the configuration.
+    """
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
     lines = [f"  {number}. {problem.describe(source)}" for number, problem in enumerate(found, 1)]
     what = "\n".join([f"{count} in the configuration {source}:", *lines])
@@ -107,5 +151,5 @@ def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
 
 
 def _cut(key: str) -> str:
-    """Shorten a key for messages: nobody reads one of a hundred thousand characters."""
+    """Shorten a very long key for messages."""
     return key if key.isprintable() and len(key) <= _LONGEST_KEY else shown(key, _LONGEST_KEY)

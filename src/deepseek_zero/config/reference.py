@@ -1,6 +1,6 @@
-"""docs/reference/config.md, rendered from the schema.
+"""Generate docs/reference/config.md from the schema.
 
-`scripts/config_reference` writes it, and a contract test keeps it true.
+`scripts/config_reference` writes the page, and a contract test compares it with the schema.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def render() -> str:
 
 
 def _order(row: FieldRow) -> tuple[bool, int]:
-    """Sort the top level first, then the sections in the order of the schema."""
+    """Sort key: the top level first, then the sections in the order of the schema."""
     section = row.path.rpartition(".")[0]
     return bool(section), _positions()[section]
 

@@ -1,10 +1,9 @@
-"""`Config`: the keys of DeepSpeed's JSON grammar that are built, and our additions, as one typed,
-frozen model.
+"""`Config`: the keys of DeepSpeed's configuration that are built, and our own.
 
-`auto.resolve` builds it from a `RawConfig`. Each key carries its unit, its sentence and its status
-(fields.py). docs/reference/config.md and keywords.pyi are generated from here. ZeRO's section comes
-first, then those of an ordinary run, then the others, and `Config` with the top-level keys at the
-end.
+It is one typed, frozen model, which `auto.resolve` builds from a `RawConfig`. Each key has a unit,
+a sentence and a status (fields.py). docs/reference/config.md and keywords.pyi are generated from
+this module. The section of ZeRO is first, followed by those of ordinary runs and the others.
+`Config` with the top-level keys is last.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _AHEAD = {
     "zero_optimization.offload_param.device": "cpu",
 }
 _WINDOW = "gathers come ahead within stage3_prefetch_bucket_size"
-# DeepSpeed's own list; a class whose package is not installed is never met and costs nothing.
+# DeepSpeed's own list. A class whose package is not installed never occurs.
 MOE_BLOCKS = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -1387,7 +1386,10 @@ class DataEfficiency(Section):
 
 
 class Config(Section):
-    """Every key with a concrete value; `decisions` tells how the ones nobody stated were found."""
+    """Every key with a concrete value.
+
+    `decisions` records how values that were not stated were chosen.
+    """
 
     # Batch
     train_batch_size: int = effective(
@@ -1639,7 +1641,7 @@ class Config(Section):
 
     @property
     def batch(self) -> Batch:
-        """The solved batch-size triangle."""
+        """Return the solved batch-size triangle."""
         return Batch(
             train=self.train_batch_size,
             micro=self.train_micro_batch_size_per_gpu,
@@ -1649,11 +1651,11 @@ class Config(Section):
 
     @property
     def decisions(self) -> tuple[AutoDecision, ...]:
-        """What the resolver decided, in order."""
+        """Return the decisions of the resolver, in order."""
         return self._decisions
 
     def with_decisions(self, decisions: tuple[AutoDecision, ...]) -> Config:
-        """Attach the record of the resolver (auto.py), and return the configuration."""
+        """Store the record of the resolver (auto.py), and return the configuration."""
         self._decisions = decisions
         return self
 

@@ -1,8 +1,8 @@
-"""From what a caller passes (dict, path, JSON text, base64) to a plain dict; nothing here knows any
-key.
+"""Convert a configuration (dict, path, JSON text, base64) to a plain dict.
 
-JSON may hold comments (// # /* */) and trailing commas.  A lenient reader takes Hjson, too, as
-DeepSpeed does: keys and words without quotes, lines without commas.
+No keys are interpreted here. JSON may contain comments (// # /* */) and trailing commas. The
+lenient mode also accepts Hjson, as DeepSpeed does: keys and words without quotes, lines without
+commas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from ..base.errors import ConfigError, article, shown
 
-# Strings are matched first, so that a comment sign inside one is never taken for a comment.
+# Strings are matched first, so a comment sign inside of one is not a comment.
 _COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _LONGEST_LINE = 200
 _TRAILING_COMMAS = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])', re.DOTALL)
@@ -31,7 +31,13 @@ Source = Mapping[str, Any] | str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration as read: its keys, a name for messages, and keys that stood there twice."""
+    """A configuration as read.
+
+    Attributes:
+        values: Its keys.
+        source: Its name in messages.
+        duplicates: Keys that occur twice.
+    """
 
     values: Mapping[str, Any]
     source: str
@@ -39,8 +45,15 @@ class Document:
 
 
 def read(source: Source, origin: str | None = None, lenient: bool = False) -> Document:
-    """Read a configuration; `origin` replaces the name used in messages.  lenient: take Hjson where
-    it is no JSON.
+    """Read a configuration.
+
+    Args:
+        source: A dict, a path, JSON text or base64.
+        origin: The name in messages, in place of the default.
+        lenient: Accept Hjson if the text is not JSON.
+
+    Raises:
+        ConfigError: The configuration cannot be read.
     """
     if source is None:
         return Document({}, origin or "defaults")
@@ -57,7 +70,16 @@ def read(source: Source, origin: str | None = None, lenient: bool = False) -> Do
 
 
 def parse(text: str, source: str, lenient: bool = False) -> Document:
-    """Parse JSON with comments and trailing commas; lenient: Hjson, where it is not that."""
+    """Parse JSON with comments and trailing commas.
+
+    Args:
+        text: The text.
+        source: The name in messages.
+        lenient: Accept Hjson if the text is not JSON.
+
+    Raises:
+        ConfigError: The text cannot be parsed, or is not an object.
+    """
     duplicates: list[str] = []
 
     def keep_last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -83,7 +105,7 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # a number of thousands of digits; brackets without end
+    ) as error:  # a number with thousands of digits, or endless brackets
         raise ConfigError(
             f"{source} cannot be read as JSON: {error}.",
             fix="look for numbers and nesting that nobody means.",
@@ -104,13 +126,13 @@ def _hjson(text: str, keep_last: Any) -> dict[str, Any] | None:
         LookupError,
         RecursionError,
         ImportError,
-    ):  # it reads beyond the end of "{/*"
+    ):  # hjson reads past the end of "{/*"
         return None
     return found if isinstance(found, dict) else None
 
 
 def strip_comments(text: str) -> str:
-    """Blank comments and trailing commas, keeping every line and column where it was."""
+    """Replace comments and trailing commas by blanks; lines and columns are unchanged."""
 
     def blank(match: re.Match[str]) -> str:
         found = match[0]
@@ -159,12 +181,12 @@ def _why_not(path: Path) -> str:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a long base64 text is no legal file name
+    except OSError:  # a long base64 text is not a valid file name
         return False
 
 
 def _decode(text: str) -> str | None:
-    padded = text + "=" * (-len(text) % 4)  # url-safe base64 often travels without its padding
+    padded = text + "=" * (-len(text) % 4)  # url-safe base64 often has no padding
     try:
         decoded = base64.b64decode(padded, altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, ValueError):

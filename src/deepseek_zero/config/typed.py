@@ -1,5 +1,4 @@
-"""Generates config/keywords.pyi from the schema: what editors and type checkers know of a
-configuration.
+"""Generate config/keywords.pyi from the schema, for type checkers and editors.
 
 `scripts/config_keywords` writes the file, and a contract test compares it with the schema.
 """
@@ -68,7 +67,7 @@ def render() -> str:
 
 
 def _sections(model: type[Section], path: str) -> Iterator[tuple[type[Section], str]]:
-    """Yield inner sections before those that name them; the whole configuration last."""
+    """Yield inner sections before the sections that use them; the configuration is last."""
     for name, info in model.model_fields.items():
         inner = subsection(info)
         if inner is not None:
@@ -86,7 +85,7 @@ def _class(model: type[Section], path: str) -> Iterator[str]:
     yield f'    """Keys of `{path}`."""' if path else '    """The keys that both doors take."""'
     yield ""
     for name, info in model.model_fields.items():
-        if model is Config and name == "optimizer":  # the doors differ in it
+        if model is Config and name == "optimizer":  # its type differs between the APIs
             continue
         yield from _key(name, _options(info))
         yield from _doc(info.description or "")
@@ -136,7 +135,7 @@ def _options(info: FieldInfo) -> list[str]:
 
 
 def _parts(kind: Any) -> list[str]:
-    """Return the parts of a union, in the spellings that `coerce` reads without a word."""
+    """Return the parts of a union, in the spellings that `coerce` accepts without a note."""
     origin = get_origin(kind)
     inner = get_args(kind)
     if origin in (Union, UnionType):

@@ -351,10 +351,7 @@ def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, ModuleCall]:
             torch.func.functional_call(
                 copy, state, (), map_inputs(dict(example), faked), tie_weights=True
             )
-    except (
-        Exception
-        # any exception of the model; the first forward examines what was not reached
-    ):
+    except Exception:  # of the model; the first forward examines what was not reached
         return calls
     return calls
 
