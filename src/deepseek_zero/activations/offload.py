@@ -47,8 +47,7 @@ class ActivationOffload:
 
     Args:
         open_memory: Opens the memory. It is called again whenever the size of the arena changes, so
-            that
-        nothing of the old one is kept.
+            that nothing of the old one is kept.
         checkpoints: Number of checkpoints to reserve at first; None to learn it.
     """
 

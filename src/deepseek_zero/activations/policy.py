@@ -44,8 +44,7 @@ def operators_of(policy: Sequence[str]) -> frozenset[Any]:
 
     Args:
         policy: "full" (recompute everything), "attention", "matmul" (also keeps matrix products),
-            or
-        names of operators, "mm" or "library::name".
+            or names of operators, "mm" or "library::name".
 
     Raises:
         UsageError: torch has no such operator.

@@ -47,8 +47,7 @@ class RecomputeSettings:
         policy: The results that are kept instead of being recomputed (`policy.py`); None if not
             set.
         partitioned: Each tensor-parallel rank keeps its share of the inputs (`partition.py`), if
-            there
-        are such ranks.
+            there are such ranks.
     """
 
     tier: Tier | None = None
@@ -288,7 +287,7 @@ def checkpoint(
         args: Its positional arguments.
         use_reentrant: Accepted for compatibility with torch; recomputation is never reentrant.
         kwargs: Its keyword arguments, and those of torch.utils.checkpoint (`preserve_rng_state`,
-        `context_fn`, ...).
+            `context_fn`, ...).
 
     Returns:
         The result of the function.

@@ -290,10 +290,9 @@ def sum_at_once(
 
     Returns:
         The sum, or None if the gradients cannot be computed before backward. That is the case if
-        the
-        function reads other tensors that need a gradient, if an engine's hooks would mistake the
-        computation for the backward, in a checkpoint, and for fp16, because the loss scale would be
-        applied too late. The function may have been called once in this case.
+        the function reads other tensors that need a gradient, if an engine's hooks would mistake
+        the computation for the backward, in a checkpoint, and for fp16, because the loss scale
+        would be applied too late. The function may have been called once in this case.
     """
     weights = list({id(each): each for each in weights}.values())
     leaves = (x, *weights)

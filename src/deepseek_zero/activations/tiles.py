@@ -64,8 +64,7 @@ def each_tile(
 
     Note:
         If the function calls sharded units, all ranks must use the same number of tiles, because
-        each
-        tile all-gathers their weights.
+        each tile all-gathers their weights.
     """
     lengths = [each.shape[dim] for each in tensors]
     if tiles < 1 or len(set(lengths)) != 1:
@@ -307,7 +306,7 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
 
     Raises:
         NotBuiltError: There is no such module, it mixes tokens, or "tp" ranks shard its input over
-        tokens.
+            tokens.
     """
     named = {name: module for name, module in model.named_modules() if _is_mlp(module)}
     found = list(named.values())

@@ -35,14 +35,13 @@ def attend(
     Args:
         query: Shape ``(samples, heads, queries, width)``.
         key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`. The queries
-            belong
-        to the last positions of the keys.
+            belong to the last positions of the keys.
         value: Shape ``(samples, key_heads, keys, value_width)``.
         pattern: The keys that each query sees.
         scale: Factor of the scores; None for 1 / sqrt(width).
         biases: Numbers to add to the scores, or bools of the keys that are seen. They have four
-        dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be a
-        `BiasRule`.
+            dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be
+            a `BiasRule`.
         first_head: The number in the whole model of this tensor's first head.
         tile: Maximum number of queries that are computed together; None to choose one.
 

@@ -59,8 +59,7 @@ def attend_flex(
         biases: As for `attend`.
         first_head: The number in the whole model of this tensor's first head.
         compiled: False runs FlexAttention without compilation, which is slow and holds all scores;
-            for
-        tests.
+            for tests.
     """
     shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
     blocks = _blocks_of(pattern, shape, query.device)
@@ -92,8 +91,8 @@ class _Blocks:
     """A pattern in FlexAttention's form.
 
     Attributes:
-        partial: Blocks of 128 x 128 that are seen in part, a bool of shape
-        ``(variants, queries / 128, keys / 128)``.
+        partial: Blocks of 128 x 128 that are seen in part, a bool of shape ``(variants, queries /
+            128, keys / 128)``.
         whole: Blocks that are seen whole, of the same shape.
         table: The table of the layout, of shape ``(variants, rows, blocks)``; None without a
             layout.

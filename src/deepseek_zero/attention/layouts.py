@@ -124,11 +124,10 @@ class Fixed(BlockLayout):
     Attributes:
         num_local_blocks: Blocks per window.
         num_global_blocks: Global blocks at the end of each window. If the layout is unidirectional,
-        only later rows see them.
+            only later rows see them.
         horizontal_global_attention: Global blocks also see everything.
         num_different_global_patterns: Number of different choices of a window's global blocks,
-            which
-        heads use in turn.
+            which heads use in turn.
     """
 
     num_local_blocks: int = 4
@@ -187,8 +186,7 @@ class Variable(BlockLayout):
         local_window_blocks: The sizes of the windows in order; the last one repeats.
         global_block_indices: The first block of each global span.
         global_block_end_indices: The block after the last one of each global span; None for spans
-            of
-        one block.
+            of one block.
         horizontal_global_attention: Global blocks also see everything.
         seed: The seed of the random blocks.
     """
@@ -266,8 +264,7 @@ class BSLongformer(BlockLayout):
         num_sliding_window_blocks: Width of the window in blocks.
         global_block_indices: The first block of each global span.
         global_block_end_indices: The block after the last one of each global span; None for spans
-            of
-        one block.
+            of one block.
     """
 
     num_sliding_window_blocks: int = 3
@@ -300,8 +297,7 @@ class Listed(BlockLayout):
 
     Attributes:
         seen: A bool of shape ``(tables, rows, blocks)``, with one table per group of heads, or one
-            for
-        all.
+            for all.
         sharing: Number of consecutive heads that share a table.
         tokens_of_row: Queries per row; None for the tokens of a block.
     """

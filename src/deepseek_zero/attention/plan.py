@@ -82,8 +82,7 @@ class Mask:
     Attributes:
         queries: Number of queries.
         spans: For each span, the number of keys, and the tokens from the first query to the first
-            key.
-        The latter is None if every query is near enough to every key.
+            key. The latter is None if every query is near enough to every key.
         behind: Maximum distance in tokens to an earlier key.
         ahead: Maximum distance in tokens to a later key.
         bits: The blocks of the spans that each row of blocks sees, one byte each; None for all.
@@ -190,11 +189,9 @@ class AttentionTile:
         spans: The spans of keys.
         mask: The mask; None if all pairs are seen or `is_square`.
         is_square: The keys are the tile's own positions, and each query sees those up to its own.
-            The
-        kernel calls this causal and needs no mask.
+            The kernel calls this causal and needs no mask.
         count: Number of tiles that this object represents. Each is shifted by the number of
-            queries, in
-        queries and keys.
+            queries, in queries and keys.
     """
 
     start: int

@@ -52,8 +52,8 @@ def attend_by_plan(
         groups: The plan.
         scale: Factor of the scores.
         biases: Numbers to add to the scores, or bools of the keys that are seen. They have four
-        dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be a
-        `BiasRule`, which is called for each tile.
+            dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be
+            a `BiasRule`, which is called for each tile.
         kernel: False never uses torch's kernel.
 
     Returns:

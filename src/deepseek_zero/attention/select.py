@@ -40,8 +40,7 @@ def attend_selected(
         blocks: Number of blocks that a tile sees, including its own.
         tile: Queries per selection; must divide `block`.
         chosen_by: "head": each head selects separately (MoBA). "group": heads that read the same
-            keys
-        select together, by the sum of their scores (NSA).
+            keys select together, by the sum of their scores (NSA).
         scale: Factor of the scores; None for 1 / sqrt(width).
 
     Returns:
@@ -87,8 +86,7 @@ def select_blocks(
 
     Returns:
         A bool tensor of shape ``(samples, selections, tiles, blocks)``, with one selection per head
-        or
-        per group.
+        or per group.
 
     Raises:
         UsageError: The sizes do not fit.

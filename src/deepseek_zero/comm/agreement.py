@@ -67,7 +67,7 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
     Args:
         comm: The ranks to compare.
         values: Plain values by key, in the same order on every rank. `values_in` flattens a
-        dataclass into this form.
+            dataclass into this form.
         what: The subject of the comparison, also the name of the collective.
         why: The second sentence of the error.
         fix: The third sentence of the error.
@@ -169,7 +169,7 @@ def gather_outcomes(
         action: The function to call.
         say: Converts the result of `action` into the text that other ranks receive.
         failure: The error to raise if another rank failed. This rank raises it too, unless its own
-        error already has this type. With `PeerError`, this rank always raises its own error.
+            error already has this type. With `PeerError`, this rank always raises its own error.
 
     Returns:
         The result of `action`, and the texts of all ranks by rank.

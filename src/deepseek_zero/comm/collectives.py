@@ -51,12 +51,11 @@ class Comm:
     Args:
         device: The device of the tensors.
         transport: "fastest" and "tcp" use shared memory between CPU ranks of one host, "gloo" does
-        not. Between hosts, "tcp" uses this library's sockets, and the others use gloo.
+            not. Between hosts, "tcp" uses this library's sockets, and the others use gloo.
         trains: False for a communicator that only builds or loads a model, and waits for each of
-            its
-        collectives.
+            its collectives.
         world: The connections to use. None: those of torch.distributed's world, or a world of one
-        rank if torch.distributed is not initialized.
+            rank if torch.distributed is not initialized.
 
     Raises:
         UsageError: TLS is required, and the transport cannot encrypt.
@@ -328,8 +327,7 @@ class Comm:
 
         Args:
             full: Shape ``(size * slice,)``, any dtype, the same on every rank. This rank's slice
-                must
-            be in place.
+                must be in place.
             lane: The lane to issue the collective in.
             what: The name of the collective, the same on all ranks.
             kind: The kind under which the meter counts the bytes.
@@ -366,8 +364,7 @@ class Comm:
             pieces: One flat tensor per rank, of one dtype on all ranks; this rank's entry is not
                 sent.
             inbox: One flat tensor per rank; this rank's entry is ignored. With `reads_in_place` an
-                entry
-            may be None, and `use` gets a view of the owner's memory instead.
+                entry may be None, and `use` gets a view of the owner's memory instead.
             lane: The lane to issue the collective in.
             what: The name of the collective, the same on all ranks.
             use: Called once with the received pieces, at the latest by `wait()`.
@@ -610,7 +607,7 @@ def ordered_sum(
 
     Args:
         pieces: One one-dimensional tensor per rank, all of the length of `out`, of any float dtype.
-        With `decode`, encoded pieces.
+            With `decode`, encoded pieces.
         out: Output, one-dimensional.
         scratch: fp32 scratch for one tile, or for two tiles with `decode`.
         divisor: Divides the sum.

@@ -74,8 +74,7 @@ class WorldContext:
         group: A gloo group of all ranks.
         pages: The memory that ranks of this host share.
         no_sharing_reason: Why ranks of this host share no memory; "" if they do, or if there is
-            only
-        one.
+            only one.
         secret: The secret of this job, which all its ranks hold.
         listener: The listener of this rank, if it already has one.
     """

@@ -206,8 +206,7 @@ class FlightRecorder:
 
         Args:
             asks: Also read rank 0's findings from the store, which may take a moment. Otherwise the
-                call
-            does not block.
+                call does not block.
         """
         silences = self.tell_silences()
         silent = [

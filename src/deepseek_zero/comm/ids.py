@@ -18,11 +18,10 @@ class CollectiveId(NamedTuple):
         lane_number: The number of the lane, unique in this world.
         sequence: The number of the collective in its lane.
         check: 32-bit checksum of the name. A rank that calls a different collective has the same
-        sequence number but another check.
+            sequence number but another check.
         arrived: Receives the time of arrival.
         poll_interval: Returns the seconds after which a wait times out, so that its caller can
-            check
-        for failures. None: the transports' default (`transports/base.py`).
+            check for failures. None: the transports' default (`transports/base.py`).
     """
 
     lane: str

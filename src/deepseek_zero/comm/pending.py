@@ -118,8 +118,7 @@ class OrderedIssueQueue:
         Args:
             transfer: The transfer, or another collective.
             start: Issues the collective. It is called when the transfer is complete, at the latest
-                by
-            `wait()` of the result.
+                by `wait()` of the result.
         """
         queued = QueuedCollective(transfer, start)
         self._waiting.append(queued)

@@ -246,8 +246,7 @@ def granularity_of(
     Args:
         optimizer: The optimizer or its class.
         group: A parameter group, for classes that distinguish groups (the AdamW groups of Muon may
-            be
-        cut).
+            be cut).
 
     Raises:
         NotBuiltError: The optimizer cannot be sharded.

@@ -113,8 +113,7 @@ class Blocks:
         scale_bits: Bits to which the significand of a scale is rounded.
         dtype: The dtype of a message.
         message_numel: Maximum number of values in one message. It is limited so that a rank codes
-            and
-        adds other messages while one is in flight.
+            and adds other messages while one is in flight.
     """
 
     bits: int

@@ -41,8 +41,7 @@ class LossScaleSettings:
         consecutive_hysteresis: Refill the hysteresis after every good step.
         min_loss_scale: The minimum of a dynamic scale.
         gives_up: Raise an error on an overflow at the minimum. Otherwise the step is skipped like
-            any
-        other step with an overflow.
+            any other step with an overflow.
 
     Raises:
         ConfigError: A value is out of range.
@@ -114,8 +113,7 @@ class LossScaler:
         scale: The current scale.
         cur_iter: Number of steps so far.
         last_overflow_iter: The step of the last overflow. It is -1 before the first one, so that
-            the
-        first window is as long as the others.
+            the first window is as long as the others.
         cur_hysteresis: Overflows until the scale is halved.
     """
 
@@ -155,8 +153,7 @@ class LossScaler:
 
         Args:
             overflow: Whether the gradients of any rank overflowed, the same on all ranks. Such a
-                step must
-            be skipped.
+                step must be skipped.
 
         Raises:
             LossScaleError: The scale would fall below its minimum; nothing was changed.

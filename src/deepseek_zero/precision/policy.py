@@ -36,7 +36,7 @@ class Policy:
         autocast: The dtype of a torch.autocast region around forward. None: no region.
         auto_cast: Cast floating-point inputs to `compute`.
         master: Storage of a bf16 weight's main weight: "fp32", "split" (only the remainder, see
-        `split`), or "none" (`compact.py` rounds the weight stochastically).
+            `split`), or "none" (`compact.py` rounds the weight stochastically).
         moments: Storage of moments: "fp32", "bf16" or "8bit".
     """
 
@@ -173,9 +173,8 @@ def join(
         out: Output, fp32.
         scratch: Scratch of `scratch_numel` elements; None allocates it.
         is_exposed: The program may have changed the weight without the remainder, for example by a
-            mask.
-        The sum can then be NaN although the weight is not; in that case the main weight is the
-        weight.
+            mask. The sum can then be NaN although the weight is not; in that case the main weight
+            is the weight.
     """
     tile = scratch_numel(out.device, out.numel())
     if scratch is None:

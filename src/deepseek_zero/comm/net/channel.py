@@ -84,8 +84,7 @@ def read_secret() -> bytes | None:
 
     Raises:
         UsageError: The file is missing, is not 32 bytes long, belongs to another user, or can be
-            read
-        by others.
+            read by others.
     """
     path = os.environ.get(SECRET_FILE)
     if not path:
@@ -479,8 +478,7 @@ class Listener:
         Args:
             role: The role of the connections.
             handler: Called on the listener's thread with the non-blocking connection and the rank
-                of the
-            other end.
+                of the other end.
         """
         self._admit[role] = handler
 

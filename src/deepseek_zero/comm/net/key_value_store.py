@@ -286,8 +286,7 @@ class StoreClient:
         secret: The job's secret.
         rank: The world rank of this process.
         watches: Rank 0 is on another host. The kernels of both ends probe each other, which reveals
-            a
-        silent host and an exited process.
+            a silent host and an exited process.
         dead_after: Seconds of silence after which rank 0's host is lost.
         role: The role of the connection, as for `KeyValueStore`.
     """
@@ -575,8 +574,8 @@ def open_store(
 
     Raises:
         UsageError: On every rank. A rank cannot read its secret, holds a different one, or cannot
-            reach
-        rank 0; or TLS is required, and a rank has no secret or no package for certificates.
+            reach rank 0; or TLS is required, and a rank has no secret or no package for
+            certificates.
 
     Note:
         Collective: every rank of `group` must call it.

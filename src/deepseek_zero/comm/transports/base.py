@@ -95,8 +95,7 @@ class Transport(Protocol):
 
         Args:
             full: Shape ``(size * slice,)``; the slice of rank r is at ``[r * slice, (r + 1) *
-                slice)``.
-            This rank's slice must be in place.
+                slice)``. This rank's slice must be in place.
             cid: The identity of the collective.
         """
         ...
@@ -109,11 +108,10 @@ class Transport(Protocol):
         Args:
             pieces: One flat tensor per rank.
             inbox: One flat tensor per rank; this rank's entry is ignored. With `reads_in_place` an
-                entry
-            may be None.
+                entry may be None.
             cid: The identity of the collective.
             use: Called once, when all pieces are here, at the latest before the wait returns. Its
-            argument has `inbox[r]` for rank r, or a view of the owner's memory if that is None.
+                argument has `inbox[r]` for rank r, or a view of the owner's memory if that is None.
         """
         ...
 

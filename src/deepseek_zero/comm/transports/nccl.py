@@ -46,7 +46,7 @@ class NcclGroups:
 
     Args:
         partition: The ranks of each group. torch requires that every rank creates all groups in the
-        same order. None: one group of the whole world.
+            same order. None: one group of the whole world.
     """
 
     def __init__(self, partition: Sequence[tuple[int, ...]] | None = None) -> None:
@@ -123,8 +123,8 @@ class Nccl(CopyingTransport):
         rank: This rank's index in the group.
         size: Number of ranks in the group.
         groups: One process group per lane. NCCL matches the collectives of a group by issue order,
-        which is guaranteed only within a lane. Each group has one stream, in which a gather would
-        wait for an earlier reduction.
+            which is guaranteed only within a lane. Each group has one stream, in which a gather
+            would wait for an earlier reduction.
         device: The CUDA device of the tensors.
     """
 
