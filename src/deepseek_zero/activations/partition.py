@@ -88,7 +88,7 @@ class PartitionedInputs:
         ahead = self._ahead
         self._ahead = None
         if ahead is not None and ahead[0] is not share:
-            for gathering in ahead[1]:  # Of a graph whose backward was abandoned
+            for gathering in ahead[1]:  # the backward of its graph was abandoned
                 gathering.wait()
             ahead = None
         found = [

@@ -146,7 +146,9 @@ class Recompute:
 class Parked(Protocol):
     """The stored inputs of one checkpoint."""
 
-    def restore(self) -> list[Tensor]: ...
+    def restore(self) -> list[Tensor]:
+        """Return the inputs."""
+        ...
 
 
 class _Filled:
@@ -187,9 +189,13 @@ class Preserved(Protocol):
     An example are random number generators.
     """
 
-    def get_states(self) -> Any: ...
+    def get_states(self) -> Any:
+        """Return the current state."""
+        ...
 
-    def set_states(self, states: Any) -> None: ...
+    def set_states(self, states: Any) -> None:
+        """Restore a state."""
+        ...
 
 
 class _Replayed:

@@ -3,7 +3,7 @@
 The gradients are computed in forward, while the logits of a tile exist. Backward multiplies them by
 the incoming gradient, which includes any factor of the loss, and passes the weight's gradient to
 autograd once. A weight's gradient is therefore reduced once, and backward reads neither the weight
-nor logits.
+nor logits. The loop over tiles::
 
     for each tile:   z = x W^T + b     in the dtype of x
                      p = softmax(z)    in place, in fp32

@@ -7,7 +7,7 @@ Autograd sees a weight used once per tile, so it sums the weight's gradient over
 delivers it once.
 
 Autograd sums in the weight's dtype, and a 16-bit sum of many tiles loses precision. A module's
-16-bit weights are therefore read through additional nodes (`fp32_sums`):
+16-bit weights are therefore read through additional nodes (`fp32_sums`)::
 
     weight -> _Whole -> _Read -> tile 0
                      -> _Read -> tile 1

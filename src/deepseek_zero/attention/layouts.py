@@ -124,7 +124,7 @@ class Fixed(BlockLayout):
     Attributes:
         num_local_blocks: Blocks per window.
         num_global_blocks: Global blocks at the end of each window. If the layout is unidirectional,
-            only later rows see them.
+            only rows from their start on see them.
         horizontal_global_attention: Global blocks also see everything.
         num_different_global_patterns: Number of different choices of a window's global blocks,
             which heads use in turn.

@@ -60,6 +60,7 @@ class Comm:
     Raises:
         UsageError: TLS is required, and the transport cannot encrypt.
         ModelMismatchError: Ranks use different transports.
+        PeerError: With "tcp", a rank cannot connect to another one.
 
     Note:
         Collective: every rank of the world must create it.

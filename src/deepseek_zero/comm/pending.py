@@ -155,7 +155,13 @@ class OrderedIssueQueue:
 
 @dataclass(eq=False)
 class QueuedCollective:
-    """One collective in the queue."""
+    """One collective in the queue.
+
+    Attributes:
+        transfer: Must end before the collective is issued.
+        start: Issues the collective.
+        pending: The issued collective; None before.
+    """
 
     transfer: Precondition
     start: Callable[[], Pending]

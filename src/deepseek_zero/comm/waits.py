@@ -113,7 +113,7 @@ class Waits:
             return HOP_SECONDS
         return min(base.POLL_SECONDS, LIFE_SECONDS) if self.spans_hosts else base.POLL_SECONDS
 
-    # -- errors that ranks tell each other
+    # -- errors that ranks post for each other
 
     def post_error(self, error: BaseException) -> None:
         """Post an error to the ranks that wait for this one.

@@ -1,14 +1,15 @@
 """1-bit Adam: Adam until its second moment is settled, then momenta sent as signs.
 
 The source is Tang et al., arXiv 2102.02888. For `freeze_step` steps the update is AdamW's, bit for
-bit. From then on the second moment is constant. With P elements and N ranks,
+bit. From then on the second moment is constant, and momenta are exchanged::
 
     every rank      c = e + beta1 m + (1 - beta1) g        sends signs of c, keeps e = c - signs(c)
     owner of each   a = f + mean over ranks of signs(c)    sends signs of a, keeps f = a - signs(a)
     every rank      m = signs(a)
 
-with one scale per message. The exchange (`extensions/momentum_exchange.py`) stores m in place of
-the gradient and sets `takes_momenta`. A single rank has m = beta1 m + (1 - beta1) g. The update is
+Each message has one scale. The exchange (`extensions/momentum_exchange.py`) stores m in place of
+the gradient and sets `takes_momenta`. A single rank has m = beta1 m + (1 - beta1) g. The update
+is::
 
     p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^freeze_step)) + eps))
 

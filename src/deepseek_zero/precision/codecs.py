@@ -1,6 +1,6 @@
 """Codecs for values sent between ranks: casts, blocks of integers, and signs.
 
-A block of B values has one fp32 scale and 8 or 4 bits for each value:
+A block of B values has one fp32 scale and 8 or 4 bits for each value::
 
     int8   s = max|x| * fl(1/127)    code = round_half_even(x * fl(1/s))    value = code * s
     int4   s = max|x| * fl(1/7)      the same, and blocks 2k and 2k+1 share B bytes: low + 16 high

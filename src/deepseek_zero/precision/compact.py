@@ -3,7 +3,7 @@
 A running mean that moves by a thousandth of itself never changes if it is rounded to the nearest of
 256 or 65,536 numbers. Rounded up or down at random, in proportion, it moves by the right amount on
 average. The random bits are a function of (seed, step, name, element), so a run repeats bit for
-bit, however elements are sharded.
+bit, however elements are sharded. The formats are::
 
     bf16    the upper half of fp32
     8 bits  blocks of BLOCK elements share a power of two, the largest magnitude over which is in

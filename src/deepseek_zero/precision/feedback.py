@@ -1,6 +1,6 @@
 """Error feedback: add a rank's compression errors to its next message.
 
-With x the values to send, e the kept errors and Q the codec,
+With x the values to send, e the kept errors and Q the codec::
 
     it sends Q(x + e)        and keeps        e' = beta e + (1 - beta) (x + e - Q(x + e))
 

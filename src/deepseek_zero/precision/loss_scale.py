@@ -2,7 +2,7 @@
 
 The rule is DeepSpeed's, which is Megatron's. Finding overflows and agreeing on them is left to the
 caller: `update` receives the result that all ranks share, so the scale is the same on every rank
-without communication.
+without communication. The rule in detail::
 
     overflow, hysteresis left > 1      hysteresis falls by 1, the scale stays
     overflow, hysteresis left = 1      scale = max(scale / 2, minimum); an error if there already

@@ -1,7 +1,7 @@
 """Dtype of each state, and casts between main weights and weights.
 
 An fp32 main weight may be stored as the nearest bf16 weight and a remainder of 16 bits, so that it
-needs only 2 bytes in addition to its weight:
+needs only 2 bytes in addition to its weight::
 
     weight    = the main weight rounded half up in magnitude (as `cast_master` does)
     remainder = the low 16 bits of the main weight, read as a signed integer

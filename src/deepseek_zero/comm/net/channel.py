@@ -1,6 +1,6 @@
 """Authenticated connections between ranks.
 
-Both ends prove that they hold the job's secret before any data is sent.
+Both ends prove that they hold the job's secret before any data is sent::
 
     dialer                                  listener
     HELLO  magic, role, ranks, nonce   ->

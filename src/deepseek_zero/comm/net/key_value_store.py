@@ -145,7 +145,8 @@ class KeyValueStore:
     def _swap(self, key: str, value: str) -> str | None:
         """Compare and set, like torch's stores.
 
-        An absent key matches an expected "". If it does not match, `expected` is returned.
+        An absent key matches an expected "". Return the current value, or `expected` if there is
+        none.
         """
         expected, wanted = json.loads(value)
         if self._texts.get(key, "") == expected:

@@ -255,7 +255,7 @@ class Link:
         self.reads, self.into = None, memoryview(self.header)
 
     def received_up_to(self, number: int) -> list[Exchange]:
-        """Drop acknowledged messages; return the exchanges that they decrement.
+        """Drop acknowledged messages, and return the exchanges to decrement for them.
 
         None of these messages holds memory here any more.
         """
@@ -360,7 +360,7 @@ class Link:
         return bool(self.writing)
 
     def take_header(self) -> Sequence[Exchange]:
-        """Process a complete header; return the exchanges that it decrements.
+        """Process a complete header, and return the exchanges to decrement.
 
         Raises:
             Refused: The header is damaged or does not follow the protocol.
@@ -404,7 +404,7 @@ class Link:
         return ()
 
     def take_payload(self) -> Sequence[Exchange]:
-        """Process a complete payload; return the exchanges that it decrements.
+        """Process a complete payload, and return the exchanges to decrement.
 
         Raises:
             Refused: The payload is damaged.

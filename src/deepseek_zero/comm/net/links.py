@@ -1,8 +1,8 @@
 """Serves the connections of a rank to other hosts, one per pair of ranks.
 
 `link.py` has the messages of one pair, identified by their tag. Few bytes are queued in the kernel
-at a time. Otherwise an acknowledgement, and a collective whose data has arrived, would wait behind
-megabytes of earlier data.
+at a time. Otherwise an acknowledgement would have to wait until megabytes of earlier data are sent,
+and so would a collective that has received all its data.
 
 A connection that breaks or falls silent is replaced by a new one, which continues where it ended. A
 rank is lost if its port refuses connections, or if its host does not answer for `dead_after`

@@ -94,7 +94,7 @@ class RendezvousStore(Store):
             desired: The value to write.
 
         Returns:
-            The value after the call.
+            The value after the call, or `expected` if there is none.
         """
         return _bytes(self._ask(Operation.SWAP, key, json.dumps([_text(expected), _text(desired)])))
 

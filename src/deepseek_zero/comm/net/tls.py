@@ -31,7 +31,12 @@ RECORD_BYTES = 1 << 14  # Maximum bytes of one TLS record
 
 
 class Contexts(NamedTuple):
-    """The TLS contexts of the listeners and dialers of one job."""
+    """The TLS contexts of one job.
+
+    Attributes:
+        listener: For accepted connections.
+        dialer: For outgoing connections.
+    """
 
     listener: ssl.SSLContext
     dialer: ssl.SSLContext

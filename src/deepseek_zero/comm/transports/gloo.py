@@ -248,8 +248,8 @@ class Gloo(CopyingTransport):
         completion = _Completion(cid)
         try:
             # Post every receive before any send: gloo notifies a sender over the same connection
-            # that the receiver is ready. Behind data that this rank already sends, that notice
-            # would wait, and only one direction would be busy at a time.
+            # that the receiver is ready. That notice would wait for data that this rank already
+            # sends, and only one direction would be busy at a time.
             for peer, (_, incoming) in messages.items():
                 if incoming.numel():
                     works.append(

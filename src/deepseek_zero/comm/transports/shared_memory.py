@@ -571,7 +571,17 @@ class MessageKind(IntEnum):
 
 
 class SharedMessage(NamedTuple):
-    """One message between ranks of a host; `kind` determines which fields count."""
+    """One message between ranks of a host; `kind` determines which fields count.
+
+    Attributes:
+        kind: The kind of the message.
+        tag: The tag of the collective.
+        segment: The number of the sender's segment.
+        start: The first byte of a piece in its segment.
+        nbytes: The size of the piece or segment in bytes.
+        payload: A piece that is sent in the message itself.
+        descriptor: The file descriptor of a segment; -1 for none.
+    """
 
     kind: MessageKind
     tag: int = 0
