@@ -363,7 +363,7 @@ def _is_out_of_the_way(weight: Tensor) -> bool:
     ):
         return False
     is_forward = runtime.step.phase is Phase.FORWARD and bool(runtime.step.active)
-    # In a graph, through its weights
+    # A unit is in the autograd graph only if it has trainable weights
     shows = all(any(group.trainable for group in unit.groups) for unit in runtime.units)
     return is_forward and shows and owner in runtime.root.groups
 

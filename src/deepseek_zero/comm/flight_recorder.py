@@ -140,7 +140,7 @@ class FlightRecorder:
         self._is_gone = False
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
         self._looks = 0  # Consecutive checks with this suspicion
-        # Seconds of the last log line, by collective and absent ranks
+        # Seconds waited at the last log line, by collective and absent ranks
         self._told_waits: dict[tuple[str, tuple[int, ...]], float] = {}
         _post_end_at_exit(self)
 

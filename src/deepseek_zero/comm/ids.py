@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-LANES = ("gather", "reduce", "rows")  # Of each engine
+LANES = ("gather", "reduce", "rows")  # Per engine
 WORLD_LANE = "world"  # Used in place of an engine's name for the lane in which engines are created
 _LANE_STEP = 4  # Lane numbers per engine
 

@@ -107,7 +107,7 @@ def try_transports(device: torch.device) -> TriedTransport:
     ways = {"fastest": "gloo", "tcp": "our own sockets"}
     world = WorldContext.of_this_world_if_any()
     if world is None or world.hosts.is_one or device.type != "cpu" or uses_tls():
-        # TLS requires this library's sockets: gloo does not encrypt
+        # With TLS, "fastest" means this library's sockets: gloo does not encrypt
         return TriedTransport("fastest")
     rates = {
         "fastest": inter_node_rate(

@@ -165,7 +165,7 @@ class Blocks:
             is_lost = self._scale(rows, scale, small)
             quotients = torch.mul(rows, small[: scale.numel()].unsqueeze(1), out=work.view_as(rows))
             if is_lost is not None:
-                # Their codes are arbitrary, and share bytes with other blocks' codes
+                # Zeros: arbitrary codes would change other blocks' codes in shared bytes
                 quotients.masked_fill_(is_lost.unsqueeze(1), 0.0)
             quotients.round_()
             coded = codes[start * self.bits // 8 : stop * self.bits // 8]
