@@ -67,7 +67,7 @@ class PipelineModule(LayerStages):
             consecutive.
         topology: Axes over the ranks; replaces `num_stages`.
         loss_fn: Function of the last layer's output and the labels.
-        seed_layers: Seed the random generator before each layer is built.
+        seed_layers: Seed the generator before each layer is built and before it runs.
         seed_fn: Function that sets a seed.
         base_seed: First seed.
         partition_method: "parameters", "uniform" or "type:REGEX".
