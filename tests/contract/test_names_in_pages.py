@@ -32,7 +32,7 @@ PAGES = [
     ROOT / "ARCHITECTURE.md",
     *(
         path
-        for folder in ("design", "concepts", "how-to")
+        for folder in (".", "design", "concepts", "how-to")
         for path in sorted((ROOT / "docs" / folder).glob("*.md"))
     ),
 ]
