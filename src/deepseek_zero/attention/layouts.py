@@ -160,6 +160,7 @@ class Fixed(BlockLayout):
             )
 
     def variant(self, head: int) -> int:
+        """Return the number of the head's choice of global blocks."""
         return head % self.num_different_global_patterns
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
@@ -209,6 +210,7 @@ class Variable(BlockLayout):
         _spans(self.global_block_indices, self.global_block_end_indices)
 
     def variant(self, head: int) -> int:
+        """Return the head if its random blocks differ from other heads', else 0."""
         return head if self.different_layout_per_head and self.num_random_blocks else 0
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
@@ -246,6 +248,7 @@ class BigBird(BlockLayout):
     seed: int = 0
 
     def variant(self, head: int) -> int:
+        """Return the head if its random blocks differ from other heads', else 0."""
         return head if self.different_layout_per_head and self.num_random_blocks else 0
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
@@ -308,12 +311,28 @@ class Listed(BlockLayout):
 
     @property
     def query_block(self) -> int:
+        """Queries per row of the layout."""
         return self.tokens_of_row or self.block
 
     def variant(self, head: int) -> int:
+        """Return the number of the head's table."""
         return head // self.sharing if len(self.seen) > 1 else 0
 
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
+        """Return which blocks of keys some rows see.
+
+        Args:
+            head: A number returned by `variant`.
+            start: The first row.
+            stop: The row after the last one.
+            blocks: Number of blocks of keys.
+
+        Returns:
+            A bool tensor of shape ``(stop - start, blocks)``.
+
+        Raises:
+            ConfigError: The table is for a shorter sequence.
+        """
         if stop > self.seen.shape[1] or blocks > self.seen.shape[2]:
             raise ConfigError(
                 f"a layout of {self.seen.shape[1]} rows and {self.seen.shape[2]} blocks, for "

@@ -98,7 +98,15 @@ class TextStore(Protocol):
     """
 
     def set(self, key: str, value: str) -> bool:
-        """Write a text under a key; return whether it was stored."""
+        """Write a text under a key.
+
+        Args:
+            key: The key.
+            value: The text.
+
+        Returns:
+            Whether it was stored.
+        """
         ...
 
     def get(self, key: str) -> str | None:

@@ -91,7 +91,9 @@ class Precondition(Protocol):
     It is a transfer between memories or another collective.
     """
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        ...
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -168,6 +170,7 @@ class QueuedCollective:
     pending: Pending | None = None
 
     def issue(self) -> None:
+        """Wait for the transfer and issue the collective."""
         self.transfer.wait()
         self.pending = self.start()
 

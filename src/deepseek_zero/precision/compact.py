@@ -73,10 +73,14 @@ class StorageFormat(Protocol):
     """
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The dtype of the codes."""
+        ...
 
     @property
-    def has_scales(self) -> bool: ...
+    def has_scales(self) -> bool:
+        """Whether one power of two per block is stored, too."""
+        ...
 
     def encode(
         self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
@@ -113,12 +117,30 @@ class BFloat16Format:
     def encode(
         self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
     ) -> None:
+        """Encode fp32 values; all tensors are flat.
+
+        Args:
+            values: The fp32 values.
+            codes: Output, of dtype `dtype`.
+            powers: Not used.
+            chance: 16 random bits per element for stochastic rounding; None rounds to nearest.
+        """
         if chance is None:
             cast_master(values, codes)
         else:
             round_to_bf16(values, codes, chance)
 
     def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Decode to fp32.
+
+        Args:
+            codes: The codes, flat.
+            powers: Not used.
+            out: Output; None allocates it.
+
+        Returns:
+            The fp32 values.
+        """
         return codes.float() if out is None else out.copy_(codes)
 
 
@@ -174,6 +196,14 @@ class Float8Block:
     def encode(
         self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
     ) -> None:
+        """Encode fp32 values; all tensors are flat.
+
+        Args:
+            values: The fp32 values.
+            codes: Output, of dtype `dtype`.
+            powers: Output, the power of two of each block.
+            chance: 16 random bits per element for stochastic rounding; None rounds to nearest.
+        """
         assert powers is not None
         tile = max(BLOCK, CAST_TILE.on(values.device) // BLOCK * BLOCK)
         for low in range(0, values.numel(), tile):
@@ -212,6 +242,16 @@ class Float8Block:
         codes.copy_(found)
 
     def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Decode to fp32.
+
+        Args:
+            codes: The codes, flat.
+            powers: The power of two of each block.
+            out: Output; None allocates it.
+
+        Returns:
+            The fp32 values.
+        """
         assert powers is not None
         out = torch.empty(codes.numel(), device=codes.device) if out is None else out
         tile = max(BLOCK, CAST_TILE.on(out.device) // BLOCK * BLOCK)

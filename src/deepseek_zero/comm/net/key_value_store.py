@@ -108,7 +108,15 @@ class KeyValueStore:
         listener.admit(Role.LIFE, self._take_idle)
 
     def set(self, key: str, value: str) -> bool:
-        """Write a text under a key; return True."""
+        """Write a text under a key.
+
+        Args:
+            key: The key.
+            value: The text.
+
+        Returns:
+            True.
+        """
         self._texts[key] = value
         return True
 

@@ -49,6 +49,12 @@ class TlsSocket(ssl.SSLSocket):
     """
 
     def recv(self, *args: Any) -> bytes:
+        """Receive bytes; raise BlockingIOError if there are none.
+
+        Raises:
+            ConnectionResetError: The connection ended before TLS began.
+            BlockingIOError: No data is available.
+        """
         # The ssl module calls this on a connection that ended before TLS began, and would leave it
         # open
         if self.version() is None:
@@ -60,12 +66,14 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
     def recv_into(self, *args: Any) -> int:
+        """Receive into a buffer; raise BlockingIOError if there are no bytes."""
         try:
             return super().recv_into(*args)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
 
     def send(self, *args: Any) -> int:
+        """Send bytes; raise BlockingIOError if none can be sent."""
         try:
             return super().send(*args)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -84,6 +92,7 @@ class TlsSocket(ssl.SSLSocket):
         return self.send(data)
 
     def do_handshake(self, block: bool = False) -> None:
+        """Continue the handshake; raise BlockingIOError if it must wait for the other end."""
         try:
             super().do_handshake(block)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):

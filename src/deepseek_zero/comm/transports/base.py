@@ -200,26 +200,34 @@ class CopyingTransport:
     device = torch.device("cpu")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate an uninitialized buffer in the memory that this transport prefers.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+        """
         if self.device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
             # Buffers of a pool return to the system after each step and are allocated again
             return private_pages(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def is_read(self, tensor: Tensor) -> bool:
+        """Return False, because sent buffers are copied."""
         return False
 
     @property
     def expects(self) -> bool:
+        """Return False, because nothing needs `progress`."""
         return False
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        pass
+        """Return at once, because sent buffers are copied."""
 
     def progress(self) -> None:
-        pass
+        """Do nothing."""
 
     def end_engine(self, engine: str) -> None:
-        pass
+        """Do nothing."""
 
 
 class SingleRank(CopyingTransport):
@@ -231,11 +239,31 @@ class SingleRank(CopyingTransport):
         self.device = device
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
+
+        Args:
+            full: Shape ``(size * slice,)``, with this rank's slice in place.
+            cid: The identity of the collective.
+
+        Returns:
+            A function that waits for the data.
+        """
         return no_wait
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
+        """Exchange one piece with every other rank; see `Transport.exchange`.
+
+        Args:
+            pieces: The piece for each rank.
+            inbox: The output for each rank's piece.
+            cid: The identity of the collective.
+            use: Called once with the received pieces.
+
+        Returns:
+            A function that waits for the data.
+        """
         use(pieces)
         return no_wait
 

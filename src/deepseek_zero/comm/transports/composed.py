@@ -39,6 +39,15 @@ class HostStaged(CopyingTransport):
             self.limitation = "ranks share a GPU"
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
+
+        Args:
+            full: Shape ``(size * slice,)``, with this rank's slice in place.
+            cid: The identity of the collective.
+
+        Returns:
+            A function that waits for the data.
+        """
         host = torch.empty_like(full, device="cpu")
         host.chunk(self.size)[self.rank].copy_(full.chunk(self.size)[self.rank])
         return once(self.host.all_gather(host, cid), lambda: full.copy_(host))
@@ -46,6 +55,17 @@ class HostStaged(CopyingTransport):
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
+        """Exchange one piece with every other rank; see `Transport.exchange`.
+
+        Args:
+            pieces: The piece for each rank.
+            inbox: The output for each rank's piece.
+            cid: The identity of the collective.
+            use: Called once with the received pieces.
+
+        Returns:
+            A function that waits for the data.
+        """
         received = filled(inbox, pieces[self.rank], self.rank)
         incoming = [torch.empty_like(box, device="cpu") for box in received]
 
@@ -76,32 +96,63 @@ class Hierarchical(CopyingTransport):
         )
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate an uninitialized buffer in the memory that this transport prefers.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+        """
         return self.intra_node.empty(numel, dtype)
 
     def is_read(self, tensor: Tensor) -> bool:
+        """Return whether another rank may still read this buffer."""
         return self.intra_node.is_read(tensor)
 
     def wait_until_read(self, tensor: Tensor) -> None:
+        """Wait until no other rank reads this buffer."""
         self.intra_node.wait_until_read(tensor)
 
     @property
     def expects(self) -> bool:
+        """Return whether something is in flight that `progress` may complete."""
         return self.intra_node.expects
 
     def progress(self) -> None:
+        """Receive and send what is possible without waiting."""
         self.intra_node.progress()
 
     def end_engine(self, engine: str) -> None:
+        """Free what was kept for the lanes of an engine that no longer exists."""
         self.intra_node.end_engine(engine)
         self.inter_node.end_engine(engine)
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
+
+        Args:
+            full: Shape ``(size * slice,)``, with this rank's slice in place.
+            cid: The identity of the collective.
+
+        Returns:
+            A function that waits for the data.
+        """
         inter_node = self.inter_node.all_gather(full, cid)  # First, because it may have no room yet
         return _both(self.intra_node.all_gather(full, cid), inter_node)
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
+        """Exchange one piece with every other rank; see `Transport.exchange`.
+
+        Args:
+            pieces: The piece for each rank.
+            inbox: The output for each rank's piece.
+            cid: The identity of the collective.
+            use: Called once with the received pieces.
+
+        Returns:
+            A function that waits for the data.
+        """
         received = filled(inbox, pieces[self.rank], self.rank)
         # First, because it may have no room yet
         inter_node = self.inter_node.exchange(pieces, inbox, cid, _keep_waiting)

@@ -232,12 +232,32 @@ class Gloo(CopyingTransport):
             self._jobs.pop(lane).put(None)
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
+
+        Args:
+            full: Shape ``(size * slice,)``, with this rank's slice in place.
+            cid: The identity of the collective.
+
+        Returns:
+            A function that waits for the data.
+        """
         slices = full.chunk(self.size)
         return self._start({peer: (slices[self.rank], slices[peer]) for peer in self.peers}, cid)
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
+        """Exchange one piece with every other rank; see `Transport.exchange`.
+
+        Args:
+            pieces: The piece for each rank.
+            inbox: The output for each rank's piece.
+            cid: The identity of the collective.
+            use: Called once with the received pieces.
+
+        Returns:
+            A function that waits for the data.
+        """
         received = filled(inbox, pieces[self.rank], self.rank)
         wait = self._start({peer: (pieces[peer], received[peer]) for peer in self.peers}, cid)
         return once(wait, lambda: use(received))

@@ -144,6 +144,15 @@ class Nccl(CopyingTransport):
         self.device = device
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
+
+        Args:
+            full: Shape ``(size * slice,)``, with this rank's slice in place.
+            cid: The identity of the collective.
+
+        Returns:
+            A function that waits for the data.
+        """
         group = self.groups[lane_of(cid.lane)]
         with _nccl_errors():
             work = dist.all_gather_into_tensor(
@@ -154,6 +163,17 @@ class Nccl(CopyingTransport):
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
+        """Exchange one piece with every other rank; see `Transport.exchange`.
+
+        Args:
+            pieces: The piece for each rank.
+            inbox: The output for each rank's piece.
+            cid: The identity of the collective.
+            use: Called once with the received pieces.
+
+        Returns:
+            A function that waits for the data.
+        """
         received = filled(inbox, pieces[self.rank], self.rank)
         outgoing = list(pieces)
         incoming = list(received)

@@ -111,6 +111,7 @@ class SharedPages(SymmetricMemory):
     mapping: SegmentView
 
     def release(self) -> None:
+        """Discard in-place writes to `whole`."""
         if self.mapping.was_written():
             self.mapping.clear_written()
 
@@ -459,9 +460,16 @@ class SharedMemory:
 
     @property
     def page_sharing(self) -> SharedMemory:
+        """Return this transport, which can share pages."""
         return self
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate an uninitialized buffer in the memory that this transport prefers.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+        """
         return self.pages.empty(numel, dtype)
 
     def symmetric_memory(
@@ -495,6 +503,15 @@ class SharedMemory:
         return self.pages.start(peers, dict.fromkeys(peers), NO_BYTES, cid, _ignore)
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
+
+        Args:
+            full: Shape ``(size * slice,)``, with this rank's slice in place.
+            cid: The identity of the collective.
+
+        Returns:
+            A function that waits for the data.
+        """
         slices = list(full.chunk(self.size))
         own = slices[self.rank]
         pieces = self._in_world(dict.fromkeys(self.peers, own))
@@ -504,6 +521,17 @@ class SharedMemory:
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
+        """Exchange one piece with every other rank; see `Transport.exchange`.
+
+        Args:
+            pieces: The piece for each rank.
+            inbox: The output for each rank's piece.
+            cid: The identity of the collective.
+            use: Called once with the received pieces.
+
+        Returns:
+            A function that waits for the data.
+        """
         own = pieces[self.rank]
         boxes = {
             self.ranks[peer]: inbox[peer]
@@ -527,18 +555,23 @@ class SharedMemory:
 
     @property
     def expects(self) -> bool:
+        """Return whether something is in flight that `progress` may complete."""
         return self.pages.expects
 
     def progress(self) -> None:
+        """Receive and send what is possible without waiting."""
         self.pages.progress()
 
     def is_read(self, tensor: Tensor) -> bool:
+        """Return whether another rank may still read this buffer."""
         return self.pages.is_read(tensor)
 
     def wait_until_read(self, tensor: Tensor) -> None:
+        """Wait until no other rank reads this buffer."""
         self.pages.wait_until_read(tensor)
 
     def end_engine(self, engine: str) -> None:
+        """Free what was kept for the lanes of an engine that no longer exists."""
         self.pages.end_engine(engine)
 
 

@@ -31,9 +31,19 @@ class Tcp(CopyingTransport):
         self.links = links
 
     def end_engine(self, engine: str) -> None:
+        """Free what was kept for the lanes of an engine that no longer exists."""
         self.links.end_engine(engine)
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
+
+        Args:
+            full: Shape ``(size * slice,)``, with this rank's slice in place.
+            cid: The identity of the collective.
+
+        Returns:
+            A function that waits for the data.
+        """
         slices = full.chunk(self.size)
         own = slices[self.rank]
         return self.links.start({self.ranks[peer]: (own, slices[peer]) for peer in self.peers}, cid)
@@ -41,6 +51,17 @@ class Tcp(CopyingTransport):
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
+        """Exchange one piece with every other rank; see `Transport.exchange`.
+
+        Args:
+            pieces: The piece for each rank.
+            inbox: The output for each rank's piece.
+            cid: The identity of the collective.
+            use: Called once with the received pieces.
+
+        Returns:
+            A function that waits for the data.
+        """
         received = filled(inbox, pieces[self.rank], self.rank)
         wait = self.links.start(
             {self.ranks[peer]: (pieces[peer], received[peer]) for peer in self.peers}, cid
