@@ -524,8 +524,8 @@ class TensorMeta:
     """The dtype, shape, strides and device of a tensor.
 
     If the elements have no gaps, in any order (a transposed or expanded tensor), their memory is
-    copied as it is. A slice with gaps is copied element by element, and has the same strides when
-    it is restored, so that a kernel that depends on strides takes the same path twice.
+    copied as it is. A slice with gaps is copied element by element. Its strides are restored, so a
+    kernel that depends on strides takes the same path twice.
 
     Attributes:
         dtype: The dtype.

@@ -1,8 +1,8 @@
 """Selective recomputation: keep the results of named operators.
 
 A checkpoint computes its function again in backward. If a policy names operators, backward uses
-their results from forward instead, so that a result that is expensive to compute and small to keep,
-such as attention's output, is computed once. The results are stored like the inputs of checkpoints
+their results from forward instead. A result that is expensive to compute and small to keep, such as
+attention's output, is then computed once. The results are stored like the inputs of checkpoints
 (`offload.py`), or in place.
 
 A result is identified by its operator and the number of the call, because a recomputation calls

@@ -281,6 +281,13 @@ def sum_at_once(
     The gradients of `x` and of the weights are kept, the latter in fp32, and backward multiplies
     them by the incoming gradient.
 
+    The gradients cannot be computed before backward in these cases:
+
+    - The function reads other tensors that need a gradient.
+    - An engine's hooks would mistake the computation for the backward.
+    - A checkpoint is being computed.
+    - A tensor is in fp16, because the loss scale would be applied too late.
+
     Args:
         function: Returns one number for a part of each tensor.
         tiles: Number of parts, as for `each_tile`.
@@ -289,10 +296,8 @@ def sum_at_once(
         others: Tensors of the same length without gradient.
 
     Returns:
-        The sum, or None if the gradients cannot be computed before backward. That is the case if
-        the function reads other tensors that need a gradient, if an engine's hooks would mistake
-        the computation for the backward, in a checkpoint, and for fp16, because the loss scale
-        would be applied too late. The function may have been called once in this case.
+        The sum, or None if the gradients cannot be computed before backward. The function may have
+        been called once in this case.
     """
     weights = list({id(each): each for each in weights}.values())
     leaves = (x, *weights)

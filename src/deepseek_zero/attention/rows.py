@@ -1,11 +1,12 @@
 """Attention by a plan, tile by tile, with torch's own CPU attention kernel.
 
 The kernel is called for each tile on views of queries and keys, and keeps the logarithm of each
-row's sum. Backward calls the kernel's backward for each tile, and adds the gradients of the keys in
+row's sum. Backward calls the kernel's backward for each tile. It adds the gradients of the keys in
 the order of the tiles, in fp32 or better, so the same inputs give the same bits. Consecutive tiles
-of one shape are computed as a batch, whose keys are one overlapping view. If the kernel cannot be
-used (another device, different widths, a gradient of a bias), two matmuls and a softmax per tile do
-the same.
+of one shape are computed as a batch, whose keys are one overlapping view.
+
+If the kernel cannot be used (another device, different widths, a gradient of a bias), two matmuls
+and a softmax per tile do the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """State that all engines of one process and world share.
 
-It holds gloo's connections, the flight recorder and the lanes. There is one per process and world,
-so connections and their threads are created once, and a rank that waits in one engine can find the
-positions of the other ranks in every engine.
+It holds gloo's connections, the flight recorder and the lanes. There is one instance per process
+and world, so connections and their threads are created once. A rank that waits in one engine can
+find the positions of the other ranks in every engine.
 """
 
 from __future__ import annotations
