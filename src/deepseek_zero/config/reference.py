@@ -111,8 +111,8 @@ _NOT_BUILT = """\
 ## Keys that are not built
 
 A value other than the default is an error, \
-unless the program imports `deepspeed` and "without it" says what the run
-does: then it is a warning, and the run goes on. \
+unless the program imports `deepspeed` and the last column has an alternative:
+then it is a warning, and the run continues. \
 The keys of a section are not read while its switch, the first key
 listed, is off. \
 `zero_optimization.zenflow` and `checkpoint.writer` have no switch: any object turns them on.

@@ -41,16 +41,16 @@ MOE_BLOCKS = (
 class OffloadParam(Section):
     device: Device = effective(
         "none",
-        "Where sharded weights rest between uses (stage 3); auto: where memory_budget has room, "
-        "fastest first.",
+        "Memory of sharded weights between uses (stage 3); auto: the fastest one with space in "
+        "memory_budget.",
         example="cpu",
         auto_is_value=True,
         needs={"zero_optimization.stage": 3},
     )
     nvme_path: str | None = effective(
         None,
-        "Directory of the weights with device nvme, for each rank's unnamed file; made, for its "
-        "owner alone (0700), where it is missing.",
+        "Directory of the weights with device nvme, for an unnamed file of each rank. If it is "
+        "missing, it is created with mode 0700.",
         example="states",
         needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "nvme"},
     )
@@ -60,7 +60,7 @@ class OffloadParam(Section):
     )
     max_in_cpu: int = accepted(
         1_000_000_000,
-        "Weights kept in host memory beside the disk.",
+        "Weights kept in host memory in addition to the disk.",
         _WINDOW,
         unit="elements",
         ge=0,
@@ -78,23 +78,23 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     device: Device = effective(
         "none",
-        "Where moments, masters of their own and gradient shards rest (stage 1 and above); auto: "
-        "where memory_budget has room, fastest first.",
+        "Memory of moments, separate main weights and gradient shards (stage 1 and above); auto: "
+        "the fastest one with space in memory_budget.",
         example="cpu",
         auto_is_value=True,
         needs={"zero_optimization.stage": 3},
     )
     nvme_path: str | None = effective(
         None,
-        "Directory of the optimizer states with device nvme, for each rank's unnamed file; made, "
-        "for its owner alone (0700), where it is missing.",
+        "Directory of the optimizer states with device nvme, for an unnamed file of each rank. "
+        "If it is missing, it is created with mode 0700.",
         example="states",
         needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "nvme"},
     )
     buffer_count: int = effective(
         4,
-        "Tiles of optimizer state that may be on their way from the disk, and as many to it, "
-        "besides the one that is updated.",
+        "Tiles of optimizer state that may be read from the disk at once, in addition to the "
+        "tile that is updated; the same number may be written.",
         ge=1,
         example=2,
     )
@@ -107,8 +107,8 @@ class OffloadOptimizer(Section):
     )
     pipeline: bool = effective(
         True,
-        "Update weights that are offloaded too when the next forward comes to them, and between "
-        "hosts sharded ones that are not; the same bits.",
+        "Update weights when the next forward reaches them: offloaded ones, and between hosts "
+        "also sharded ones that are not offloaded. Results are bitwise equal.",
         example=False,
     )
     pipeline_read: bool = effective(
@@ -135,15 +135,15 @@ class OffloadOptimizer(Section):
     )
     super_offload: bool = effective(
         False,
-        "Update units in backward, before the norm is known, and undo that where it was wrong; the "
-        "same bits.",
+        "Update units in backward, before the norm is known, and undo wrong updates. Results are "
+        "bitwise equal.",
         example=True,
         needs=_AHEAD,
     )
     undo_bytes: int = effective(
         1 << 30,
-        "Ours. Memory of a rank for what such updates have overwritten; units beyond it wait for "
-        "the next forward.",
+        "Ours. Memory of a rank for the values that such updates overwrite; units that exceed it "
+        "are updated in the next forward.",
         unit="bytes",
         example=1_000_000,
         needs={**_AHEAD, "zero_optimization.offload_optimizer.super_offload": True},
@@ -210,9 +210,9 @@ Block = Literal[32, 64, 128, 256, 512]
 class WeightCodes(Section):
     bits: Literal[8, 4] | None = effective(
         None,
-        "Send matrices as blocks of integers of so many bits; zero_quantized_weights says 8. "
-        "Stages 1 and 2 send what an update changed, stage 3 weights themselves, for which 4 bits "
-        "are too few.",
+        "Send matrices as blocks of integers with this number of bits; zero_quantized_weights "
+        "means 8. Stages 1 and 2 send the changes of an update. Stage 3 sends the weights, for "
+        "which 4 bits are not enough.",
         unit="bits",
         example=8,
         needs=_STAGE_3,
@@ -231,14 +231,14 @@ class WeightCodes(Section):
 class GradientCodes(Section):
     bits: Literal[8, 4] | None = effective(
         None,
-        "Reduce gradients of matrices as blocks of integers of so many bits; "
-        "zero_quantized_gradients says 4.",
+        "Reduce gradients of matrices as blocks of integers with this number of bits; "
+        "zero_quantized_gradients means 4.",
         unit="bits",
         example=8,
     )
     block: Block | None = effective(
         None,
-        "Gradients that share a scale; 256 for 8 bits, 128 for 4 where nothing is said.",
+        "Number of gradients that share a scale; by default 256 for 8 bits and 128 for 4 bits.",
         unit="elements",
         example=64,
         needs=_CODED_GRADS,
@@ -264,7 +264,7 @@ class CompressionSection(Section):
     gradients: GradientCodes = section(GradientCodes, "How gradients are coded between ranks.")
     min_numel: int = effective(
         16_384,
-        "A unit whose matrices have fewer elements together travels as it is.",
+        "A unit whose matrices have fewer elements in total is not quantized.",
         unit="elements",
         example=0,
         needs=_CODED_GRADS,
@@ -272,9 +272,9 @@ class CompressionSection(Section):
     )
     auto: bool = effective(
         False,
-        "On several hosts choose the bits that nobody stated by what the link between them and the "
-        "codecs are measured to take: of gradients, and at stage 3 of weights; checkpoints have "
-        "the choice, and a resume repeats it.",
+        "On several hosts, choose the bits that are not stated from measured times of the link "
+        "and the codecs: those of gradients, and at stage 3 of weights. Checkpoints contain the "
+        "choice, and a resumed run repeats it.",
         example=True,
         needs=_STAGE_3,
     )
@@ -327,8 +327,8 @@ class ZeroOptimization(Section):
     )
     overlap_comm: bool = effective(
         True,
-        "Gather and reduce beside the computation, at every stage; costs one more unit's "
-        "gradients.",
+        "Gather and reduce during the computation, at every stage; needs memory for the "
+        "gradients of one more unit.",
         example=False,
     )
     elastic_checkpoint: bool = accepted(
@@ -351,8 +351,8 @@ class ZeroOptimization(Section):
     )
     sub_group_size: int = effective(
         1_000_000_000,
-        "Elements the optimizer updates in one tile: whole 4,096s, at least one; where a CPU "
-        "updates at most 2^24, without a kernel or with states on a disk 2^20; 0: auto.",
+        "Elements that the optimizer updates in one tile, a multiple of 4,096. On a CPU at most "
+        "2^24, without a kernel or with states on a disk 2^20. 0: auto.",
         unit="elements",
         means_auto=(0,),
         example=1000,
@@ -413,8 +413,8 @@ class ZeroOptimization(Section):
     )
     stage3_module_granularity_threshold: int = effective(
         0,
-        "A module whose modules have at most this many elements each, on average, is one unit: one "
-        "message for all.",
+        "A module whose submodules have at most this number of elements on average is one unit "
+        "with one message.",
         unit="elements",
         example=100,
         ge=0,
@@ -442,8 +442,8 @@ class ZeroOptimization(Section):
     )
     zero_hpz_partition_size: int = effective(
         1,
-        "Neighbours, as a rule of one host, that share a second copy of the weights (hpZ): only "
-        "the first gather behind an update goes over all ranks.",
+        "Neighboring ranks, usually those of one host, that share a second copy of the weights "
+        "(hpZ): only the first gather after an update uses all ranks.",
         example=2,
         unit="ranks",
         needs=_STAGE_3,
@@ -451,8 +451,8 @@ class ZeroOptimization(Section):
     )
     zero_quantized_weights: bool = effective(
         False,
-        "Send matrices as int8 blocks (qwZ): weights that are gathered at stage 3, changes of "
-        "weights at stages 1 and 2; `compression.weights` says more.",
+        "Send matrices as int8 blocks (qwZ): gathered weights at stage 3, changes of weights at "
+        "stages 1 and 2. `compression.weights` has the details.",
         example=True,
         needs=_STAGE_3,
     )
@@ -465,7 +465,8 @@ class ZeroOptimization(Section):
     )
     zero_quantized_gradients: bool = effective(
         False,
-        "Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more.",
+        "Reduce gradients of matrices as int4 blocks (qgZ). `compression.gradients` has the "
+        "details.",
         example=True,
     )
     compression: CompressionSection = section(
@@ -473,8 +474,8 @@ class ZeroOptimization(Section):
     )
     zeropp_loco_param: LocoParam | None = effective(
         None,
-        "Error feedback for coded gradients that keeps a running mean of errors (LoCo); in bf16 "
-        "unless `compression.gradients.error_feedback` says int8.",
+        "Error feedback for quantized gradients with a running mean of errors (LoCo); in bf16 "
+        "unless `compression.gradients.error_feedback` is int8.",
         example={"err_beta": 0.5, "reset_T": 1024},
         needs=_CODED_GRADS,
     )
@@ -489,7 +490,7 @@ class ZeroOptimization(Section):
     mics_hierarchical_params_gather: bool = accepted(
         False,
         "Gather across MiCS groups in two steps.",
-        "ranks of one host read each other's slices where they lie",
+        "ranks of one host read each other's shards in place",
     )
     memory_efficient_linear: bool = accepted(
         True,
@@ -524,8 +525,8 @@ class ZeroOptimization(Section):
     )
     tile_above: int | None = effective(
         None,
-        "Ours. Linear layers and embeddings whose weight is larger, in the dtype that it computes "
-        "in, become tiles of rows of at most that size, each a unit of its own.",
+        "Ours. Split linear layers and embeddings with a larger weight (in the dtype it computes "
+        "in) into tiles of rows of at most this size. Each tile is a unit.",
         unit="bytes",
         example=200,
         ge=1,
@@ -544,8 +545,8 @@ _AUTOCAST = {"torch_autocast.enabled": True}
 class Optimizer(Section):
     type: str | None = effective(
         None,
-        "Name of the optimizer: ours, or any class of torch.optim; none where the program passes "
-        "one.",
+        "Name of the optimizer: one of this library, or any class of torch.optim. Omit it if the "
+        "program passes an optimizer.",
         example="SGD",
     )
     params: dict[str, Any] = effective(
@@ -641,7 +642,7 @@ class Fp16(Section):
 class Bf16(Section):
     enabled: bool = effective(
         False,
-        'Compute in bf16 with fp32 master weights; "auto": where the hardware has it.',
+        'Compute in bf16 with fp32 main weights; "auto": if the hardware has it.',
         example=True,
     )
     check_grad_overflow: bool = effective(
@@ -662,27 +663,28 @@ class Bf16(Section):
     )
     bf16_master_weights_and_grads: bool = effective(
         False,
-        'DeepSpeed\'s word for master = "none" (gradients are bf16 at one micro-batch per step '
+        'DeepSpeed\'s name for master = "none" (with one micro-batch per step, gradients are bf16 '
         "anyway).",
         example=True,
         needs=_BF16,
     )
     bf16_optimizer_states: bool = effective(
-        False, 'DeepSpeed\'s word for optimizer.moments = "bf16".', example=True, needs=_BF16
+        False, 'DeepSpeed\'s name for optimizer.moments = "bf16".', example=True, needs=_BF16
     )
 
 
 class IntegritySection(Section):
     mode: Literal["off", "warn", "end"] = effective(
         "off",
-        "Ours. Compare memory with what it should be: what ranks hold alike between them, and what "
-        "rests with itself; warn says what differs, and on which rank, end ends the run with it.",
+        "Ours. Verify memory by checksums: copies are compared between ranks, and states that "
+        "are not in use with earlier checksums. warn logs what differs and on which rank, end "
+        "also ends the run.",
         example="end",
     )
     every: int = effective(
         100,
-        "Ours. So many steps apart. What is trained and one rank alone holds is watched for one of "
-        "them.",
+        "Ours. Steps between two checks. A trained state that only one rank holds is checked "
+        "over one of these steps.",
         unit="steps",
         example=1,
         needs={"integrity.mode": "warn"},
@@ -693,8 +695,8 @@ class IntegritySection(Section):
 class MemoryBudget(Section):
     device: int | None = effective(
         None,
-        'Of the training device; more is an error. null: no limit, and with device "auto" what '
-        "is free.",
+        "Memory of the training device; exceeding it is an error. null: no limit, and with "
+        'device "auto" the free memory.',
         unit="bytes",
         example=1_000_000_000,
         inf=None,
@@ -702,7 +704,7 @@ class MemoryBudget(Section):
     )
     host: int | None = effective(
         None,
-        'Of host memory, with device "auto"; null: none on a CPU, where the device is the host.',
+        'Host memory, with device "auto"; null: none on a CPU, because the device is the host.',
         unit="bytes",
         example=1_000_000_000,
         needs=_PLACED,
@@ -711,7 +713,7 @@ class MemoryBudget(Section):
     )
     disk: int | None = effective(
         None,
-        'Of the disk under nvme_path, with device "auto"; null: what is free.',
+        'Space on the disk of nvme_path, with device "auto"; null: the free space.',
         unit="bytes",
         example=1_000_000_000,
         needs={**_PLACED, "zero_optimization.offload_optimizer.nvme_path": "states"},
@@ -723,14 +725,14 @@ class MemoryBudget(Section):
 class Network(Section):
     interface: str | None = effective(
         None,
-        "Ours. Where ranks listen: a network interface, or an address of the host, as the "
-        "launcher's --interface; a variable that says it stands.",
+        "Ours. Network interface or address of the host at which ranks listen, like the "
+        "launcher's --interface; an environment variable takes precedence.",
         example="lo",
     )
     ports: str | None = effective(
         None,
-        "Ours. The ports that ranks listen at, as the launcher's --ports; a variable that says it "
-        "stands.",
+        "Ours. Ports at which ranks listen, like the launcher's --ports; an environment variable "
+        "takes precedence.",
         example="29600-29700",
     )
 
@@ -748,7 +750,7 @@ class MeshSizes(Section):
     )
     dp_shard: int = effective(
         -1,
-        "Ours. Ranks among which states are cut; -1: what the other axes leave of the world.",
+        "Ours. Ranks that shard the states; -1: all ranks that the other axes leave.",
         unit="ranks",
         example=2,
         effect="check",
@@ -767,7 +769,7 @@ class TorchAutocast(Section):
     dtype: Literal["fp16", "bf16"] = effective(
         "bf16",
         "The autocast dtype.",
-        auto="bf16 where the hardware has it, else fp16",
+        auto="bf16 if the hardware has it, else fp16",
         example="fp16",
         needs=_AUTOCAST,
     )
@@ -833,7 +835,7 @@ class Comet(Section):
         False, "Send records to Comet from rank 0.", example=True, requires="comet_ml"
     )
     samples_log_interval: int = effective(
-        100, "Send a record every so many samples.", unit="samples", example=10, ge=1, **_COMET
+        100, "Samples between two records.", unit="samples", example=10, ge=1, **_COMET
     )
     project: str | None = effective(None, "Project of the run.", example="zero", **_COMET)
     workspace: str | None = effective(None, "Workspace of the project.", example="us", **_COMET)
@@ -857,8 +859,8 @@ class Comet(Section):
 class SaveOnSignal(Section):
     path: str | None = effective(
         None,
-        "Ours. Directory to save to at the next step boundary when a rank gets one of the signals; "
-        "the job then ends with exit code 85. null: signals are left alone.",
+        "Ours. Directory to save to at the next step boundary when a rank receives one of the "
+        "signals; the job then ends with exit code 85. null: signals are not handled.",
         example="checkpoints",
     )
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = effective(
@@ -875,29 +877,29 @@ class Checkpoint(Section):
     )
     layout: Literal["auto", "slices", "deepspeed"] = effective(
         "auto",
-        "Ours. The files of save_checkpoint: our own slices, which any number of ranks loads, or "
-        "DeepSpeed's. auto: DeepSpeed's in a program that imports deepspeed and gets this library, "
-        "above stage 0, where they hold what is saved and neither wait=False, keep_last nor "
-        "save_on_signal asks for slices; else slices.",
+        "Ours. Format of save_checkpoint: our own slices, which any number of ranks can load, or "
+        "DeepSpeed's files. auto: DeepSpeed's files in a program that imports deepspeed and gets "
+        "this library, above stage 0, if they can contain the state and none of wait=False, "
+        "keep_last and save_on_signal is used; else slices.",
         example="deepspeed",
     )
     snapshot_bytes: int = effective(
         1 << 30,
-        "Bytes each rank may copy, of states that a step is about to change, while a checkpoint is "
-        "written behind.",
+        "Bytes that each rank may copy, of states that a step is about to change, while a "
+        "checkpoint is written in the background.",
         example=1 << 20,
         ge=0,
     )
     keep_last: int | None = effective(
         None,
-        "Ours. After a save, remove checkpoints of the same directory but so many of the newest "
-        "complete ones; null keeps all.",
+        "Ours. Number of complete checkpoints to keep: after a save, older ones in the same "
+        "directory are removed. null keeps all.",
         example=3,
         ge=1,
     )
     keep_every: int | None = effective(
         None,
-        "Ours. With keep_last: checkpoints of every so many steps stay for good.",
+        "Ours. With keep_last: checkpoints at multiples of this number of steps are never removed.",
         unit="steps",
         example=1000,
         ge=1,
@@ -971,7 +973,7 @@ class Records(Section):
     )
     every: int = effective(
         1,
-        "Write a record every so many steps.",
+        "Steps between two records.",
         unit="steps",
         example=5,
         needs={"records.path": "runs/demo"},
@@ -982,13 +984,13 @@ class Records(Section):
 class ActivationCheckpointing(Section):
     partition_activations: bool = effective(
         False,
-        "Of each checkpoint's inputs a tensor-parallel rank keeps its share; backward gathers "
-        "them. Without such ranks there is nothing to cut.",
+        "Each tensor-parallel rank stores only its share of the inputs of each checkpoint; "
+        "backward gathers them. Without such ranks it has no effect.",
         example=True,
     )
     cpu_checkpointing: bool = effective(
         False,
-        'Park inputs of checkpoints in host memory: DeepSpeed\'s word for device "cpu".',
+        'Store inputs of checkpoints in host memory: DeepSpeed\'s name for device "cpu".',
         example=True,
     )
     contiguous_memory_optimization: bool = effective(
@@ -1020,31 +1022,30 @@ class ActivationCheckpointing(Section):
     )
     nvme_path: str | None = effective(
         None,
-        "Ours. Directory that holds them with device nvme; made, for its owner alone (0700), where "
-        "it is missing.",
+        "Ours. Directory for them with device nvme. If it is missing, it is created with mode "
+        "0700.",
         example="parked",
         needs={"activation_checkpointing.device": "nvme"},
     )
     policy: tuple[str, ...] | None = effective(
         None,
-        "Ours. What checkpoints keep beside their inputs instead of computing it again: full "
-        "(nothing), attention, matmul (attention and products), or names of operators. Models of "
-        "transformers recompute each layer then.",
+        "Ours. Results that checkpoints store in addition to their inputs instead of recomputing "
+        "them: full (nothing), attention, matmul (attention and matrix products), or names of "
+        "operators. With it, models of transformers recompute each layer.",
         example=["attention"],
     )
     tiled_loss: int | None = effective(
         None,
-        "Ours. Causal models of transformers compute logits, loss and their gradients for so many "
-        "tokens at a time in training; their outputs have no logits then. Null: for all tokens at "
-        "once.",
+        "Ours. Tokens for which causal models of transformers compute logits, loss and gradients "
+        "at a time in training; the outputs then have no logits. null: all tokens at once.",
         unit="tokens",
         example=512,
         ge=1,
     )
     tiled_mlp: int | None = effective(
         None,
-        "Ours. Feed-forward layers of models of transformers compute so many tokens at a time, and "
-        "again in backward. Null: all tokens at once.",
+        "Ours. Tokens that feed-forward layers of transformers models compute at a time, with "
+        "recomputation in backward. null: all tokens at once.",
         unit="tokens",
         example=512,
         ge=1,
@@ -1069,13 +1070,13 @@ class Aio(Section):
     )
     queue_depth: int = effective(
         8,
-        "Transfers under way at once, each in a thread of its own.",
+        "Number of concurrent transfers, each in its own thread.",
         example=2,
         needs=_ON_DISK,
         ge=1,
     )
     intra_op_parallelism: int = accepted(
-        1, "Threads per transfer.", "a transfer has one; queue_depth says how many"
+        1, "Threads per transfer.", "a transfer has one; queue_depth sets the number of transfers"
     )
     thread_count: int = accepted(
         1, "Older name of intra_op_parallelism.", "a transfer has one thread"
@@ -1110,7 +1111,7 @@ class TpSize(Section):
 class TensorParallel(Section):
     autotp_size: int = effective(
         0,
-        "Ranks that share one layer: as `mesh.tp`; 0: nothing is said of it.",
+        "Ranks that share one layer, like `mesh.tp`; 0: not stated.",
         unit="ranks",
         example=2,
         effect="check",
@@ -1128,8 +1129,8 @@ class TensorParallel(Section):
     tensor_parallel: TpSize = section(TpSize, "The same under its longer name.")
     injection_policy_tuple: tuple[str, ...] | None = effective(
         None,
-        "Endings of names of layers whose products are summed over the ranks (row), before every "
-        "other rule.",
+        "Suffixes of names of layers whose products are summed over the ranks (row). They take "
+        "precedence over every other rule.",
         example=["out_proj"],
         needs=_TENSOR,
     )
@@ -1151,14 +1152,15 @@ class TensorParallel(Section):
     keep_module_on_host: bool = accepted(
         False,
         "Leave layers in host memory until they are cut.",
-        "always so: layers are cut where they are, and a rank's parts alone go to the training "
+        "always so: layers are split in place, and only a rank's parts are moved to the training "
         "device",
     )
     sequence: bool | Literal["auto"] | None = effective(
         None,
-        "Ours. Shard activations over tokens between the split layers of a block, in training "
-        "(Megatron's sequence parallelism); the ranks must divide the tokens. auto: where the "
-        "model is known to allow it, else the log says which layer does not. null: false.",
+        "Ours. Shard activations over tokens between the split layers of a block in training "
+        "(Megatron's sequence parallelism). The number of ranks must divide the tokens. auto: if "
+        "the model is known to support it; else the log names the layer that does not. null: "
+        "false.",
         example=True,
         auto_is_value=True,
         needs=_TENSOR,
@@ -1175,9 +1177,10 @@ class TensorParallel(Section):
 class SequenceParallel(Section):
     attention: Literal["auto", "ulysses", "all_gather"] = effective(
         "auto",
-        "Ours. How attention sees the tokens of other ranks along `mesh.sp`: ulysses exchanges "
-        "tokens for heads, all_gather brings keys and values (and a rank's tokens are in zig-zag "
-        "order); auto: ulysses where the ranks divide the heads, else all_gather.",
+        "Ours. How attention accesses the tokens of other ranks along `mesh.sp`: ulysses "
+        "exchanges tokens for heads, all_gather gathers keys and values (and a rank's tokens are "
+        "in zig-zag order). auto: ulysses if the number of ranks divides the heads, else "
+        "all_gather.",
         example="all_gather",
     )
 
@@ -1231,10 +1234,10 @@ class PipelineSection(Section):
     )
     rows: Literal["shared", "own"] = effective(
         "shared",
-        "Ours. What engine(batch) is given on the ranks of a pipeline: shared, the same rows on "
-        "all; own, rows of each rank, as the Trainer and accelerate deal them. Own rows are handed "
-        "to all, computed one rank's behind the other's, and count as those of data-parallel "
-        "ranks.",
+        "Ours. The rows that engine(batch) receives on the ranks of a pipeline: shared, the same "
+        "rows on all ranks; own, different rows on each rank, as with the Trainer and "
+        "accelerate. Own rows are sent to all ranks, computed one rank after the other, and "
+        "count as those of data-parallel ranks.",
         example="own",
         needs=_STAGES,
     )
@@ -1245,8 +1248,8 @@ class PipelineSection(Section):
     )
     activation_checkpoint_interval: int = effective(
         0,
-        "So many layers of a PipelineModule at a time are recomputed in backward; 0: as its "
-        "argument says.",
+        "Number of layers of a PipelineModule that backward recomputes at a time; 0: the "
+        "module's own argument.",
         unit="layers",
         example=1,
         ge=0,
@@ -1260,12 +1263,12 @@ class PipelineSection(Section):
     pipe_partitioned: bool = accepted(
         True,
         "Send activations partitioned over tensor-parallel ranks.",
-        "the same bits travel either way",
+        "the same bits are sent in both cases",
     )
     grad_partitioned: bool = accepted(
         True,
         "Send gradients partitioned over tensor-parallel ranks.",
-        "the same bits travel either way",
+        "the same bits are sent in both cases",
     )
 
 
@@ -1301,8 +1304,8 @@ class SparseAttentionSection(Section):
     )
     attention: Literal["unidirectional", "bidirectional"] = effective(
         "bidirectional",
-        "Which way tokens see; unidirectional: none sees a later one. A model that is causal is so "
-        "with both.",
+        "Direction of attention; unidirectional: no token sees a later one. Causal models are "
+        "causal with both values.",
         example="unidirectional",
     )
     horizontal_global_attention: bool = effective(
@@ -1348,7 +1351,7 @@ class SparseAttentionSection(Section):
     )
     seed: int = effective(
         0,
-        "Ours. Of the random blocks, which are the same on every rank.",
+        "Ours. Seed of the random blocks, which are the same on every rank.",
         example=1,
         ge=0,
         needs={_LAYOUT: "bigbird", "sparse_attention.num_random_blocks": 1},
@@ -1415,8 +1418,8 @@ class Config(Section):
     )
     managed_gradient_accumulation: bool = effective(
         True,
-        "False leaves the boundary to the caller: every step() updates, after as many backwards as "
-        "it likes.",
+        "If false, the caller sets the boundary: every step() updates, after any number of "
+        "backwards.",
         example=False,
     )
     sequence_parallel_size: int = effective(
@@ -1443,8 +1446,8 @@ class Config(Section):
     zero_allow_untested_optimizer: bool = accepted(
         False,
         "Allow any optimizer class with ZeRO.",
-        "any torch optimizer runs over slices; behind DeepSpeed's name a stated false refuses "
-        "classes of others",
+        "any torch optimizer runs over slices; with the name deepspeed a stated false rejects "
+        "other classes",
     )
     zero_force_ds_cpu_optimizer: bool = accepted(
         True,
@@ -1460,8 +1463,8 @@ class Config(Section):
     )
     check_grad_overflow: bool = effective(
         True,
-        "Skip a step whose gradients are not finite, in fp32; bf16.check_grad_overflow is its "
-        "like, fp16 always does.",
+        "Skip a step whose gradients are not finite, in fp32. bf16 has bf16.check_grad_overflow, "
+        "and fp16 always skips.",
         example=False,
     )
     # Communication
@@ -1482,8 +1485,8 @@ class Config(Section):
     )
     gradient_predivide_factor: float = effective(
         1.0,
-        "Divide gradients by this before the reduction and by the rest after; not read with "
-        "prescale_gradients.",
+        "Divide gradients by this factor before the reduction and by the remaining factor after "
+        "it; not used with prescale_gradients.",
         example=2.0,
         gt=0,
     )
@@ -1497,8 +1500,8 @@ class Config(Section):
     data_types: DataTypes = section(DataTypes, "Single dtypes.")
     precision: Literal["auto", "fp32", "fp16", "bf16"] | None = effective(
         None,
-        "Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 while 16 bits "
-        "do not hold them; a dtype: switches that section on; null: the sections decide.",
+        "Ours. auto: bf16 if the hardware has it, else fp16, with units in fp32 while 16 bits "
+        "are not enough for them; a dtype: enables that section; null: the sections decide.",
         example="auto",
         auto_is_value=True,
     )
@@ -1544,9 +1547,10 @@ class Config(Section):
     network: Network = section(Network, "Ours. Where the ranks of a host listen.")
     ranks_per_host: int | None = effective(
         None,
-        "Ours. Gradients are added up within runs of so many ranks first, then over the runs: "
-        "other bits, and between hosts each byte crosses once instead of once per rank. 1: in the "
-        "order of ranks; null: as many as each of several hosts has, 1 on one.",
+        "Ours. Sum gradients within groups of this number of consecutive ranks first, then over "
+        "the groups. Results differ in rounding, and each byte crosses between hosts once "
+        "instead of once per rank. 1: in the order of ranks; null: the ranks of each host if "
+        "there are several hosts, else 1.",
         unit="ranks",
         example=2,
         ge=1,
@@ -1559,7 +1563,7 @@ class Config(Section):
         1,
         "Ours. Data-parallel ranks the run must have: those that see different batches.",
         unit="ranks",
-        auto="what the other axes leave of the world",
+        auto="the ranks that the other axes leave",
         example=2,
         effect="check",
         ge=1,
@@ -1598,7 +1602,7 @@ class Config(Section):
         False, "Time forward, backward and step, each on its own.", example=True
     )
     memory_breakdown: bool = effective(
-        False, "Log the memory in use beside each summary line.", example=True
+        False, "Log the memory in use with each summary line.", example=True
     )
     dump_state: bool = effective(False, "Log the assembled parts once at the start.", example=True)
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = effective(
@@ -1628,7 +1632,7 @@ class Config(Section):
     )
     sparse_attention: SparseAttentionSection | None = effective(
         None,
-        "Attention over blocks of keys: in models of transformers by itself, in others as "
+        "Attention over blocks of keys: automatically in models of transformers, in others as "
         "`engine.sparse_attention`.",
         example={"mode": "fixed"},
     )
