@@ -22,13 +22,13 @@ class OptimizerKeywords(TypedDict, total=False):
     params: Mapping[str, Any] | Auto | None
     """Arguments of the optimizer, for example lr, betas, eps, weight_decay."""
     moments: Literal["fp32", "bf16", "8bit"] | Auto | None
-    """Ours. Bits that fp32 moments are kept in between steps; bf16 and 8bit are rounded up or down by chance, not
+    """Ours. Format in which fp32 moments are stored between steps; bf16 and 8bit use stochastic rounding and are not
     exact.
     """
     kernels: Literal["auto", "numba", "torch"] | Auto | None
-    """Ours. What computes updates. On a CPU, numba: one pass over memory, if the optimizer has a kernel; torch:
-    PyTorch's operations, with the same bits; auto: numba, if a rank updates a million elements or more. NVIDIA GPUs
-    compile such kernels by NVRTC, unless it is torch.
+    """Ours. Implementation of updates. On a CPU, numba: one pass over memory, if the optimizer has a kernel; torch:
+    PyTorch's operations, with bitwise equal results; auto: numba, if a rank updates a million elements or more. On
+    NVIDIA GPUs, kernels are compiled with NVRTC, unless it is torch.
     """
     legacy_fusion: bool | Auto | None
     """Use the old fusion of DeepSpeed's LAMB."""
@@ -47,21 +47,21 @@ class Fp16Keywords(TypedDict, total=False):
     """Keys of `fp16`."""
 
     enabled: bool | Auto | None
-    """Compute in fp16 with fp32 master weights and loss scaling; "auto": on a GPU without bf16."""
+    """Compute in fp16 with fp32 main weights and loss scaling; "auto": on a GPU without bf16."""
     auto_cast: bool | Auto | None
-    """Cast floating inputs to fp16."""
+    """Cast floating-point inputs to fp16."""
     loss_scale: float | Auto | None
-    """Fixed loss scale; 0 scales dynamically."""
+    """Constant loss scale; 0 means a dynamic one."""
     initial_scale_power: float | Auto | None
-    """The dynamic loss scale starts at 2 to this power."""
+    """Initial dynamic loss scale, as a power of 2."""
     loss_scale_window: float | Auto | None
-    """Good steps after which the dynamic scale doubles."""
+    """Number of steps without overflow after which the dynamic scale doubles."""
     hysteresis: float | Auto | None
-    """Overflows endured before the dynamic scale halves."""
+    """Number of overflows before the dynamic scale is halved."""
     consecutive_hysteresis: bool | Auto | None
-    """Refill the hysteresis after every good step."""
+    """Reset the hysteresis after every step without overflow."""
     min_loss_scale: float | Auto | None
-    """The dynamic scale never falls below this."""
+    """Smallest dynamic loss scale."""
     fp16_master_weights_and_grads: Any
     """Not built. Keep main weights and gradients in fp16."""
 
@@ -74,8 +74,8 @@ class Bf16Keywords(TypedDict, total=False):
     check_grad_overflow: bool | Auto | None
     """Skip a step whose gradients are not finite."""
     master: Literal["split", "fp32", "none"] | Auto | None
-    """How an fp32 master is kept: split = as the bf16 weight and 16 more bits, exact; fp32 = whole, 2 bytes more; none
-    = not at all: weights are rounded up or down by chance, 2 bytes less, not exact.
+    """How the fp32 main weight is stored. split: as the bf16 weight and 16 more bits, exact. fp32: whole, 2 bytes more.
+    none: not stored; weights use stochastic rounding, 2 bytes less, not exact.
     """
     immediate_grad_update: bool | Auto | None
     """Add gradients to the fp32 buffer from the hook."""
@@ -100,7 +100,7 @@ class DataTypesKeywords(TypedDict, total=False):
     """Keys of `data_types`."""
 
     grad_accum_dtype: str | Auto | None
-    """Dtype gradients are accumulated in; null: the plan's choice, fp32 above one micro-batch."""
+    """Dtype in which gradients are accumulated; null: the plan's choice, which is fp32 with several micro-batches."""
     param_dtype: Any
     """Not built. Dtype of the weights in computation."""
     buffer_dtype: Any
@@ -123,8 +123,8 @@ class OffloadParamKeywords(TypedDict, total=False):
     max_in_cpu: float | Auto | None
     """Weights kept in host memory in addition to the disk."""
     pin_memory: bool | Auto | None
-    """Beside a GPU, page-lock the host memory of offloaded weights; both sections share it, either may ask (DeepSpeed's
-    default: false).
+    """With a GPU, page-lock the host memory of offloaded weights. Both offload sections share that memory, so it is
+    enough to set the key in one of them (DeepSpeed's default: false).
     """
 
 
@@ -144,8 +144,8 @@ class OffloadOptimizerKeywords(TypedDict, total=False):
     same number may be written.
     """
     pin_memory: bool | Auto | None
-    """Beside a GPU, page-lock the host memory of offloaded states; both sections share it, either may ask (DeepSpeed's
-    default: false).
+    """With a GPU, page-lock the host memory of offloaded states. Both offload sections share that memory, so it is
+    enough to set the key in one of them (DeepSpeed's default: false).
     """
     pipeline: bool | Auto | None
     """Update weights when the next forward reaches them: offloaded ones, and between hosts also sharded ones that are
@@ -166,7 +166,7 @@ class OffloadOptimizerKeywords(TypedDict, total=False):
     forward.
     """
     delayed_update_after: float | Auto | None
-    """Ours. From this step on apply each gradient one step late (ZeRO-Offload's delayed update); other bits."""
+    """Ours. From this step on, apply each gradient one step late (ZeRO-Offload's delayed update). Results differ."""
     cpuadam_cores_perc: float | Auto | None
     """Share of the cores that update on the host."""
 
@@ -181,7 +181,7 @@ class WeightCodesKeywords(TypedDict, total=False):
     block: Literal[32, 64, 128, 256, 512] | Auto | None
     """Weights that share a scale."""
     difference: bool | Auto | None
-    """Send what weights differ from those that all ranks have."""
+    """Send the differences of weights from a copy that all ranks have."""
 
 
 class GradientCodesKeywords(TypedDict, total=False):
@@ -192,11 +192,11 @@ class GradientCodesKeywords(TypedDict, total=False):
     block: Literal[32, 64, 128, 256, 512] | Auto | None
     """Number of gradients that share a scale; by default 256 for 8 bits and 128 for 4 bits."""
     inside_bits: Literal[16, 8] | Auto | None
-    """Where sums are formed by host: 8 sends the gradients of matrices as int8 blocks inside a host too; 16 as they are
-    collected.
+    """If sums are formed by host: 8 sends the gradients of matrices as int8 blocks within a host too; 16 sends them
+    unquantized.
     """
     error_feedback: Literal["off", "bf16", "int8"] | Auto | None
-    """Keep what a rank's codes leave out, in this format, and add it to its next gradients."""
+    """Error feedback: store a rank's quantization error in this format and add it to its next gradients."""
 
 
 class CompressionSectionKeywords(TypedDict, total=False):
@@ -220,7 +220,7 @@ class LocoParamKeywords(TypedDict, total=False):
     err_beta: float | Auto | None
     """Weight of the old error in the running mean of errors."""
     reset_T: float | Auto | None
-    """Optimizer steps after which errors are forgotten."""
+    """Number of optimizer steps after which errors are reset."""
 
 
 class LeafModuleKeywords(TypedDict, total=False):
@@ -238,19 +238,19 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     """Keys of `zero_optimization`."""
 
     stage: Literal[0, 1, 2, 3] | Auto | None
-    """What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+    """ZeRO stage. 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
     contiguous_gradients: bool | Auto | None
     """Copy gradients into one buffer as they arrive."""
     reduce_scatter: bool | Auto | None
     """Reduce by reduce-scatter instead of all-reduce."""
     reduce_bucket_size: float | Auto | None
-    """Gradients reduced in one collective, at most."""
+    """Largest number of gradient elements in one collective."""
     use_multi_rank_bucket_allreduce: bool | Auto | None
     """Merge the buckets of several ranks."""
     allgather_partitions: bool | Auto | None
     """Refresh updated weights by all-gather instead of broadcasts."""
     allgather_bucket_size: float | Auto | None
-    """Weights refreshed in one collective, at most."""
+    """Largest number of updated weights in one collective."""
     overlap_comm: bool | Auto | None
     """Gather and reduce during the computation, at every stage; needs memory for the gradients of one more unit."""
     elastic_checkpoint: bool | Auto | None
@@ -260,25 +260,25 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     offload_optimizer: OffloadOptimizerKeywords | Auto | None
     """The tier of master weights and moments."""
     vertical_micro_batches: float | Auto | None
-    """Ours. Micro-batches that one forward's batch is cut into; each unit takes all of them in turn, on one load of its
-    weights (stage 3).
+    """Ours. Number of micro-batches into which the batch of one forward is split. Each unit processes all of them with
+    one load of its weights (stage 3).
     """
     sub_group_size: float | Auto | None
     """Elements that the optimizer updates in one tile, a multiple of 4,096. On a CPU at most 2^24, without a kernel or
     with states on a disk 2^20. 0: auto.
     """
     stage3_max_live_parameters: float | Auto | None
-    """Window: gathered weights alive at once, beyond which nothing is fetched ahead."""
+    """Largest number of gathered weight elements at a time; nothing is prefetched beyond it."""
     stage3_max_reuse_distance: float | Auto | None
-    """Keep a unit gathered when it is used again within this many elements."""
+    """Keep a unit gathered if it is used again within this number of elements."""
     stage3_prefetch_bucket_size: float | Auto | None
-    """Weights fetched ahead of their use, at most; the next unit in any case, unless 0."""
+    """Largest number of prefetched weight elements. The next unit is always prefetched, unless it is 0."""
     stage3_param_persistence_threshold: float | Auto | None
     """Parameters up to this size stay replicated."""
     stage3_model_persistence_threshold: float | Auto | None
-    """All parameters that stay replicated, together at most."""
+    """Largest total size of the parameters that stay replicated."""
     stage3_gather_16bit_weights_on_model_save: bool | Auto | None
-    """Let save_16bit_model and clients gather full 16-bit weights."""
+    """Allow save_16bit_model and programs to gather full 16-bit weights."""
     stage3_module_granularity_threshold: float | Auto | None
     """A module whose submodules have at most this number of elements on average is one unit with one message."""
     stage3_use_all_reduce_for_fetch_params: bool | Auto | None
@@ -286,7 +286,7 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     stage3_allgather_sequential: bool | Auto | None
     """Fetch one parameter at a time, without a flat buffer."""
     ignore_unused_parameters: bool | Auto | None
-    """Give parameters without a gradient zeros; false makes one an error."""
+    """Use zeros for parameters without a gradient; if false, a missing gradient is an error."""
     legacy_stage1: bool | Auto | None
     """Use DeepSpeed's first stage 1."""
     round_robin_gradients: bool | Auto | None
@@ -300,7 +300,7 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     `compression.weights` has the details.
     """
     zero_quantized_nontrainable_weights: bool | Auto | None
-    """Keep sharded frozen matrices as int8 blocks, and gather them so; they are decoded for each use."""
+    """Store and gather sharded frozen matrices as int8 blocks; they are dequantized for each use."""
     zero_quantized_gradients: bool | Auto | None
     """Reduce gradients of matrices as int4 blocks (qgZ). `compression.gradients` has the details."""
     compression: CompressionSectionKeywords | Auto | None
@@ -310,7 +310,7 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     `compression.gradients.error_feedback` is int8.
     """
     mics_shard_size: float | Auto | None
-    """Shard within groups of this many ranks, replicate across them (MiCS): as `mesh` with that dp_shard."""
+    """Shard within groups of this number of ranks and replicate across them (MiCS), like `mesh` with that dp_shard."""
     mics_hierarchical_params_gather: bool | Auto | None
     """Gather across MiCS groups in two steps."""
     memory_efficient_linear: bool | Auto | None
@@ -403,7 +403,7 @@ class MeshSizesKeywords(TypedDict, total=False):
     pp: float | Auto | None
     """Ours. Pipeline stages."""
     dp_replicate: float | Auto | None
-    """Ours. Ranks that hold the same slices (hybrid sharding): gradients are summed over them once a step."""
+    """Ours. Ranks that hold the same shards (hybrid sharding); gradients are summed over them once per step."""
     dp_shard: float | Auto | None
     """Ours. Ranks that shard the states; -1: all ranks that the other axes leave."""
     sp: float | Auto | None
@@ -416,9 +416,9 @@ class TpSizeKeywords(TypedDict, total=False):
     """Keys of `tensor_parallel.tp`."""
 
     tp_size: float | Auto | None
-    """Ranks that share one layer: as `mesh.tp`."""
+    """Ranks that share one layer, like `mesh.tp`."""
     tp_grain_size: float | Auto | None
-    """Feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one."""
+    """Split feed-forward layers and vocabularies at multiples of it, if every rank receives one."""
     mpu: Any
     """Not built. Object that names the ranks: pass it to initialize as mpu."""
     tp_group: Any
@@ -443,22 +443,22 @@ class TensorParallelKeywords(TypedDict, total=False):
     rule.
     """
     partition_config: Mapping[str, Any] | Auto | None
-    """Rules by parameter name, before every other: layer_specs of patterns (re.match), partition_type row, column or
-    skip, shape of a fused projection, model_types; use_default_specs: whether other rules follow; strict_mode: a
-    layer that no rule splits is an error.
+    """Rules by parameter name, which take precedence. layer_specs: patterns (re.match), partition_type (row, column or
+    skip), shape of a fused projection, model_types; use_default_specs: whether other rules apply too; strict_mode:
+    whether a layer that no rule splits is an error.
     """
     preset_model: str | Auto | None
-    """Rules of a known model family, whatever the model calls itself."""
+    """Use the rules of a known model family, whatever the model's type."""
     keep_module_on_host: bool | Auto | None
-    """Leave layers in host memory until they are cut."""
+    """Leave layers in host memory until they are split."""
     sequence: bool | Literal["auto"] | Auto | None
     """Ours. Shard activations over tokens between the split layers of a block in training (Megatron's sequence
     parallelism). The number of ranks must divide the tokens. auto: if the model is known to support it; else the log
     names the layer that does not. null: false.
     """
     loss: Literal["split", "gathered"] | Auto | None
-    """Ours. Where the loss of a split head is computed: split: from split logits, which training then does not return;
-    gathered: from whole ones.
+    """Ours. How the loss of a split head is computed. split: from split logits, which training then does not return;
+    gathered: from whole logits.
     """
     kernel_inject: Any
     """Not built. Replace layers by fused kernels."""
@@ -468,20 +468,21 @@ class PipelineSectionKeywords(TypedDict, total=False):
     """Keys of `pipeline`."""
 
     stages: float | Auto | None
-    """Pipeline stages: as `mesh.pp`."""
+    """Pipeline stages, like `mesh.pp`."""
     partition: str | Auto | None
-    """How layers are divided over stages: best (work, then memory), uniform, parameters (trained ones), type:REGEX (of
-    class names).
+    """How layers are assigned to stages: best (by work, then memory), uniform, parameters (by trained parameters),
+    type:REGEX (by class name).
     """
     schedule: Literal["1f1b", "interleaved", "breadth_first"] | Auto | None
-    """Ours. The order of forwards and backwards; the same bits."""
+    """Ours. The order of forwards and backwards. Results are bitwise equal."""
     virtual: float | Auto | None
     """Ours. Stages on each rank, not next to each other (interleaved, breadth_first)."""
     group: float | Auto | None
-    """Ours. Micro-batches that a stage takes in turn on one gather of its weights (breadth_first); null: all."""
+    """Ours. Number of micro-batches that a stage processes with one gather of its weights (breadth_first); null: all.
+    """
     micro_batches: float | Auto | None
-    """Ours. Equal parts that engine(batch) cuts a batch into by rows, so that they fill the pipeline; null: one.
-    train_batch fills it with the gradient_accumulation_steps micro-batches of its step.
+    """Ours. Number of equal parts into which engine(batch) splits a batch by rows to fill the pipeline; null: one.
+    train_batch uses the gradient_accumulation_steps micro-batches of its step instead.
     """
     rows: Literal["shared", "own"] | Auto | None
     """Ours. The rows that engine(batch) receives on the ranks of a pipeline: shared, the same rows on all ranks; own,
@@ -489,7 +490,7 @@ class PipelineSectionKeywords(TypedDict, total=False):
     rank after the other, and count as those of data-parallel ranks.
     """
     seed_layers: bool | Auto | None
-    """Seed every layer on its own."""
+    """Seed every layer separately."""
     activation_checkpoint_interval: float | Auto | None
     """Number of layers of a PipelineModule that backward recomputes at a time; 0: the module's own argument."""
     use_reentrant: bool | Auto | None
@@ -625,7 +626,7 @@ class SaveOnSignalKeywords(TypedDict, total=False):
         | Auto
         | None
     )
-    """Ours. Which signals; handlers that were there before are called as well."""
+    """Ours. The signals. Existing handlers are called as well."""
 
 
 class CheckpointKeywords(TypedDict, total=False):
@@ -691,15 +692,15 @@ class ActivationCheckpointingKeywords(TypedDict, total=False):
     cpu_checkpointing: bool | Auto | None
     """Store inputs of checkpoints in host memory: DeepSpeed's name for device "cpu"."""
     contiguous_memory_optimization: bool | Auto | None
-    """Park inputs of checkpoints in one preallocated arena of the device's own memory."""
+    """Store inputs of checkpoints in one preallocated arena of device memory."""
     number_checkpoints: float | Auto | None
-    """Checkpoints the arena must hold; null: learned from the first forward."""
+    """Number of checkpoints that fit the arena; null: measured in the first forward."""
     synchronize_checkpoint_boundary: bool | Auto | None
     """Wait for the device at every checkpoint."""
     profile: bool | Auto | None
     """Time forward and backward of each checkpoint of the first step, and log them once."""
     device: Literal["none", "cpu", "nvme"] | Auto | None
-    """Ours. Where inputs of checkpoints wait between forward and backward, in one arena."""
+    """Ours. Memory of the inputs of checkpoints between forward and backward, in one arena."""
     nvme_path: str | Auto | None
     """Ours. Directory for them with device nvme. If it is missing, it is created with mode 0700."""
     policy: Sequence[str] | str | Auto | None
@@ -721,31 +722,33 @@ class SparseAttentionSectionKeywords(TypedDict, total=False):
     """Keys of `sparse_attention`."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] | Auto | None
-    """The layout of blocks; dense: all, so that a model's own window is computed without a mask of all pairs."""
+    """The layout of blocks. dense contains all blocks, so that a model's own window is computed without a mask of all
+    pairs.
+    """
     block: float | Auto | None
     """Side of a block."""
     different_layout_per_head: bool | Auto | None
     """Heads may differ: in random blocks, or by num_different_global_patterns."""
     num_local_blocks: float | Auto | None
-    """Blocks of a window."""
+    """Number of blocks in a window."""
     num_global_blocks: float | Auto | None
-    """Blocks that are seen from everywhere: of each window (fixed), or the first ones (bigbird)."""
+    """Number of global blocks, which every query sees: of each window (fixed), or the first ones (bigbird)."""
     attention: Literal["unidirectional", "bidirectional"] | Auto | None
     """Direction of attention; unidirectional: no token sees a later one. Causal models are causal with both values."""
     horizontal_global_attention: bool | Auto | None
-    """Global blocks see everything, too."""
+    """Queries of global blocks see all blocks."""
     num_different_global_patterns: float | Auto | None
-    """Heads take turns in which blocks of a window are global."""
+    """Number of choices of global blocks in a window, which alternate between heads."""
     num_random_blocks: float | Auto | None
-    """Random blocks that each row of blocks sees."""
+    """Number of random blocks that each row of blocks sees."""
     local_window_blocks: Sequence[float] | float | Auto | None
     """Sizes of the windows, one after another; the last repeats."""
     global_block_indices: Sequence[float] | float | Auto | None
-    """Where blocks that are seen from everywhere begin."""
+    """First indices of ranges of global blocks."""
     global_block_end_indices: Sequence[float] | float | Auto | None
-    """Where they end; null: one block each."""
+    """End indices of these ranges; null: one block each."""
     num_sliding_window_blocks: float | Auto | None
-    """Blocks of the sliding window, its own in the middle."""
+    """Number of blocks in the sliding window, with the query's own block in the middle."""
     seed: float | Auto | None
     """Ours. Seed of the random blocks, which are the same on every rank."""
 
@@ -758,7 +761,7 @@ class DataEfficiencyKeywords(TypedDict, total=False):
     seed: float | Auto | None
     """Seed of the order of a curriculum's samples."""
     data_sampling: Mapping[str, Any] | Auto | None
-    """Curricula (curriculum_learning), and how many epochs they deal (num_epochs)."""
+    """Curricula (curriculum_learning), and their number of epochs (num_epochs)."""
     data_routing: Any
     """Not built. Random layer-token dropping."""
 
@@ -775,15 +778,15 @@ class _Keys(TypedDict, total=False):
     managed_gradient_accumulation: bool | Auto | None
     """If false, the caller sets the boundary: every step() updates, after any number of backwards."""
     sequence_parallel_size: float | Auto | None
-    """Ranks that share one sequence (Ulysses): as `mesh.sp`."""
+    """Ranks that share one sequence (Ulysses), like `mesh.sp`."""
     data_parallel_size: float | Auto | None
-    """Data-parallel ranks the run must have: as `dp_degree`."""
+    """Number of data-parallel ranks that the run must have, like `dp_degree`."""
     scheduler: SchedulerKeywords | Auto | None
     """The learning-rate schedule, where the program passes none."""
     zero_allow_untested_optimizer: bool | Auto | None
     """Allow any optimizer class with ZeRO."""
     zero_force_ds_cpu_optimizer: bool | Auto | None
-    """Insist on DeepSpeedCPUAdam with offload."""
+    """Require DeepSpeedCPUAdam with offload."""
     gradient_clipping: float | Auto | None
     """Largest norm of the gradients of all parameters that the optimizer updates; 0 is off (DeepSpeed's default changed
     to 1.0 in 2026).
@@ -791,8 +794,8 @@ class _Keys(TypedDict, total=False):
     check_grad_overflow: bool | Auto | None
     """Skip a step whose gradients are not finite, in fp32. bf16 has bf16.check_grad_overflow, and fp16 always skips."""
     communication_data_type: str | Auto | None
-    """Dtype gradients are reduced in; null: the plan's choice. It does not hold for coded matrices, between hosts where
-    sums are formed by host (fp32), nor for sums over replicas (the gradient's own dtype).
+    """Dtype in which gradients are reduced; null: the plan's choice. It does not apply to quantized matrices, to
+    messages between hosts if sums are formed by host (fp32), or to sums over replicas (the gradient's own dtype).
     """
     gradient_allreduce_op: Literal["mean", "sum"] | Auto | None
     """Average or add the gradients of the ranks."""
@@ -817,9 +820,9 @@ class _Keys(TypedDict, total=False):
     dtype: enables that section; null: the sections decide.
     """
     precision_window: float | Auto | None
-    """Ours. Steps from one decision of precision auto about its units to the next."""
+    """Ours. Steps between two decisions of precision auto about its units."""
     auto_cast: bool | Auto | None
-    """Ours. Cast floating inputs to the compute dtype."""
+    """Ours. Cast floating-point inputs to the compute dtype."""
     zero_optimization: ZeroOptimizationKeywords | Auto | None
     """ZeRO itself."""
     memory_budget: MemoryBudgetKeywords | Auto | None
@@ -827,13 +830,13 @@ class _Keys(TypedDict, total=False):
     units: Sequence[str] | str | Auto | None
     """Ours. Class or module names of the units; empty chooses blocks automatically."""
     deterministic: bool | Auto | None
-    """Ours. The same bits on every run, also on CUDA: torch's deterministic algorithms while the engine lives; an
-    operation that has none raises.
+    """Ours. Results are bitwise equal in every run, also on CUDA: use torch's deterministic algorithms while the engine
+    exists. An operation without one raises.
     """
     transport: Literal["fastest", "gloo", "tcp", "measured"] | Auto | None
-    """Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; shared memory
-    on one host and our own sockets between hosts; or as the first or the third, whichever carries more between hosts
-    when it is tried at the start. The same bits.
+    """Ours. Transport between CPU ranks: shared memory on one host and gloo between hosts; only gloo; shared memory on
+    one host and our own sockets between hosts; or the first or the third, whichever is faster between hosts in a
+    measurement at the start. Results are bitwise equal.
     """
     integrity: IntegritySectionKeywords | Auto | None
     """Ours. Finding bits that changed in memory or on their way."""
@@ -847,11 +850,11 @@ class _Keys(TypedDict, total=False):
     mesh: MeshSizesKeywords | Auto | None
     """Ours. Named axes over the ranks; also `initialize(mesh=...)`."""
     dp_degree: float | Auto | None
-    """Ours. Data-parallel ranks the run must have: those that see different batches."""
+    """Ours. Number of data-parallel ranks that the run must have: those that see different batches."""
     pp_degree: float | Auto | None
-    """Ours. Pipeline stages: as `mesh.pp`."""
+    """Ours. Pipeline stages, like `mesh.pp`."""
     mp_degree: float | Auto | None
-    """Ours. Tensor-parallel ranks: as `mesh.tp`."""
+    """Ours. Tensor-parallel ranks, like `mesh.tp`."""
     tensor_parallel: TensorParallelKeywords | Auto | None
     """Tensor parallelism (AutoTP)."""
     pipeline: PipelineSectionKeywords | Auto | None
@@ -861,17 +864,17 @@ class _Keys(TypedDict, total=False):
     steps_per_print: float | Auto | None
     """Steps between two summary lines; null or inf prints none."""
     wall_clock_breakdown: bool | Auto | None
-    """Time forward, backward and step, each on its own."""
+    """Measure the times of forward, backward and step separately."""
     memory_breakdown: bool | Auto | None
     """Log the memory in use with each summary line."""
     dump_state: bool | Auto | None
-    """Log the assembled parts once at the start."""
+    """Log the parts of the engine once at the start."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | Auto | None
     """Level of the deepseek_zero logger; null leaves it."""
     timers: TimersSectionKeywords | Auto | None
     """Timers."""
     dataloader_drop_last: bool | Auto | None
-    """Leave out an epoch's last samples, which fill no step; else its first ones fill it up."""
+    """Drop the last samples of an epoch if they do not fill a step. If false, the epoch's first samples fill it."""
     vocabulary_size: float | Auto | None
     """Size of the vocabulary."""
     records: RecordsKeywords | Auto | None

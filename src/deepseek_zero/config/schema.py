@@ -29,7 +29,7 @@ _AHEAD = {
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_param.device": "cpu",
 }
-_WINDOW = "gathers come ahead within stage3_prefetch_bucket_size"
+_WINDOW = "stage3_prefetch_bucket_size limits the prefetched gathers"
 # DeepSpeed's own list. A class whose package is not installed never occurs.
 MOE_BLOCKS = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -68,8 +68,9 @@ class OffloadParam(Section):
     )
     pin_memory: bool = effective(
         True,
-        "Beside a GPU, page-lock the host memory of offloaded weights; both sections share it, "
-        "either may ask (DeepSpeed's default: false).",
+        "With a GPU, page-lock the host memory of offloaded weights. Both offload sections share "
+        "that memory, so it is enough to set the key in one of them (DeepSpeed's default: "
+        "false).",
         example=False,
         needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "cpu"},
     )
@@ -100,8 +101,9 @@ class OffloadOptimizer(Section):
     )
     pin_memory: bool = effective(
         True,
-        "Beside a GPU, page-lock the host memory of offloaded states; both sections share it, "
-        "either may ask (DeepSpeed's default: false).",
+        "With a GPU, page-lock the host memory of offloaded states. Both offload sections share "
+        "that memory, so it is enough to set the key in one of them (DeepSpeed's default: "
+        "false).",
         example=False,
         needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"},
     )
@@ -151,8 +153,8 @@ class OffloadOptimizer(Section):
     )
     delayed_update_after: int | None = effective(
         None,
-        "Ours. From this step on apply each gradient one step late (ZeRO-Offload's delayed "
-        "update); other bits.",
+        "Ours. From this step on, apply each gradient one step late (ZeRO-Offload's delayed "
+        "update). Results differ.",
         unit="steps",
         example=2,
         needs={"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 3},
@@ -161,7 +163,7 @@ class OffloadOptimizer(Section):
     cpuadam_cores_perc: float = accepted(
         0.8,
         "Share of the cores that update on the host.",
-        "torch's own number of threads holds",
+        "torch's number of threads is used",
         gt=0,
         le=1,
     )
@@ -196,7 +198,7 @@ class LocoParam(Section):
     )
     reset_T: int = effective(
         1024,
-        "Optimizer steps after which errors are forgotten.",
+        "Number of optimizer steps after which errors are reset.",
         unit="steps",
         example=16,
         needs=_LOCO,
@@ -222,9 +224,9 @@ class WeightCodes(Section):
     )
     difference: bool | None = accepted(
         None,
-        "Send what weights differ from those that all ranks have.",
-        "stages 1 and 2 always do; at stage 3 ranks keep none, or a second copy (hpZ) that each "
-        "update drops",
+        "Send the differences of weights from a copy that all ranks have.",
+        "stages 1 and 2 always do; at stage 3 ranks have no such copy, or a second copy (hpZ) "
+        "that each update invalidates",
     )
 
 
@@ -245,15 +247,16 @@ class GradientCodes(Section):
     )
     inside_bits: Literal[16, 8] = effective(
         16,
-        "Where sums are formed by host: 8 sends the gradients of matrices as int8 blocks inside a "
-        "host too; 16 as they are collected.",
+        "If sums are formed by host: 8 sends the gradients of matrices as int8 blocks within a "
+        "host too; 16 sends them unquantized.",
         unit="bits",
         example=8,
         needs=_CODED_GRADS,
     )
     error_feedback: Literal["off", "bf16", "int8"] = effective(
         "off",
-        "Keep what a rank's codes leave out, in this format, and add it to its next gradients.",
+        "Error feedback: store a rank's quantization error in this format and add it to its next "
+        "gradients.",
         example="bf16",
         needs=_CODED_GRADS,
     )
@@ -283,7 +286,7 @@ class CompressionSection(Section):
 class ZeroOptimization(Section):
     stage: Literal[0, 1, 2, 3] = effective(
         0,
-        "What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.",
+        "ZeRO stage. 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights.",
         example=3,
     )
     contiguous_gradients: bool = accepted(
@@ -294,12 +297,12 @@ class ZeroOptimization(Section):
     reduce_scatter: bool = accepted(
         True,
         "Reduce by reduce-scatter instead of all-reduce.",
-        "stages 1 to 3 need only their slice, and stage 0's all-reduce is the same sum in the same "
-        "order",
+        "stages 1 to 3 need only their shard, and stage 0's all-reduce is the same sum in the "
+        "same order",
     )
     reduce_bucket_size: int = effective(
         500_000_000,
-        "Gradients reduced in one collective, at most.",
+        "Largest number of gradient elements in one collective.",
         unit="elements",
         example=1000,
         needs=_STAGE_2,
@@ -309,7 +312,7 @@ class ZeroOptimization(Section):
     use_multi_rank_bucket_allreduce: bool = accepted(
         True,
         "Merge the buckets of several ranks.",
-        "the slices of all ranks already travel in one reduce-scatter",
+        "one reduce-scatter already contains the shards of all ranks",
     )
     allgather_partitions: bool = accepted(
         True,
@@ -318,9 +321,8 @@ class ZeroOptimization(Section):
     )
     allgather_bucket_size: int = accepted(
         500_000_000,
-        "Weights refreshed in one collective, at most.",
-        "one all-gather carries one unit, straight into its buffer; there is no other buffer to "
-        "bound",
+        "Largest number of updated weights in one collective.",
+        "one all-gather fills the buffer of one unit in place; there is no other buffer to limit",
         unit="elements",
         gt=0,
         inf=sys.maxsize,
@@ -342,8 +344,8 @@ class ZeroOptimization(Section):
     )
     vertical_micro_batches: int = effective(
         1,
-        "Ours. Micro-batches that one forward's batch is cut into; each unit takes all of them in "
-        "turn, on one load of its weights (stage 3).",
+        "Ours. Number of micro-batches into which the batch of one forward is split. Each unit "
+        "processes all of them with one load of its weights (stage 3).",
         unit="micro-batches",
         example=2,
         needs=_STAGE_3,
@@ -362,7 +364,7 @@ class ZeroOptimization(Section):
     )
     stage3_max_live_parameters: int = effective(
         1_000_000_000,
-        "Window: gathered weights alive at once, beyond which nothing is fetched ahead.",
+        "Largest number of gathered weight elements at a time; nothing is prefetched beyond it.",
         unit="elements",
         example=1000,
         needs=_STAGE_3,
@@ -371,7 +373,7 @@ class ZeroOptimization(Section):
     )
     stage3_max_reuse_distance: int = effective(
         1_000_000_000,
-        "Keep a unit gathered when it is used again within this many elements.",
+        "Keep a unit gathered if it is used again within this number of elements.",
         unit="elements",
         example=1000,
         needs=_STAGE_3,
@@ -380,7 +382,8 @@ class ZeroOptimization(Section):
     )
     stage3_prefetch_bucket_size: int = effective(
         50_000_000,
-        "Weights fetched ahead of their use, at most; the next unit in any case, unless 0.",
+        "Largest number of prefetched weight elements. The next unit is always prefetched, "
+        "unless it is 0.",
         unit="elements",
         example=1000,
         needs=_STAGE_3,
@@ -398,7 +401,7 @@ class ZeroOptimization(Section):
     )
     stage3_model_persistence_threshold: int = effective(
         sys.maxsize,
-        "All parameters that stay replicated, together at most.",
+        "Largest total size of the parameters that stay replicated.",
         unit="elements",
         example=0,
         needs=_STAGE_3,
@@ -407,7 +410,7 @@ class ZeroOptimization(Section):
     )
     stage3_gather_16bit_weights_on_model_save: bool = effective(
         False,
-        "Let save_16bit_model and clients gather full 16-bit weights.",
+        "Allow save_16bit_model and programs to gather full 16-bit weights.",
         example=True,
         needs=_STAGE_3,
     )
@@ -430,7 +433,9 @@ class ZeroOptimization(Section):
         "the gathered unit is its own flat buffer, so there is no second one to save",
     )
     ignore_unused_parameters: bool = effective(
-        True, "Give parameters without a gradient zeros; false makes one an error.", example=False
+        True,
+        "Use zeros for parameters without a gradient; if false, a missing gradient is an error.",
+        example=False,
     )
     legacy_stage1: bool = accepted(
         False, "Use DeepSpeed's first stage 1.", "there is one mechanism for every stage"
@@ -458,8 +463,8 @@ class ZeroOptimization(Section):
     )
     zero_quantized_nontrainable_weights: bool = effective(
         False,
-        "Keep sharded frozen matrices as int8 blocks, and gather them so; they are decoded for "
-        "each use.",
+        "Store and gather sharded frozen matrices as int8 blocks; they are dequantized for each "
+        "use.",
         example=True,
         needs=_STAGE_3,
     )
@@ -481,8 +486,8 @@ class ZeroOptimization(Section):
     )
     mics_shard_size: int = effective(
         -1,
-        "Shard within groups of this many ranks, replicate across them (MiCS): as `mesh` with that "
-        "dp_shard.",
+        "Shard within groups of this number of ranks and replicate across them (MiCS), like "
+        "`mesh` with that dp_shard.",
         unit="ranks",
         example=2,
         effect="check",
@@ -557,16 +562,16 @@ class Optimizer(Section):
     )
     moments: Literal["fp32", "bf16", "8bit"] = effective(
         "fp32",
-        "Ours. Bits that fp32 moments are kept in between steps; bf16 and 8bit are rounded up or "
-        "down by chance, not exact.",
+        "Ours. Format in which fp32 moments are stored between steps; bf16 and 8bit use "
+        "stochastic rounding and are not exact.",
         example="bf16",
     )
     kernels: Literal["auto", "numba", "torch"] = effective(
         "auto",
-        "Ours. What computes updates. On a CPU, numba: one pass over memory, if the optimizer has "
-        "a kernel; torch: PyTorch's operations, with the same bits; auto: numba, if a rank updates "
-        "a million elements or more. NVIDIA GPUs compile such kernels by NVRTC, unless it is "
-        "torch.",
+        "Ours. Implementation of updates. On a CPU, numba: one pass over memory, if the "
+        "optimizer has a kernel; torch: PyTorch's operations, with bitwise equal results; auto: "
+        "numba, if a rank updates a million elements or more. On NVIDIA GPUs, kernels are "
+        "compiled with NVRTC, unless it is torch.",
         example="torch",
     )
     legacy_fusion: bool = accepted(
@@ -595,22 +600,22 @@ class Scheduler(Section):
 class Fp16(Section):
     enabled: bool = effective(
         False,
-        'Compute in fp16 with fp32 master weights and loss scaling; "auto": on a GPU without bf16.',
+        'Compute in fp16 with fp32 main weights and loss scaling; "auto": on a GPU without bf16.',
         example=True,
     )
     auto_cast: bool = effective(
         True,
-        "Cast floating inputs to fp16.",
+        "Cast floating-point inputs to fp16.",
         auto="the top-level auto_cast",
         example=False,
         needs=_FP16,
     )
     loss_scale: float = effective(
-        0.0, "Fixed loss scale; 0 scales dynamically.", example=128.0, needs=_FP16, ge=0
+        0.0, "Constant loss scale; 0 means a dynamic one.", example=128.0, needs=_FP16, ge=0
     )
     initial_scale_power: int = effective(
         16,
-        "The dynamic loss scale starts at 2 to this power.",
+        "Initial dynamic loss scale, as a power of 2.",
         example=8,
         needs=_FP16,
         ge=0,
@@ -618,25 +623,23 @@ class Fp16(Section):
     )
     loss_scale_window: int = effective(
         1000,
-        "Good steps after which the dynamic scale doubles.",
+        "Number of steps without overflow after which the dynamic scale doubles.",
         unit="steps",
         example=50,
         needs=_FP16,
     )
     hysteresis: int = effective(
         2,
-        "Overflows endured before the dynamic scale halves.",
+        "Number of overflows before the dynamic scale is halved.",
         unit="steps",
         example=4,
         needs=_FP16,
         ge=1,
     )
     consecutive_hysteresis: bool = effective(
-        False, "Refill the hysteresis after every good step.", example=True, needs=_FP16
+        False, "Reset the hysteresis after every step without overflow.", example=True, needs=_FP16
     )
-    min_loss_scale: float = effective(
-        1.0, "The dynamic scale never falls below this.", example=4.0, needs=_FP16
-    )
+    min_loss_scale: float = effective(1.0, "Smallest dynamic loss scale.", example=4.0, needs=_FP16)
 
 
 class Bf16(Section):
@@ -650,8 +653,8 @@ class Bf16(Section):
     )
     master: Literal["split", "fp32", "none"] = effective(
         "split",
-        "How an fp32 master is kept: split = as the bf16 weight and 16 more bits, exact; fp32 = "
-        "whole, 2 bytes more; none = not at all: weights are rounded up or down by chance, 2 bytes "
+        "How the fp32 main weight is stored. split: as the bf16 weight and 16 more bits, exact. "
+        "fp32: whole, 2 bytes more. none: not stored; weights use stochastic rounding, 2 bytes "
         "less, not exact.",
         example="fp32",
         needs=_BF16,
@@ -741,8 +744,8 @@ class MeshSizes(Section):
     pp: int = effective(1, "Ours. Pipeline stages.", unit="ranks", example=2, effect="check", ge=1)
     dp_replicate: int = effective(
         1,
-        "Ours. Ranks that hold the same slices (hybrid sharding): gradients are summed over them "
-        "once a step.",
+        "Ours. Ranks that hold the same shards (hybrid sharding); gradients are summed over them "
+        "once per step.",
         unit="ranks",
         example=2,
         effect="check",
@@ -778,7 +781,8 @@ class TorchAutocast(Section):
 class DataTypes(Section):
     grad_accum_dtype: Dtype | None = effective(
         None,
-        "Dtype gradients are accumulated in; null: the plan's choice, fp32 above one micro-batch.",
+        "Dtype in which gradients are accumulated; null: the plan's choice, which is fp32 with "
+        "several micro-batches.",
         example="bf16",
         needs=_BF16,
     )
@@ -865,7 +869,7 @@ class SaveOnSignal(Section):
     )
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = effective(
         ("SIGTERM", "SIGUSR1"),
-        "Ours. Which signals; handlers that were there before are called as well.",
+        "Ours. The signals. Existing handlers are called as well.",
         example=["SIGUSR2"],
         needs={"checkpoint.save_on_signal.path": "checkpoints"},
     )
@@ -995,12 +999,12 @@ class ActivationCheckpointing(Section):
     )
     contiguous_memory_optimization: bool = effective(
         False,
-        "Park inputs of checkpoints in one preallocated arena of the device's own memory.",
+        "Store inputs of checkpoints in one preallocated arena of device memory.",
         example=True,
     )
     number_checkpoints: int | None = effective(
         None,
-        "Checkpoints the arena must hold; null: learned from the first forward.",
+        "Number of checkpoints that fit the arena; null: measured in the first forward.",
         example=4,
         ge=1,
         needs={"activation_checkpointing.contiguous_memory_optimization": True},
@@ -1017,7 +1021,7 @@ class ActivationCheckpointing(Section):
     )
     device: Literal["none", "cpu", "nvme"] = effective(
         "none",
-        "Ours. Where inputs of checkpoints wait between forward and backward, in one arena.",
+        "Ours. Memory of the inputs of checkpoints between forward and backward, in one arena.",
         example="cpu",
     )
     nvme_path: str | None = effective(
@@ -1082,7 +1086,7 @@ class Aio(Section):
         1, "Older name of intra_op_parallelism.", "a transfer has one thread"
     )
     single_submit: bool = accepted(False, "One request at a time.", "each thread has one request")
-    overlap_events: bool = accepted(True, "Submit while waiting.", "it always does")
+    overlap_events: bool = accepted(True, "Submit while waiting.", "requests always overlap")
 
 
 _TENSOR = {"tensor_parallel.autotp_size": 2}
@@ -1091,7 +1095,7 @@ _TENSOR = {"tensor_parallel.autotp_size": 2}
 class TpSize(Section):
     tp_size: int = effective(
         1,
-        "Ranks that share one layer: as `mesh.tp`.",
+        "Ranks that share one layer, like `mesh.tp`.",
         unit="ranks",
         example=2,
         effect="check",
@@ -1099,7 +1103,7 @@ class TpSize(Section):
     )
     tp_grain_size: int = effective(
         1,
-        "Feed-forward layers and vocabularies are cut at multiples of it, where every rank gets "
+        "Split feed-forward layers and vocabularies at multiples of it, if every rank receives "
         "one.",
         unit="elements",
         example=64,
@@ -1136,22 +1140,22 @@ class TensorParallel(Section):
     )
     partition_config: dict[str, Any] | None = effective(
         None,
-        "Rules by parameter name, before every other: layer_specs of patterns (re.match), "
-        "partition_type row, column or skip, shape of a fused projection, model_types; "
-        "use_default_specs: whether other rules follow; strict_mode: a layer that no rule splits "
-        "is an error.",
+        "Rules by parameter name, which take precedence. layer_specs: patterns (re.match), "
+        "partition_type (row, column or skip), shape of a fused projection, model_types; "
+        "use_default_specs: whether other rules apply too; strict_mode: whether a layer that no "
+        "rule splits is an error.",
         example={"layer_specs": [{"patterns": [".*o_proj.weight$"], "partition_type": "row"}]},
         needs=_TENSOR,
     )
     preset_model: str | None = effective(
         None,
-        "Rules of a known model family, whatever the model calls itself.",
+        "Use the rules of a known model family, whatever the model's type.",
         example="llama",
         needs=_TENSOR,
     )
     keep_module_on_host: bool = accepted(
         False,
-        "Leave layers in host memory until they are cut.",
+        "Leave layers in host memory until they are split.",
         "always so: layers are split in place, and only a rank's parts are moved to the training "
         "device",
     )
@@ -1167,8 +1171,8 @@ class TensorParallel(Section):
     )
     loss: Literal["split", "gathered"] = effective(
         "split",
-        "Ours. Where the loss of a split head is computed: split: from split logits, which "
-        "training then does not return; gathered: from whole ones.",
+        "Ours. How the loss of a split head is computed. split: from split logits, which "
+        "training then does not return; gathered: from whole logits.",
         example="gathered",
         needs=_TENSOR,
     )
@@ -1190,18 +1194,18 @@ _STAGES = {"pipeline.stages": 2}
 
 class PipelineSection(Section):
     stages: int | None = effective(
-        None, "Pipeline stages: as `mesh.pp`.", unit="ranks", example=2, effect="check", ge=1
+        None, "Pipeline stages, like `mesh.pp`.", unit="ranks", example=2, effect="check", ge=1
     )
     partition: str = effective(
         "best",
-        "How layers are divided over stages: best (work, then memory), uniform, parameters "
-        "(trained ones), type:REGEX (of class names).",
+        "How layers are assigned to stages: best (by work, then memory), uniform, parameters (by "
+        "trained parameters), type:REGEX (by class name).",
         example="uniform",
         needs=_STAGES,
     )
     schedule: Literal["1f1b", "interleaved", "breadth_first"] = effective(
         "1f1b",
-        "Ours. The order of forwards and backwards; the same bits.",
+        "Ours. The order of forwards and backwards. Results are bitwise equal.",
         example="breadth_first",
         needs=_STAGES,
     )
@@ -1215,7 +1219,7 @@ class PipelineSection(Section):
     )
     group: int | None = effective(
         None,
-        "Ours. Micro-batches that a stage takes in turn on one gather of its weights "
+        "Ours. Number of micro-batches that a stage processes with one gather of its weights "
         "(breadth_first); null: all.",
         unit="micro-batches",
         example=4,
@@ -1224,9 +1228,9 @@ class PipelineSection(Section):
     )
     micro_batches: int | None = effective(
         None,
-        "Ours. Equal parts that engine(batch) cuts a batch into by rows, so that they fill the "
-        "pipeline; null: one. train_batch fills it with the gradient_accumulation_steps "
-        "micro-batches of its step.",
+        "Ours. Number of equal parts into which engine(batch) splits a batch by rows to fill the "
+        "pipeline; null: one. train_batch uses the gradient_accumulation_steps micro-batches of "
+        "its step instead.",
         unit="micro-batches",
         example=8,
         ge=1,
@@ -1243,7 +1247,7 @@ class PipelineSection(Section):
     )
     seed_layers: bool = accepted(
         False,
-        "Seed every layer on its own.",
+        "Seed every layer separately.",
         "PipelineModule's argument of this name decides, as in DeepSpeed",
     )
     activation_checkpoint_interval: int = effective(
@@ -1279,8 +1283,8 @@ class SparseAttentionSection(Section):
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] = (
         effective(
             "fixed",
-            "The layout of blocks; dense: all, so that a model's own window is computed without a "
-            "mask of all pairs.",
+            "The layout of blocks. dense contains all blocks, so that a model's own window is "
+            "computed without a mask of all pairs.",
             example="bigbird",
         )
     )
@@ -1291,12 +1295,12 @@ class SparseAttentionSection(Section):
         example=True,
     )
     num_local_blocks: int = effective(
-        4, "Blocks of a window.", unit="blocks", example=2, ge=1, needs={_LAYOUT: "fixed"}
+        4, "Number of blocks in a window.", unit="blocks", example=2, ge=1, needs={_LAYOUT: "fixed"}
     )
     num_global_blocks: int = effective(
         1,
-        "Blocks that are seen from everywhere: of each window (fixed), or the first ones "
-        "(bigbird).",
+        "Number of global blocks, which every query sees: of each window (fixed), or the first "
+        "ones (bigbird).",
         unit="blocks",
         example=2,
         ge=1,
@@ -1309,18 +1313,18 @@ class SparseAttentionSection(Section):
         example="unidirectional",
     )
     horizontal_global_attention: bool = effective(
-        False, "Global blocks see everything, too.", example=True, needs={_LAYOUT: "fixed"}
+        False, "Queries of global blocks see all blocks.", example=True, needs={_LAYOUT: "fixed"}
     )
     num_different_global_patterns: int = effective(
         1,
-        "Heads take turns in which blocks of a window are global.",
+        "Number of choices of global blocks in a window, which alternate between heads.",
         example=2,
         ge=1,
         needs={_LAYOUT: "fixed", "sparse_attention.different_layout_per_head": True},
     )
     num_random_blocks: int = effective(
         0,
-        "Random blocks that each row of blocks sees.",
+        "Number of random blocks that each row of blocks sees.",
         unit="blocks",
         example=1,
         ge=0,
@@ -1334,16 +1338,19 @@ class SparseAttentionSection(Section):
     )
     global_block_indices: tuple[int, ...] = effective(
         (0,),
-        "Where blocks that are seen from everywhere begin.",
+        "First indices of ranges of global blocks.",
         example=[1],
         needs={_LAYOUT: "bslongformer"},
     )
     global_block_end_indices: tuple[int, ...] | None = effective(
-        None, "Where they end; null: one block each.", example=[2], needs={_LAYOUT: "bslongformer"}
+        None,
+        "End indices of these ranges; null: one block each.",
+        example=[2],
+        needs={_LAYOUT: "bslongformer"},
     )
     num_sliding_window_blocks: int = effective(
         3,
-        "Blocks of the sliding window, its own in the middle.",
+        "Number of blocks in the sliding window, with the query's own block in the middle.",
         unit="blocks",
         example=5,
         ge=1,
@@ -1373,7 +1380,7 @@ class DataEfficiency(Section):
     enabled: bool = accepted(
         False,
         "Sample and route data by difficulty.",
-        "the switches inside of it decide, as in DeepSpeed",
+        "the switches of its subsections decide, as in DeepSpeed",
     )
     seed: int = effective(
         1234,
@@ -1383,7 +1390,7 @@ class DataEfficiency(Section):
     )
     data_sampling: dict[str, Any] = effective(
         {},
-        "Curricula (curriculum_learning), and how many epochs they deal (num_epochs).",
+        "Curricula (curriculum_learning), and their number of epochs (num_epochs).",
         example=_CURRICULUM,
     )
 
@@ -1424,7 +1431,7 @@ class Config(Section):
     )
     sequence_parallel_size: int = effective(
         1,
-        "Ranks that share one sequence (Ulysses): as `mesh.sp`.",
+        "Ranks that share one sequence (Ulysses), like `mesh.sp`.",
         unit="ranks",
         example=2,
         effect="check",
@@ -1432,7 +1439,7 @@ class Config(Section):
     )
     data_parallel_size: int | None = effective(
         None,
-        "Data-parallel ranks the run must have: as `dp_degree`.",
+        "Number of data-parallel ranks that the run must have, like `dp_degree`.",
         unit="ranks",
         example=2,
         effect="check",
@@ -1451,7 +1458,7 @@ class Config(Section):
     )
     zero_force_ds_cpu_optimizer: bool = accepted(
         True,
-        "Insist on DeepSpeedCPUAdam with offload.",
+        "Require DeepSpeedCPUAdam with offload.",
         "torch's fused CPU Adam is used; there is no other",
     )
     gradient_clipping: float = effective(
@@ -1470,9 +1477,9 @@ class Config(Section):
     # Communication
     communication_data_type: Dtype | None = effective(
         None,
-        "Dtype gradients are reduced in; null: the plan's choice. It does not hold for coded "
-        "matrices, between hosts where sums are formed by host (fp32), nor for sums over replicas "
-        "(the gradient's own dtype).",
+        "Dtype in which gradients are reduced; null: the plan's choice. It does not apply to "
+        "quantized matrices, to messages between hosts if sums are formed by host (fp32), or to "
+        "sums over replicas (the gradient's own dtype).",
         example="bf16",
     )
     gradient_allreduce_op: Literal["mean", "sum"] = effective(
@@ -1507,14 +1514,14 @@ class Config(Section):
     )
     precision_window: int = effective(
         16,
-        "Ours. Steps from one decision of precision auto about its units to the next.",
+        "Ours. Steps between two decisions of precision auto about its units.",
         unit="steps",
         example=2,
         needs={"precision": "auto"},
         ge=1,
     )
     auto_cast: bool = effective(
-        True, "Ours. Cast floating inputs to the compute dtype.", example=False
+        True, "Ours. Cast floating-point inputs to the compute dtype.", example=False
     )
     # ZeRO
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "ZeRO itself.")
@@ -1529,16 +1536,16 @@ class Config(Section):
     )
     deterministic: bool = effective(
         False,
-        "Ours. The same bits on every run, also on CUDA: torch's deterministic algorithms while "
-        "the engine lives; an operation that has none raises.",
+        "Ours. Results are bitwise equal in every run, also on CUDA: use torch's deterministic "
+        "algorithms while the engine exists. An operation without one raises.",
         example=True,
     )
     transport: Literal["fastest", "gloo", "tcp", "measured"] = effective(
         "measured",
-        "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; "
-        "gloo only; shared memory on one host and our own sockets between hosts; or as the first "
-        "or the third, whichever carries more between hosts when it is tried at the start. The "
-        "same bits.",
+        "Ours. Transport between CPU ranks: shared memory on one host and gloo between hosts; "
+        "only gloo; shared memory on one host and our own sockets between hosts; or the first or "
+        "the third, whichever is faster between hosts in a measurement at the start. Results are "
+        "bitwise equal.",
         example="gloo",
     )
     integrity: IntegritySection = section(
@@ -1561,7 +1568,8 @@ class Config(Section):
     )
     dp_degree: int = effective(
         1,
-        "Ours. Data-parallel ranks the run must have: those that see different batches.",
+        "Ours. Number of data-parallel ranks that the run must have: those that see different "
+        "batches.",
         unit="ranks",
         auto="the ranks that the other axes leave",
         example=2,
@@ -1570,7 +1578,7 @@ class Config(Section):
     )
     pp_degree: int = effective(
         1,
-        "Ours. Pipeline stages: as `mesh.pp`.",
+        "Ours. Pipeline stages, like `mesh.pp`.",
         unit="ranks",
         auto="of the mesh",
         example=2,
@@ -1579,7 +1587,7 @@ class Config(Section):
     )
     mp_degree: int = effective(
         1,
-        "Ours. Tensor-parallel ranks: as `mesh.tp`.",
+        "Ours. Tensor-parallel ranks, like `mesh.tp`.",
         unit="ranks",
         auto="of the mesh",
         example=2,
@@ -1599,19 +1607,22 @@ class Config(Section):
         ge=1,
     )
     wall_clock_breakdown: bool = effective(
-        False, "Time forward, backward and step, each on its own.", example=True
+        False, "Measure the times of forward, backward and step separately.", example=True
     )
     memory_breakdown: bool = effective(
         False, "Log the memory in use with each summary line.", example=True
     )
-    dump_state: bool = effective(False, "Log the assembled parts once at the start.", example=True)
+    dump_state: bool = effective(
+        False, "Log the parts of the engine once at the start.", example=True
+    )
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = effective(
         None, "Level of the deepseek_zero logger; null leaves it.", example="debug"
     )
     timers: TimersSection = section(TimersSection, "Timers.")
     dataloader_drop_last: bool = effective(
         False,
-        "Leave out an epoch's last samples, which fill no step; else its first ones fill it up.",
+        "Drop the last samples of an epoch if they do not fill a step. If false, the epoch's "
+        "first samples fill it.",
         example=True,
     )
     vocabulary_size: int | None = accepted(
