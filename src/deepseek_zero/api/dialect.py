@@ -80,16 +80,38 @@ class Plain(EngineDialect[ZeroEngine]):
         super().__init__(ZeroEngine)
 
     def load(self, source: Any, origin: str | None) -> RawConfig:
+        """Read a configuration with the library's own defaults.
+
+        Args:
+            source: A dict, a path, JSON text or base64.
+            origin: The argument that contained it, for error messages.
+        """
         return load(source, origin=origin)
 
     def join(self, port: int, required: bool | None) -> None:
+        """Join the process group of the job, unless the process has joined already.
+
+        Args:
+            port: The port of the rendezvous, if the launcher sets none.
+            required: False if the process has joined already.
+
+        Note:
+            Collective under a launcher.
+        """
         if required is not False:
             join(distributed_port=port)
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
+        """Return the request unchanged.
+
+        Args:
+            raw: The configuration.
+            request: The arguments of the call.
+        """
         return request
 
     def show_names(self, session: zero_init.Init) -> None:
+        """Add no attributes."""
         return None
 
 

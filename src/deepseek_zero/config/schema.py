@@ -39,6 +39,8 @@ MOE_BLOCKS = (
 
 
 class OffloadParam(Section):
+    """The section `zero_optimization.offload_param`."""
+
     device: Device = effective(
         "none",
         "Memory of sharded weights between uses (stage 3); auto: the fastest one with space in "
@@ -77,6 +79,8 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
+    """The section `zero_optimization.offload_optimizer`."""
+
     device: Device = effective(
         "none",
         "Memory of moments, separate main weights and gradient shards (stage 1 and above); auto: "
@@ -170,6 +174,8 @@ class OffloadOptimizer(Section):
 
 
 class LeafModule(Section):
+    """The section `zero_optimization.leaf_module`."""
+
     classes: tuple[str, ...] = effective(
         MOE_BLOCKS,
         "Module classes gathered whole, never split into smaller units.",
@@ -188,6 +194,8 @@ class LeafModule(Section):
 
 
 class LocoParam(Section):
+    """The section `zero_optimization.zeropp_loco_param`."""
+
     err_beta: float = effective(
         0.8,
         "Weight of the old error in the running mean of errors.",
@@ -210,6 +218,8 @@ Block = Literal[32, 64, 128, 256, 512]
 
 
 class WeightCodes(Section):
+    """The section `zero_optimization.compression.weights`."""
+
     bits: Literal[8, 4] | None = effective(
         None,
         "Send matrices as blocks of integers with this number of bits; zero_quantized_weights "
@@ -231,6 +241,8 @@ class WeightCodes(Section):
 
 
 class GradientCodes(Section):
+    """The section `zero_optimization.compression.gradients`."""
+
     bits: Literal[8, 4] | None = effective(
         None,
         "Reduce gradients of matrices as blocks of integers with this number of bits; "
@@ -263,6 +275,8 @@ class GradientCodes(Section):
 
 
 class CompressionSection(Section):
+    """The section `zero_optimization.compression`."""
+
     weights: WeightCodes = section(WeightCodes, "How weights are coded between ranks.")
     gradients: GradientCodes = section(GradientCodes, "How gradients are coded between ranks.")
     min_numel: int = effective(
@@ -284,6 +298,8 @@ class CompressionSection(Section):
 
 
 class ZeroOptimization(Section):
+    """The section `zero_optimization`."""
+
     stage: Literal[0, 1, 2, 3] = effective(
         0,
         "ZeRO stage. 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights.",
@@ -548,6 +564,8 @@ _AUTOCAST = {"torch_autocast.enabled": True}
 
 
 class Optimizer(Section):
+    """The section `optimizer`."""
+
     type: str | None = effective(
         None,
         "Name of the optimizer: one of this library, or any class of torch.optim. Omit it if the "
@@ -582,6 +600,8 @@ class Optimizer(Section):
 
 
 class Scheduler(Section):
+    """The section `scheduler`."""
+
     type: str | None = effective(
         None,
         "Name of the learning-rate schedule: DeepSpeed's five, or any class of "
@@ -598,6 +618,8 @@ class Scheduler(Section):
 
 
 class Fp16(Section):
+    """The section `fp16`."""
+
     enabled: bool = effective(
         False,
         'Compute in fp16 with fp32 main weights and loss scaling; "auto": on a GPU without bf16.',
@@ -643,6 +665,8 @@ class Fp16(Section):
 
 
 class Bf16(Section):
+    """The section `bf16`."""
+
     enabled: bool = effective(
         False,
         'Compute in bf16 with fp32 main weights; "auto": if the hardware has it.',
@@ -677,6 +701,8 @@ class Bf16(Section):
 
 
 class IntegritySection(Section):
+    """The section `integrity`."""
+
     mode: Literal["off", "warn", "end"] = effective(
         "off",
         "Ours. Verify memory by checksums: copies are compared between ranks, and states that "
@@ -696,6 +722,8 @@ class IntegritySection(Section):
 
 
 class MemoryBudget(Section):
+    """The section `memory_budget`."""
+
     device: int | None = effective(
         None,
         "Memory of the training device; exceeding it is an error. null: no limit, and with "
@@ -726,6 +754,8 @@ class MemoryBudget(Section):
 
 
 class Network(Section):
+    """The section `network`."""
+
     interface: str | None = effective(
         None,
         "Ours. Network interface or address of the host at which ranks listen, like the "
@@ -741,6 +771,8 @@ class Network(Section):
 
 
 class MeshSizes(Section):
+    """The section `mesh`."""
+
     pp: int = effective(1, "Ours. Pipeline stages.", unit="ranks", example=2, effect="check", ge=1)
     dp_replicate: int = effective(
         1,
@@ -768,6 +800,8 @@ class MeshSizes(Section):
 
 
 class TorchAutocast(Section):
+    """The section `torch_autocast`."""
+
     enabled: bool = effective(False, "Run the forward under torch.autocast.", example=True)
     dtype: Literal["fp16", "bf16"] = effective(
         "bf16",
@@ -779,6 +813,8 @@ class TorchAutocast(Section):
 
 
 class DataTypes(Section):
+    """The section `data_types`."""
+
     grad_accum_dtype: Dtype | None = effective(
         None,
         "Dtype in which gradients are accumulated; null: the plan's choice, which is fp32 with "
@@ -789,6 +825,8 @@ class DataTypes(Section):
 
 
 class TensorBoard(Section):
+    """The section `tensorboard`."""
+
     enabled: bool = effective(
         False, "Write TensorBoard files on rank 0.", example=True, requires="tensorboard"
     )
@@ -809,6 +847,8 @@ class TensorBoard(Section):
 
 
 class CsvMonitor(Section):
+    """The section `csv_monitor`."""
+
     enabled: bool = effective(False, "Write one CSV file per quantity on rank 0.", example=True)
     output_path: str = effective(
         "", "Directory of the files.", example="csv", needs={"csv_monitor.enabled": True}
@@ -826,6 +866,8 @@ _COMET: dict[str, Any] = {"needs": {"comet.enabled": True}, "requires": "comet_m
 
 
 class Wandb(Section):
+    """The section `wandb`."""
+
     enabled: bool = effective(
         False, "Send records to Weights & Biases from rank 0.", example=True, requires="wandb"
     )
@@ -835,6 +877,8 @@ class Wandb(Section):
 
 
 class Comet(Section):
+    """The section `comet`."""
+
     enabled: bool = effective(
         False, "Send records to Comet from rank 0.", example=True, requires="comet_ml"
     )
@@ -861,6 +905,8 @@ class Comet(Section):
 
 
 class SaveOnSignal(Section):
+    """The section `checkpoint.save_on_signal`."""
+
     path: str | None = effective(
         None,
         "Ours. Directory to save to at the next step boundary when a rank receives one of the "
@@ -876,6 +922,8 @@ class SaveOnSignal(Section):
 
 
 class Checkpoint(Section):
+    """The section `checkpoint`."""
+
     tag_validation: Literal["Ignore", "Warn", "Fail"] = effective(
         "Warn", "What to do when ranks save under different tags.", example="Fail"
     )
@@ -925,6 +973,8 @@ class Checkpoint(Section):
 
 
 class Throughput(Section):
+    """The section `timers.throughput`."""
+
     enabled: bool = accepted(
         True, "Measure samples per second.", "always measured; it costs one clock reading"
     )
@@ -936,6 +986,8 @@ class Throughput(Section):
 
 
 class TimersSection(Section):
+    """The section `timers`."""
+
     throughput: Throughput = section(Throughput, "The samples-per-second timer.")
 
 
@@ -943,6 +995,8 @@ _FLOPS: dict[str, Any] = {"needs": {"flops_profiler.enabled": True}}
 
 
 class FlopsProfilerSection(Section):
+    """The section `flops_profiler`."""
+
     enabled: bool = effective(
         False, "Count a forward's operations by module, once, on rank 0.", example=True
     )
@@ -970,6 +1024,8 @@ class FlopsProfilerSection(Section):
 
 
 class Records(Section):
+    """The section `records`."""
+
     path: str | None = effective(
         None,
         "Directory for metrics.jsonl, metrics.csv and plan.txt; null writes none.",
@@ -986,6 +1042,8 @@ class Records(Section):
 
 
 class ActivationCheckpointing(Section):
+    """The section `activation_checkpointing`."""
+
     partition_activations: bool = effective(
         False,
         "Each tensor-parallel rank stores only its share of the inputs of each checkpoint; "
@@ -1064,6 +1122,8 @@ _ON_DISK: dict[str, Any] = {
 
 
 class Aio(Section):
+    """The section `aio`."""
+
     block_size: int = effective(
         1_048_576,
         "Largest single request to a disk.",
@@ -1093,6 +1153,8 @@ _TENSOR = {"tensor_parallel.autotp_size": 2}
 
 
 class TpSize(Section):
+    """The sections `tensor_parallel.tp` and `tensor_parallel.tensor_parallel`."""
+
     tp_size: int = effective(
         1,
         "Ranks that share one layer, like `mesh.tp`.",
@@ -1113,6 +1175,8 @@ class TpSize(Section):
 
 
 class TensorParallel(Section):
+    """The section `tensor_parallel`."""
+
     autotp_size: int = effective(
         0,
         "Ranks that share one layer, like `mesh.tp`; 0: not stated.",
@@ -1179,6 +1243,8 @@ class TensorParallel(Section):
 
 
 class SequenceParallel(Section):
+    """The section `sequence_parallel`."""
+
     attention: Literal["auto", "ulysses", "all_gather"] = effective(
         "auto",
         "Ours. How attention accesses the tokens of other ranks along `mesh.sp`: ulysses "
@@ -1193,6 +1259,8 @@ _STAGES = {"pipeline.stages": 2}
 
 
 class PipelineSection(Section):
+    """The section `pipeline`."""
+
     stages: int | None = effective(
         None, "Pipeline stages, like `mesh.pp`.", unit="ranks", example=2, effect="check", ge=1
     )
@@ -1280,6 +1348,8 @@ _LAYOUT = "sparse_attention.mode"
 
 
 class SparseAttentionSection(Section):
+    """The section `sparse_attention`."""
+
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] = (
         effective(
             "fixed",
@@ -1377,6 +1447,8 @@ _CURRICULUM = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"
 
 
 class DataEfficiency(Section):
+    """The section `data_efficiency`."""
+
     enabled: bool = accepted(
         False,
         "Sample and route data by difficulty.",

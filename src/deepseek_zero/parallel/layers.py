@@ -118,6 +118,7 @@ class Column(Layer):
     """A layer of which each rank computes its own outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs that the axis computes."""
         return self.axis.column(self, x)
 
 
@@ -125,6 +126,7 @@ class Row(Layer):
     """A layer of which each rank reads its own inputs; the outputs are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the sum that the axis computes."""
         return self.axis.row(self, x)
 
 
@@ -135,6 +137,7 @@ class Vocabulary(nn.Embedding, Layer):
     """
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the embeddings that the axis computes."""
         return self.axis.look_up(self, ids)
 
 

@@ -328,6 +328,7 @@ class Repeated(nn.Module):
     is_inside: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer with the parameters of the rank whose pass is in progress."""
         alike = None if self.is_inside else self.axis.alike(self)
         if alike is None:
             return super().forward(*args, **kwargs)
@@ -363,6 +364,7 @@ class TokenShare(nn.Module):
     is_inside: bool
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run the layer once per rank, on that rank's tokens, and join the outputs."""
         if self.is_inside or not self.training:
             return cast(Tensor, super().forward(x))
         split = Split.even(tuple(x.shape), 1, self.axis.size)
@@ -437,6 +439,7 @@ class Attention(nn.Module):
     counts: dict[tuple[nn.Module, str], tuple[int, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the attention once per rank."""
         return self.axis.in_passes(self, super().forward, args, kwargs)
 
 

@@ -38,12 +38,15 @@ class PipelineEngine(DeepSpeedEngine):
     _data: Iterator[Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error, as in DeepSpeed: call `train_batch` or `eval_batch` instead."""
         raise _refused()
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error, as in DeepSpeed: call `train_batch` instead."""
         raise _refused()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        """Raise an error, as in DeepSpeed: call `train_batch` instead."""
         raise _refused()
 
     # -- batches
@@ -148,19 +151,23 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def grid(self) -> PipelineParallelGrid:
+        """Return the grid of ranks of the pipeline."""
         grid: PipelineParallelGrid = self._layers.mpu()
         return grid
 
     @property
     def stage_id(self) -> int:
+        """Return the index of this rank's stage."""
         return int(self._layers.stage_id)
 
     @property
     def num_stages(self) -> int:
+        """Return the number of pipeline stages."""
         return int(self._layers.num_stages)
 
     @property
     def micro_batches(self) -> int:
+        """Return the number of micro-batches per step."""
         return int(self._batch.accumulation)
 
     def is_first_stage(self) -> bool:
