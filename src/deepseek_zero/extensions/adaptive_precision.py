@@ -1,21 +1,24 @@
-"""Adaptive precision (precision "auto"): chooses the units that compute in fp32. The choice follows
-from the gradients of each unit, and is taken back when 16 bits would do.
+"""Adaptive precision (precision "auto"): choose the units that compute in fp32.
 
-A step whose gradient was not finite may name a unit (nonfinite.py): one that is named `PATIENCE`
-times in a row, or once at the smallest loss scale, is promoted at once.  Beside that, once in every
-window of steps each unit's reduced gradient is looked at as it is, multiplied by the loss scale:
+The choice follows from each unit's gradients, and is reversed when 16 bits are enough.
 
-    lost     of its elements that are not zero, those of at most 2^-24, fp16's smallest number
-    largest  the largest of them, which 16 bits must hold once the unit is demoted
+After a step whose gradient was not finite, `NonFiniteReport` may name a unit. A unit that is named
+`PATIENCE` times in a row, or once at the smallest loss scale, is promoted at once. In addition,
+each unit's reduced gradient is examined once per window of steps, still multiplied by the loss
+scale:
 
-A unit in 16 bits has a bad window where more than `LOST` of the elements are lost, where all of
-them are zero and others' are not, or where a skipped step named it; `BAD` of them in a row promote
-it.  A promoted one has a good window where no more than `KEPT` would be lost, the largest is well
-within fp16, and no skipped step named it; as many as its patience in a row demote it, `GOOD` at
-first and twice as many after each time that it had to be promoted again.
+lost     of its nonzero elements, those of at most 2^-24, fp16's smallest number
+largest  the largest magnitude, which 16 bits must hold once the unit is demoted
 
-Counts are added up over ranks, so that any number of ranks decides alike; every rank decides from
-the same numbers alone.
+For a unit in 16 bits a window is bad if more than `LOST` of the nonzero elements are lost, if all
+elements are zero while other units have nonzero ones, or if a skipped step named the unit. `BAD`
+bad windows in a row promote it. For a promoted unit a window is good if at most `KEPT` would be
+lost, the largest is well within fp16, and no skipped step named the unit. As many good windows in a
+row as its patience demote it. The patience is `GOOD` at first, and doubles each time the unit is
+promoted again.
+
+Counts are added up over ranks, so the decision does not depend on the number of ranks, and every
+rank decides from the same numbers.
 """
 
 from __future__ import annotations
@@ -35,27 +38,31 @@ from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
 
-# Skipped steps in a row that name the same unit; a loss scale that is merely too high recovers
-# sooner
+# Skipped steps in a row that name the same unit. A loss scale that is only too high recovers
+# sooner.
 PATIENCE = 3
-# windows in a row
+# Windows in a row
 BAD = 2
 GOOD = 8
-# shares of a gradient's elements; between them nothing is decided
+# Shares of a gradient's nonzero elements. Between them a unit in either precision stays as it is.
 LOST = 0.1
 KEPT = 0.05
-# of fp16; a quarter of its largest, since a unit's activations are not seen
+# Limits of fp16. The upper one is a quarter of its largest number, because activations are not
+# examined.
 SMALLEST = 2.0**-24
 LARGEST = 65504.0 / 4
-COUNTED_AT_ONCE = 1 << 20  # elements
+COUNTED_AT_ONCE = 1 << 20  # Elements
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the gradient of one unit shows in one step, over all ranks.
+    """Statistics of one unit's gradient in one step, over all ranks.
 
-    elements: of those that have a gradient.  counted: those that are not zero.  lost: of these, the
-    ones at the lower end of fp16 or beyond.  largest: of their magnitudes.
+    Attributes:
+        elements: Number of elements that have a gradient.
+        counted: Number of nonzero elements.
+        lost: Number of nonzero elements of at most `SMALLEST`.
+        largest: The largest magnitude.
     """
 
     elements: int
@@ -65,16 +72,20 @@ class Evidence:
 
     @property
     def share(self) -> float | None:
-        """The share of its elements that are lost; None where all are zero."""
+        """The share of nonzero elements that are lost; None if all are zero."""
         return self.lost / self.counted if self.counted else None
 
 
 @dataclass
 class History:
-    """What is remembered of one unit.
+    """The state of one unit's decisions.
 
-    bad, good: windows in a row.  patience: good ones until it is demoted.  is_named: a skipped step
-    of this window has named it.  times: it was promoted.
+    Attributes:
+        bad: Bad windows in a row.
+        good: Good windows in a row.
+        patience: The number of good windows after which the unit is demoted.
+        is_named: A skipped step of this window has named the unit.
+        times: How often the unit was promoted.
     """
 
     bad: int = 0
@@ -86,7 +97,14 @@ class History:
 
 @dataclass(frozen=True)
 class PrecisionChange:
-    """One switch of a unit at the end of a step.  why: with the number that decided."""
+    """One change of a unit's precision at the end of a step.
+
+    Attributes:
+        step: The number of the step.
+        unit: The name of the unit.
+        is_promoted: The unit computes in fp32 from now on.
+        why: The reason, with the number that decided.
+    """
 
     step: int
     unit: str
@@ -99,12 +117,13 @@ class PrecisionChange:
 
 
 class AdaptivePrecision(UpdatePolicy):
-    """Promotes units to fp32 and demotes them, at step boundaries.
+    """A policy that promotes units to fp32 and demotes them between steps.
 
     Attributes:
-        window: The number of steps from one decision to the next.
+        runtime: The runtime of the wrapped model.
+        window: The number of steps between two decisions.
         decisions: All decisions so far.
-        changed: The last step switched a unit.
+        changed: The last step changed the precision of a unit.
     """
 
     watches_overflows = True
@@ -116,28 +135,38 @@ class AdaptivePrecision(UpdatePolicy):
         self.decisions: list[PrecisionChange] = []
         self.changed = False
         self._scaler: LossScaler | None = None
-        self._steps = 0  # of the window under way
+        self._steps = 0  # Steps of the current window
         self._histories: dict[str, History] = {}
-        # The unit that skipped steps in a row name, and how many
+        # The unit that the latest skipped steps named, and how many in a row
         self._suspect: tuple[str, int] = ("", 0)
-        self._seen: list[Evidence] | None = None  # of this step, by unit
+        self._seen: list[Evidence] | None = None  # Evidence of this step, by unit
 
     def attach(self, optimizer: Stepping) -> None:
         self._scaler = optimizer.scaler
 
     def before_update(self, verdict: Verdict) -> None:
-        """Count the elements of the step's gradient if a window ends. Collective then."""
+        """Collect the evidence of the step's gradients if a window ends.
+
+        Note:
+            Collective if a window ends.
+        """
         self._steps += 1
         self._seen = None
         if verdict.is_finite and self._steps >= self.window:
             self._seen = self._look()
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
-        """Switch units. Return whether a skipped step promoted one. Collective if one is switched.
+        """Promote and demote units.
 
         Args:
             result: The result of the step.
             origin: The unit that a step which was not finite named.
+
+        Returns:
+            Whether a skipped step promoted a unit.
+
+        Note:
+            Collective if the precision of a unit changes.
         """
         return self._switch(origin, result.overflow, result.number)
 
@@ -176,8 +205,13 @@ class AdaptivePrecision(UpdatePolicy):
         return [unit.name for unit in self.runtime.units if unit.is_promoted]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Let those units compute in fp32 that did when a checkpoint was saved, and no others.
-        Collective; every unit must be sharded.
+        """Promote the units of a checkpoint, and demote all others.
+
+        Args:
+            names: The names of the units that compute in fp32.
+
+        Note:
+            Collective. Every unit must be sharded.
         """
         for unit in self.runtime.units:
             if unit.name in names and not unit.is_promoted:
@@ -186,7 +220,7 @@ class AdaptivePrecision(UpdatePolicy):
                 self.runtime.demote(unit)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the next switches, as plain values."""
+        """Return the state on which the next decisions depend, as plain values."""
         return {
             "steps": self._steps,
             "suspect": list(self._suspect),
@@ -195,7 +229,12 @@ class AdaptivePrecision(UpdatePolicy):
         }
 
     def load_state_dict(self, state: dict[str, Any] | None, *, has_moments: bool = True) -> None:
-        """Go on from a `state_dict`; None: from the start."""
+        """Continue from a `state_dict`.
+
+        Args:
+            state: The saved state; with None, start again.
+            has_moments: Not used.
+        """
         state = state or AdaptivePrecision(self.runtime, self.window).state_dict()
         self._steps = int(state["steps"])
         name, count = state["suspect"]
@@ -204,7 +243,7 @@ class AdaptivePrecision(UpdatePolicy):
         self.decisions = [PrecisionChange(**each) for each in state["decisions"]]
 
     def explain(self) -> list[str]:
-        """Return what was decided so far, in words."""
+        """Return lines that describe the decisions so far."""
         lifted = ", ".join(f"'{name}'" for name in self.promoted) or "no unit"
         lines = [f'precision "auto": {lifted} in fp32; decided every {self.window} steps']
         return lines + [f"  {each}" for each in self.decisions]
@@ -215,9 +254,9 @@ class AdaptivePrecision(UpdatePolicy):
         return self._histories.setdefault(unit.name, History())
 
     def _judge(self, seen: Sequence[Evidence], step: int) -> None:
-        """Decide of each unit at the end of a window, from what all ranks have seen."""
+        """Decide about each unit at the end of a window."""
         if not any(each.counted for each in seen):
-            return  # a gradient of nothing but zeros says nothing of units
+            return  # Gradients that are all zero are no evidence
         for unit, evidence in zip(self.runtime.units, seen, strict=True):
             if unit.trained:
                 (self._judge_promoted if unit.is_promoted else self._judge_low)(
@@ -240,7 +279,7 @@ class AdaptivePrecision(UpdatePolicy):
     def _judge_promoted(self, unit: Unit, evidence: Evidence, step: int) -> None:
         history = self._history(unit)
         if evidence.share is None and not history.is_named:
-            return  # no gradient came: nothing is known
+            return  # Without a gradient nothing is known
         share = evidence.share or 0.0
         is_fp16 = self._has_fp16
         fits = not is_fp16 or (share <= KEPT and evidence.largest <= LARGEST)
@@ -262,7 +301,7 @@ class AdaptivePrecision(UpdatePolicy):
 
     @property
     def _has_fp16(self) -> bool:
-        """Whether units that are not promoted lose what is small: bf16 has the range of fp32."""
+        """Whether units that are not promoted compute in fp16. bf16 has the range of fp32."""
         return self.runtime.settings.policy.compute is torch.float16
 
     def _promote(self, unit: Unit, step: int, why: str) -> None:
@@ -284,7 +323,7 @@ class AdaptivePrecision(UpdatePolicy):
     # -- evidence
 
     def _look(self) -> list[Evidence]:
-        """Return what the step's gradients show of each unit. Collective."""
+        """Return the evidence of each unit in this step. Collective."""
         runtime = self.runtime
         rows = torch.tensor([_counts(unit) for unit in runtime.units], dtype=torch.float64)
         comm = runtime.comm_of_units
@@ -312,8 +351,9 @@ def _counts(unit: Unit) -> list[float]:
 
 
 def _gradients(unit: Unit) -> Iterator[Tensor]:
-    """Yield the reduced gradients of this rank, flat, a stretch at a time; without groups that got
-    none.
+    """Yield this rank's reduced gradients of a unit, flat, in pieces.
+
+    Groups without a gradient are left out.
     """
     for group in unit.trained:
         gradient = group.gradient.sum.reduced()

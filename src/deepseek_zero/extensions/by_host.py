@@ -1,7 +1,7 @@
-"""Messages in two hops, so that a byte crosses the link between hosts once (comm/by_host.py).
+"""Two-hop collectives, in which every byte crosses the link between hosts once.
 
-Gradients are added up within a host first, and the sums of the hosts then. A slice is gathered by
-one rank of each host, from which the others of the host take it.
+Gradients are summed within each host first, then over the hosts. One rank of each host gathers a
+slice and passes it to the other ranks of the host. `comm/by_host.py` has the collectives.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from ..sharding.buffer import CommContext, Message, MessageRoom, Route, boxes_in
 
 
 class TwoHops(Route):
-    """Messages travel within a host, and between the ranks with one place on their hosts.
+    """A route that sends messages within a host first, then between hosts.
+
+    In the second hop, ranks with the same place on their hosts exchange messages.
 
     Attributes:
         hosts: The two groups of this rank.
+        near: The number of ranks in the group within this host.
     """
 
     def __init__(self, hosts: ByHost) -> None:
@@ -35,7 +38,16 @@ class TwoHops(Route):
 
     @classmethod
     def over(cls, comm: Comm, intra_node: Partition, inter_node: Partition) -> TwoHops:
-        """Make the groups of the two hops. Collective in the world, whose communicator is given."""
+        """Create a route and its two groups.
+
+        Args:
+            comm: The communicator of the world.
+            intra_node: The ranks of each host.
+            inter_node: The ranks with the same place on all hosts.
+
+        Note:
+            Collective: every rank of the world must call it.
+        """
         return cls(ByHost.over(comm, intra_node, inter_node))
 
     def hops(self, comm: Comm) -> tuple[Comm, Comm]:
@@ -85,8 +97,17 @@ class TwoHopRoom(MessageRoom):
     def exchange(
         self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
     ) -> Pending:
-        """Add up the pieces within each host, and call `add_up` with the sums of the hosts for this
-        rank.
+        """Sum the pieces within each host, then exchange the sums between hosts.
+
+        Args:
+            pieces: This rank's message to each rank, in rank order.
+            low: The first element of the slice that is exchanged.
+            high: The end of that range.
+            what: The name of the unit, for messages.
+            add_up: Called with the messages of all hosts for this rank.
+
+        Returns:
+            A handle of both hops.
         """
         near = self.hosts.intra_node
         across = self.hosts.inter_node
@@ -99,7 +120,8 @@ class TwoHopRoom(MessageRoom):
         near_boxes = boxes_in(near_inbox, near, length, across.size)
         far_length = wire.length(numel)
         (far_boxes,) = boxes_in(inboxes[0] if inboxes else None, across, far_length)
-        across.wait_until_read(sent)  # the last part's, by ranks that read in place
+        # Ranks that read in place may still read the previous range
+        across.wait_until_read(sent)
         of_hosts = torch.split(sums[: across.size * numel], numel)
         outgoing = torch.split(sent[: across.size * far_length], far_length)
 

@@ -1,4 +1,4 @@
-"""Weights that rest as codes: a rank keeps codes of its slice, and decodes them for every use."""
+"""Quantized weights: a rank stores codes and decodes them for every use."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from ..tiers.tier import Storage
 
 
 class CodedStorage(Storage):
-    """Elements of which `memory` has the codes, as one message."""
+    """Storage that keeps elements as codes; `memory` is one encoded message."""
 
     has_elements = False
 
     def __init__(self, codec: Blocks, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Args:
-        codec: The codec.
-        numel: The number of elements.
-        dtype: The dtype of decoded elements.
-        device: The device of the codes.
+        """Allocate codes that decode to zeros.
+
+        Args:
+            codec: The codec.
+            numel: The number of elements.
+            dtype: The dtype of decoded elements.
+            device: The device of the codes.
         """
         super().__init__(torch.zeros(codec.length(numel), dtype=codec.dtype, device=device))
         self.codec = codec
@@ -37,7 +39,12 @@ class CodedStorage(Storage):
         return self._numel
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return decoded elements [low, high) in new memory."""
+        """Return decoded elements [low, high) in new memory.
+
+        Args:
+            low: The first element.
+            high: The end of the range.
+        """
         start, stop = self._blocks(low, high)
         found = torch.empty(stop - start, dtype=self.dtype, device=self.memory.device)
         scratch = work_room(self.codec, stop - start, found.device)
@@ -49,10 +56,14 @@ class CodedStorage(Storage):
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Open a block that writes elements [low, high).
+        """Return a context that yields elements [low, high) and encodes them at its end.
 
-        Whole blocks of elements are encoded as it ends: a part of a block is encoded with the rest
-        of it, whose codes it may change.
+        Whole blocks are encoded. If the range covers a part of a block, the rest of the block is
+        encoded again with it, which may change its codes.
+
+        Args:
+            low: The first element.
+            high: The end of the range.
         """
         start, stop = self._blocks(low, high)
         held = self.read(start, stop)
@@ -62,13 +73,13 @@ class CodedStorage(Storage):
         )
 
     def _blocks(self, low: int, high: int) -> tuple[int, int]:
-        """Return the range of the blocks that elements [low, high) are in."""
+        """Return the range of all blocks that overlap [low, high), in elements."""
         granule = self.codec.granule
         return low // granule * granule, -(-high // granule) * granule
 
 
 class CodedWeight(WeightGather):
-    """Gathers one group's weight as the codes that the ranks keep."""
+    """A weight gather that sends the stored codes, without decoding them first."""
 
     def allocate(self, what: str) -> FlatBuffer:
         group = self.group

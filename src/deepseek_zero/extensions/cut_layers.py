@@ -1,14 +1,14 @@
-"""Layers above a limit become tiles of rows, each a unit of its own
-(`zero_optimization.tile_above`).
+"""Cuts layers larger than `zero_optimization.tile_above` into tiles of rows.
 
-A row of an nn.Linear's weight makes one output feature, a row of an nn.Embedding's is one entry.
-So a tile computes elements of the output alone, and no sum is cut but one: the gradient of a linear
-layer's input is added up over tiles, in their order.  (A library that multiplies matrices may add
-each sum up in an order that depends on the shape, so that a linear layer equals the whole one to
-rounding; an embedding has its bits.)  Layers that share a weight share its tiles.
+Each tile is a unit. A row of an nn.Linear's weight computes one output feature, and a row of an
+nn.Embedding's is one entry. A tile therefore computes complete output elements. The only sum that
+is split is the gradient of a linear layer's input, which is added up over tiles in their order. A
+linear layer equals the whole one up to rounding, because a matrix multiplication may sum in an
+order that depends on the shape. An embedding is equal bit for bit. Layers that share a weight share
+its tiles.
 
-A layer stays the object that it is, with the same hooks and the same place in the model; its class
-changes.  Its state dict has the names and shapes of the whole layer, and so have files
+A layer stays the same object in the same place of the model, with the same hooks; only its class
+changes. State dicts and checkpoints have the names and shapes of the whole layer
 (`planner/rows.py`).
 """
 
@@ -35,7 +35,12 @@ from .zero_init import InitShard
 
 @dataclass(frozen=True)
 class Holder:
-    """A layer that has the weight.  name: the layer's, in the model."""
+    """A layer that uses a weight.
+
+    Attributes:
+        layer: The layer.
+        name: The name of the layer in the model.
+    """
 
     layer: nn.Module
     name: str
@@ -43,8 +48,13 @@ class Holder:
 
 @dataclass(frozen=True)
 class LayerCut:
-    """A weight that becomes tiles: its holders, its first name in the model, and where rows are
-    cut, ends included.
+    """A weight that becomes tiles.
+
+    Attributes:
+        weight: The weight.
+        holders: The layers that use it.
+        name: The first name of the weight in the model.
+        places: The boundaries of the tiles, in rows, from 0 to the number of rows.
     """
 
     weight: nn.Parameter
@@ -55,17 +65,27 @@ class LayerCut:
 
 @dataclass(frozen=True)
 class CutChoice:
-    """What is cut, and the names of larger parameters that stay whole."""
+    """The weights to cut.
+
+    Attributes:
+        cuts: The weights that become tiles.
+        left: The names of parameters above the limit that stay whole.
+    """
 
     cuts: tuple[LayerCut, ...]
     left: tuple[str, ...]
 
     def cut(self) -> dict[str, str]:
-        """Cut layers in place; map the name of each tile's parameter to that of the whole one.
+        """Cut the layers in place.
 
-        An optimizer of the user may still hold the whole weights; `ties.without_twins` replaces
-        them by their tiles. Collective if weights are slices of zero.Init, which are gathered one
-        at a time.
+        An optimizer of the user may still hold the whole weights. `without_twins` replaces them by
+        their tiles.
+
+        Returns:
+            The name of the whole parameter, by the name of each tile's parameter.
+
+        Note:
+            Collective if weights are slices of `zero.Init`, which are gathered one at a time.
         """
         found: dict[str, str] = {}
         for cut in self.cuts:
@@ -82,11 +102,19 @@ class CutChoice:
 def choose_cuts(
     model: nn.Module, limit: int, dtype_of: Callable[[torch.dtype], torch.dtype]
 ) -> CutChoice:
-    """Return how layers of more than `limit` bytes are cut into tiles of at most that many.  Pure.
+    """Choose how layers above a limit are cut into tiles. Changes nothing.
 
-    dtype_of: the dtype that a parameter computes in.  It depends on neither ranks nor stage, so
-    that any run of the model has the same tiles.  UsageError where one row is above the limit,
-    NotBuiltError where a layer does what tiles cannot.
+    The choice depends neither on ranks nor on the stage, so every run of a model has the same
+    tiles.
+
+    Args:
+        model: The model.
+        limit: The largest size of a parameter in bytes; tiles are at most this large.
+        dtype_of: Returns the dtype in which a parameter computes, given its own.
+
+    Raises:
+        UsageError: One row is larger than the limit.
+        NotBuiltError: A layer has an option that tiles do not support.
     """
     holders: dict[int, list[tuple[nn.Parameter, str, nn.Module, str]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=True):
@@ -111,9 +139,7 @@ def choose_cuts(
 
 
 class RowTile(nn.Module):
-    """Rows of a weight: a unit.  Layers that share the weight share the tile, and use it each their
-    way.
-    """
+    """Some rows of a weight, as a unit. Layers that share the weight share the tile."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -122,7 +148,13 @@ class RowTile(nn.Module):
     def forward(
         self, given: Tensor, *more: Tensor, use: Callable[..., Tensor] = functional.linear
     ) -> Tensor:
-        """Return use(given, weight, *more)."""
+        """Return ``use(given, self.weight, *more)``.
+
+        Args:
+            given: The input.
+            more: Arguments of `use` after the weight.
+            use: The operation; each layer that shares the tile passes its own.
+        """
         return use(given, self.weight, *more)
 
     def extra_repr(self) -> str:
@@ -130,11 +162,14 @@ class RowTile(nn.Module):
 
 
 class CutLayer(nn.Module):
-    """What cut layers have in common: tiles in the order of their rows, and `places`, where rows
-    are cut.
+    """Base class of cut layers.
 
-    A bias stays the layer's own parameter, whole: it is small, and belongs to the unit around the
-    layer.
+    A bias stays a whole parameter of the layer, since it is small. It belongs to the unit that
+    contains the layer.
+
+    Attributes:
+        tiles: The tiles, in the order of their rows.
+        places: The boundaries of the tiles, in rows.
     """
 
     children_are_units: ClassVar[bool] = True
@@ -155,7 +190,7 @@ class CutLayer(nn.Module):
 
 
 class CutLinear(CutLayer, nn.Linear):
-    """nn.Linear whose output features are computed tile by tile."""
+    """nn.Linear that computes its output features tile by tile."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.bias is None:
@@ -168,14 +203,13 @@ class CutLinear(CutLayer, nn.Linear):
 
 
 class CutEmbedding(CutLayer, nn.Embedding):
-    """nn.Embedding that looks up each entry in the tile that has it."""
+    """nn.Embedding that looks up each entry in the tile that contains it."""
 
     def forward(self, input: Tensor) -> Tensor:
         whole: Tensor | None = None
         last = len(self.tiles) - 1
         for number, (low, high) in enumerate(pairwise(self.places)):
-            # An index below the first row or beyond the last goes to the tile at that end, which
-            # refuses it.
+            # The first and the last tile also get indices that are out of range, so they raise.
             here = input < high if number == 0 else input >= low
             if 0 < number < last:
                 here &= input < high
@@ -203,7 +237,7 @@ def _look_up(index: Tensor, weight: Tensor, *, padding: int | None, scales: bool
 
 
 class _PutRows(torch.autograd.Function):
-    """Writes what a tile has looked up to its places in the whole; every place has one writer."""
+    """Write a tile's entries into the whole output; every place is written once."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, found: Tensor, here: Tensor) -> Tensor:
@@ -222,16 +256,15 @@ KINDS: dict[type[nn.Module], type[CutLayer]] = {nn.Linear: CutLinear, nn.Embeddi
 
 
 def _is_cuttable(layer: nn.Module) -> bool:
-    """Return whether a layer computes what torch's class does: neither a subclass nor one with a
-    forward of its own.
+    """Return whether a layer computes exactly what torch's class does.
+
+    Subclasses and layers with a replaced `forward` are not cut.
     """
     return type(layer) in KINDS and "forward" not in layer.__dict__
 
 
 def _refuse_unlike(holder: Holder) -> None:
-    """Raise NotBuiltError where an embedding changes its weight in forward, or has a sparse
-    gradient.
-    """
+    """Raise NotBuiltError for an embedding with `max_norm` or sparse gradients."""
     layer = holder.layer
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
         what = "max_norm" if layer.max_norm is not None else "sparse gradients"
@@ -243,7 +276,10 @@ def _refuse_unlike(holder: Holder) -> None:
 
 
 def _places(name: str, shape: tuple[int, ...], limit: int, itemsize: int) -> tuple[int, ...]:
-    """Return where rows are cut: as few tiles as the limit allows, the first ones a row larger."""
+    """Return the boundaries of as few tiles as the limit allows.
+
+    If the rows cannot be divided equally, the first tiles have one more row.
+    """
     rows = shape[0]
     each = prod(shape[1:]) * itemsize
     if each > limit:
@@ -258,8 +294,9 @@ def _places(name: str, shape: tuple[int, ...], limit: int, itemsize: int) -> tup
 
 
 def _tiles_of(cut: LayerCut) -> list[nn.Parameter]:
-    """Return a weight's tiles: views of it, or slices where it is one.  Collective in the latter
-    case.
+    """Return a weight's tiles, which are views of the weight.
+
+    Under zero.Init they are slices, and the call is collective.
     """
     shape = tuple(cut.weight.shape)
     owner = owner_of(cut.weight)
@@ -277,7 +314,7 @@ def _tiles_of(cut: LayerCut) -> list[nn.Parameter]:
 
 
 def _become(layer: nn.Module, tiles: Sequence[RowTile], places: tuple[int, ...]) -> None:
-    """Let a layer be made of tiles, in place."""
+    """Turn a layer into a cut layer, in place."""
     del layer.weight
     layer.__class__ = KINDS[type(layer)]
     assert isinstance(layer, CutLayer)
@@ -288,7 +325,7 @@ def _become(layer: nn.Module, tiles: Sequence[RowTile], places: tuple[int, ...])
 
 
 def _join_state(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Put the whole weight in the place of tiles, in a state dict, in front of the bias."""
+    """Replace the tiles in a state dict by the whole weight, before the bias."""
     assert isinstance(layer, CutLayer)
     bias = state.pop(f"{prefix}bias", None)
     parts = [state.pop(f"{prefix}tiles.{number}.weight") for number in range(len(layer.tiles))]
@@ -298,7 +335,7 @@ def _join_state(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: 
 
 
 def _cut_state(layer: nn.Module, state: dict[str, Any], prefix: str, *details: Any) -> None:
-    """Put tiles in the place of a whole weight, in torch's own copy of a state dict."""
+    """Replace a whole weight by its tiles in torch's own copy of a state dict."""
     assert isinstance(layer, CutLayer)
     value = state.get(f"{prefix}weight")
     if isinstance(value, Tensor) and value.dim() and value.shape[0] == layer.places[-1]:

@@ -1,12 +1,12 @@
-"""Delayed updates (ZeRO-Offload): from step K on, each gradient is applied one step late, so that
-an update can run while the next step computes.
+"""Delayed updates (ZeRO-Offload): an update runs while the next step computes.
 
-With w(t) the weights that step t computes with, g(t) its gradient and d(t) its decision (norm,
-clipping, loss scale, hyper-parameters), from step K on
+From step K on, each gradient is applied one step late. With w(t) the weights that step t computes
+with, g(t) its gradient and d(t) its decision (norm, clipping, loss scale, hyper-parameters):
 
     w(t + 1) = update(w(t), d(t - 1), g(t - 1))        and        w(K + 1) = w(K)
 
-A step whose own gradient overflows carries out the kept decision and keeps none.
+A step whose own gradient overflows still carries out the previous decision, and leaves none for the
+next step.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..sharding.gradient import Gradient
 from ..sharding.param_group import ParamGroup
 from .speculative_update import refuse_joining_beside_log
 
-_TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
+_TILE_NUMEL = 1 << 20  # Elements that are swapped at a time if the buffers cannot be exchanged
 
 
 class DelayedGradient(GradSum):
-    """The gradient of the step before of one group: this rank's slice, until its update is over.
+    """This rank's slice of one group's gradient of the previous step.
 
     Attributes:
-        gradient: The gradient of the step under way.
+        gradient: The gradient of the current step.
     """
 
     name = "delayed"
@@ -42,7 +42,7 @@ class DelayedGradient(GradSum):
     def __init__(self, gradient: Gradient) -> None:
         super().__init__(gradient.group)
         self.gradient = gradient
-        self.guard = gradient.sum.guard  # the two exchange their memories
+        self.guard = gradient.sum.guard  # Both share a guard, because they exchange their memories
 
     @property
     def spec(self) -> Spec:
@@ -51,7 +51,11 @@ class DelayedGradient(GradSum):
         return spec
 
     def swap(self, *, keep: bool) -> None:
-        """Exchange the delayed and the reduced gradient; `keep`: False drops the reduced one."""
+        """Exchange the delayed gradient and the reduced one.
+
+        Args:
+            keep: Keep the reduced gradient for the next step. If not, it is dropped.
+        """
         other = self.gradient.sum
         comes = self.is_full
         if not (keep or comes):
@@ -74,11 +78,11 @@ class DelayedGradient(GradSum):
             self.discard()
 
     def restore(self, *, is_full: bool) -> None:
-        """Note whether `buffer` has a gradient, which a checkpoint may have filled."""
+        """Set whether `buffer` holds a gradient, as after loading a checkpoint."""
         self.become(GradState.HELD if is_full else GradState.EMPTY)
 
     def discard(self) -> None:
-        """Drop it: no update will use it."""
+        """Drop the gradient, so that no update uses it."""
         self.group.guard.before_write()
         self.restore(is_full=False)
         self.absent = None
@@ -94,19 +98,19 @@ def _change_places(left: Tensor, right: Tensor) -> None:
 
 
 def delayed_gradient(group: ParamGroup) -> DelayedGradient:
-    """Return the gradient of the step before."""
+    """Return a group's gradient of the previous step."""
     found = group.gradient.kept[DelayedGradient.name]
     assert isinstance(found, DelayedGradient)
     return found
 
 
 class DelayedUpdate(UpdatePolicy):
-    """Keeps the decision of each step for the next one.
+    """A policy that carries out the decision of each step in the next step.
 
     Attributes:
         groups: The trained groups.
-        after: The updates that are in time, at the start of a run.
-        deferred: The decision that is kept.
+        after: The number of updates at the start of a run that are not delayed.
+        deferred: The decision for the next step.
     """
 
     keeps_decisions = True
@@ -126,7 +130,7 @@ class DelayedUpdate(UpdatePolicy):
 
     @property
     def is_on(self) -> bool:
-        """Return whether the next step delays its own update."""
+        """Whether the next step delays its own update."""
         return self.owes_update or self._updater.updates >= self.after
 
     @property
@@ -134,7 +138,7 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred is not None
 
     def expected(self) -> Decision | None:
-        """Return the decision that the step under way will carry out, during its backward."""
+        """Return, during backward, the decision that the current step will carry out."""
         if self.deferred is None:
             return None
         return replace(self.deferred, source=delayed_gradient)
@@ -143,7 +147,7 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred if self.is_on else made
 
     def keep(self, made: Decision | None) -> None:
-        """Exchange the gradients of this step and of the step before, with their decisions."""
+        """Exchange the decisions and gradients of this step and the previous one."""
         if not self.is_on:
             return
         for group in self.groups:
@@ -156,7 +160,10 @@ class DelayedUpdate(UpdatePolicy):
             delayed_gradient(group).discard()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the kept decision as plain values. checkpoint/state.py saves its gradient."""
+        """Return the deferred decision as plain values.
+
+        `checkpoint/state.py` saves its gradient.
+        """
         if self.deferred is None:
             return None
         return {
@@ -166,7 +173,12 @@ class DelayedUpdate(UpdatePolicy):
         }
 
     def load_state_dict(self, state: dict[str, Any] | None, *, has_moments: bool) -> None:
-        """Restore a saved decision. The gradient has been loaded already."""
+        """Restore a saved decision. Its gradient must be loaded before.
+
+        Args:
+            state: The saved decision; None if there is none.
+            has_moments: The checkpoint has optimizer states. If not, nothing changes.
+        """
         if not has_moments:
             return
         self.deferred = None

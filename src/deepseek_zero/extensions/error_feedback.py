@@ -1,5 +1,6 @@
-"""Error feedback of compressed gradients: a rank adds what the codes left out of its gradients to
-its next ones (precision/feedback.py).
+"""Error feedback: add the compression errors of gradients to later ones.
+
+The formulas are in `precision/feedback.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from ..sharding.runtime import Runtime
 
 
 class ErrorFeedback(GradReduction):
-    """Sums one group's gradients by another reduction, with the errors of earlier messages added.
+    """A reduction that adds the errors of earlier messages before it compresses.
 
     Attributes:
-        inner: The other reduction.
+        inner: The reduction that sends the gradients.
     """
 
     def __init__(self, inner: GradReduction) -> None:
@@ -73,7 +74,7 @@ class ErrorFeedback(GradReduction):
             self._errors.scale(factor)
 
     def ensure_errors(self) -> Errors:
-        """Return the errors, zeros at first. Local."""
+        """Return the error buffer; it is allocated, filled with zeros, on first use. Local."""
         if self._errors is None:
             group = self.group
             feedback = feedback_of(group.plan)
@@ -91,8 +92,9 @@ class ErrorFeedback(GradReduction):
 
 
 class ErrorFeedbackSteps(UpdatePolicy):
-    """Lets the errors follow the steps: a skipped step and a reset drop them, and a new loss scale
-    multiplies them.
+    """A policy that resets and rescales the errors between steps.
+
+    A skipped step and `reset_every` reset them. A new loss scale multiplies them.
     """
 
     keeps_own_states = True

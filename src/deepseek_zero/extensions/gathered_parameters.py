@@ -1,8 +1,8 @@
-"""Reading and changing sharded parameters from outside forward and backward.
+"""Access to whole sharded parameters outside forward and backward.
 
-Everything here is collective: all ranks of the engine call it, with the same parameters.  Full is
-what this rank's model computes with: of a parameter that is split along "tp" its own part, which
-`join_split` joins with the others'.
+Everything here is collective: all ranks of the engine call it with the same parameters. A parameter
+that is split along "tp" is gathered to this rank's part. `join_split` joins the parts of all ranks
+along "tp".
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from .zero_init import InitShard, refuse_other_form
 
 
 def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
-    """The groups these parameters belong to, each once, in the engine's order; unwrapped parameters
-    are passed over.
+    """Return the groups of the parameters, each once, in the engine's order.
+
+    Parameters that belong to no engine are ignored.
+
+    Raises:
+        UsageError: The engine of a parameter was deleted.
     """
     found = {id(owner): owner for owner in map(owner_of, params) if isinstance(owner, ParamGroup)}
     ordered: list[ParamGroup] = []
@@ -47,7 +51,19 @@ def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
 
 
 def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
-    """A copy of a state's elements, all of them, flat.  Collective where the state is sharded."""
+    """Return a copy of all elements of a state, flat.
+
+    Args:
+        buffer: The state.
+        group: The group that it belongs to.
+        what: The name of the state, for messages.
+
+    Returns:
+        A tensor of shape ``(padded_numel,)`` in the dtype of the state.
+
+    Note:
+        Collective if the state is sharded.
+    """
     full = FlatBuffer(
         group.layout,
         buffer.spec.gathered(),
@@ -63,11 +79,19 @@ def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
 
 
 def join_split(values: Tensor, split: Split, comm: Comm, what: str) -> Tensor:
-    """Return a parameter's state over all ranks along "tp", flat, in new memory; `values` itself
-    unless it is split.
+    """Return a parameter's state over all ranks along "tp".
 
-    values: this rank's part, flat, in memory that stays as it is meanwhile.  comm: the ranks along
-    "tp".  Collective among them, where the parameter is split; waits.
+    Args:
+        values: This rank's part, flat. It must not change until the function returns.
+        split: How the parameter is split.
+        comm: The ranks along "tp".
+        what: The name of the state, for messages.
+
+    Returns:
+        The whole state, flat, in new memory; `values` itself if the parameter is not split.
+
+    Note:
+        Collective over `comm` if the parameter is split.
     """
     if split.kind != "split":
         return values
@@ -83,7 +107,7 @@ def join_split(values: Tensor, split: Split, comm: Comm, what: str) -> Tensor:
         part = box.view(shape)
         reached = 0
         for start, stop in ranges:
-            end = min(stop, split.shape[dim])  # what is beyond is padding
+            end = min(stop, split.shape[dim])  # Elements after it are padding
             if start < end:
                 whole.narrow(dim, start, end - start).copy_(part.narrow(dim, reached, end - start))
             reached += stop - start
@@ -91,12 +115,23 @@ def join_split(values: Tensor, split: Split, comm: Comm, what: str) -> Tensor:
 
 
 class GatheredParameters:
-    """Whole parameters inside the `with` block, of an engine or under zero.Init.  Collective at
-    entry and at exit.
+    """A context inside which parameters of an engine or of `zero.Init` are whole.
 
-    params: a parameter, parameters, or a module; what is not sharded is passed over. modifier_rank:
-    the rank whose in-place changes every rank takes over at exit;  None = reading only, and a
-    change raises on all ranks (it would be lost).
+    Args:
+        params: A parameter, several parameters, or a module. Parameters that are not sharded are
+            ignored.
+        modifier_rank: The rank whose in-place changes are broadcast to all ranks at exit. With
+            None, parameters are only read, and a change raises on all ranks, because it would be
+            lost.
+        fwd_module: Accepted for DeepSpeed's signature; not used.
+        enabled: If false, the context does nothing.
+
+    Raises:
+        UsageError: A parameter was changed and `modifier_rank` is None, or its memory was replaced
+            by a tensor of another shape or dtype.
+
+    Note:
+        Collective at entry and at exit: every rank must enter it.
     """
 
     def __init__(
@@ -109,7 +144,7 @@ class GatheredParameters:
         if isinstance(params, nn.Module):
             params = list(params.parameters())
         given: Iterable[Any] = [params] if isinstance(params, Tensor) else params
-        # A layer without a bias
+        # None is the bias of a layer without one
         self.params: list[nn.Parameter] = [param for param in given if param is not None]
         self.modifier_rank = modifier_rank
         self.enabled = enabled
@@ -155,7 +190,7 @@ class GatheredParameters:
             self._back_to_rest(self.modifier_rank if kind is None else None)
 
     def discard(self) -> None:
-        """Leave the block as an exception does: what was changed in it is forgotten.  Local."""
+        """Leave the context as after an exception: changes are dropped. Local."""
         self._back_to_rest(None)
 
     def _take_over(self) -> None:
@@ -215,8 +250,9 @@ class GatheredParameters:
 
 
 def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, InitShard]]:
-    """Those that zero.Init has cut and no engine has taken, each once, in an order that every rank
-    has.
+    """Return the parameters that zero.Init has cut and no engine has taken over.
+
+    Each comes once, in an order that is the same on every rank.
     """
     found = {id(param): (param, owner_of(param)) for param in params}
     shards = [
@@ -228,8 +264,9 @@ def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Paramet
 
 
 def _take_replaced(group: ParamGroup, copy: Tensor) -> None:
-    """Write the values of members with replaced memory (`.data = `, `set_`) into the gathered copy.
-    Local.
+    """Copy members with replaced memory into the gathered copy. Local.
+
+    `.data = ` and `set_` replace a parameter's memory.
     """
     start = copy.data_ptr()
     step = copy.element_size()
@@ -242,10 +279,10 @@ def _take_replaced(group: ParamGroup, copy: Tensor) -> None:
 
 
 def _mark(group: ParamGroup, copy: Tensor) -> tuple[int, ...]:
-    """Return what tells a changed copy.
+    """Return a value that differs after the gathered copy was changed.
 
-    In-place operations raise versions, those on `.data` change the sum of the bits, and `.data = `
-    changes addresses.
+    In-place operations increase versions, operations on `.data` change the sum of the bits, and
+    assigning `.data` changes addresses.
     """
     params = [member.param for member in group.members]
     versions = map(version_of, params)
@@ -254,5 +291,6 @@ def _mark(group: ParamGroup, copy: Tensor) -> tuple[int, ...]:
 
 
 def member_names(group: ParamGroup) -> str:
+    """Return the names of a group's first parameters, for messages."""
     names = [member.name for member in group.members]
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -78,7 +78,7 @@ def reduction_of(group: Group) -> GradReduction:
 
 
 def kept_gradients_of(gradient: Gradient) -> dict[str, GradSum]:
-    """Return the gradients that are kept beside that of a group, by name. Local."""
+    """Return the gradients that are kept in addition to a group's own, by name. Local."""
     if late_gradient_of(gradient.group.plan) is None:
         return {}
     return {extensions.DelayedGradient.name: extensions.DelayedGradient(gradient)}

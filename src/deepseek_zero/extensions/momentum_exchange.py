@@ -1,9 +1,9 @@
-"""The momentum of one group that ranks exchange as signs, instead of reducing its gradients
-(optimizers/one_bit_adam.py).
+"""Exchange of one group's momentum as signs, instead of reducing its gradients.
 
-Of a group of P elements whose slices N ranks own, in each step every rank sends each owner signs of
-its own new momentum, and every owner sends all ranks signs of their mean: 2 (N - 1) messages of P/N
-bits and a scale.  What signs leave out stays where they were made, and is added the next time.
+In each step, every rank sends each owner of a slice the signs of its own new momentum. Every owner
+then sends all ranks the signs of the mean. For P elements and N ranks these are 2 (N - 1) messages
+of P/N bits and a scale. The compression errors stay on the rank that made them and are added to its
+next message. `optimizers/one_bit_adam.py` has the optimizer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ SIGNS = Signs()
 
 
 class Momentum:
-    """The momentum of one group.  Making one is collective within "reduce".
+    """The momentum of one group, and the compression errors of its signs.
 
-    worker: what signs have left out of this rank's momenta, (padded numel,) fp32.  server: out of
-    the means of its slice, (slice numel,) fp32.  signs: the momentum, every owner's message one
-    after another.
+    Attributes:
+        worker: The errors of this rank's own momenta, shape ``(padded_numel,)``, fp32.
+        server: The errors of the means of this rank's slice, shape ``(slice_numel,)``, fp32.
+        signs: The current momentum: the messages of all owners, one after another.
     """
 
     def __init__(
@@ -46,8 +47,18 @@ class Momentum:
         saved: Mapping[str, Tensor],
         what: str,
     ) -> None:
-        """own: this rank's slice of the momentum so far.  saved: `states` of the same rank before,
-        or nothing.
+        """Start from this rank's slice of the momentum, or from saved states.
+
+        Args:
+            planned: The plan of the group.
+            comm_ctx: The context of the ranks that share slices.
+            beta1: The weight of the old momentum.
+            own: This rank's slice of the momentum so far.
+            saved: `states` of this rank from a checkpoint; may be empty.
+            what: The name of the group, for messages.
+
+        Note:
+            Collective within the reduce lane.
         """
         self.layout = planned.layout
         self.comm_ctx = comm_ctx
@@ -69,29 +80,33 @@ class Momentum:
             for name, values in self.states().items():
                 values.copy_(saved[name])
             return
-        # The first signs are of the momentum itself; what they leave out of it comes with the next
-        # means.
+        # The first signs are of the momentum itself. Their error is added to the next means.
         self.server.copy_(own)
         self._send_mean(self.signs, what)
         self.server.mul_(beta1)
 
     def states(self) -> dict[str, Tensor]:
-        """Return what a run that goes on needs, by name."""
+        """Return the tensors that a checkpoint needs, by name."""
         return {"worker": self.worker, "server": self.server, "signs": self.signs}
 
     def tensors(self) -> list[Tensor]:
-        """Return all that is held."""
+        """Return all tensors that this object holds."""
         return [*self.states().values(), self._coming]
 
     def exchange(
         self, partial_grad: FlatBuffer, into: Tensor, what: str, loss_scale: float
     ) -> Pending:
-        """Start to exchange momenta: `into` is the new one of all ranks, of this rank's slice or of
-        all elements.
+        """Start to exchange momenta; `into` receives the new momentum over all ranks.
 
-        partial_grad: this rank's own gradient, whole, multiplied by loss_scale; momenta, and what
-        signs leave out of
-        them, are not.  into: fp32, maybe a view of it.  Collective within "reduce".
+        Args:
+            partial_grad: This rank's own gradient of the whole group, multiplied by `loss_scale`.
+                Momenta and errors are not scaled.
+            into: Output, fp32: this rank's slice or all elements. May be a view of `partial_grad`.
+            what: The name of the unit, for messages.
+            loss_scale: The factor of the loss.
+
+        Note:
+            Collective within the reduce lane.
         """
         comm = self.comm_ctx.comm
         pool = self.comm_ctx.pool
@@ -101,7 +116,7 @@ class Momentum:
         (boxes,) = boxes_in(room, comm, length)
         pieces = sent.split(length)
         scratch = lend_scratch(pool)
-        # Of a gradient in the new momentum
+        # The weight of this rank's gradient in its new momentum; the mean divides by `comm.size`
         weight = (1 - self.beta1) * comm.size / self.comm_ctx.divisor / loss_scale
         for rank in range(comm.size):
             low, high = self.layout.bounds(rank)
@@ -140,8 +155,14 @@ class Momentum:
         return comm.exchange(pieces, boxes, "reduce", what, add_mean).then(finish)
 
     def settle(self, *, keep: bool) -> None:
-        """End a step: the new momentum takes the old one's place, or, of a step that is skipped, is
-        dropped with all that signs have left out.  Local; every rank does so.
+        """End a step: replace the old momentum by the new one.
+
+        Args:
+            keep: Keep the new momentum. If not, because the step is skipped, it is dropped and all
+                errors are reset.
+
+        Note:
+            Local; every rank calls it.
         """
         if not keep:
             self.worker.zero_()
@@ -156,7 +177,7 @@ class Momentum:
     def _add_own(
         self, total: Tensor, old: Tensor, grad: Tensor, weight: float, scratch: Tensor
     ) -> None:
-        """total += beta1 m + weight g, each product rounded before it is added."""
+        """Add beta1 m + weight g to `total`, each product rounded before it is added."""
         tile = scratch.numel() // 2
         for low in range(0, total.numel(), tile):
             high = min(low + tile, total.numel())
@@ -167,7 +188,7 @@ class Momentum:
             total[low:high].add_(kept.mul_(self.beta1)).add_(new)
 
     def _sign(self, values: Tensor, piece: Tensor, owner: int, scratch: Tensor) -> None:
-        """Write signs of values into a piece, and leave what they leave out."""
+        """Write the signs of values into a message, and replace the values by the errors."""
         low, high = self.layout.bounds(owner)
         padding = sum(max(0, min(high, stop) - max(low, start)) for start, stop in self.layout.gaps)
         SIGNS.encode(values, piece, values.numel() - padding)
@@ -177,7 +198,7 @@ class Momentum:
             values[start:stop].sub_(scratch[: stop - start])
 
     def _send_mean(self, message: Tensor, what: str) -> None:
-        """Send all ranks signs of this rank's means, and wait for theirs."""
+        """Send the signs of this rank's means to all ranks, and wait for theirs."""
         comm = self.comm_ctx.comm
         scratch = lend_scratch(self.comm_ctx.pool)
         self._clear_padding(self.server, comm.rank)
@@ -186,19 +207,19 @@ class Momentum:
         comm.all_gather(message, "reduce", what).wait()
 
     def _clear_padding(self, values: Tensor, first: int) -> None:
-        """Let padding be zero in values that begin with this rank's slice."""
+        """Set padding to zero in values that begin with the slice of rank `first`."""
         origin = first * self.layout.slice_numel
         for low, high in self.layout.gaps:
             values[max(0, low - origin) : max(0, high - origin)].zero_()
 
 
 class MomentumExchange(GradReduction):
-    """Exchanges one group's momenta in place of its gradients.
+    """A reduction that exchanges one group's momenta instead of its gradients.
 
     Attributes:
-        momentum: The momentum, and what signs have left out of it.
+        momentum: The momentum and its compression errors.
         before: The reduction that sums gradients.
-        plan_before: The row of the plan that belongs to it.
+        plan_before: The row of the plan for `before`.
     """
 
     def __init__(
@@ -251,15 +272,17 @@ def exchange_momenta(
     saved: Mapping[str, Tensor],
     loss_scale: Callable[[], float],
 ) -> None:
-    """Exchange momenta from now on in place of gradients, between two steps. Collective within the
-    reduce lane.
+    """Exchange momenta instead of gradients from now on.
 
     Args:
         group: The group.
         beta1: The weight of the old momentum.
         own: This rank's slice of the momentum so far.
-        saved: The `own_states` of this rank from a checkpoint, or nothing.
+        saved: The `own_states` of this rank from a checkpoint; may be empty.
         loss_scale: Returns the factor of the loss.
+
+    Note:
+        Collective within the reduce lane, between two steps.
     """
     before = group.gradient.reduction
     plan = group.plan
@@ -275,7 +298,7 @@ def exchange_momenta(
 
 
 def reduce_gradients(group: ParamGroup) -> None:
-    """Sum gradients again, between two steps. Local; every rank does so."""
+    """Reduce gradients again, between two steps. Local; every rank must call it."""
     exchange = group.gradient.reduction
     if isinstance(exchange, MomentumExchange):
         group.gradient.drop_buffers()

@@ -1,6 +1,7 @@
-"""Exchange of momenta for 1-bit Adam: after `freeze_step` steps all ranks send each other signs of
-their momenta instead of reducing gradients. optimizers/one_bit_adam.py has the optimizer, and
-momentum_exchange.py one group's exchange.
+"""The step of 1-bit Adam: after `freeze_step` steps, ranks exchange momenta as signs.
+
+`optimizers/one_bit_adam.py` has the optimizer, and `momentum_exchange.py` the exchange of one
+group.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from .momentum_exchange import exchange_momenta, reduce_gradients
 
 
 class MomentumSteps(UpdatePolicy):
-    """Begins and ends the exchange of momenta between two steps."""
+    """A policy that starts and ends the exchange of momenta between two steps."""
 
     keeps_own_states = True
 
     def __init__(self, *, clips: bool, keeps_grads: bool, adapts_precision: bool) -> None:
-        """Take the settings that an exchange of momenta cannot be used with.
+        """Store the settings that cannot be combined with an exchange of momenta.
 
         Args:
-            clips: The norm of gradients is bounded.
-            keeps_grads: Gradients stay until zero_grad().
+            clips: The norm of gradients is clipped.
+            keeps_grads: Gradients are kept until zero_grad().
             adapts_precision: Units may change their precision.
         """
         self._refused = {
@@ -41,8 +42,9 @@ class MomentumSteps(UpdatePolicy):
             "ZeroOptimizer": keeps_grads,
             "precision 'auto'": adapts_precision,
         }
-        self._attached: Callable[[], Stepping | None] = lambda: None  # weak: it holds this policy
-        # Of a checkpoint, by id of the group, until they are used
+        # A weak reference, because the optimizer holds this policy
+        self._attached: Callable[[], Stepping | None] = lambda: None
+        # Loaded from a checkpoint, by id of the group, until they are used
         self._own_states: dict[int, Mapping[str, Tensor]] = {}
 
     def attach(self, optimizer: Stepping) -> None:
@@ -82,11 +84,10 @@ class MomentumSteps(UpdatePolicy):
         self._follow(is_forced=True)
 
     def _follow(self, *, is_forced: bool) -> None:
-        """Exchange momenta from the step on that the optimizer names, between two steps.
-        Collective.
+        """Start or end the exchange if the optimizer has reached `freeze_step`. Collective.
 
         Args:
-            is_forced: Begin or end the exchange anew, since states have been loaded.
+            is_forced: Start or end it in any case, because states have been loaded.
         """
         optimizer = self._optimizer
         runtime = optimizer.runtime
@@ -105,16 +106,14 @@ class MomentumSteps(UpdatePolicy):
                     reduce_gradients(group)
         inner.takes_momenta = is_due
         self._own_states.clear()
-        runtime.comm_ctx.pool.clear()  # buffers for messages of gradients
+        runtime.comm_ctx.pool.clear()  # Free the buffers of gradient messages
         optimizer.scratch.drop("grads")  # momenta need no cast
 
     def _loss_scale(self) -> float:
         return self._optimizer.loss_scale
 
     def _own_momentum(self, group: ParamGroup) -> Tensor:
-        """Return the optimizer's momentum of this rank's slice, flat, with zeros where it has
-        none.
-        """
+        """Return this rank's slice of the optimizer's momentum, flat; missing states are zeros."""
         optimizer = self._optimizer
         device = optimizer.runtime.comm_ctx.pool.device
         found = torch.zeros(group.layout.slice_numel, device=device)
@@ -135,13 +134,15 @@ class MomentumSteps(UpdatePolicy):
 def refuse_beside_exchange(
     runtime: Runtime, refused: Mapping[str, bool], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise UsageError, on every rank, that names all that an exchange of momenta cannot be used
-    with.
+    """Check that all settings support an exchange of momenta.
 
     Args:
         runtime: The runtime of the wrapped model.
-        refused: By name, whether a setting of the step is on that is refused.
+        refused: Whether an unsupported setting of the step is on, by its name.
         groups: The parameter groups of the optimizer.
+
+    Raises:
+        UsageError: Some settings do not. Raised on every rank; the message names all of them.
     """
     plan = runtime.settings
     rows = [group.plan for group in runtime.trained_groups]

@@ -1,5 +1,6 @@
-"""Reads and writes gradients, main weights and optimizer states by parameter, whole or this rank's
-part.
+"""Access to gradients, main weights and optimizer states of single parameters.
+
+The functions read and write a whole state, or this rank's part of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .gathered_parameters import gather_full
 
 
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
-    """Return the optimizer that updates a parameter; None for unwrapped and frozen ones."""
+    """Return the optimizer that updates a parameter; None if none does."""
     owner = owner_of(param)
     found = owner.optimizer() if isinstance(owner, ParamGroup) else None
     return found if isinstance(found, ShardedOptimizer) else None
@@ -35,8 +36,17 @@ def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
 
 
 def full_state(param: nn.Parameter, key: str) -> Tensor | None:
-    """Return a whole element-wise optimizer state of a parameter ("exp_avg"), in its shape; None if
-    there is none. Collective.
+    """Return a whole element-wise optimizer state of a parameter.
+
+    Args:
+        param: The parameter.
+        key: The name of the state, for example "exp_avg".
+
+    Returns:
+        An fp32 tensor in the parameter's shape; None if there is no such state.
+
+    Note:
+        Collective: every rank must call it.
     """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
@@ -57,8 +67,18 @@ def full_state(param: nn.Parameter, key: str) -> Tensor | None:
 
 
 def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
-    """Write a whole element-wise optimizer state.  Collective: every rank passes the same value and
-    keeps its part.
+    """Write a whole element-wise optimizer state; each rank keeps its part.
+
+    Args:
+        param: The parameter.
+        value: The new state in the parameter's shape, the same on every rank.
+        key: The name of the state.
+
+    Raises:
+        UsageError: The parameter has no such state, or the value has another size.
+
+    Note:
+        Collective: every rank must call it.
     """
     owner = _owner(param)
     flat = _flat(value, _slot(owner, param))
@@ -74,9 +94,16 @@ def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
 
 
 def local_state(param: nn.Parameter, key: str) -> Tensor | None:
-    """Return this rank's part of an optimizer state, flat (a copy); None if it has none.
+    """Return a copy of this rank's part of an optimizer state, flat.
 
-    Behind a step, of a trained parameter of which this rank has no element, it is empty.
+    After the first step, the result is empty if this rank has no element of a trained parameter.
+
+    Args:
+        param: The parameter.
+        key: The name of the state.
+
+    Returns:
+        A flat tensor; None if there is no such state.
     """
     if views := [view for _, view in _state_views(param, key)]:
         return torch.cat(views)
@@ -92,7 +119,16 @@ def local_state(param: nn.Parameter, key: str) -> Tensor | None:
 
 
 def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:
-    """Write this rank's part of an optimizer state, flat."""
+    """Write this rank's part of an optimizer state.
+
+    Args:
+        param: The parameter.
+        value: The new values; as many elements as `local_state` returns.
+        key: The name of the state.
+
+    Raises:
+        UsageError: The parameter has no such state, or the value has another size.
+    """
     owner = _owner(param)
     optimizer = optimizer_of(param)
     if optimizer is None:
@@ -144,8 +180,14 @@ def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
 
 
 def set_full_master(param: nn.Parameter, value: Tensor) -> None:
-    """Write a whole new value into master and weight; every rank passes the same value and keeps
-    its part.
+    """Write a whole new value into main weight and weight; each rank keeps its part.
+
+    Args:
+        param: The parameter.
+        value: The new value in the parameter's shape, the same on every rank.
+
+    Raises:
+        UsageError: The parameter belongs to no engine, or the value has another size.
     """
     owner = _owner(param)
     slot = _slot(owner, param)
@@ -165,7 +207,7 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
 
 
 def local_master(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's part of a parameter's master, flat (a copy); None if it has no master."""
+    """Return a copy of this rank's part of a main weight, flat; None if there is none."""
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or owner.master is None:
         return None
@@ -175,11 +217,20 @@ def local_master(param: nn.Parameter) -> Tensor | None:
 
 
 def set_local_master(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's part of a parameter's master, flat, and bring the weights up to date.
-    Collective.
+    """Write this rank's part of a sharded main weight, then update the weights.
 
-    For sharded masters: where every rank holds the whole master (stage 0), a part of it has no
-    owner.
+    At stage 0 with several ranks, every rank holds the whole main weight, so there is no part to
+    write.
+
+    Args:
+        param: The parameter.
+        value: The new values; as many elements as `local_master` returns.
+
+    Raises:
+        UsageError: The parameter has no sharded main weight, or the value has another size.
+
+    Note:
+        Collective: every rank must call it.
     """
     owner = _owner(param)
     slot = _slot(owner, param)
@@ -200,8 +251,10 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
 
 
 def local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's part of a parameter's reduced gradient, flat, in fp32; None before a
-    backward.
+    """Return a copy of this rank's part of a reduced gradient, flat, in fp32.
+
+    Returns:
+        A flat tensor; None before a backward.
     """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
@@ -213,8 +266,16 @@ def local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
-    """Write a reduced gradient: this rank's part (`local`, flat), or a whole one that every rank
-    passes.
+    """Write a reduced gradient.
+
+    Args:
+        param: The parameter.
+        value: The new gradient: this rank's part, flat, if `local`; otherwise the whole gradient,
+            the same on every rank.
+        local: Whether `value` is this rank's part.
+
+    Raises:
+        UsageError: There is no reduced gradient, or the value has another size.
     """
     owner = _owner(param)
     if not owner.trainable or not owner.gradient.sum.is_reduced:
@@ -239,12 +300,20 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
 
 
 def full_master(param: nn.Parameter) -> Tensor | None:
-    """The whole fp32 master of a parameter, None where it has none.  Collective."""
+    """Return the whole fp32 main weight of a parameter. Collective.
+
+    Returns:
+        A tensor in the parameter's shape; None if there is no main weight.
+    """
     return _full(param, lambda group: group.master.values() if group.master is not None else None)
 
 
 def full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole reduced gradient of a parameter in fp32, None before a backward.  Collective."""
+    """Return the whole reduced gradient of a parameter in fp32. Collective.
+
+    Returns:
+        A tensor in the parameter's shape; None before a backward.
+    """
 
     def held(group: ParamGroup) -> FlatBuffer | None:
         group.grad_view.take_assigned()
@@ -279,7 +348,7 @@ def _full(param: nn.Parameter, choose: Any) -> Tensor | None:
 
 
 def _owner(param: nn.Parameter) -> ParamGroup:
-    """Return the group whose states are about to be changed."""
+    """Return the group of a parameter whose state is about to be written."""
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup):
         raise UsageError(

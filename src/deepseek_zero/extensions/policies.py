@@ -15,13 +15,14 @@ from ..sharding.runtime import Runtime
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """The settings that attach policies.
+    """The settings from which policies are chosen.
 
     Attributes:
-        speculates: Some units are updated in backward, before the norm is known.
-        delay_after: Updates come a step late after so many; None for never.
-        precision_window: The steps between two choices of the units that compute in fp32; None if
-            no unit changes.
+        speculates: Update some units in backward, before the norm is known.
+        delay_after: The number of updates after which updates are delayed by a step; None means
+            never.
+        precision_window: The number of steps between two choices of the units that compute in fp32;
+            None if units do not change their precision.
     """
 
     speculates: bool = False
@@ -32,10 +33,16 @@ class PolicySettings:
 def policies_of(
     settings: PolicySettings, step: StepSettings, runtime: Runtime, cls: type[Optimizer]
 ) -> list[UpdatePolicy]:
-    """Return the policies of an optimizer of this class, in the order of their hooks. Local.
+    """Return the policies of an optimizer, in the order of their hooks. Local.
+
+    Args:
+        settings: The settings from which policies are chosen.
+        step: The settings of a step.
+        runtime: The runtime of the wrapped model.
+        cls: The class of the optimizer.
 
     Raises:
-        UsageError: The step, or the class, cannot be used with a policy.
+        UsageError: The step or the class cannot be combined with a policy.
     """
     found: list[UpdatePolicy] = []
     if runtime.comm_ctx.comm.size > 1 and issubclass(cls, optimizers.OneBitAdam):

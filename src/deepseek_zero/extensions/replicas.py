@@ -1,8 +1,7 @@
-"""Sums of gradients over replicas: ranks that hold the same slices (HSDP, shared heads of tensor
-parallelism).
+"""Sums of gradients over replicas, which are ranks that hold the same slices.
 
-Each replica sums its own gradients in every backward. Once a step the sums of the replicas are
-added up, slice by slice.
+HSDP and parameters that ranks of tensor parallelism share have replicas. Each replica sums its own
+gradients in every backward. Once per step, the sums of the replicas are added up, slice by slice.
 """
 
 from __future__ import annotations
@@ -19,7 +18,11 @@ from ..sharding.group import Group
 
 
 class SumOverReplicas(GradReduction):
-    """Sums one group's gradients in two steps: within a replica, then over the replicas."""
+    """A reduction in two steps: within each replica, then over the replicas.
+
+    Attributes:
+        outer: The ranks that hold the same slices.
+    """
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -35,7 +38,7 @@ class SumOverReplicas(GradReduction):
         return False
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Sum this rank's slice; `complete` gathers the others at stage 0."""
+        """Reduce this rank's slice; at stage 0, `complete` gathers the other slices."""
         comm_ctx = self.group.comm_ctx
         return move(partial, own_slice(partial, comm_ctx.comm.rank), comm_ctx, what)
 

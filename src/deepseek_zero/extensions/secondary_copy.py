@@ -1,8 +1,8 @@
-"""A second copy of sharded weights, cut among the ranks of one host (hpZ of ZeRO++).
+"""A second copy of sharded weights, sharded over the ranks of one host (hpZ of ZeRO++).
 
-The first gather after a change of the weights goes over all ranks that share slices, and each rank
-keeps its slice of the second copy. Later gathers read the second copy. It has the bits that were
-gathered, so that results do not depend on it. It is in no checkpoint.
+The first gather after a change of the weights uses all ranks that share slices, and each rank keeps
+its slice of the second copy. Later gathers read the second copy. Results do not change, because the
+copy has the bits that were gathered. Checkpoints do not contain it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from ..sharding.weight_gather import WeightGather
 
 
 class SecondaryCopy(WeightGather):
-    """Gathers one group's weight from the second copy while that is current.
+    """A weight gather that reads the second copy while it is current.
 
     Attributes:
+        comm_ctx: The context of the ranks over which the copy is sharded.
+        first: The gather that is used after the weight has changed.
         buffer: This rank's slice of the copy.
         is_current: The next gather reads the copy. Equal on all ranks, because gathers and changes
-            come in the same order on all.
+            happen in the same order on all.
     """
 
     def __init__(self, group: Group, inner: CommContext, first: WeightGather) -> None:
-        """Args:
-        group: The group.
-        inner: The context of the ranks among which the copy is cut.
-        first: How the weight is gathered after it has changed.
+        """Create the gather; `allocate` allocates the copy.
+
+        Args:
+            group: The group.
+            inner: The context of the ranks over which the copy is sharded.
+            first: The gather that is used after the weight has changed.
         """
         super().__init__(group)
         self.comm_ctx = inner
@@ -52,7 +56,7 @@ class SecondaryCopy(WeightGather):
         target = FlatBuffer(self.buffer.layout, self.buffer.spec.gathered(), whole.memory)
         if self.is_current:
             return move(self.buffer, target, self.comm_ctx, what)
-        # For later gathers, which start after this one has ended
+        # Set early for later gathers, which start only after this one has ended
         self.is_current = True
         return self.first.gather(whole, what).then(lambda: self._keep(target))
 

@@ -1,4 +1,4 @@
-"""Weights in memory that all ranks of one host map: a gather moves nothing."""
+"""Weights in memory that all ranks of one host map, so that a gather copies nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..sharding.weight_gather import WeightGather
 
 
 class SharedWeight(WeightGather):
-    """Uses one group's weight where it lies.
+    """A weight gather that uses the weight in the shared memory of the host.
 
     Attributes:
         memory: This rank's slice, and the view of all slices.

@@ -1,14 +1,15 @@
-"""`state_dict()` gathers real tensors and `load_state_dict()` shards them, through torch's own
-hooks, unit by unit.
+"""`state_dict()` with whole tensors and `load_state_dict()` into shards.
 
-state_dict: collective; every rank gets full tensors of its own (on the CPU where the model trains
-on a GPU), never more than one unit gathered at a time. load_state_dict: local; every rank reads its
-slices out of the full values it is given. Parameters that are split along "tp" are whole in both.
-Of a model in stages the state dict is the whole model's on every rank, that of a part of it is this
-rank's own; what is loaded may be either.
+Both use torch's own hooks, one set per unit.
 
-With `StateDicts.gathers` false, state_dict() is local, as in DeepSpeed: a sharded parameter is
-an empty tensor under its name, and a gathered one is this rank's copy of it.
+`state_dict()` is collective. Every rank gets whole tensors of its own (on the CPU if the model
+trains on a GPU), and at most one unit is gathered at a time. `load_state_dict()` is local: every
+rank reads its slices out of the whole values. Parameters that are split along "tp" are whole in
+both. If a model has pipeline stages, its state dict contains all stages on every rank, and that of
+a submodule contains this rank's part. Both can be loaded.
+
+With `StateDicts.gathers` false, `state_dict()` is local, as in DeepSpeed. A sharded parameter is
+then an empty tensor under its name, and a gathered one is this rank's copy.
 """
 
 from __future__ import annotations
@@ -46,12 +47,20 @@ class StateDicts:
     """The state dict of one wrapped model.
 
     Attributes:
-        gathers: `state_dict()` gathers what is sharded, which is a collective; otherwise it is
+        gathers: `state_dict()` gathers sharded parameters, which is collective. If false, it is
             local.
     """
 
     def __init__(self, runtime: Runtime, *, gathers: bool = True) -> None:
-        """Hook the model. Collective if it has stages."""
+        """Register the hooks.
+
+        Args:
+            runtime: The runtime of the wrapped model.
+            gathers: The initial value of the attribute.
+
+        Note:
+            Collective if the model has pipeline stages.
+        """
         self.gathers = gathers
         handles = _shard(runtime.units, self)
         if (pipe := runtime.comm.along.get("pp")) is not None:
@@ -60,7 +69,7 @@ class StateDicts:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Let `state_dict()` gather inside the block, whatever holds outside it."""
+        """Return a context inside which `state_dict()` gathers."""
         before = self.gathers
         self.gathers = True
         try:
@@ -70,8 +79,9 @@ class StateDicts:
 
 
 def _shard(units: Sequence[Unit], mode: StateDicts) -> list[Any]:
-    """Hook every module that holds parameters, so that the state dict of a part of a unit works
-    too; returns torch's handles.
+    """Register hooks on every module that holds parameters, and return torch's handles.
+
+    Hooks on submodules of a unit make their own state dicts work too.
     """
     handles: list[Any] = []
     for unit in units:
@@ -82,7 +92,7 @@ def _shard(units: Sequence[Unit], mode: StateDicts) -> list[Any]:
             if module is unit.module or any(
                 id(param) in mine for param in module.parameters(recurse=False)
             ):
-                # torch marks the hooks it is given, and a bound method cannot be marked.
+                # torch sets an attribute of the hooks, which a bound method does not allow
                 handles += [
                     module.register_state_dict_pre_hook(Hook(saver.before)),
                     module.register_state_dict_post_hook(Hook(saver.after)),
@@ -93,8 +103,13 @@ def _shard(units: Sequence[Unit], mode: StateDicts) -> list[Any]:
 
 
 def own_names(unit: Unit, module: nn.Module) -> list[str]:
-    """Names, relative to a module, under which a unit's parameters stand in a state dict (tied ones
-    under each).
+    """Return the names of a unit's parameters in the state dict of a module.
+
+    Tied parameters have several names.
+
+    Args:
+        unit: The unit.
+        module: The module; names are relative to it.
     """
     mine = {id(member.param) for member in unit.members()}
     return [
@@ -103,10 +118,9 @@ def own_names(unit: Unit, module: nn.Module) -> list[str]:
 
 
 def _join_stages(model: nn.Module, comm: Comm, mode: StateDicts) -> list[Any]:
-    """Let a model of which each rank has some stages give and take the state dict of the whole one;
-    returns torch's handles. Collective.
+    """Make a rank's stages save and load the state dict of the whole model. Collective.
 
-    comm: of the ranks along "pp".
+    Returns torch's handles. `comm` has the ranks along "pp".
     """
     stages = _Stages(model, comm, mode)
     return [
@@ -116,7 +130,7 @@ def _join_stages(model: nn.Module, comm: Comm, mode: StateDicts) -> list[Any]:
 
 
 class _Stages:
-    """Brings the state of other stages into a state dict, and leaves it out of what is loaded."""
+    """Adds the state of other stages to a state dict, and drops it before loading."""
 
     def __init__(self, model: nn.Module, comm: Comm, mode: StateDicts) -> None:
         self.comm = comm
@@ -136,8 +150,12 @@ class _Stages:
         self.others = {name for names in everyone for name in names} - set(own)
 
     def after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Make a state dict whole: stage by stage, of what several have the first one's.
-        Collective.
+        """Add the state of all stages to a state dict.
+
+        If several stages have a name, the value of the first one is used.
+
+        Note:
+            Collective over the ranks along "pp".
         """
         if not self.mode.gathers:
             return
@@ -192,7 +210,7 @@ class _Stages:
         return into.to("cpu").view(dtype).view(shape) if lacking[comm.rank] else into
 
     def before_load(self, module: nn.Module, state: Any, prefix: str, *details: Any) -> None:
-        """Leave out what other stages have."""
+        """Remove the entries of other stages."""
         for name in self.others:
             state.pop(prefix + name, None)
 
@@ -200,7 +218,7 @@ class _Stages:
 class _Saver:
     """Gathers a unit while torch reads its parameters, then replaces the views by copies.
 
-    Weights that a forward gathers as codes are gathered exactly here.
+    Weights that forward gathers as codes are gathered exactly here.
     """
 
     def __init__(self, unit: Unit, mode: StateDicts) -> None:
@@ -208,11 +226,11 @@ class _Saver:
         self.woken = False
         self.mode = mode
         self.resting: list[ParamInfo] | None = (
-            None  # of a local state dict, the parameters that are sharded now
+            None  # The parameters that a local state dict shows as empty
         )
         self.exact: GatheredParameters | None = None
         self.outermost: nn.Module | None = (
-            None  # whose state dict is being made; the modules inside it have no part
+            None  # The module whose state dict is being made; hooks of inner modules do nothing
         )
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -264,8 +282,9 @@ class _Saver:
                 self.unit.reshard()
 
     def _joined(self, value: Tensor, split: Split | None, name: str) -> Tensor:
-        """Return the whole value of a parameter, in its shape.  Collective along "tp" where it is
-        split.
+        """Return the whole value of a parameter, in its shape.
+
+        Collective along "tp" if the parameter is split.
         """
         value = value.detach()
         if split is None or (comm := along_tp(self.unit)) is None:
@@ -274,7 +293,7 @@ class _Saver:
 
 
 def _show_empty(unit: Unit) -> list[ParamInfo]:
-    """Let each sharded parameter of a unit view an empty tensor until `reshard`; return them."""
+    """Make each sharded parameter of a unit an empty tensor until `reshard`; return them."""
     resting = [member for member in unit.members() if type(member.param) is ShardedParameter]
     for member in resting:
         member.unshard(member.placeholder.new_empty(0))
@@ -291,8 +310,9 @@ def along_tp(unit: Unit) -> Comm | None:
 
 
 def _splits(unit: Unit, module: nn.Module) -> dict[str, Split]:
-    """How a unit's parameters lie along "tp", by their names relative to a module; those that are
-    split alone.
+    """Return how a unit's split parameters are divided along "tp".
+
+    The keys are names relative to the module.
     """
     mine = {id(member.param): split_of(member.param) for member in unit.members()}
     found = {
@@ -304,8 +324,9 @@ def _splits(unit: Unit, module: nn.Module) -> dict[str, Split]:
 
 
 class _Loader:
-    """Shards a unit while torch copies values in, so that each copy reaches slice and master
-    (sharded_parameter.py).
+    """Shards a unit while torch copies values in.
+
+    Each copy then reaches both the slice and the main weight (`sharded_parameter.py`).
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -332,8 +353,9 @@ class _Loader:
                             member.reshard()
 
     def _cut(self, module: nn.Module, state: Any, prefix: str) -> None:
-        """Put this rank's parts in the place of whole values, in torch's own copy of the
-        dictionary.
+        """Replace whole values by this rank's parts along "tp".
+
+        `state` is torch's own copy of the dictionary.
         """
         comm = along_tp(self.unit)
         if comm is None:

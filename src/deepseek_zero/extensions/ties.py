@@ -1,8 +1,9 @@
-"""Parameters before a model is cut: one Parameter where two are the same view of one memory, an
-error where they overlap in part, hold numbers that are not real, or are somebody's already.
+"""Checks and ties a model's parameters before the model is sharded.
 
 Two Parameters over one storage (`b.weight = nn.Parameter(a.weight.data)`) are tied through their
-memory.  Cutting copies values into flat buffers, which would part them without a word.
+memory. Sharding copies values into flat buffers, which would silently untie them. Parameters that
+are the same view of one memory therefore become one Parameter. Partial overlaps, complex numbers
+and parameters of another engine raise an error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from ..sharding.sharded_parameter import ShardedParameter, owner_of
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter or buffer lies: bytes [start, stop) of a device."""
+    """The bytes [start, stop) of a device that a parameter or buffer occupies.
+
+    Attributes:
+        name: The name in the model.
+        tensor: The parameter or buffer.
+        start: The address of the first byte.
+        stop: The end of the range.
+    """
 
     name: str
     tensor: Tensor
@@ -30,18 +38,24 @@ class Place:
 
     @property
     def view(self) -> tuple[Any, ...]:
-        """What two names of one tensor share."""
+        """A key that is equal for two names of the same view."""
         return self.start, self.tensor.dtype, tuple(self.tensor.shape), self.tensor.stride()
 
     def is_parameter(self) -> bool:
+        """Return whether the tensor is a parameter."""
         return isinstance(self.tensor, nn.Parameter)
 
 
 def refuse_owned(model: nn.Module, split: str | None = None) -> None:
-    """Raise UsageError where a parameter belongs to an engine already, or NotBuiltError where it is
-    a slice of what will be split over a mesh axis, too.  Local.
+    """Check that no parameter belongs to an engine. Local.
 
-    split: the axis; None: no such axis.
+    Args:
+        model: The model.
+        split: The mesh axis over which the model will be split; None without one.
+
+    Raises:
+        UsageError: A parameter already belongs to an engine.
+        NotBuiltError: The model was built under zero.Init and `split` is not None.
     """
     for name, param in model.named_parameters():
         owner = owner_of(param)
@@ -62,12 +76,18 @@ def refuse_owned(model: nn.Module, split: str | None = None) -> None:
 
 
 def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
-    """Let Parameters that are the same view of one memory be one Parameter: the first in the
-    model's order.
+    """Replace Parameters that are the same view of one memory by one Parameter.
 
-    known: parameters outside the model that come before its own.  Local; UsageError, before
-    anything changes, where numbers are complex, memory is shared in part, or one of two is frozen.
-    Parameters on the meta device share none.
+    The first in the model's order stays. Parameters on the meta device share no memory. Errors are
+    raised before anything changes. Local.
+
+    Args:
+        model: The model.
+        known: Parameters outside the model that come before its own.
+
+    Raises:
+        UsageError: A parameter is complex, parameters share a part of their memory, or only one of
+            two tied parameters is frozen.
     """
     _refuse_complex(model)
     one: dict[int, nn.Parameter] = {}
@@ -98,8 +118,9 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
 
 
 def _refuse_complex(model: nn.Module) -> None:
-    """Raise if a parameter holds complex numbers: sums, masters and moments are those of real ones.
-    Local.
+    """Raise UsageError if a parameter is complex. Local.
+
+    Sums, main weights and moments are real numbers.
     """
     for name, param in model.named_parameters():
         if param.dtype.is_complex:
@@ -139,9 +160,7 @@ def _place(name: str, tensor: Tensor) -> Iterator[Place]:
 
 
 def _overlapping(places: Sequence[Place]) -> Iterator[list[Place]]:
-    """Those whose bytes, from the first to the last, meet; several at a time, in the order
-    given.
-    """
+    """Yield clusters of places whose byte ranges overlap, each in the given order."""
     order = {id(place): number for number, place in enumerate(places)}
     cluster: list[Place] = []
     end = (torch.device("meta"), 0)
@@ -159,10 +178,10 @@ def _overlapping(places: Sequence[Place]) -> Iterator[list[Place]]:
 
 
 def _refuse_overlaps(places: Sequence[Place]) -> None:
-    """Raise if a parameter has a byte in common with what comes before or after it; columns of one
-    matrix have none.
+    """Raise UsageError if a parameter shares a byte with another place.
 
-    places: parameters first, then buffers, which may overlap among themselves.
+    Columns of one matrix share none. Parameters must come first; buffers, which follow, may overlap
+    each other.
     """
     if len(places) < 2:
         return

@@ -1,9 +1,8 @@
-"""A linear operator larger than memory: cut into tiles, each a unit of its own, gathered and
-released one by one.
+"""`TiledLinear`: a linear layer cut into tiles, each of which is a unit.
 
-Owns `TiledLinear`, DeepSpeed's name and arguments.  auto_wrap_policy.py reads `children_are_units`;
-everything else about its tiles is what every unit has, so they are sharded, offloaded, updated and
-saved like any other.
+Tiles are gathered and released one by one, so the layer may be larger than memory.
+`auto_wrap_policy.py` reads `children_are_units`. Otherwise tiles are sharded, offloaded, updated
+and saved like any unit. Class and arguments have the names of DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -21,21 +20,30 @@ from ..base.errors import UsageError
 
 
 class TiledLinear(nn.Module):
-    """nn.Linear as a grid of smaller ones: out_splits rows of in_splits tiles, as even as it goes.
+    """nn.Linear as a grid of smaller layers, for input of shape ``(..., in_features)``.
 
-    (..., in_features) -> (..., out_features).  Each output tile is the sum of its row, in the order
-    of the input tiles, and gets its bias once, with the last of them.
+    The grid has `out_splits` rows of `in_splits` tiles of nearly equal size. Each output tile is
+    the sum of its row, in the order of the input tiles. The last tile of a row adds the bias.
 
-    input_is_already_split: the input is a sequence of in_splits tensors.  combine_out_splits: False
-    returns the list of
-    output tiles.  linear_cls: what a tile is; called with (in_features, out_features, bias=...,
-    **kwargs) and returning
-    one tensor.  init_linear: a linear whose values to copy.  Raises UsageError on what does not
-    fit.
+    Tiles are ``linears[row][column]``. At stage 3 with ``stage3_max_live_parameters=0``, one of
+    them is gathered at a time. By default the next tile is prefetched, and tiles that fit stay
+    gathered from forward to backward.
 
-    Tiles are `linears[row][column]`.  At stage 3 with stage3_max_live_parameters=0 one of them is
-    gathered at a time; by default the next one comes ahead, and what fits stays from forward to
-    backward.
+    Args:
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the output.
+        bias: Add a bias.
+        in_splits: Number of tiles along the input features.
+        out_splits: Number of tiles along the output features.
+        input_is_already_split: The input is a sequence of `in_splits` tensors.
+        combine_out_splits: Return one tensor; if false, return the list of output tiles.
+        linear_cls: The class of a tile. It is called with ``(in_features, out_features, bias=...,
+            **kwargs)``, and its forward returns one tensor.
+        init_linear: A linear layer whose values are copied.
+        kwargs: Further arguments of `linear_cls`.
+
+    Raises:
+        UsageError: The splits or the shape of `init_linear` do not fit.
     """
 
     children_are_units: ClassVar[bool] = True
@@ -72,7 +80,7 @@ class TiledLinear(nn.Module):
             for columns in pairwise(self.in_parts):
                 has_bias = bias and columns[1] == in_features
                 tile = make(columns[1] - columns[0], rows[1] - rows[0], bias=has_bias, **kwargs)
-                # Before it is registered, which is when zero.Init cuts it
+                # Must precede registration, at which zero.Init shards the tile
                 if init_linear is not None:
                     _copy(init_linear, tile, rows, columns)
                 row.append(tile)
@@ -88,8 +96,12 @@ class TiledLinear(nn.Module):
         ]
 
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take the values of a linear of the same shape.  Of sharded tiles: inside
-        GatheredParameters.
+        """Copy the values of a linear layer of the same shape.
+
+        If the tiles are sharded, call it inside GatheredParameters.
+
+        Raises:
+            UsageError: The shapes differ, or only one of the two has a bias.
         """
         self._refuse_other(other)
         for rows, row in zip(pairwise(self.out_parts), self._rows(), strict=True):
@@ -108,7 +120,7 @@ class TiledLinear(nn.Module):
         )
 
     def _split(self, given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-        """The input tiles: views."""
+        """Return the input tiles, as views."""
         widths = [high - low for low, high in pairwise(self.in_parts)]
         parts = [given] if isinstance(given, Tensor) else list(given)
         found = [part.shape[-1] for part in parts]
@@ -124,7 +136,7 @@ class TiledLinear(nn.Module):
         return parts if len(parts) == len(widths) else parts[0].split(widths, dim=-1)
 
     def _refuse_other(self, other: nn.Module) -> None:
-        """Raise where a linear's values do not fit."""
+        """Raise UsageError if a linear layer's values do not fit."""
         weight = getattr(other, "weight", None)
         bias = getattr(other, "bias", None)
         shape = (self.out_features, self.in_features)
@@ -139,12 +151,10 @@ class TiledLinear(nn.Module):
 
 
 class Tile(nn.Linear):
-    """A tile of an nn.Linear; its values are drawn as the whole one's: from the whole one's number
-    of inputs.
-    """
+    """A tile of an nn.Linear, initialized with the `fan_in` of the whole layer."""
 
     def __init__(self, in_features: int, out_features: int, *, fan_in: int, **kwargs: Any) -> None:
-        self.fan_in = fan_in  # first, since the values are drawn within
+        self.fan_in = fan_in  # Set first, since the base class calls `reset_parameters`
         super().__init__(in_features, out_features, **kwargs)
 
     def reset_parameters(self) -> None:
@@ -154,11 +164,11 @@ class Tile(nn.Linear):
 
 
 class _Put(torch.autograd.Function):
-    """Writes a tile's output to its place in the whole, or adds it there.
+    """Write or add a tile's output to its range of the whole output.
 
-    Side by side afterwards (torch.cat) all tiles would stand there twice; slices assigned in place
-    would have autograd copy the whole gradient for each of them.  Every place has one writer that
-    does not add, and it comes first.
+    torch.cat would hold all tiles twice. With in-place assignment to slices, autograd would copy
+    the whole gradient for each of them. Every range has exactly one writer that does not add, and
+    it comes first.
     """
 
     @staticmethod
@@ -179,7 +189,16 @@ class _Put(torch.autograd.Function):
 def run_tiles(
     rows: Iterable[Iterable[Callable[[Tensor], Tensor]]], inputs: Sequence[Tensor], features: int
 ) -> Tensor:
-    """(..., features): the rows' sums side by side."""
+    """Return the outputs of all rows of tiles, side by side.
+
+    Args:
+        rows: The rows of tiles. The outputs of a row are summed.
+        inputs: The input tiles, one per tile of a row.
+        features: The size of the last dimension of the result.
+
+    Returns:
+        A tensor of shape ``(..., features)``.
+    """
     whole: Tensor | None = None
     start = stop = 0
     for row in rows:
@@ -191,16 +210,14 @@ def run_tiles(
                 whole = found.new_empty((*found.shape[:-1], features))
             stop = start + found.shape[-1]
             whole = _Put.apply(whole, found, start, number > 0)  # type: ignore[no-untyped-call]
-            del found  # or it stands beside the next one
+            del found  # Free it before the next tile's output is made
         start = stop
     assert whole is not None
     return whole
 
 
 def _cuts(side: str, features: int, splits: int) -> list[int]:
-    """Where a side is cut, ends included; the first tiles are one larger where it does not
-    divide.
-    """
+    """Return the boundaries of the tiles; if splits do not divide, the first are one larger."""
     if not isinstance(splits, int) or not 1 <= splits <= features:
         raise UsageError(
             f"a TiledLinear of {side}_features={features} cannot have {side}_splits={splits}.",
@@ -214,7 +231,7 @@ def _cuts(side: str, features: int, splits: int) -> list[int]:
 def _copy(
     other: nn.Module, tile: nn.Module, rows: tuple[int, int], columns: tuple[int, int]
 ) -> None:
-    """A tile's part of a linear's values."""
+    """Copy a tile's part of a linear layer's values."""
     with torch.no_grad():
         tile.get_parameter("weight").copy_(
             other.get_parameter("weight")[slice(*rows), slice(*columns)]

@@ -1,10 +1,9 @@
-"""Message and prefetch sizes that grow while that shortens waiting: seed 000's dynamic adjustment,
-on all ranks alike.
+"""Adjusts message and prefetch sizes during a run, on all ranks alike.
 
-Every PERIOD steps the ranks compare how long the slowest of them waited. If that is long enough a
-size doubles; it stays if the wait fell, else it goes back for good. Only sizes that the user left
-open are changed, and no result
-depends on them: a sum's order is the plan's, whatever the message.
+Every PERIOD steps the ranks compare how long the slowest of them waited. If the wait is long
+enough, a size doubles. If the wait then does not fall, the old size is restored for good. Only
+sizes that the user left open are changed. Results do not depend on them, because the plan fixes the
+order of each sum.
 """
 
 from __future__ import annotations
@@ -20,27 +19,38 @@ from ..comm.collectives import Comm
 from ..planner.plan_settings import PlanSettings
 from ..sharding.runtime import Runtime
 
-PERIOD = 4  # steps between two looks
-WORTH = 0.02  # of a step: shorter waits are left alone
-GAIN = 0.9  # a larger size stays if at most so much of the wait is left
+PERIOD = 4  # Steps between two comparisons
+WORTH = 0.02  # Waits shorter than this share of a step are ignored
+GAIN = 0.9  # A larger size is kept if it reduces the wait at least to this share
 KEYS = {"ahead_numel": "stage3_prefetch_bucket_size", "bucket_numel": "reduce_bucket_size"}
 LANES = {"ahead_numel": "gather", "bucket_numel": "reduce"}
 
 
 @dataclass
 class Knob:
-    """One size, in elements.  floor, ceiling: what it may be once it is touched."""
+    """One adjustable size, in elements.
+
+    Attributes:
+        name: The name of the setting.
+        value: The current size.
+        floor: The smallest size after the first change.
+        ceiling: The largest size.
+        before: The size and the wait before the last change.
+        is_done: The size does not change any more.
+    """
 
     name: str
     value: int
     floor: int
     ceiling: int
-    before: tuple[int, float] | None = None  # the value and the wait before the last change
+    before: tuple[int, float] | None = None
     is_done: bool = False
 
     def adjust(self, share: float) -> bool:
-        """Go on from the share of a step that the slowest rank waited; True if the value
-        changed.
+        """Adjust the size to the share of a step that the slowest rank waited.
+
+        Returns:
+            Whether the size changed.
         """
         if self.before is not None and share > GAIN * self.before[1]:
             self.value = self.before[0]
@@ -55,7 +65,7 @@ class Knob:
 
 
 class Tuner:
-    """Looks at the waits of one engine, one knob after the other."""
+    """Adjusts the sizes of one engine, one after the other."""
 
     def __init__(self, settings: PlanSettings, sizes: Sequence[int], comm: Comm) -> None:
         self.comm = comm
@@ -72,15 +82,19 @@ class Tuner:
         self.knobs = [Knob(name, getattr(settings, name), *limits[name]) for name in names]
 
     def after_step(self, runtime: Runtime) -> None:
-        """Change a size of a model after a step, if that pays. Collective every PERIOD steps until
-        all sizes are chosen.
+        """Change a size of the model if waits are long enough.
+
+        Note:
+            Collective every PERIOD steps, until all sizes are chosen.
         """
         if changed := self.choose():
             runtime.resize(replace(runtime.settings, **changed))
 
     def choose(self) -> dict[str, Any]:
-        """Return the size to go on with, by its name; empty if none changes. Collective, as
-        `after_step`.
+        """Return the new size by the name of its setting; empty if none changes.
+
+        Note:
+            Collective every PERIOD steps, until all sizes are chosen.
         """
         self.steps += 1
         knob = next((knob for knob in self.knobs if not knob.is_done), None)
@@ -108,7 +122,7 @@ class Tuner:
 
 
 def tune_sizes(runtime: Runtime) -> None:
-    """Let the sizes of a model grow that its settings leave open, if its ranks wait."""
+    """Adjust the sizes that a model's settings leave open, if its ranks wait."""
     tuner = Tuner(runtime.settings, [unit.numel for unit in runtime.units], runtime.comm)
     if tuner.knobs:
         runtime.after_steps.append(tuner.after_step)

@@ -1,7 +1,8 @@
-"""Weights that every rank holds whole and that follow their main weights by coded differences.
+"""Whole weights on every rank that follow their main weights by quantized differences.
 
-At stages 1 and 2 with compressed weights, ranks send the differences of their main weights to the
-weight. What the codes leave out stays in the main weights, and the weight is a state of its own.
+This is used at stages 1 and 2 with compressed weights. Each rank sends the difference between its
+main weights and the weight. Quantization errors stay in the main weights, so later differences
+correct them. The weight is a state of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..sharding.weight_gather import WeightGather
 
 
 class WeightDifferences(WeightGather):
-    """Brings one group's weight near its main weights."""
+    """A weight gather that brings one group's weight close to its main weights."""
 
     computes = True
 
@@ -40,13 +41,14 @@ class WeightDifferences(WeightGather):
         return super().refresh(what, is_update=is_update)
 
     def write(self, slot: Slot, values: Tensor | None, low: int = 0) -> None:
-        """Write values into this rank's part of a parameter of the weight; the next refresh that is
-        no update brings them to all ranks. Local.
+        """Write values into this rank's part of a parameter of the weight. Local.
+
+        The next refresh that is not an update sends them to all ranks.
 
         Args:
             slot: The parameter.
-            values: New values, flat; None for the main weight's values, cast.
-            low: The first of this rank's elements that is written.
+            values: New values, flat; with None, the main weight's values are cast.
+            low: The first of this rank's elements to write.
         """
         group = self.group
         assert group.master is not None
@@ -62,14 +64,16 @@ class WeightDifferences(WeightGather):
 def send_differences(
     source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str
 ) -> Pending:
-    """Start to add to `target`, on every rank, the coded differences of the slices of `source` to
-    it. Collective within the gather lane.
+    """Start to add quantized differences to a whole weight, on every rank.
 
     Args:
         source: This rank's slice of the main weights, fp32, in any memory. It is not changed.
-        target: The whole weight; its spec names the codes.
-        comm_ctx: Of the ranks that share the slices.
+        target: The whole weight; its spec names the codec.
+        comm_ctx: The context of the ranks that share the slices.
         what: The name of the unit, for messages.
+
+    Note:
+        Collective within the gather lane.
     """
     comm = comm_ctx.comm
     pool = comm_ctx.pool

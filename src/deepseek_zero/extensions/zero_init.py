@@ -1,9 +1,9 @@
-"""`zero.Init`: build a model shard by shard, with the values the plain construction would give.
+"""`zero.Init`: build a model shard by shard, with the values of a plain construction.
 
-A submodule is complete when its parent registers it; that is when its parameters are cut, each into
-equal slices, rank 0's values winning.  Initialisation that comes later
-(`model.apply(init_weights)`) finds sharded parameters; they are gathered for the one operation and
-cut again.  Only torch's own registration hook is used. wrap.py turns these slices into units.
+When a parent registers a submodule, the submodule is complete, and its parameters are sharded: each
+rank keeps an equal slice of rank 0's values. A later initialization (`model.apply(init_weights)`)
+gathers each sharded parameter for one operation, and shards it again. Only torch's own registration
+hook is used. `wrap.py` turns the slices into units.
 """
 
 from __future__ import annotations
@@ -45,8 +45,19 @@ NUMBERS = itertools.count()
 
 @dataclass(eq=False)
 class InitShard(ModelBuilder):
-    """One parameter of a model under construction: this rank's slice of it, and how to get the
-    whole.
+    """The owner of one parameter of a model under construction.
+
+    Attributes:
+        param: The parameter.
+        param_class: The class of the parameter before it was sharded.
+        shape: The shape of the whole parameter.
+        slice: This rank's slice of its elements, flat.
+        session: The `Init` that sharded it.
+        number: Its number in the order of construction, the same on every rank.
+        unsharded: The whole elements, while an initialization uses them.
+        is_pinned: The parameter is whole inside GatheredParameters.
+        mark: The value of `_mark_of` at the start of GatheredParameters, to detect changes.
+        modifier: The rank that last gave it values inside GatheredParameters.
     """
 
     param: weakref.ref[nn.Parameter]
@@ -54,30 +65,36 @@ class InitShard(ModelBuilder):
     shape: torch.Size
     slice: Tensor
     session: Init
-    number: int  # in the order of construction, the same on every rank
-    unsharded: Tensor | None = None  # the whole, while an initialisation works on it
-    is_pinned: bool = False  # whole inside GatheredParameters
-    mark: tuple[int, int] = (0, 0)  # what tells whether it was changed there
-    modifier: int | None = None  # the rank that last gave it values inside GatheredParameters
+    number: int
+    unsharded: Tensor | None = None
+    is_pinned: bool = False
+    mark: tuple[int, int] = (0, 0)
+    modifier: int | None = None
 
     @property
     def numel(self) -> int:
+        """Number of elements of the whole parameter."""
         return self.shape.numel()
 
     def whole(self) -> Tensor:
-        """Every element, flat; a new tensor.  Collective."""
+        """Gather all elements into a new flat tensor. Collective."""
         comm = self.session.open_comm()
         padded = comm.empty(self.slice.numel() * comm.size, self.slice.dtype)
         padded.chunk(comm.size)[comm.rank].copy_(self.slice) if padded.numel() else None
         if comm.size > 1 and padded.numel():
             comm.all_gather(padded, "gather", "a parameter under construction").wait()
-        # Not a view, which would keep the padded tensor as a second user
+        # Not a view: the storage must have no second user
         return padded.resize_(self.numel)
 
-    # -- GatheredParameters before there is an engine; both collective
+    # -- GatheredParameters before there is an engine
 
     def pin_unsharded(self, param: nn.Parameter, watch: bool) -> None:
-        """Keep the parameter whole until `reshard`; watch: `is_changed` will be asked."""
+        """Gather the parameter and keep it whole until `reshard`. Collective.
+
+        Args:
+            param: The parameter.
+            watch: Record the values for `is_changed`.
+        """
         self.session.reshard_pinned()
         if self.unsharded is None:
             self.unsharded = self.whole()
@@ -86,13 +103,11 @@ class InitShard(ModelBuilder):
         self.mark = _mark_of(param) if watch else (0, 0)
 
     def is_changed(self, param: nn.Parameter) -> bool:
-        """Return whether it differs from the value that `pin_unsharded` gave."""
+        """Return whether the parameter has changed since `pin_unsharded`."""
         return _mark_of(param) != self.mark or self._is_replaced(param)
 
     def _is_replaced(self, param: nn.Parameter) -> bool:
-        """Return whether the whole parameter uses other memory than was gathered for it (`.data =
-        `, `set_`).
-        """
+        """Return whether the memory of the whole parameter was replaced (`.data = `, `set_`)."""
         whole = self.unsharded
         return (
             whole is not None
@@ -100,9 +115,13 @@ class InitShard(ModelBuilder):
         )
 
     def cut_replaced(self, param: nn.Parameter) -> bool:
-        """Cut a parameter after its memory was replaced, in the shape and dtype that it has now.
+        """Shard a parameter whose memory was replaced, in its new shape and dtype.
 
-        Return whether it was replaced.  Collective if it was, by the same program on every rank.
+        Returns:
+            Whether the memory was replaced.
+
+        Note:
+            Collective if it was. All ranks run the same program, so they agree on it.
         """
         if not self._is_replaced(param):
             return False
@@ -112,14 +131,16 @@ class InitShard(ModelBuilder):
         return True
 
     def lend_scratch(self, param: nn.Parameter) -> bool:
-        """Run an initialisation at rest on temporary memory; return False if it must be refused.
-        Local.
+        """Run an initialization of a sharded parameter on temporary memory.
 
-        After rank r has initialised a parameter inside GatheredParameters(modifier_rank=r), another
-        initialisation
-        does nothing on the other ranks: transformers marks initialised parameters on rank r only,
-        and initialises them again elsewhere.  On rank r, and of parameters that no rank has
-        initialised like this, it is refused.
+        This concerns a parameter that rank r has initialized inside
+        GatheredParameters(modifier_rank=r). Another initialization must have no effect on the other
+        ranks: transformers marks initialized parameters on rank r only, and initializes them again
+        elsewhere. On rank r, and for parameters that no rank has initialized like this, an
+        initialization is refused. Local.
+
+        Returns:
+            Whether temporary memory was provided; if not, the operation must be refused.
         """
         if self.modifier is None or self.modifier == self.session.open_comm().rank:
             return False
@@ -132,13 +153,23 @@ class InitShard(ModelBuilder):
         return True
 
     def convert(self, param: nn.Parameter, dtype: torch.dtype) -> None:
-        """Change the dtype of this rank's slice; the parameter is at rest.  Local."""
+        """Change the dtype of this rank's slice. Local.
+
+        Args:
+            param: The parameter; it must be sharded.
+            dtype: The new dtype.
+        """
         self.slice = self.slice.to(dtype)
         with without_torch_function():
             reshard(param, _placeholder(self.slice, self.shape))
 
     def reshard(self, param: nn.Parameter, source: int | None) -> None:
-        """Cut it again, with the values of the rank `source`; None: as it was."""
+        """Shard the parameter again. Collective.
+
+        Args:
+            param: The parameter.
+            source: The rank whose values are kept; with None, the old values are kept.
+        """
         comm = self.session.open_comm()
         if source is not None:
             with propagate_errors(comm):
@@ -152,11 +183,16 @@ class InitShard(ModelBuilder):
         self.session.awake = [shard for shard in self.session.awake if shard is not self]
         reshard(param, _placeholder(self.slice, self.shape))
 
-    # -- what handles ask (sharded_parameter.py, Owner)
+    # -- the protocol `Owner` (sharded_parameter.py)
 
     def fetch_for(self, param: nn.Parameter) -> bool:
-        """Gather for one operation of a later initialisation.  Collective: every rank builds the
-        same model.
+        """Gather the parameter for one operation of a later initialization.
+
+        Returns:
+            Whether the model is still under construction.
+
+        Note:
+            Collective: every rank builds the same model.
         """
         if not self.session.is_open:
             return False
@@ -168,7 +204,12 @@ class InitShard(ModelBuilder):
         return True
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """This rank's slice of a whole value; local."""
+        """Write this rank's slice of a whole value. Local.
+
+        Args:
+            param: The parameter.
+            value: The whole value; it is expanded to the parameter's shape.
+        """
         comm = self.session.open_comm()
         flat = value.detach().expand(self.shape).reshape(-1)
         start = comm.rank * self.slice.numel()
@@ -176,7 +217,7 @@ class InitShard(ModelBuilder):
         self.slice[: part.numel()].copy_(part)
 
     def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-        """Return the values and the class in use; a slice is gathered.  Collective."""
+        """Return the values, flat, and the class in use. Collective if they are sharded."""
         self.session.end_scratch()
         values = param.data.reshape(-1) if self.unsharded is not None else self.whole()
         with without_torch_function():
@@ -187,8 +228,22 @@ class InitShard(ModelBuilder):
         return f"a parameter of shape {tuple(self.shape)} under zero.Init"
 
     def answer(self, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operation gives that needs no elements, of a model that is not open any
-        more; initialisations may run on temporary memory.
+        """Return the result of an operation on a sharded parameter after construction.
+
+        Operations that need no elements return a result. Initializations may run on temporary
+        memory.
+
+        Args:
+            param: The parameter.
+            name: The name of the operation.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The result; NEEDS_ELEMENTS if the operation can run on temporary memory.
+
+        Raises:
+            AtRestError: The operation needs elements.
         """
         found = _converted(self, param, name, args, kwargs)
         may_run = found is not NEEDS_ELEMENTS or (
@@ -199,6 +254,12 @@ class InitShard(ModelBuilder):
         return found
 
     def at_rest(self, param: nn.Parameter, operation: str) -> AtRestError:
+        """Return the error of an operation that needs elements.
+
+        Args:
+            param: The parameter.
+            operation: The name of the operation.
+        """
         return AtRestError(
             f"{self.name_of(param)} is sharded, and no engine holds it yet; '{operation}' cannot "
             "use it.",
@@ -215,13 +276,19 @@ class InitShard(ModelBuilder):
 
 
 class Init:
-    """Context in which modules are built sharded.  Collective: every rank builds the same model.
+    """A context in which modules are built sharded.
 
-    module: shard one that exists already. dtype: cast the values when they are cut. If a module
-    declares parameters that stay fp32 (`full_precision_names`), whose names are known only when the
-    outermost module is complete, all values are cast when the context ends, except these.
-    enabled=False does nothing. Without a launcher (a world of one) each slice is the whole
-    parameter and the same code runs.
+    Without a launcher (a world of one), each slice is the whole parameter, and the same code runs.
+
+    Args:
+        module: A module that exists already, to shard at once.
+        dtype: The dtype to which values are cast when they are sharded. If a module declares
+            parameters that stay fp32 (`full_precision_names`), all other values are cast when the
+            context ends, because their names are known only then.
+        enabled: If false, the context does nothing.
+
+    Note:
+        Collective: every rank must build the same model.
     """
 
     def __init__(
@@ -235,11 +302,11 @@ class Init:
         self.dtype = dtype
         self.is_open = False
         self.awake: list[InitShard] = []
-        # weak: the parameter of `InitShard.lend_scratch`
+        # A weak reference to the parameter of `InitShard.lend_scratch`
         self.scratch: Callable[[], Any] = lambda: None
         self._handle: Any = None
         self._module_init: Any = None
-        # modules that declare fp32 parameters, and the parameters that are not cast yet
+        # Modules that declare fp32 parameters, and parameters that are not cast yet
         self._declaring: list[weakref.ref[nn.Module]] = []
         self._uncast: list[weakref.ref[nn.Parameter]] = []
         self._comm: Comm | None = None
@@ -264,8 +331,10 @@ class Init:
             self.shard(module)
 
     def open_comm(self) -> Comm:
-        """Return the communicator of the ranks that build together; the first call makes it.
-        Collective.
+        """Return the communicator of the ranks that build together; create it on first use.
+
+        Note:
+            Collective at the first call.
         """
         if self._comm is None:
             self._comm = Comm(
@@ -282,7 +351,7 @@ class Init:
         return self
 
     def _watch_constructors(self) -> None:
-        """Note each module that declares fp32 parameters before its submodules are built."""
+        """Record each module that declares fp32 parameters before its submodules are built."""
         plain = nn.Module.__init__
 
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -312,15 +381,15 @@ class Init:
         self.is_open = False
 
     def _complete(self) -> None:
-        """End the construction of all modules.  Collective."""
+        """End the construction of all modules. Collective."""
         self.reshard_pinned()
 
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
-        """Return the dtype that a parameter is cut in."""
+        """Return the dtype in which a parameter is sharded."""
         return param.dtype if self._declaring or self.dtype is None else self.dtype
 
     def _cast_rest(self) -> None:
-        """Cast what waited for the end of the context, except what a module declares as fp32."""
+        """Cast the parameters that were not cast yet, except those that a module keeps in fp32."""
         declaring = [module for each in self._declaring if (module := each()) is not None]
         kept = {
             id(module.get_parameter(name))
@@ -340,7 +409,11 @@ class Init:
             self.shard(child)
 
     def shard(self, module: nn.Module) -> None:
-        """Cut every parameter of a complete module that is still whole.  Collective."""
+        """Shard all parameters of a complete module that are still whole.
+
+        Note:
+            Collective: every rank must call it.
+        """
         self.reshard_pinned()
         tie_shared(module, [param for shard in self.awake if (param := shard.param()) is not None])
         with torch.no_grad():
@@ -359,13 +432,13 @@ class Init:
         reshard(param, _placeholder(mine, param.shape))
 
     def cut_again(self, params: Iterable[nn.Parameter]) -> None:
-        """Cut parameters that were made of what a slice of this model had.  Collective."""
+        """Shard parameters that were made from the values of a sharded one. Collective."""
         with torch.no_grad():
             for param in params:
                 self._cut(param)
 
     def end_scratch(self) -> None:
-        """Drop what an initialisation wrote to memory of `InitShard.lend_scratch`.  Local."""
+        """Drop the temporary memory of `InitShard.lend_scratch`. Local."""
         param = self.scratch()
         self.scratch = lambda: None
         shard = owner_of(param) if param is not None else None
@@ -373,8 +446,9 @@ class Init:
             reshard(param, _placeholder(shard.slice, shard.shape))
 
     def reshard_pinned(self) -> None:
-        """Cut again the parameters that an initialisation had gathered, unless a view of one is
-        still alive.
+        """Shard the parameters again that an initialization has gathered.
+
+        A parameter stays whole while a view of it is alive.
         """
         self.end_scratch()
         busy = []
@@ -388,7 +462,7 @@ class Init:
                 continue
             with torch.no_grad():
                 if not shard.cut_replaced(param):
-                    # The tensor itself and the parameter; more is a view of the caller's
+                    # The tensor and the parameter are two users; a third is a view of the caller
                     if storage_users(full) > 2:
                         busy.append(shard)
                         continue
@@ -401,11 +475,11 @@ class Init:
 def _converted(
     owner: InitShard, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what a call gives that needs no elements.
+    """Return the result of a call that needs no elements, or NEEDS_ELEMENTS.
 
-    `detach` and `.data` give the parameter itself, which still guards itself.  A conversion gives a
-    handle; assigned to `.data` (`module.to(dtype)` does that) it converts the slice.
-    NEEDS_ELEMENTS: it needs them.
+    `detach` and `.data` return the parameter itself, which still refuses other operations. A
+    conversion returns a handle. If the handle is assigned to `.data`, as `module.to(dtype)` does,
+    the slice is converted.
     """
     if not args or args[0] is not param:
         return NEEDS_ELEMENTS
@@ -428,19 +502,17 @@ def _converted(
 
 
 def _may_initialise(name: str) -> bool:
-    """Return whether a call changes its tensor in place, or takes a part that is changed next."""
+    """Return whether a call changes its tensor, or returns a view that may be changed."""
     return name == "__getitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _stands_for(value: Any, owner: Any) -> bool:
-    """Return whether a value is a handle of a parameter, or the parameter."""
+    """Return whether a value is the parameter of `owner`, or a handle of it."""
     return type(value) is ShardedParameter and owner_of(value) is owner
 
 
 def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
-    """Return a sharded parameter that stands for another one in another dtype; reading it
-    raises.
-    """
+    """Return a handle: a sharded parameter that represents another one in another dtype."""
     handle = nn.Parameter(nothing, requires_grad=False)
     set_owner(handle, owner)
     handle.__class__ = ShardedParameter
@@ -448,7 +520,17 @@ def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
 
 
 def refuse_other_form(name: str, value: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Raise UsageError if a value that replaces a parameter's memory has another shape or dtype."""
+    """Check that a replacement of a parameter's memory has its shape and dtype.
+
+    Args:
+        name: The name of the parameter.
+        value: The new tensor.
+        shape: The shape of the parameter.
+        dtype: The dtype of its slices.
+
+    Raises:
+        UsageError: The shape or the dtype differs.
+    """
     if value.shape != shape or value.dtype != dtype:
         raise UsageError(
             f"inside GatheredParameters the memory of '{name}' was replaced by a tensor of shape "
@@ -460,7 +542,7 @@ def refuse_other_form(name: str, value: Tensor, shape: torch.Size, dtype: torch.
 
 
 def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) -> Tensor:
-    """This rank's slice of the value that the rank `source` has.  Collective."""
+    """Return this rank's slice of the value on the rank `source`. Collective."""
     per_rank = -(-value.numel() // comm.size)
     padded = comm.empty(per_rank * comm.size, dtype).zero_()
     padded[: value.numel()].copy_(value.reshape(-1))
@@ -471,7 +553,7 @@ def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) 
 
 
 def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
-    """Return the data of a sharded parameter: one NaN of its dtype, expanded to its shape."""
+    """Return the data of a sharded parameter: one NaN, expanded to the whole shape."""
     nothing = _nothing(like.dtype)
     return torch.full((), nothing, dtype=like.dtype, device=like.device).expand(shape)
 
@@ -481,18 +563,33 @@ def _nothing(dtype: torch.dtype) -> float:
 
 
 def _mark_of(param: nn.Parameter) -> tuple[int, int]:
-    """In-place operations raise the version, those on `.data` show in the sum of the bits."""
+    """Return a value that changes with the parameter.
+
+    In-place operations increase the version, and operations on `.data` change the sum of the bytes.
+    """
     return version_of(param), int(param.data.reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
 def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[nn.Module]:
-    """Give a model built on the meta device its values, module by module, keeping only this rank's
-    slices. Collective.
+    """Initialize a model on the meta device, module by module, into shards.
 
-    Yields each module whose own parameters have just got theirs, so that they need not all be held
-    at once. Each module's own `reset_parameters` draws them, in the order modules were registered:
-    the values of a plain construction with the same seed wherever that is all its construction
-    draws.
+    Each rank keeps only its slices. The module's own `reset_parameters` draws the values, in the
+    order in which modules were registered. They equal those of a plain construction with the same
+    seed if construction draws nothing else.
+
+    Args:
+        model: The model.
+        comm: The communicator of the ranks that share slices.
+        device: The device of the values.
+
+    Yields:
+        Each module after its own parameters have values, so that not all need to be held at once.
+
+    Raises:
+        UsageError: A module has no `reset_parameters`.
+
+    Note:
+        Collective over `comm`.
     """
     session = Init()
     session._comm = comm
@@ -515,7 +612,7 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
             real = nn.Parameter(
                 torch.empty_like(param, device=device), requires_grad=param.requires_grad
             )
-            # The same object: optimizers built earlier stay valid
+            # Keep the object, so that optimizers built earlier stay valid
             torch.utils.swap_tensors(param, real)
         for key in stray:
             setattr(module, key, torch.empty_like(getattr(module, key), device=device))
@@ -527,13 +624,17 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
         yield module
 
 
-# (start, stop) -> flat parts of a value, with their places
+# (start, stop) -> flat parts of a value, each with its first element
 Reading = Callable[[int, int], Iterable[tuple[int, Tensor]]]
 
 
 def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
-    """Give a parameter on the meta device, or one that was cut before, this rank's slice of a
-    value.  Local.
+    """Store this rank's slice of a value in a parameter under construction. Local.
+
+    Args:
+        param: A parameter on the meta device, or one that is sharded already.
+        session: The `Init` that owns a parameter on the meta device.
+        read: Returns the parts of a range of the value.
     """
     shard = owner_of(param)
     if isinstance(shard, InitShard):
@@ -548,7 +649,7 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
 
 
 def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
-    """Return a slice for a parameter on the meta device, which is sharded from now on."""
+    """Shard a parameter on the meta device, with zeros as values."""
     dtype = session.dtype_of(param)
     shape = param.shape
     kind = type(param)
@@ -556,7 +657,7 @@ def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     values = torch.zeros(per_rank, dtype=dtype, device=session._device)
     nothing = torch.full((), _nothing(dtype), dtype=dtype, device=values.device)
     real = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
-    torch.utils.swap_tensors(param, real)  # the same object: optimizers built earlier stay valid
+    torch.utils.swap_tensors(param, real)  # Keeps the object, so earlier optimizers stay valid
     shard = InitShard(weakref.ref(param), kind, shape, values, session, next(NUMBERS))
     keep_alive(param, shard)
     reshard(param, nothing.expand(shape))
@@ -564,7 +665,7 @@ def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
 
 
 def keep_alive(param: nn.Parameter, shard: InitShard) -> None:
-    """A parameter under construction owns its slice; once wrapped, its group does."""
+    """Make a parameter under construction own its slice. Once wrapped, its group does."""
     set_owner(param, shard)
     param.__dict__["_zero_init"] = shard
 
