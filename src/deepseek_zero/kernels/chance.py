@@ -1,7 +1,6 @@
-"""The random bits of stochastic rounding, compiled by numba: 16 for each element, of Philox4x64-10
-as NumPy has it.
+"""Random bits of stochastic rounding: 16 per element, drawn by NumPy's Philox4x64-10.
 
-precision/compact.py says which bits an element gets. Importing this module imports numba.
+`precision/compact.py` defines which bits an element gets. Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from numba.extending import intrinsic
 
 _I128 = ir.IntType(128)
 _I64 = ir.IntType(64)
-PER_COUNT = 16  # numbers of 16 bits that one count of the generator gives
+PER_COUNT = 16  # 16-bit numbers per count of the generator
 
 
 @intrinsic
@@ -30,7 +29,15 @@ def _high(typing: Any, a: Any, b: Any) -> Any:
 
 @njit
 def fill(out: Any, element: Any, step: Any, seed: Any, key: Any) -> None:
-    """Write the random bits of the elements from `element` on."""
+    """Write the random bits of consecutive elements.
+
+    Args:
+        out: Output, int16, one number per element.
+        element: The index of the first element.
+        step: The number of the update.
+        seed: The seed of the run.
+        key: The key of the tensor.
+    """
     block = uint64(element // PER_COUNT)
     skipped = element % PER_COUNT
     place = -skipped

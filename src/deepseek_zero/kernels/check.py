@@ -1,5 +1,6 @@
-"""Compares updates with the definition, on random numbers, random bits and edge values: kernels,
-and PyTorch's own.
+"""Compares updates by kernels and by PyTorch with their definition.
+
+The inputs are random numbers, random bits and edge values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..base.log import log_once
 from . import definition
 from .rules import RULES, Layout, Scalars, Variant
 
-NUMEL = 3 * 1024 + 5  # with a tail
+NUMEL = 3 * 1024 + 5  # Not a multiple of 8, to test a tail
 _NOTHING: NDArray[Any] = np.zeros(0, np.float32)
 _EDGES = np.array(
     "0 -0.0 1 -1 0.5 7 1e-8 1e-20 -1e20 1e-30 1e30 65504 65536 1e-40 -1e-40 3e-39 1.4e-45 -1.4e-45 "
@@ -35,10 +36,13 @@ _HYPERS: dict[str, dict[str, Any]] = {
 
 
 class Chance(NamedTuple):
-    """Where the random bits of a range of elements of one parameter begin (precision/compact.py).
+    """The random bits of a range of elements of one parameter (`precision/compact.py`).
 
-    element: of the parameter, the first of the range. step: the number of the update. seed, keys:
-    those of the generator, with a key for the weight and one for each of two states.
+    Attributes:
+        element: The index of the first element in the parameter.
+        step: The number of the update.
+        seed: The seed of the generator.
+        keys: The keys of the weight and of two states.
     """
 
     element: int = 0
@@ -49,10 +53,15 @@ class Chance(NamedTuple):
 
 @dataclass
 class Arrays:
-    """The memory of a shard, flat, as a kernel reads and writes it; 16-bit numbers are int16.
+    """The flat memory of a shard as kernels use it; 16-bit numbers are int16.
 
-    main: the main weight, or the weight if there is none. other: the remainders of a split main
-    weight, or the published weight. Arrays that a layout lacks are empty.
+    Arrays that a layout lacks are empty.
+
+    Attributes:
+        gradient: The gradient.
+        main: The main weight, or the weight if there is no main weight.
+        other: The remainders of a split main weight, or the published weight.
+        states: The states, at most two.
     """
 
     gradient: NDArray[Any]
@@ -79,7 +88,13 @@ Run = Callable[[Variant, Layout, Arrays, Scalars, float, Chance], None]
 
 
 def values(kind: str, numel: int, random: np.random.Generator) -> NDArray[np.float32]:
-    """Return fp32 numbers: "normal", "bits" (any bits) or "edges"."""
+    """Return fp32 test values.
+
+    Args:
+        kind: "normal", "bits" (random bits) or "edges" (special values).
+        numel: Number of values.
+        random: The generator.
+    """
     if kind == "normal":
         return random.standard_normal(numel).astype(np.float32)
     if kind == "bits":
@@ -92,7 +107,15 @@ def values(kind: str, numel: int, random: np.random.Generator) -> NDArray[np.flo
 
 
 def sample(variant: Variant, layout: Layout, kind: str, numel: int, seed: int = 0) -> Arrays:
-    """Return arrays of a kind of numbers."""
+    """Return the arrays of a shard with test values.
+
+    Args:
+        variant: The formula, which determines the states.
+        layout: How the shard is stored.
+        kind: See `values`.
+        numel: Number of elements.
+        seed: The seed of the values.
+    """
     random = np.random.default_rng(seed)
     main = values(kind, numel, random)
     gradient = _narrow(values(kind, numel, random), layout.gradient)
@@ -119,7 +142,16 @@ def expected(
     factor: float,
     chance: Chance | None = None,
 ) -> Arrays:
-    """Return what the definition makes of the arrays."""
+    """Return the result of the definition. The arrays are not changed.
+
+    Args:
+        variant: The formula.
+        layout: How the shard is stored.
+        arrays: The arrays before the update.
+        scalars: The result of `Rule.scalars`.
+        factor: The factor by which the gradient is multiplied.
+        chance: The random bits, if the layout needs any.
+    """
     chance = chance or Chance()
     main = definition.join(arrays.main, arrays.other) if layout.is_split else arrays.main
     main = definition.widen(main, torch.bfloat16) if layout.is_rounded else main
@@ -142,7 +174,14 @@ def expected(
 
 
 def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = NUMEL) -> int:
-    """Return in how many elements of all arrays a kernel differs from the definition."""
+    """Return the number of elements in which a kernel differs from the definition.
+
+    Args:
+        variant: The formula.
+        layout: How the shard is stored.
+        run: Runs the kernel.
+        numel: Number of elements of each test.
+    """
     hypers = {"maximize": variant.maximizes, "nesterov": variant.nesterov, "dampening": 0.0}
     hypers["decoupled_weight_decay"] = variant.decoupled
     scalars = RULES[variant.rule].scalars(hypers | _HYPERS[variant.rule], 3)
@@ -160,13 +199,13 @@ def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = 
 
 
 def is_definition(variant: Variant, layout: Layout, run: Run, compiler: str, where: str) -> bool:
-    """Return whether a kernel has the bits of the definition; log a warning if it has not.
+    """Return whether a kernel equals the definition bit for bit; log a warning if not.
 
     Args:
         variant: The formula.
-        layout: How the memory is stored.
+        layout: How the shard is stored.
         run: Runs the kernel.
-        compiler: Its name, for the warning.
+        compiler: The name of the compiler, for the warning.
         where: The machine or device, for the warning.
     """
     differing = differing_elements(variant, layout, run)
@@ -181,13 +220,13 @@ def is_definition(variant: Variant, layout: Layout, run: Run, compiler: str, whe
 
 @cache
 def pytorch_differs(rule: str) -> bool:
-    """Return whether PyTorch's fused update has other bits than the definition on this CPU.
+    """Return whether PyTorch's fused update differs from the definition on this CPU.
 
-    It has on processors without fused multiply-add, with other widths of vectors, and with
-    `ATEN_CPU_CAPABILITY`.
+    It does on processors without fused multiply-add, with other vector widths, and if
+    `ATEN_CPU_CAPABILITY` selects other instructions.
     """
     hypers = {"maximize": False, "nesterov": False, "decoupled_weight_decay": True, **_HYPERS[rule]}
-    if rule == "lion":  # the library's own, in PyTorch's elementary operations
+    if rule == "lion":  # Lion is this library's own, in PyTorch's elementary operations
         return False
     variant = RULES[rule].variant(hypers, True)
     layout = Layout(torch.float32)
@@ -207,12 +246,13 @@ def pytorch_differs(rule: str) -> bool:
 def fused_update(
     rule: str, hypers: dict[str, Any], arrays: Arrays, step: int, *, first: bool = False
 ) -> Arrays:
-    """Return what PyTorch's fused optimizer makes of one fp32 parameter in step number `step`.
+    """Return the result of PyTorch's fused optimizer for one fp32 parameter.
 
     Args:
         rule: "adam", "sgd" or "adagrad".
         hypers: All hyper-parameters of the rule.
         arrays: Gradient, weight and states; they are not changed.
+        step: The number of the update, from 1 on.
         first: The states of SGD have no values yet.
     """
     param, gradient, *states = (
@@ -235,7 +275,7 @@ def fused_update(
 
 
 def _rounded(values: NDArray[np.float32], chance: Chance, number: int) -> NDArray[np.int16]:
-    """Return fp32 numbers rounded to bf16 by the random bits of one key."""
+    """Return fp32 numbers rounded to bf16 by the random bits of key `number`."""
     first, skipped = divmod(chance.element, 16)
     generator = np.random.Philox(
         counter=[first, chance.step, 0, 0], key=[chance.seed, chance.keys[number]]

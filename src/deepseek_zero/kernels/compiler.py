@@ -1,7 +1,7 @@
-"""Whether numba is here, and how loops over flat CPU memory are compiled and run with it.
+"""Compiles loops over flat CPU memory with numba, if it is installed, and runs them.
 
-numba is optional (the extra `fast`).  It is imported at the first update, and not with the package:
-the import takes 0.3 s, and each kernel takes up to 0.7 s to compile.
+numba is optional (the extra `fast`). It is imported at the first update and not with the package,
+because the import takes 0.3 s and each kernel takes up to 0.7 s to compile.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 
 VARIABLE = "DEEPSEEK_ZERO_KERNELS"
-GRAIN = 1 << 18  # elements under which a second thread costs more than it saves
+GRAIN = 1 << 18  # For fewer elements per thread, a second thread costs more than it saves
 
 
 def chosen(wanted: str) -> str:
     """Return the choice of the user: "auto", "numba" or "torch".
 
-    Args: wanted: The word of the configuration. The environment variable DEEPSEEK_ZERO_KERNELS is
-        stronger.
+    The environment variable DEEPSEEK_ZERO_KERNELS overrides the configuration.
+
+    Args:
+        wanted: The value of the configuration.
+
+    Raises:
+        UsageError: The environment variable has another value.
     """
     wanted = os.environ.get(VARIABLE) or wanted
     if wanted not in ("auto", "numba", "torch"):
@@ -39,8 +44,13 @@ def chosen(wanted: str) -> str:
 
 
 def available(wanted: str) -> str:
-    """Return what computes updates with a kernel on a CPU: "auto", "numba" or "torch". wanted: see
-    `chosen`.
+    """Return what computes updates on a CPU: "auto", "numba" or "torch".
+
+    Args:
+        wanted: The value of the configuration; see `chosen`.
+
+    Raises:
+        UsageError: numba was chosen and is not installed.
     """
     wanted = chosen(wanted)
     if wanted == "torch" or find_spec("numba") is not None:
@@ -60,10 +70,9 @@ def available(wanted: str) -> str:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that numba compiles at its first call, and that lets other Python threads
-    run meanwhile.
+    """Return a function that numba compiles at its first call. It releases the GIL.
 
-    There is no cache on disk, because numba raises where no folder can be written.
+    There is no cache on disk, because numba raises if it finds no writable folder.
     """
     njit = import_module("numba").njit
     found: Callable[..., Any] = njit(nogil=True, error_model="numpy")(function)
@@ -71,10 +80,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def threads_for(ranks_here: int) -> int:
-    """Return how many threads a rank may use: the cores of this process, divided by the ranks of
-    the host.
+    """Return how many threads a rank may use: cores divided by ranks on the host.
 
-    `OMP_NUM_THREADS` does not count: torchrun sets it to 1 on hosts whose cores are free.
+    The cores are those on which this process may run. `OMP_NUM_THREADS` is ignored, because
+    torchrun sets it to 1 even if cores are free.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -84,15 +93,20 @@ def threads_for(ranks_here: int) -> int:
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the threads of one process; a forked child makes its own."""
+    """Return the thread pool of a process. A forked child creates its own."""
     return ThreadPoolExecutor(threads, thread_name_prefix="deepseek_zero-update")
 
 
 def in_slices(numel: int, threads: int, run: Callable[[int, int], None]) -> None:
-    """Call `run(start, stop)` for slices that together cover `numel` elements, each on its own
-    thread.
+    """Call `run(start, stop)` for slices of the elements, on several threads.
 
-    Slices begin at multiples of 64 elements. Few elements are one slice, on the calling thread.
+    Slices begin at multiples of 64 elements. A small number of elements is one slice, which runs on
+    the calling thread.
+
+    Args:
+        numel: Number of elements.
+        threads: The largest number of threads.
+        run: Processes the elements [start, stop).
     """
     parts = min(threads, max(1, numel // GRAIN))
     if parts == 1:
@@ -113,7 +127,8 @@ def in_slices(numel: int, threads: int, run: Callable[[int, int], None]) -> None
 def converts_fp16() -> bool:
     """Return whether the processor that numba compiles for converts fp16 numbers.
 
-    For other processors, LLVM calls functions that do not exist here, and the process aborts.
+    For other processors, LLVM emits calls of functions that do not exist here, and the process
+    aborts.
     """
     binding = import_module("llvmlite.binding")
     target = import_module("numba.core.registry").cpu_target

@@ -1,5 +1,6 @@
-"""Updates in one pass over memory on a CPU, compiled by numba.  Importing this module imports
-numba.
+"""Updates in one pass over memory on a CPU, compiled by numba.
+
+Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ def _itself(value: Any) -> Any:
 _OPERATIONS = Operations(fma, _sqrt, _sign)
 _READ = {torch.float32: _itself, torch.bfloat16: from_bf16, torch.float16: from_fp16}
 _WRITE = {None: _itself, torch.bfloat16: to_bf16, torch.float16: to_fp16}
-_BLOCK = 2048  # elements whose random bits are drawn at once; they stay in a core's first cache
+_BLOCK = 2048  # Elements whose random bits are drawn at a time; they fit into a core's L1 cache
 
 
 def _element_of(variant: Variant, layout: Layout) -> Any:
-    """Return the update of element i of the arrays. random, k: three arrays of random bits, and the
-    place in them.
+    """Return the function that updates element i of the arrays.
+
+    Its argument `random` has three arrays of random bits, and `k` is the index in them.
     """
     formula = njit(RULES[variant.rule].formula(variant, _OPERATIONS))
     read = _READ[layout.gradient]
@@ -122,7 +124,12 @@ def _element_of(variant: Variant, layout: Layout) -> Any:
 
 @cache
 def compiled_loop(variant: Variant, layout: Layout) -> Callable[..., None]:
-    """Return the loop over the elements of a shard; numba compiles it at its first call."""
+    """Return the loop over the elements of a shard. numba compiles it at its first call.
+
+    Args:
+        variant: The formula.
+        layout: How the shard is stored.
+    """
     element = _element_of(variant, layout)
     draws_weight = layout.is_rounded
     draws_states = len(variant.states) if layout.states_rounded else 0
@@ -185,8 +192,18 @@ def run(
     chance: Chance,
     threads: int = 1,
 ) -> None:
-    """Update the arrays of a shard in place. The last n % 8 of its n elements get the formula of a
-    tail.
+    """Update the arrays of a shard in place.
+
+    The last n % 8 of the n elements use the formula of a tail.
+
+    Args:
+        variant: The formula.
+        layout: How the shard is stored.
+        arrays: The arrays of the shard.
+        scalars: The result of `Rule.scalars`.
+        factor: The factor by which the gradient is multiplied.
+        chance: The random bits, if the layout needs any.
+        threads: The largest number of threads.
     """
     loop = compiled_loop(variant, layout)
     numel = len(arrays.gradient)
@@ -205,8 +222,11 @@ def run(
 
 @cache
 def is_exact(variant: Variant, layout: Layout) -> bool:
-    """Return whether the compiled loop has the bits of the definition on this machine. Compiles
-    it.
+    """Compile the loop, and return whether it equals the definition on this machine.
+
+    Args:
+        variant: The formula.
+        layout: How the shard is stored.
     """
     if torch.float16 in (layout.gradient, layout.published) and not converts_fp16():
         log_once(

@@ -1,5 +1,6 @@
-"""Updates in one pass over memory on an NVIDIA GPU: `update.cu`, compiled by NVRTC at the first
-update.
+"""Updates in one pass over memory on an NVIDIA GPU.
+
+NVRTC compiles `update.cu` at the first update.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from .cuda_source import THREADS, frame, header
 from .nvidia import CudaError, Kernel, binary_for, compiled, driver, nvrtc
 from .rules import VECTOR, Layout, Scalars, Variant
 
-# The kernel's parameters, with C's alignment: five arrays, `numel`, `is_aligned`, scalars, chance,
-# the factor, and the addresses of the factor, the flag and the counter
+# The parameters of the kernel, with C's alignment: five arrays, `numel`, `is_aligned`, scalars,
+# `Chance`, the factor, and the addresses of the factor, `skip` and the counter
 PARAMETERS = Struct("@5Pqi8f6Qf3P")
 _SCALARS = 8
-_ALIGNMENT = 16  # bytes that one instruction reads or writes
+_ALIGNMENT = 16  # Bytes that one instruction reads or writes
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for a device, for a log line; None if NVRTC and the driver
-    are there.
+    """Return why updates cannot be compiled for a device, for a log line.
+
+    Returns:
+        The reason; None if NVRTC and the driver are available.
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return f"{device} is not an NVIDIA GPU"
@@ -45,7 +48,15 @@ def why_not(device: torch.device) -> str | None:
 def compiled_for(
     variant: Variant, layout: Layout, scalar_count: int, capability: int, *, to_ptx: bool
 ) -> bytes:
-    """Return the kernel for devices of a compute capability, as machine code or as PTX."""
+    """Return the compiled kernel, as machine code or PTX.
+
+    Args:
+        variant: The formula.
+        layout: How the shard is stored.
+        scalar_count: Number of scalars of the formula.
+        capability: The compute capability, as 90 for 9.0.
+        to_ptx: Return PTX.
+    """
     headers = {"variant.h": header(variant, layout, scalar_count)}
     return compiled(frame(), headers, capability, to_ptx=to_ptx)
 
@@ -67,11 +78,20 @@ def launch_of(
     skip: Tensor | None = None,
     counter: Tensor | None = None,
 ) -> tuple[int, bytes]:
-    """Return the number of blocks and the parameters of the kernel `update`, as `PARAMETERS` has
-    them.
+    """Return the number of blocks and the packed parameters of a launch.
+
+    The arguments are those of `run`; `PARAMETERS` has the layout of the parameters.
+
+    Args:
+        columns: Gradient, main weight, other and two states.
+        scalars: The result of `Rule.scalars`.
+        factor: The factor of the gradient.
+        chance: The random bits.
+        skip: The flag that skips the update.
+        counter: The number of updates.
     """
     numel = columns[0].numel()
-    pointers = [column.data_ptr() for column in columns]  # 0 of an empty one
+    pointers = [column.data_ptr() for column in columns]  # 0 for empty columns
     joined = 0
     for pointer in pointers:
         joined |= pointer
@@ -110,22 +130,22 @@ def run(
     skip: Tensor | None = None,
     counter: Tensor | None = None,
 ) -> None:
-    """Queue the update of a shard on the current stream of its device. Nothing waits for the
-    device.
+    """Queue the update of a shard on the current stream of its device.
 
-    The last n % 8 of its n elements get the formula of a parameter's tail.
+    The host does not wait for the device. The last n % 8 of the n elements use the formula of a
+    parameter's tail.
 
     Args:
-        variant: Which formula.
+        variant: The formula.
         layout: How the shard is stored.
-        columns: Gradient, main weight, other and two states, as `check.Arrays.columns` has them,
-            contiguous. Those that the layout or the variant lacks are empty.
-        scalars: Those of `Rule.scalars`.
-        factor: The gradient is multiplied by it. A tensor is fp32, of one element, on the device.
-        chance: Where random bits begin, if the layout needs any. Then the shard is of one
-            parameter.
-        skip: fp32, of one element, on the device. If it is not zero, nothing is changed.
-        counter: fp32, of one element, on the device. It is raised by one.
+        columns: Gradient, main weight, other and two states, as in `Arrays.columns`, contiguous.
+            Columns that the layout or the variant lacks are empty.
+        scalars: The result of `Rule.scalars`.
+        factor: The factor by which the gradient is multiplied: a number, or an fp32 tensor of one
+            element on the device.
+        chance: The random bits, if the layout needs any. The shard then belongs to one parameter.
+        skip: An fp32 tensor of one element on the device. If it is not zero, nothing is changed.
+        counter: An fp32 tensor of one element on the device, which is incremented.
 
     Raises:
         CudaError: The kernel cannot be compiled, loaded or launched.
@@ -146,8 +166,16 @@ def run_arrays(
     factor: float,
     chance: Chance,
 ) -> None:
-    """Update arrays in the memory of the host, on a device: what `check.is_definition`
-    calls.
+    """Update arrays in host memory on a device, for `check.is_definition`.
+
+    Args:
+        device: The device.
+        variant: The formula.
+        layout: How the shard is stored.
+        arrays: The arrays, which are changed in place.
+        scalars: The result of `Rule.scalars`.
+        factor: The factor by which the gradient is multiplied.
+        chance: The random bits, if the layout needs any.
     """
     columns = [torch.from_numpy(column).to(device) for column in arrays.columns()]
     run(variant, layout, columns, scalars, factor, chance)
@@ -157,8 +185,14 @@ def run_arrays(
 
 @cache
 def is_exact(variant: Variant, layout: Layout, device: torch.device) -> bool:
-    """Return whether the compiled kernel has the bits of the definition on a device. Compiles it,
-    and waits for it.
+    """Compile the kernel, and return whether it equals the definition on a device.
+
+    Waits for the device.
+
+    Args:
+        variant: The formula.
+        layout: How the shard is stored.
+        device: The device.
     """
     try:
         return is_definition(variant, layout, partial(run_arrays, device), "NVRTC", f"{device}")

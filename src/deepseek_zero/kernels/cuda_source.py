@@ -1,7 +1,7 @@
-"""The CUDA C of an update: `update.cu`, and the header that fits it to a variant and a layout.
+"""CUDA C of an update: `update.cu`, and a header for each variant and layout.
 
-The formula is not written a second time. The one of rules.py is evaluated with names instead of
-numbers, and each operation appends a line of CUDA C.
+The formula is not written a second time. The function in `rules.py` is evaluated with names instead
+of numbers, and each operation appends a line of CUDA C.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from .rules import RULES, Layout, Operations, Variant
 
-THREADS = 256  # of a block
+THREADS = 256  # Per block
 _TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _HEADER = """\
 typedef {gradient} Gradient;
@@ -41,14 +41,14 @@ const Scalars& scalars,
 
 
 class _Name:
-    """A number of a formula, by the name that it has in CUDA C."""
+    """A number in a formula, represented by its name in CUDA C."""
 
     def __init__(self, name: str, lines: list[str]) -> None:
         self.name = name
         self.lines = lines
 
     def result(self, expression: str) -> _Name:
-        """Append a line that computes an expression, and return the name of its value."""
+        """Append a line that computes an expression; return the name of its value."""
         name = f"x{len(self.lines)}"
         self.lines.append(f"const float {name} = {expression};")
         return _Name(name, self.lines)
@@ -97,7 +97,13 @@ def _formula(variant: Variant, scalar_count: int, *, is_tail: bool) -> str:
 
 @cache
 def header(variant: Variant, layout: Layout, scalar_count: int) -> str:
-    """Return `variant.h`."""
+    """Return the text of `variant.h`.
+
+    Args:
+        variant: The formula.
+        layout: How the shard is stored.
+        scalar_count: Number of scalars of the formula.
+    """
     other = "low_half" if layout.is_split else "nothing"
     if layout.published is not None:
         other = _TYPES[layout.published]
@@ -120,5 +126,5 @@ def header(variant: Variant, layout: Layout, scalar_count: int) -> str:
 
 @cache
 def frame() -> str:
-    """Return `update.cu`."""
+    """Return the text of `update.cu`."""
     return (files(__package__) / "update.cu").read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
-"""Evaluates the formulas of rules.py with NumPy, exactly and slowly: what every kernel is compared
-with.
+"""The reference of all kernels, exact and slow.
+
+It evaluates the formulas of `rules.py` with NumPy.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ CANONICAL_NAN = 0x7FC00000
 def fma(a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c of fp32 numbers, rounded once.
 
-    The product is exact in double precision. The sum is rounded to odd there: if it is not exact,
-    its last bit is set. Then rounding it to fp32 gives what rounding the exact sum gives, because a
-    double has more than 2 * 24 + 2 bits.
+    The product is exact in double precision. The sum is rounded to odd: if it is not exact, its
+    last bit is set. Rounding it to fp32 then equals rounding the exact sum, because a double has
+    more than 2 * 24 + 2 bits.
+
+    Args:
+        a: The first factor.
+        b: The second factor.
+        c: The addend.
     """
     with np.errstate(all="ignore"):
         product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
@@ -44,7 +50,7 @@ EXACT = Operations(fma, np.sqrt, _sign)
 
 
 def settle(values: F32) -> F32:
-    """Return the values with the canonical NaN in place of every NaN."""
+    """Return the values with every NaN replaced by the canonical one."""
     bits = np.where(np.isnan(values), np.int32(CANONICAL_NAN), values.view(np.int32))
     return bits.astype(np.int32).view(np.float32)
 
@@ -55,9 +61,9 @@ def update(
     """Return the new weight and states of one parameter.
 
     Args:
-        variant: Which formula.
-        scalars: Those of `Rule.scalars`.
-        factor: The gradient is multiplied by it.
+        variant: The formula.
+        scalars: The result of `Rule.scalars`.
+        factor: The factor by which the gradient is multiplied.
         weight: Flat, fp32.
         gradient: Flat, fp32.
         states: Flat, fp32, as many as the variant has.
@@ -80,7 +86,12 @@ def update(
 
 
 def widen(numbers: NDArray[Any], dtype: torch.dtype) -> F32:
-    """Return 16-bit numbers, given as int16, as fp32; fp32 numbers as they are."""
+    """Return stored numbers as fp32.
+
+    Args:
+        numbers: 16-bit numbers as int16, or fp32 numbers, which are returned unchanged.
+        dtype: The dtype of the stored numbers.
+    """
     if dtype == torch.float32:
         return numbers
     if dtype == torch.float16:
@@ -89,8 +100,11 @@ def widen(numbers: NDArray[Any], dtype: torch.dtype) -> F32:
 
 
 def narrow(values: F32, dtype: torch.dtype) -> NDArray[np.int16]:
-    """Return fp32 numbers as bf16 (rounded half away from zero) or fp16 (to the even one), given as
-    int16.
+    """Return fp32 numbers as 16-bit numbers, stored as int16.
+
+    Args:
+        values: The fp32 numbers.
+        dtype: bf16 (ties are rounded away from zero) or fp16 (ties to even).
     """
     settled = settle(values)
     if dtype == torch.float16:
@@ -100,8 +114,9 @@ def narrow(values: F32, dtype: torch.dtype) -> NDArray[np.int16]:
 
 
 def split(values: F32) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """Return the bf16 numbers nearest to fp32 numbers, and their remainders
-    (precision/policy.py).
+    """Return the bf16 numbers nearest to fp32 numbers, and the remainders.
+
+    `precision/policy.py` has the format.
     """
     bits = settle(values).view(np.int32)
     upper = ((bits.astype(np.int64) + 0x8000) >> 16).astype(np.int16)
@@ -109,8 +124,13 @@ def split(values: F32) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
 
 
 def join(upper: NDArray[np.int16], lower: NDArray[np.int16]) -> F32:
-    """Undo `split`; a number whose sum with its remainder is NaN, and which is none itself, is the
-    value.
+    """Undo `split`.
+
+    If a number and its remainder give NaN, and the number is not NaN, the result is the number.
+
+    Args:
+        upper: bf16 numbers, as int16.
+        lower: Their remainders.
     """
     numbers = upper.astype(np.int32) << 16
     values = (numbers + lower).view(np.float32)
@@ -118,8 +138,11 @@ def join(upper: NDArray[np.int16], lower: NDArray[np.int16]) -> F32:
 
 
 def round_by(values: F32, random: NDArray[np.int16]) -> NDArray[np.int16]:
-    """Return fp32 numbers as bf16, rounded up or down by 16 random bits each
-    (precision/compact.py).
+    """Return fp32 numbers as bf16, stochastically rounded (`precision/compact.py`).
+
+    Args:
+        values: The fp32 numbers.
+        random: 16 random bits per number, as int16.
     """
     bits = settle(values).view(np.int32).astype(np.int64)
     return ((bits + (random.astype(np.int64) & 0xFFFF)) >> 16).astype(np.int16)

@@ -1,9 +1,8 @@
-"""Sums of rows and sums of squares as vector instructions, compiled by numba.  Importing this
-module imports numba.
+"""Sums of rows and sums of squares as vector instructions, compiled by numba.
 
-numba vectorizes a loop only if its arrays do not overlap, and a sum over ranks often overwrites one
-of its rows. Therefore these loops are built from explicit loads and stores of vectors, at
-addresses. LLVM cuts the vectors to the width of the machine.
+Importing this module imports numba. numba vectorizes a loop only if its arrays do not overlap, and
+a sum over ranks often overwrites one of its rows. These loops are therefore built from explicit
+loads and stores of vectors, at addresses. LLVM splits the vectors to the width of the machine.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from numba.extending import intrinsic, models, register_model
 from .compiler import compiled
 from .sums import BLOCK, COLUMNS
 
-WIDTH = 64  # elements that a sum of rows keeps in registers
-_VECTOR = 8  # float64 numbers of a 512-bit register
+WIDTH = 64  # Elements that a sum of rows keeps in registers
+_VECTOR = 8  # float64 numbers in a 512-bit register
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
@@ -67,7 +66,7 @@ def _from_bf16(builder: Any, numbers: Any) -> Any:
 
 
 def _to_bf16(builder: Any, values: Any) -> Any:
-    """Round to the nearest bf16, ties to the even one. A NaN becomes the canonical one."""
+    """Round to the nearest bf16, ties to even. A NaN becomes the canonical one."""
     bits = builder.bitcast(values, ir.VectorType(_I32, WIDTH))
     is_odd = builder.and_(builder.lshr(bits, _filled(_I32, 16)), _filled(_I32, 1))
     rounded = builder.add(builder.add(bits, _filled(_I32, 0x7FFF)), is_odd)
@@ -90,9 +89,7 @@ def _unchanged(builder: Any, values: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Format:
-    """How numbers of a dtype are stored, and how a vector of them becomes float32 and is made of
-    it.
-    """
+    """The stored type of a dtype, and the conversion of vectors to and from float32."""
 
     element: ir.Type
     nbytes: int
@@ -131,7 +128,7 @@ def _storer(format_: _Format) -> Any:
 
 
 def _spread(builder: Any, number: Any) -> Any:
-    """Return a vector that has the number in each place."""
+    """Return a vector with the number in each place."""
     empty = ir.Constant(ir.VectorType(_F32, WIDTH), ir.Undefined)
     first = builder.insert_element(empty, number, ir.Constant(_I32, 0))
     return builder.shuffle_vector(first, empty, _filled(_I32, 0))
@@ -171,14 +168,19 @@ def _rounded_to_bf16(typing: Any, values: Any) -> Any:
 
 @cache
 def sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> Callable[..., None]:
-    """Return the loop over elements [start, stop) of a sum of rows, at least `WIDTH` of them.
+    """Return the loop over elements [start, stop) of a sum of rows.
 
-    The loop reads all rows at a place before it writes there, so that the sum may overwrite a row.
-    The last vector begins `WIDTH` elements before the end. It overlaps the one before, and is
-    computed before that one is stored.
-    Arguments of the loop: the rows' addresses (an int64 array), the sum's address, start, stop, the
-    factor (float32), and whether to divide by the factor, to add to the sum's old values, and to
-    round to bf16 before the factor.
+    The range must have at least `WIDTH` elements. The loop reads all rows at a place before it
+    writes there, so the sum may overwrite a row. The last vector begins `WIDTH` elements before the
+    end and overlaps the previous one, so it is computed before the previous one is stored.
+
+    The arguments of the loop are the addresses of the rows (an int64 array), the address of the
+    sum, start, stop, the factor (float32), and three flags: divide by the factor instead of
+    multiplying, add to the old values of the sum, and round to bf16 before the factor is applied.
+
+    Args:
+        row_dtype: The dtype of the rows.
+        out_dtype: The dtype of the sum.
     """
     load = _loader(_FORMATS[row_dtype])
     row_nbytes = _FORMATS[row_dtype].nbytes
@@ -220,8 +222,9 @@ def sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> Callable[..., No
 
 
 def _wide(builder: Any, address: Any, dtype: torch.dtype) -> list[Any]:
-    """Return 16 numbers as two vectors of float64: for bf16 those at even and at odd places, else
-    the halves.
+    """Return 16 numbers as two vectors of float64.
+
+    For bf16 these have the numbers at even and at odd places, otherwise the two halves.
     """
 
     def at(place: int, element: ir.Type) -> Any:
@@ -244,7 +247,7 @@ def _wide(builder: Any, address: Any, dtype: torch.dtype) -> list[Any]:
 
 
 def _in_order(builder: Any, even: Any, odd: Any) -> list[Any]:
-    """Return the vectors of 16 numbers in their order, from those at even and at odd places."""
+    """Interleave the numbers at even and at odd places, and return two vectors."""
     found = []
     for first in (0, _VECTOR // 2):
         places = [
@@ -257,8 +260,9 @@ def _in_order(builder: Any, even: Any, odd: Any) -> list[Any]:
 
 
 def _block_sum(dtype: torch.dtype) -> Any:
-    """Return the function of an address that sums the squares of one block, as
-    `sums.sum_of_squares` defines it.
+    """Return the function that sums the squares of one block at an address.
+
+    The order of the sum is that of `sums.sum_of_squares`.
     """
     nbytes = _FORMATS[dtype].nbytes
     step = 2 * _VECTOR
@@ -312,9 +316,7 @@ def _block_sum(dtype: torch.dtype) -> Any:
 
 @cache
 def square_loop(dtype: torch.dtype) -> Callable[..., None]:
-    """Return the loop that writes the sum of squares of blocks [start, stop) of the numbers at an
-    address.
-    """
+    """Return the loop that writes the sums of squares of blocks [start, stop)."""
     block_sum = _block_sum(dtype)
     nbytes = BLOCK * _FORMATS[dtype].nbytes
 

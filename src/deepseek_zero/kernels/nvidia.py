@@ -1,7 +1,7 @@
-"""NVIDIA's compiler of CUDA C and its driver, called through ctypes.
+"""NVIDIA's compiler NVRTC and the CUDA driver, called through ctypes.
 
 NVRTC comes with PyTorch's CUDA wheels, as `nvidia/*/lib/libnvrtc.so.*`. It needs no C compiler, no
-headers and no GPU. The driver, `libcuda.so.1`, comes with the GPU.
+headers and no GPU. The driver, `libcuda.so.1`, is installed with the GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import torch
 
 from ..base.errors import DeepSeekZeroError
 
-# Each operation is rounded by itself, subnormal numbers are kept, and division and square root are
-# exact.
+# Each operation is rounded separately, subnormal numbers are kept, and division and square root
+# are correctly rounded.
 OPTIONS = ("--std=c++17", "--fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 
-# Of a thread that has not used the device yet: no context, or that of another device
+# Errors in a thread that has not used the device yet: it has no context, or that of another device
 _WRONG_CONTEXT = (201, 400)
 
-# Of cuLaunchKernel: the next value is the address of all parameters, or of their size in bytes.
+# Options of cuLaunchKernel: the next value is the address of all parameters, or of their size in
+# bytes.
 _PARAMETERS_AT = 1
 _PARAMETERS_SIZE = 2
 
@@ -39,7 +40,7 @@ class CudaError(DeepSeekZeroError):
 
 
 def _installed() -> Iterator[Path]:
-    """Yield the files of NVRTC that packages brought; those of PyTorch's own CUDA version first."""
+    """Yield the NVRTC libraries of Python packages, PyTorch's own CUDA version first."""
     spec = find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     found = [path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*")]
@@ -94,7 +95,7 @@ def architectures() -> tuple[int, ...]:
 
 
 def _text(program: c_void_p, what: str) -> bytes:
-    """Return what NVRTC has of a program: its "PTX", "CUBIN" or "ProgramLog"."""
+    """Return an output of NVRTC for a program: its "PTX", "CUBIN" or "ProgramLog"."""
     size = c_size_t()
     _checked(getattr(nvrtc(), f"nvrtcGet{what}Size")(program, byref(size)), f"nvrtcGet{what}Size")
     text = ctypes.create_string_buffer(size.value)
@@ -109,12 +110,12 @@ def compiled(
 
     Args:
         source: The program.
-        headers: What it includes, by name.
-        capability: Of the device, as 90 for 9.0.
-        to_ptx: Return PTX instead of the machine code of that device.
+        headers: The headers that it includes, by name.
+        capability: The compute capability of the device, as 90 for 9.0.
+        to_ptx: Return PTX instead of machine code.
 
     Raises:
-        CudaError: NVRTC is missing or refuses the source.
+        CudaError: NVRTC is missing or rejects the source.
     """
     program = c_void_p()
     names = (c_char_p * len(headers))(*(name.encode() for name in headers))
@@ -144,10 +145,10 @@ def compiled(
 
 @cache
 def driver() -> ctypes.CDLL:
-    """Return the driver's library.
+    """Return the library of the driver.
 
     Raises:
-        CudaError: There is none.
+        CudaError: It is not installed.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -183,7 +184,10 @@ def _context(device: int) -> c_void_p:
 
 @contextmanager
 def _current(device: int) -> Iterator[None]:
-    """Make the context of a device current: a thread that has not used the device yet has none."""
+    """Make the context of a device current.
+
+    A thread that has not used the device yet has no current context.
+    """
     _call("cuCtxPushCurrent_v2", _context(device))
     try:
         yield
@@ -195,6 +199,16 @@ class Kernel:
     """A kernel that is loaded on a device."""
 
     def __init__(self, binary: bytes, name: str, device: int) -> None:
+        """Load the kernel.
+
+        Args:
+            binary: Machine code or PTX.
+            name: The name of the kernel.
+            device: The index of the device.
+
+        Raises:
+            CudaError: The driver is missing or rejects the binary.
+        """
         self.device = device
         self._module = c_void_p()
         self._function = c_void_p()
@@ -207,13 +221,16 @@ class Kernel:
         """Queue the kernel on PyTorch's current stream.
 
         Args:
-            grid: The number of blocks.
-            block: The number of threads of a block.
-            parameters: The kernel's, one after another, with C's alignment.
+            grid: Number of blocks.
+            block: Number of threads per block.
+            parameters: The packed parameters of the kernel, with C's alignment.
+
+        Raises:
+            CudaError: The launch failed.
         """
         stream = torch.cuda.current_stream(self.device).cuda_stream
         size = c_size_t(len(parameters))
-        # A list of names and values, which ends with 0
+        # A list of options and values, terminated by 0
         packed = (c_void_p * 5)(
             _PARAMETERS_AT,
             cast(c_char_p(parameters), c_void_p),
@@ -230,8 +247,12 @@ class Kernel:
 
 
 def binary_for(capability: int) -> tuple[int, bool]:
-    """Return for which capability to compile, and whether to PTX, which the driver compiles on a
-    newer device.
+    """Return the capability to compile for, and whether to compile to PTX.
+
+    PTX is used for devices newer than NVRTC; the driver compiles it.
+
+    Raises:
+        CudaError: NVRTC does not compile for such old devices.
     """
     known = [number for number in architectures() if number <= capability]
     if not known:

@@ -1,10 +1,8 @@
-"""Operations on single numbers that numba compiles into a few instructions.  Importing this module
-imports numba.
+"""Operations on single numbers that numba compiles into a few instructions.
 
-numba lacks a fused multiply-add, a view of a number's bits, and 16-bit floats.  bf16 and fp16
-numbers are passed as
-int16.  Integers are int32 throughout: numba widens the sum of two int32 to int64, which halves the
-width of vectors, so each result is cut back.
+Importing this module imports numba. numba lacks a fused multiply-add, a view of a number's bits,
+and 16-bit floats. bf16 and fp16 numbers are passed as int16. All integers are int32: numba widens
+the sum of two int32 to int64, which halves the width of vectors, so each result is cast back.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def bits_of(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def float_of(typing: Any, bits: Any) -> Any:
-    """Return the float32 that has these bits (int32)."""
+    """Return the float32 with these bits (int32)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _F32)
@@ -53,7 +51,7 @@ def float_of(typing: Any, bits: Any) -> Any:
 
 @intrinsic
 def from_fp16(typing: Any, half: Any) -> Any:
-    """Return the float32 of an fp16 number."""
+    """Convert fp16 to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], _F16), _F32)
@@ -63,7 +61,7 @@ def from_fp16(typing: Any, half: Any) -> Any:
 
 @intrinsic
 def to_fp16(typing: Any, value: Any) -> Any:
-    """Return the fp16 number nearest to a float32; ties go to the even one."""
+    """Convert float32 to the nearest fp16, ties to even."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.fptrunc(args[0], _F16), _I16)
@@ -73,7 +71,7 @@ def to_fp16(typing: Any, value: Any) -> Any:
 
 @njit
 def settled(value: Any) -> Any:
-    """Return a float32 unchanged, or the canonical NaN if it is any NaN."""
+    """Return a float32 unchanged, or the canonical NaN for any NaN."""
     bits = bits_of(value)
     is_nan = (bits & int32(0x7FFFFFFF)) > int32(0x7F800000)
     canonical = int32(0x7FC00000) if is_nan else bits
@@ -82,24 +80,29 @@ def settled(value: Any) -> Any:
 
 @njit
 def from_bf16(upper: Any) -> Any:
-    """Return the float32 of a bf16 number."""
+    """Convert bf16 to float32."""
     return float_of(int32(upper) << int32(16))
 
 
 @njit
 def to_bf16(value: Any) -> Any:
-    """Return the bf16 number nearest to a float32 that is no NaN but the canonical one; ties go
-    away from zero.
+    """Convert float32 to the nearest bf16, ties away from zero.
+
+    A NaN must be the canonical one.
     """
     return int16((bits_of(value) + int32(0x8000)) >> int32(16))
 
 
 @njit
 def joined(upper: Any, lower: Any) -> Any:
-    """Return the float32 of a bf16 number and its remainder (precision/policy.py).
+    """Return the float32 of a bf16 number and its remainder (`precision/policy.py`).
 
-    If a program changed the number without its remainder, their sum may be a NaN where the number
-    is none. Then the number is the value.
+    If a program changed the number without its remainder, their sum may be NaN although the number
+    is not. The result is then the number.
+
+    Args:
+        upper: The bf16 number.
+        lower: The remainder.
     """
     number = int32(int32(upper) << int32(16))
     bits = int32(number + int32(lower))
@@ -110,11 +113,16 @@ def joined(upper: Any, lower: Any) -> Any:
 
 @njit
 def low_half(value: Any) -> Any:
-    """Return the remainder that a float32 has in addition to its bf16 number."""
+    """Return the remainder of a float32 next to its bf16 number."""
     return int16(bits_of(value))
 
 
 @njit
 def round_by(value: Any, random: Any) -> Any:
-    """Return a float32 as bf16, rounded up or down by 16 random bits (precision/compact.py)."""
+    """Convert float32 to bf16 with stochastic rounding (`precision/compact.py`).
+
+    Args:
+        value: The number.
+        random: 16 random bits, as int16.
+    """
     return int16((bits_of(value) + (int32(random) & int32(0xFFFF))) >> int32(16))

@@ -1,17 +1,15 @@
-"""The optimizers whose update is computed in one pass, as data: their states, their scalars, their
-formula.
+"""Defines the optimizers with one-pass updates: their states, scalars and formulas.
 
-This file is the definition of the bits of an update
-(docs/design/updates.md).  A formula is written once, over operations
-that the caller passes in: numba compiles it with its own (cpu.py), and NumPy evaluates it with
-exact ones (definition.py).  Rules of the definition:
+This file is the definition of the bits of an update (docs/design/updates.md). A formula is written
+once, over operations that the caller passes in. numba compiles it with its own operations
+(`cpu.py`), and NumPy evaluates it with exact ones (`definition.py`). The rules of the definition:
 
 - Each operation is rounded once, to the nearest fp32 number. `fma(a, b, c)` is one operation.
 - Scalars are computed in double precision and rounded once.
-- The last n % 8 elements of a parameter of n elements have a formula of their own (`is_tail`),
-  because PyTorch's fused optimizers compute them by other instructions on a CPU. So an update
-  equals PyTorch's in every element.
-- There is one NaN, 0x7FC00000, in weights, main weights and states.
+- The last n % 8 elements of a parameter of n elements have a separate formula (`is_tail`),
+  because PyTorch's fused optimizers compute them with other instructions on a CPU. An update
+  therefore equals PyTorch's in every element.
+- Weights, main weights and states have only one NaN, 0x7FC00000.
 """
 
 from __future__ import annotations
@@ -27,11 +25,17 @@ import torch
 Value = Any  # an fp32 number in numba, an array of fp32 in NumPy
 Scalars = tuple[np.float32, ...]
 Hypers = Mapping[str, Any]
-VECTOR = 8  # elements; what is left over of a parameter is its tail
+VECTOR = 8  # Elements. The remaining elements of a parameter are its tail.
 
 
 class Operations(NamedTuple):
-    """What a formula is made of besides + - * /.  sign: -1, 0 or 1; 0 for NaN."""
+    """The operations of a formula other than + - * /.
+
+    Attributes:
+        fma: Fused multiply-add.
+        sqrt: Square root.
+        sign: -1, 0 or 1; 0 for NaN.
+    """
 
     fma: Callable[[Value, Value, Value], Value]
     sqrt: Callable[[Value], Value]
@@ -44,11 +48,17 @@ Formula = Callable[[Value, Value, Value, Value, Any, Any], tuple[Value, Value, V
 
 @dataclass(frozen=True)
 class Variant:
-    """What selects a formula of a rule; each variant is compiled by itself.
+    """The options that select a formula of a rule. Each variant is compiled separately.
 
-    states: the names of the states with one value per element, at most two. decays: weight decay is
-    not zero, and is added to the gradient. decoupled: it shrinks the weight instead. near: the new
-    gradient weighs at least half in the first moment. first: there is no momentum yet.
+    Attributes:
+        rule: The name of the rule.
+        states: The names of the element-wise states, at most two.
+        maximizes: The objective is maximized.
+        decays: Weight decay is not zero, and is added to the gradient.
+        decoupled: Weight decay shrinks the weight instead.
+        near: The weight of the new gradient in the first moment is at least one half.
+        first: There is no momentum yet.
+        nesterov: Momentum is Nesterov's.
     """
 
     rule: str
@@ -65,13 +75,14 @@ class Variant:
 class Layout:
     """How a shard is stored.
 
-    gradient: fp32, bf16 or fp16. is_split: the main weight is a bf16 weight and its remainder
-    (precision/policy.py);
-    else it is fp32. published: the dtype, bf16 or fp16, of a weight that is written with an fp32
-    main weight.
-    is_rounded: there is no main weight, and the bf16 weight is rounded up or down at random
-    (precision/compact.py).
-    states_rounded: so are the states, which are bf16; else they are fp32.
+    Attributes:
+        gradient: The dtype of the gradient: fp32, bf16 or fp16.
+        is_split: The main weight is a bf16 weight and its remainder (`precision/policy.py`). If
+            not, it is fp32.
+        published: The dtype, bf16 or fp16, of a weight that is written next to an fp32 main weight.
+        is_rounded: There is no main weight, and the bf16 weight is rounded stochastically
+            (`precision/compact.py`).
+        states_rounded: The states are bf16 and rounded stochastically. If not, they are fp32.
     """
 
     gradient: torch.dtype
@@ -82,7 +93,7 @@ class Layout:
 
     @property
     def is_random(self) -> bool:
-        """Return whether an update needs random bits."""
+        """Whether an update needs random bits."""
         return self.is_rounded or self.states_rounded
 
 
@@ -91,13 +102,13 @@ class Rule:
     """An optimizer class.
 
     Attributes:
-        variant: Returns the variant for hyper-parameters. The second argument says whether the
+        variant: Returns the variant for hyper-parameters. The second argument is whether the
             parameter has its states already.
         scalars: Returns the scalars of a formula. The second argument is the number of the update,
             from 1 on.
         formula: Returns the formula of a variant.
         counts: Whether the optimizer keeps the number of its updates in a state named `step`.
-        hides_nan: Whether a state may be NaN where the weight is not.
+        hides_nan: Whether a state may be NaN while the weight is not.
     """
 
     variant: Callable[[Hypers, bool], Variant]
@@ -283,10 +294,10 @@ RULES: dict[str, Rule] = {
     "adagrad": Rule(_adagrad_variant, _adagrad_scalars, _adagrad),
     "lion": Rule(_lion_variant, _lion_scalars, _lion, counts=False, hides_nan=True),
 }
-# By class
+# By the name of the class
 NAMES = {"Adam": "adam", "AdamW": "adam", "SGD": "sgd", "Adagrad": "adagrad", "Lion": "lion"}
 
-# Options that choose another implementation, and the values with which the fused one is left.
+# Options that choose another implementation, and the values that keep the fused one
 OPEN_OPTIONS = {
     "fused": (None, True),
     "foreach": (None, False),
@@ -296,8 +307,14 @@ OPEN_OPTIONS = {
 
 
 def rule_of(optimizer: str, hypers: Hypers) -> Rule | None:
-    """Return the rule of an optimizer class (PyTorch's or ours) under these hyper-parameters; None
-    if it has none.
+    """Return the rule of an optimizer.
+
+    Args:
+        optimizer: The name of the class, PyTorch's or this library's.
+        hypers: The hyper-parameters.
+
+    Returns:
+        The rule; None if there is none for these hyper-parameters.
     """
     name = NAMES.get(optimizer)
     if name is None or hypers.get("amsgrad"):

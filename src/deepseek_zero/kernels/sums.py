@@ -1,14 +1,14 @@
-"""Sums over rows and sums of squares, in one order, in one pass over memory.
+"""Sums over rows and sums of squares, in one fixed order, in one pass over memory.
 
-Each function has two implementations with the same bits. Operations of torch and numpy work
-everywhere. Loops that numba compiles (lanes.py) are for large tensors in the memory of the CPU;
-they are compiled at their first use.
+Each function has two implementations with the same bits. Operations of torch and NumPy work
+everywhere. Loops that numba compiles (`lanes.py`) are used for large tensors in CPU memory and
+compiled at first use.
 
 The sum of squares is a sum over blocks of 1,024 elements. The first block begins where the flat
-layout does. Elements that are not counted are zeros. A block is a table of 32 rows and 32 columns.
-Everything is float64, in which the square of a float32 is exact. In each column, the squares are
-added one after the other. Column k is added to column k + 16, then k to k + 8, until one number is
-left. The sums of blocks are added one after the other.
+layout does, and elements that are not counted are zeros. A block is a table of 32 rows and 32
+columns. All numbers are float64, in which the square of a float32 is exact. The squares of each
+column are added in row order. Column k is then added to column k + 16, next k to k + 8, until one
+number remains. The sums of blocks are added in order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ..base.log import log_once
 from .check import values as sample
 from .compiler import VARIABLE, available, converts_fp16, in_slices
 
-BLOCK = 1024  # elements whose squares are summed together
+BLOCK = 1024  # Elements per block of a sum of squares
 COLUMNS = 32
-_TILE = 256  # blocks that torch computes at a time: 2 MiB of float64
+_TILE = 256  # Blocks that NumPy computes at a time: 2 MiB of float64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGE = 1 << 17  # elements for which a loop is worth being compiled, which takes up to a second
+LARGE = 1 << 17  # Elements from which a loop is compiled, which takes up to a second
 
 
 def add_rows(
@@ -47,18 +47,20 @@ def add_rows(
     add: bool = False,
     threads: int = 1,
 ) -> None:
-    """out = (rows[0] + rows[1] + ...) / divisor, summed in that order in fp32, rounded once; `add`:
-    out += that.
+    """Write (rows[0] + rows[1] + ...) / divisor to `out`, or add it.
 
-    The sum of two bf16 rows that is divided by a power of two, and not added, is rounded before it
-    is divided, too. That makes a difference only for results under 2^-126 and for sums that
-    overflow. Which NaN a NaN becomes is not defined.
+    Rows are added in order in fp32, and the result is rounded once. There is one exception: the sum
+    of two bf16 rows that is divided by a power of two, and not added, is also rounded before the
+    division. This changes only results below 2^-126 and sums that overflow. It is not defined which
+    NaN a NaN becomes.
 
     Args:
-        rows: One-dimensional, of one length, of any float dtypes.
+        rows: One-dimensional, of equal length, of any float dtypes.
         out: The sum, of the same length and any float dtype; it may be one of the rows.
-        scratch: fp32; its size is that of the tiles in which torch computes.
-        threads: How many threads a compiled loop may use.
+        scratch: fp32; torch computes in tiles of its size.
+        divisor: The divisor of the sum.
+        add: Add the result to the values of `out`.
+        threads: The largest number of threads of a compiled loop.
     """
     is_uniform = len({row.dtype for row in rows}) == 1
     if is_uniform and _fits_loop(out, *rows) and _has_sum_loop(rows[0].dtype, out.dtype):
@@ -68,8 +70,13 @@ def add_rows(
 
 
 def scale_and_store(total: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
-    """Divide an fp32 total in place, and round it once into its place, or add it to what is
-    there.
+    """Divide an fp32 total in place, then store or add it, rounded once.
+
+    Args:
+        total: The total; it is changed.
+        into: Output, of any float dtype; may be `total`.
+        divisor: The divisor.
+        add: Add the result to the values of `into`.
     """
     if divisor != 1.0:
         total.mul_(1.0 / divisor) if is_power_of_two(divisor) else total.div_(divisor)
@@ -82,13 +89,14 @@ def is_power_of_two(divisor: float) -> bool:
     return math.frexp(divisor)[0] == 0.5
 
 
-@np.errstate(over="ignore")  # of float64 gradients
+@np.errstate(over="ignore")  # Squares of float64 gradients may overflow
 def sum_of_squares(values: Tensor, first: int, threads: int) -> float:
-    """Return the sum of the squares of flat values on the CPU, as the module defines it.
+    """Return the sum of squares of flat values on the CPU, in the order of this module.
 
     Args:
-        first: The place of the first value in the flat layout.
-        threads: How many threads may compute.
+        values: The values, flat.
+        first: The index of the first value in the flat layout.
+        threads: The largest number of threads.
     """
     lead = min(-first % BLOCK, values.numel())
     end = lead + (values.numel() - lead) // BLOCK * BLOCK
@@ -109,9 +117,7 @@ def compile_squares(dtype: torch.dtype) -> None:
 
 
 def _fits_loop(*tensors: Tensor) -> bool:
-    """Return whether the tensors are large enough, and stored so, that a compiled loop may read and
-    write them.
-    """
+    """Return whether a compiled loop may process the tensors, and they are large enough."""
     if tensors[0].numel() < LARGE:
         return False
     is_plain = all(
@@ -123,8 +129,10 @@ def _fits_loop(*tensors: Tensor) -> bool:
 
 @cache
 def _may_compile(variable: str | None) -> bool:
-    """Return whether numba is here and may be used. variable: the value of
-    DEEPSEEK_ZERO_KERNELS.
+    """Return whether numba is installed and may be used.
+
+    Args:
+        variable: The value of DEEPSEEK_ZERO_KERNELS.
     """
     return available(variable or "auto") != "torch"
 
@@ -134,8 +142,10 @@ def _loops() -> Any:
 
 
 def _is_plain_pair(rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool) -> bool:
-    """Return whether torch's own addition of two rows is the sum: in fp32, rounded once, and then
-    at most halved.
+    """Return whether torch's own addition of two rows gives the bits of the sum.
+
+    It does if rows and sum have one dtype, fp32 or bf16, the divisor is a power of two, and the
+    result is not added.
     """
     is_pair = len(rows) == 2 and not add and is_power_of_two(divisor)
     return is_pair and {out.dtype, *(row.dtype for row in rows)} in (
@@ -149,7 +159,7 @@ def _add_by_torch(
 ) -> None:
     is_pair = _is_plain_pair(rows, out, divisor, add=add)
     tile = scratch.numel()
-    if is_pair and divisor == 1.0:  # one operation needs no tiles
+    if is_pair and divisor == 1.0:  # A single operation needs no tiles
         tile = max(1, out.numel())
     for start in range(0, out.numel(), tile):
         stop = min(start + tile, out.numel())
@@ -183,7 +193,7 @@ def _add_by_loop(
 
 
 def _edge_block(values: Tensor, place: int) -> float:
-    """Return the sum of a block of which only these values, from a place on, are counted."""
+    """Return the sum of squares of a block whose only values begin at `place`."""
     if not values.numel():
         return 0.0
     block = values.new_zeros(BLOCK)
@@ -194,14 +204,17 @@ def _edge_block(values: Tensor, place: int) -> float:
 
 
 def _squares_by_arrays(values: Tensor, sums: NDArray[np.float64]) -> None:
-    """Write the sum of each block of whole blocks, by numpy, whose calls cost less than torch's."""
+    """Write the sum of squares of each block with NumPy.
+
+    NumPy's calls cost less than torch's.
+    """
     tile = max(1, min(_TILE, len(sums)))
     wide = torch.empty(tile * BLOCK, dtype=torch.float64)
     for low in range(0, len(sums), tile):
         high = min(low + tile, len(sums))
         numbers = wide[: (high - low) * BLOCK].copy_(values[low * BLOCK : high * BLOCK]).numpy()
         blocks = numbers.reshape(high - low, BLOCK // COLUMNS, COLUMNS)
-        columns = np.einsum("brc,brc->bc", blocks, blocks).T.copy()  # adds row after row
+        columns = np.einsum("brc,brc->bc", blocks, blocks).T.copy()  # Adds in row order
         while len(columns) > 1:
             half = len(columns) // 2
             columns = columns[:half] + columns[half:]
@@ -220,14 +233,14 @@ def _squares_by_loop(values: Tensor, sums: NDArray[np.float64], threads: int) ->
 
 @cache
 def _has_sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
-    """Return whether the compiled sum has torch's bits on this machine. Compiles it."""
+    """Compile the sum loop, and return whether it has torch's bits on this machine."""
     what = f"the sum of {row_dtype} in {out_dtype}"
     return _is_exact(what, (row_dtype, out_dtype), lambda: _sums_differ(row_dtype, out_dtype))
 
 
 @cache
 def _has_square_loop(dtype: torch.dtype) -> bool:
-    """Return whether the compiled sum of squares has torch's bits on this machine. Compiles it."""
+    """Compile the loop of squares, and return whether it has NumPy's bits on this machine."""
     return _is_exact(f"the sum of squares of {dtype}", (dtype,), lambda: _squares_differ(dtype))
 
 
@@ -238,7 +251,7 @@ def _is_exact(what: str, dtypes: Sequence[torch.dtype], differs: Callable[[], bo
             problem = "cannot be compiled for this processor, which has no instructions for fp16"
         elif differs():
             problem = "differs from PyTorch's in a test on this machine"
-    except Exception as error:  # whatever numba or its compiler cannot do here
+    except Exception as error:  # Any failure of numba or its compiler on this machine
         problem = f"cannot be compiled ({type(error).__name__}: {error})"
     if problem:
         log_once(f"{what} {problem}, so PyTorch computes it, more slowly.", logging.WARNING)
@@ -278,8 +291,11 @@ def _squares_differ(dtype: torch.dtype) -> bool:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors of one dtype have the same bits, except that a NaN equals every
-    NaN.
+    """Return whether two tensors have the same bits. A NaN equals every NaN.
+
+    Args:
+        left: The first tensor, of a 16-bit or 32-bit float dtype.
+        right: The second tensor, of the same dtype and shape.
     """
     integer = {2: torch.int16, 4: torch.int32}[left.dtype.itemsize]
     return bool(

@@ -1,10 +1,10 @@
 // The update of an optimizer, in one pass over a flat shard.
 //
-// variant.h is written by cuda_source.py. It defines the types of the arrays (Gradient, Main, Other, State), constants,
-// and the function `formula` of one variant.
+// cuda_source.py writes variant.h, which defines the types of the arrays (Gradient, Main, Other, State), constants, and
+// the function `formula` of one variant.
 //
 // Every operation on numbers is an intrinsic that rounds to the nearest fp32 number, so the compiler cannot fuse or
-// approximate any. NaN is tested by integer operations, because a compiler may remove `x != x`.
+// approximate any. Integer operations test for NaN, because a compiler may remove `x != x`.
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
@@ -34,8 +34,8 @@ __device__ float as_float(fp16 value) {
     return wide;
 }
 
-// The main weight from what is stored. A program may have changed a bf16 weight without its remainder. If their sum is
-// a NaN and the weight is not, the main weight is the weight.
+// Return the main weight. A program may have changed a bf16 weight without its remainder. If their sum is NaN and the
+// weight is not, the main weight is the weight.
 template <class Main, class Other> __device__ float main_weight(Main main, Other) { return as_float(main); }
 
 __device__ float main_weight(bf16 upper, low_half lower) {
@@ -44,8 +44,8 @@ __device__ float main_weight(bf16 upper, low_half lower) {
     return __uint_as_float(is_nan(sum) ? exposed : sum);
 }
 
-// Store a settled number. `random` are 16 random bits. By them a bf16 weight without a main weight is rounded, and so
-// are bf16 states. Beside a main weight bf16 is rounded half up in magnitude, and fp16 to the nearest even number.
+// Store a settled number. The 16 bits of `random` round bf16 states, and a bf16 weight without a main weight. With a
+// main weight, ties of bf16 are rounded away from zero, and ties of fp16 to even.
 __device__ bf16 rounded(float value, unsigned add) { return {(unsigned short)((__float_as_uint(value) + add) >> 16)}; }
 
 __device__ void store(float value, float& number, unsigned) { number = value; }
@@ -75,7 +75,7 @@ __device__ void store(float value, bf16& upper, low_half& lower, unsigned) {
 
 #include "variant.h"
 
-// N elements that are read and written by one instruction, or by a few of 16 bytes.
+// N elements that one instruction reads or writes, or a few instructions of 16 bytes.
 template <class Number, int N> struct alignas(N * sizeof(Number) < 16 ? N * sizeof(Number) : 16) Pack {
     Number at[N];
 };
@@ -88,7 +88,7 @@ template <int N, class Number> __device__ const Pack<Number, N>& pack(const Numb
     return *reinterpret_cast<const Pack<Number, N>*>(array + i);
 }
 
-// The random bits of N elements of a parameter, 1 or 8. One count of Philox4x64-10 gives those of 16 elements.
+// The random bits of N elements of a parameter; N is 1 or 8. One count of Philox4x64-10 serves 16 elements.
 template <int N> struct Random {
     uint64 low, high;  // of eight elements
     unsigned first;
@@ -144,9 +144,9 @@ __device__ void update_pack(long long i, bool is_tail, const Gradient* __restric
     if (STATES > 1) pack<N>(second, i) = b;
 }
 
-// A thread updates eight elements of `numel`; the last numel % 8 elements are a parameter's tail. is_aligned: all arrays
-// begin at multiples of 16 bytes, and the shard at a multiple of 8 elements of its parameter. Otherwise neighbouring
-// threads update neighbouring elements, one by one. count_at: the optimizer's count of updates, which is raised by one.
+// Each thread updates eight elements; the last numel % 8 elements are a parameter's tail. is_aligned means that all
+// arrays begin at multiples of 16 bytes, and the shard at a multiple of 8 elements of its parameter. If not, neighbouring
+// threads update neighbouring elements, one at a time. The optimizer's count of updates at count_at is incremented.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) // at most 64 registers, which suffice without spills
 update(const Gradient* __restrict__ gradient, Main* __restrict__ main, Other* __restrict__ other,
        State* __restrict__ first, State* __restrict__ second, long long numel, int is_aligned, Scalars scalars,
