@@ -1,5 +1,6 @@
-"""DeepSpeed's `deepspeed.utils`: access to sharded state, leaf modules, logging.  Re-exports
-only.
+"""DeepSpeed's `deepspeed.utils`: access to sharded state, leaf modules, logging.
+
+This module only re-exports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""DeepSpeed's `deepspeed.utils.logging`: the logger and log_dist.  Re-exports only."""
+"""DeepSpeed's `deepspeed.utils.logging`: the logger and `log_dist`.
+
+This module only re-exports.
+"""
 
 from __future__ import annotations
 

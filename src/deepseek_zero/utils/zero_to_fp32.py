@@ -1,6 +1,6 @@
-"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights out of a checkpoint folder.
+"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights from a checkpoint folder.
 
-Every name is contributed by a package above the core (base/plugins.py).
+All names are contributed by a package above the core (`base/plugins.py`).
 """
 
 from __future__ import annotations
