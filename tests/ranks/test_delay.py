@@ -282,8 +282,12 @@ def test_a_batch_that_changes_between_two_steps_loses_no_update() -> None:
             "(?s)delayed_update_after = 3.*rest in another memory",
         ),
         (
-            {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+            {"offload_optimizer": {"super_offload": True}},
             "(?s)super_offload = .*rest in another memory",
+        ),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}},
+            "(?s)super_offload = .*needs stage 3",
         ),
     ],
 )

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 CASES = (
     "a_step_of_one_rank",
     "copies_of_a_step",
+    "random_schedules",
+    "faults_of_other_systems",
     "stages_and_tiers",
     "optimizers_and_fewer_bits",
     "kernels_on_the_device",
@@ -37,6 +39,8 @@ if not is_full():
     RUNS = [
         ("a_step_of_one_rank", 1),
         ("copies_of_a_step", 1),
+        ("random_schedules", 1),
+        ("faults_of_other_systems", 1),
         ("stages_and_tiers", 1),
         ("kernels_on_the_device", 1),
         ("activations_and_memory", 2),

@@ -23,11 +23,14 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero import checkpointing, zero
 from deepseek_zero.base.errors import OutOfMemoryError
+from deepseek_zero.extensions import SpeculativeUpdate
 from deepseek_zero.pipeline import find_chain
 from deepseek_zero.report.measure import live_storages
+from deepseek_zero.tiers.host import HostMemory
 from deepseek_zero.tiers.tier import Tier
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
@@ -183,8 +186,7 @@ def optimizers_and_fewer_bits(path: Path) -> None:
     places = states_on(path)
     adam: dict[str, Any] = {"type": "AdamW", "params": {"lr": 0.01}}
     tops: list[Zero] = [
-        {"optimizer": {"type": name, "params": {"lr": 0.01}}}
-        for name in ("SGD", "Adagrad", "Lion", "Lamb")
+        {"optimizer": {"type": name, "params": {"lr": 0.01}}} for name in ("SGD", "Lion", "Lamb")
     ]
     tops += [
         {"optimizer": adam | {"moments": kept}, "bf16": {"enabled": True}}
@@ -195,18 +197,16 @@ def optimizers_and_fewer_bits(path: Path) -> None:
         expected = trained(3, {}, **top)
         for name in ("states on the host", "all on the disk"):
             assert_same(trained(3, places[name], **top), expected, (top, name))
-    # Bf16 on a device, fp32 on the host
-    muon: Zero = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
-    host, disk = (
-        trained(3, places[name], **muon) for name in ("all on the host", "states on the disk")
-    )
-    assert_same(disk, host, "Muon")
+    # PyTorch's update on a host differs: Muon computes in fp32 there, and Adagrad is fused.
+    for kind in ("Muon", "Adagrad"):
+        top = {"optimizer": {"type": kind, "params": {"lr": 0.01}}}
+        host, disk = (
+            trained(3, places[name], **top) for name in ("all on the host", "states on the disk")
+        )
+        assert_same(disk, host, kind)
     for key in ({"super_offload": True}, {"delayed_update_after": 1}):
         found = {}
         for name in ("states on the host", "all on the host", "all on the disk"):
-            if name == "states on the host" and "super_offload" in key:
-                found[name] = trained(3, {})
-                continue
             where = {
                 **places[name],
                 "offload_optimizer": {**places[name]["offload_optimizer"], **key},
@@ -541,6 +541,134 @@ def bytes_to_copy(engine: Any, stage: int) -> tuple[int, int]:
     return down, up
 
 
+def random_schedules(path: Path) -> None:
+    """Whenever copies happen, a run has the bits of a run without offload.
+
+    Every step draws another schedule: some copies happen before anything waits for them, the others
+    when something does.
+    """
+    library = toy.register(os.environ[toy.LIBRARY_VARIABLE])
+    is_full = bool(os.environ.get("DEEPSEEK_ZERO_FULL"))
+    steps = 100 if is_full else 10
+    low: Zero = {"bf16": {"enabled": True}}
+    kinds: list[tuple[Zero, int]] = [
+        (low | {"gradient_clipping": clip}, accumulation)
+        for clip, accumulation in itertools.product((0.3, 0.0), (1, 3))
+    ]
+    if not is_full:
+        kinds = [kinds[0], kinds[3]]
+    for number, (top, accumulation) in enumerate(kinds):
+        top = top | {"gradient_accumulation_steps": accumulation}
+        expected: dict[int, list[Tensor]] = {}
+        early = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
+        places = states_on(path) | {"updates in backward": early}
+        for stage, (name, place) in itertools.product((1, 2, 3), places.items()):
+            if stage < 3 and ("offload_param" in place or place is early):
+                continue
+            engine = engine_of(stage, place, **top)
+            found: list[Tensor] = []
+            for step in range(steps):
+                library.draw_schedule(1 + 1000 * number + step if place else 0)
+                found += train(engine, 1, first=step * accumulation)
+            found += states_of(engine)
+            library.draw_schedule(0)
+            if place is early:
+                stats = engine.optimizer.policy(SpeculativeUpdate).stats
+                assert stats.updated > 0, "no update in backward"
+                assert bool(stats.undone) == bool(top["gradient_clipping"]), stats
+            key = stage // 2 if accumulation > 1 else 0
+            assert_same(found, expected.setdefault(key, found), (top, name, stage))
+            engine.destroy()
+
+
+def faults_of_other_systems(path: Path) -> None:
+    """Faults that other systems had with an optimizer on the host next to a GPU; each is named by
+    its report.
+    """
+    if dist.is_initialized():
+        return
+    places = states_on(path)
+    host = places["states on the host"]
+    _gradients_are_read_before_their_copies(host)  # pytorch#180666
+    _lent_memory_is_reused_while_copies_run(engine_of(3, host))  # pytorch#180665
+    _slices_have_the_bits_of_whole_states(host)  # DeepSpeed#7819
+    _micro_batches_count_in_the_norm(host)  # DeepSpeed#7967
+    _loaded_weights_reach_main_weights(host)  # Megatron-Bridge#4082
+    _pinned_weights_follow_updates(host)
+
+
+def _gradients_are_read_before_their_copies(host: Zero) -> None:
+    found = []
+    for place in ({}, host):
+        engine = engine_of(3, place, bf16={"enabled": True})
+        train(engine, 1)
+        engine.backward(loss_of(engine, 5))
+        gradients = [safe_get_full_grad(param) for param in engine.module.parameters()]
+        found.append([value.cpu().clone() for value in gradients if value is not None])
+        engine.destroy()
+    assert_same(found[1], found[0], "gradients")
+
+
+def _lent_memory_is_reused_while_copies_run(engine: Any) -> None:
+    comm_ctx = engine.parts.runtime.comm_ctx
+    storage = HostMemory().reserve(256, torch.float32, 256, "test")
+    for number in range(50):
+        landing = storage.landing(0, 256, 256, comm_ctx.pool, comm_ctx.copy_engine, add=False)
+        landing.values().fill_(number)
+        landing.send()
+        del landing
+        lent = comm_ctx.pool.take(256, torch.float32).fill_(-1)
+        comm_ctx.pool.give(lent)
+        assert bool((storage.read(0, 256) == number).all()), number
+    engine.destroy()
+
+
+def _slices_have_the_bits_of_whole_states(host: Zero) -> None:
+    runs = [
+        trained(3, {**host, "sub_group_size": numel}, bf16={"enabled": True})
+        for numel in (512, 1 << 20)
+    ]
+    assert_same(runs[0], runs[1], "sub_group_size")
+
+
+def _micro_batches_count_in_the_norm(host: Zero) -> None:
+    norms = []
+    for accumulation in (1, 4):
+        engine = engine_of(3, host, gradient_accumulation_steps=accumulation)
+        for _ in range(accumulation):
+            engine.backward(loss_of(engine, 3))
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def _loaded_weights_reach_main_weights(host: Zero) -> None:
+    sleeping = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}}
+    engine = engine_of(3, host, bf16={"enabled": True}, optimizer=sleeping)
+    full = {
+        name: torch.full_like(value, 0.375, device="cpu")
+        for name, value in engine.state_dict().items()
+    }
+    engine.load_state_dict(full)
+    train(engine, 1)
+    assert all(bool((value == 0.375).all()) for value in engine.state_dict().values())
+    engine.destroy()
+
+
+def _pinned_weights_follow_updates(host: Zero) -> None:
+    """Weights that a block keeps gathered are those of the last step."""
+    found = []
+    for place in ({}, host):
+        engine = engine_of(3, place, bf16={"enabled": True})
+        with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=None):
+            values = train(engine)
+            values += [param.detach().cpu() for param in engine.module.parameters()]
+        found.append(values + train(engine, 1, first=STEPS) + states_of(engine))
+        engine.destroy()
+    assert_same(found[1], found[0], "pinned")
+
+
 def a_step_of_one_rank(path: Path) -> None:
     """With all states on the device, the host reads the norm and nothing else, and no gradient is
     kept for forward.
@@ -574,6 +702,8 @@ def a_step_of_one_rank(path: Path) -> None:
 CASES = (
     a_step_of_one_rank,
     copies_of_a_step,
+    random_schedules,
+    faults_of_other_systems,
     stages_and_tiers,
     offloaded_states,
     optimizers_and_fewer_bits,

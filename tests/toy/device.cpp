@@ -32,6 +32,7 @@ std::atomic<int64_t> held{0}, most{0};
 
 struct Block { void* data; int64_t nbytes; };
 void give(void* context);
+void note_allocation(const void* data);
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     c10::Device device(kToy, 0);
@@ -40,6 +41,7 @@ struct Allocator final : c10::Allocator {
     held += nbytes;
     if (held > most) most = held.load();
     auto* block = new Block{data, static_cast<int64_t>(nbytes)};
+    note_allocation(data);
     return {data, block, &give, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -72,6 +74,14 @@ struct Lock {
 std::map<int64_t, Stream> streams;
 thread_local int64_t current = 0;
 int64_t clock_ = 0, late = 0;  // operations of the default stream; copies that happened when they were waited for
+// The last operation of the default stream that used each block of memory, or was asked for before it was allocated.
+std::map<const void*, int64_t> used;
+uint64_t seed = 0;  // of the schedule of copies; 0: each copy happens as late as it may
+uint64_t draw() {  // xorshift
+  seed ^= seed << 13;
+  seed ^= seed >> 7;
+  return seed ^= seed << 17;
+}
 
 void drain(Stream& stream, int64_t upto) {
   while (stream.done < upto) {
@@ -87,9 +97,18 @@ void queue(Stream& stream, std::function<void()> job) {
 }
 // Memory that was freed when the default stream had been told to wait: it is free for what that stream does afterwards.
 std::map<const void*, Block*> freed;
+void note_allocation(const void* data) {
+  Lock lock;
+  used[data] = clock_;
+}
+void use(const Tensor& t) {  // by an operation of the default stream
+  if (t.defined() && t.device().type() == kToy && current == 0) used[t.storage().data()] = clock_;
+}
 void compute() {  // an operation is about to run in the current stream
   Lock lock;
   clock_ += current == 0;
+  for (auto& [id, stream] : streams)  // at random, some copies happen before anything waits for them
+    if (seed != 0 && draw() % 4 == 0) drain(stream, stream.done + draw() % (stream.queued - stream.done + 1));
   drain(streams[current], streams[current].queued);
   if (!streams[0].jobs.empty()) return;
   for (auto& [data, block] : freed) {
@@ -234,10 +253,13 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   record(self, dst, non_blocking);
   if (current == 0 || !non_blocking) {
     compute();
+    use(self);
+    use(dst);
     as_cpu(dst).copy_(as_cpu(self));
     return dst;
   }
-  TORCH_CHECK(streams[current].seen == clock_, "a stream copies without having waited for what was asked before");
+  const void* data = (self.device().type() == kToy ? self : dst).storage().data();
+  TORCH_CHECK(streams[current].seen >= used[data], "a stream copies memory without having waited for its last use");
   queue(streams[current], [from = Place(self), into = Place(dst)] { copy_late(from, into); });
   return dst;
 }
@@ -287,6 +309,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     else if (value.isOptionalTensorList()) {}
   }
   compute();
+  for (const auto& value : torch::jit::last(*stack, count)) {
+    if (value.isTensor()) use(value.toTensor());
+    else if (value.isTensorList()) for (const Tensor& t : value.toTensorVector()) use(t);
+  }
   TORCH_CHECK(!(toy && cpu), "tensors of two devices in ", op.schema().name(), ": one on the toy device, one on the CPU");
   ++fallbacks;
   try {
@@ -320,6 +346,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("held_bytes", [] { return held.load(); });
   m.def("most_bytes", [] { return most.load(); });
   m.def("late_copies", [] { return late; });
+  m.def("draw_schedule", [](uint64_t number) { seed = number; }, "Let copies happen at random times; 0: as late as they may.");
   m.def("forget_most", [] { most = held.load(); });
   m.def("record_copies", [] { copies.clear(); reads = 0; is_recording = true; });
   m.def("recorded_copies", [] {

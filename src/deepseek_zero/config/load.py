@@ -375,18 +375,18 @@ def _vertical(config: Config, problems: Problems) -> None:
 def _schedules(config: Config, problems: Problems) -> None:
     """Check that early and delayed updates have offloaded states and constant plans."""
     offload = config.zero_optimization.offload_optimizer
-    needs = {
-        "super_offload": ("offload_optimizer", "offload_param"),
-        "delayed_update_after": ("offload_optimizer",),
-    }
-    for name, needed in needs.items():
+    for name in ("super_offload", "delayed_update_after"):
         key = f"zero_optimization.offload_optimizer.{name}"
         value = getattr(offload, name)
         if value is None or value is False:
             continue
-        if any(_offload_of(config, place).device == "none" for place in needed):
-            fix = f'write "device": "cpu" or "nvme" in {" and ".join(needed)}, or remove it'
+        if offload.device == "none":
+            fix = 'write "device": "cpu" or "nvme" in offload_optimizer, or remove it'
             problems.add(key, "is for states that rest in another memory", fix, value)
+        stage = config.zero_optimization.stage
+        if name == "super_offload" and stage != 3:
+            what = f"needs stage 3: at stage {stage} programs see weights before the step is over"
+            problems.add(key, what, 'write "stage": 3, or remove it', value)
         if config.precision == "auto":
             fix = "name the precision, or remove it"
             problems.add(

@@ -27,7 +27,6 @@ _LOCO = {**_CODED_GRADS, "zero_optimization.zeropp_loco_param": {}}
 _AHEAD = {
     "zero_optimization.stage": 3,
     "zero_optimization.offload_optimizer.device": "cpu",
-    "zero_optimization.offload_param.device": "cpu",
 }
 _WINDOW = "stage3_prefetch_bucket_size limits the prefetched gathers"
 # DeepSpeed's own list. A class whose package is not installed never occurs.
@@ -113,8 +112,8 @@ class OffloadOptimizer(Section):
     )
     pipeline: bool = effective(
         True,
-        "Update weights when the next forward reaches them: offloaded ones, and between hosts "
-        "also sharded ones that are not offloaded. Results are bitwise equal.",
+        "Update sharded weights when the next forward gathers them if the host updates them or "
+        "several hosts share them. Results are bitwise equal.",
         example=False,
     )
     pipeline_read: bool = effective(

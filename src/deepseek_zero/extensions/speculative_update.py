@@ -4,9 +4,10 @@ to earlier units. An update that does not agree with its step's decision is undo
 Two decisions are assumed before the step is over. A speculative step (SuperOffload) assumes that
 there is neither clipping nor overflow, before the norm is known. A delayed one (delayed_update.py)
 uses the decision and the gradient of the step before. Updates are also undone if a program reads
-what they changed before the step is over, so a program never sees them. Only units whose weights
-and states are all offloaded take part: every read of those passes a storage (tiers/tier.py), which
-undoes the update first.
+what they changed before the step is over, so a program never sees them. Only units that the host
+updates and whose weights are sharded take part: a read of such a weight needs a gather, which
+undoes the update first. If a gather makes no copy, a unit is updated after it has been resharded,
+because backward may still read its weight.
 
 `UndoLog` holds a copy of every byte that an update writes. Copies, not arithmetic: an update cannot
 be calculated backwards without rounding, and not at all once a number is not finite. The log is one
@@ -33,7 +34,7 @@ from ..optim.updater import (
     MasterShard,
     Moments,
     Scratch,
-    StorageRange,
+    StagedState,
     Tile,
     Tiles,
     Updater,
@@ -107,6 +108,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self._chosen: frozenset[int] | None = None
         self._decision: Decision | None = None
         self._done: dict[int, list[ParamGroup]] = {}
+        self._reduced: list[Unit] = []  # that are not updated yet
         self._is_off = False  # set by a read: no more updates before the next step
 
     def attach(self, optimizer: Stepping) -> None:
@@ -138,7 +140,15 @@ class SpeculativeUpdate(UpdatePolicy):
         return Decision(1.0 / scale, self.updater.updates + 1, hypers_of(self.updater.inner))
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update a unit whose gradient has been reduced over the ranks. Local."""
+        """Update the reduced units whose weight is not in use any more. Local."""
+        self._reduced.append(unit)
+        in_use = [each for each in self._reduced if _is_in_use(each)]
+        free = [each for each in self._reduced if each not in in_use]
+        self._reduced = in_use
+        for each in free:
+            self._update(each)
+
+    def _update(self, unit: Unit) -> None:
         if unit.number not in self.units or self._is_off or unit.number in self._done:
             return
         if self.runtime.step.phase is not Phase.BACKWARD or not self.runtime.step.is_boundary:
@@ -194,6 +204,7 @@ class SpeculativeUpdate(UpdatePolicy):
         stands = frozenset(self._done)
         self._close()
         self._decision = None
+        self._reduced = []
         self._is_off = False
         return stands
 
@@ -226,8 +237,8 @@ class SpeculativeUpdate(UpdatePolicy):
         """Return the lines of `engine.explain` about it."""
         if not self.units:
             return [
-                "updates in backward: none, since no unit but the root has all its states in "
-                "another memory"
+                "updates in backward: none, since the host updates no unit but the root with a "
+                "sharded weight"
             ]
         fit = len(self._chosen) if self._chosen is not None else "some"
         stats = f"{self.stats.updated} updates, {self.stats.undone} of them undone"
@@ -284,7 +295,7 @@ class Before:
     """
 
     shard: MasterShard
-    places: list[tuple[StorageRange, Tensor]] = field(default_factory=list)
+    places: list[tuple[StagedState, Tensor]] = field(default_factory=list)
     powers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     state: dict[str, Any] | None = None
     counters: dict[str, float] = field(default_factory=dict)
@@ -303,9 +314,7 @@ class UndoLog:
 
     def bytes_of(self, shard: MasterShard) -> int:
         """Return the bytes that `note` will take."""
-        places = (
-            sum(stretch.storage.memory.itemsize for stretch in self._written(shard)) * shard.numel
-        )
+        places = sum(stretch.itemsize for stretch in self._written(shard)) * shard.numel
         return places + sum(
             powers.nbytes for _, powers in self._moments.storages(shard) if powers is not None
         )
@@ -321,9 +330,7 @@ class UndoLog:
         before = Before(shard)
         self._entries.append(before)
         for stretch in self._written(shard):
-            before.places.append(
-                (stretch, self._copy(stretch.storage.read(stretch.low, stretch.high)))
-            )
+            before.places.append((stretch, self._copy(stretch.values())))
         for _, powers in self._moments.storages(shard):
             if powers is not None:
                 before.powers.append((powers, self._copy(powers)))
@@ -337,8 +344,7 @@ class UndoLog:
         for before in reversed(self._entries):
             before.shard.group.guard.before_write()
             for stretch, copy in before.places:
-                stretch.storage.write(stretch.low, stretch.high).view(torch.uint8).copy_(copy)
-                stretch.release()
+                stretch.restore(copy)
             for powers, copy in before.powers:
                 powers.view(torch.uint8).copy_(copy)
             self._restore_state(before)
@@ -363,11 +369,12 @@ class UndoLog:
         for key, number in before.counters.items():
             before.state[key].fill_(number)
 
-    def _written(self, shard: MasterShard) -> Iterator[StorageRange]:
+    def _written(self, shard: MasterShard) -> Iterator[StagedState]:
         """Yield every range outside the optimizer's own counters that an update of this shard
         writes.
         """
         yield from (stretch for stretch in shard.storage_ranges() if stretch.changes)
+        yield from (stretch for stretch in shard.staged_ranges() if stretch.changes)
         yield from (stretch for stretch, _ in self._moments.storages(shard))
 
     def _copy(self, values: Tensor) -> Tensor:
@@ -379,6 +386,14 @@ class UndoLog:
 
 def _counts(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _is_in_use(unit: Unit) -> bool:
+    """Return whether backward may still read the memory of a unit's weight."""
+    return any(
+        group.unsharded is not None and not group.weight_gather.makes_copies
+        for group in unit.trained
+    )
 
 
 def _has_frozen(group: ParamGroup) -> bool:

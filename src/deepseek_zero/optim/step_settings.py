@@ -27,6 +27,7 @@ class StepSettings:
     host_tile_numel: elements per call where the host updates. kernel_tile_numel: the same where a
     kernel updates states in memory. can_defer: updates of offloaded weights may run after the step,
     by a policy. by_unit: tiles end where units do, since a policy updates some units in backward.
+    early_on_device: these may be units whose weights are on the training device.
     undo_bytes: for the log that undoes such updates.
     """
 
@@ -40,6 +41,7 @@ class StepSettings:
     flow: PrefetchSettings = field(default_factory=PrefetchSettings)
     can_defer: bool = False
     by_unit: bool = False
+    early_on_device: bool = False
     undo_bytes: int = 0
     kernels: str = "auto"  # what computes updates that have a kernel: "auto", "numba" or "torch"
 
@@ -77,6 +79,7 @@ def update_settings_of(
         scales_grads=scales_grads,
         can_defer=settings.can_defer,
         by_unit=settings.by_unit,
+        early_on_device=settings.early_on_device,
         undo_bytes=undo_bytes,
         kernels=_kernels_for(optimizer, settings.kernels),
         host_tile_numel=settings.host_tile_numel,

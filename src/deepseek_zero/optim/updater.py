@@ -43,7 +43,7 @@ from ..sharding.grad_sum import GradSum
 from ..sharding.main_weight import MasterWeight
 from ..sharding.param_group import ParamGroup
 from ..tiers.budget import DeviceBudget
-from ..tiers.tier import StagedTile, Storage, Tier, Work
+from ..tiers.tier import COMPLETED, CopyEvent, StagedTile, Storage, Tier, Work
 from .one_pass import GroupUpdate, Memory, OnePass, Piece, layout_of
 from .tensor_subclasses import inner_tensors, is_subclass
 
@@ -182,15 +182,21 @@ class MasterShard:
         if buffer is not None and not buffer.storage.on_device:
             yield StorageRange(buffer.storage, self.start, self.stop, changes=False)
 
-    def staged_ranges(self, source: GradSource = collected) -> Iterator[StagedRange]:
+    def staged_ranges(
+        self, source: GradSource = collected, after: CopyEvent = COMPLETED
+    ) -> Iterator[StagedRange]:
         """Yield the ranges of weight and gradient that the training device holds and the host
         updates or reads.
+
+        Args:
+            source: The gradient of a group.
+            after: The event of the device after which it does not change them.
         """
         if self.master.staged is not None:
-            yield StagedRange(self.master.staged, self.start, self.stop)
+            yield StagedRange(self.master.staged, self.start, self.stop, after)
         staged = source(self.group).staged_tile()
         if staged is not None:
-            yield StagedRange(staged, self.start, self.stop, changes=False)
+            yield StagedRange(staged, self.start, self.stop, after, changes=False)
 
     def overlaps(self) -> Iterator[ParamOverlap]:
         """Return the range of each parameter that the shard covers."""
@@ -346,8 +352,22 @@ class StorageRange:
     high: int
     changes: bool = True
 
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of one element."""
+        return self.storage.memory.itemsize
+
     def fetch(self) -> Work:
         return self.storage.fetch(self.low, self.high)
+
+    def values(self) -> Tensor:
+        """Return the fetched elements, to be read only."""
+        return self.storage.read(self.low, self.high)
+
+    def restore(self, values: Tensor) -> None:
+        """Write earlier bytes of the elements, and store them."""
+        self.storage.write(self.low, self.high).view(torch.uint8).copy_(values)
+        self.release()
 
     def release(self) -> Work | None:
         if self.changes:
@@ -360,16 +380,35 @@ class StorageRange:
 class StagedRange:
     """Elements [low, high) of a tensor of the training device that the host works on.
 
-    changes: the update writes them.
+    changes: the update writes them. after: the event of the device after which it does not change
+    them.
     """
 
     mirror: StagedTile
     low: int
     high: int
+    after: CopyEvent
     changes: bool = True
 
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of one element."""
+        return self.mirror.on_device.itemsize
+
     def fetch(self) -> Work:
-        return self.mirror.fetch(self.low, self.high)
+        return self.mirror.fetch(self.low, self.high, self.after)
+
+    def values(self) -> Tensor:
+        """Return the fetched elements, to be read only."""
+        found = self.mirror.view(self.low, self.high)
+        assert found is not None, "read before it was fetched"
+        return found
+
+    def restore(self, values: Tensor) -> None:
+        """Write earlier bytes of the elements, and copy them to the device."""
+        self.mirror.fetch(self.low, self.high, COMPLETED).wait()
+        self.values().view(torch.uint8).copy_(values)
+        self.release()
 
     def release(self) -> Work | None:
         if self.changes:
@@ -818,8 +857,14 @@ class Updater:
     def prefetcher(
         self, tiles: Sequence[Tile], source: GradSource = collected
     ) -> TilePrefetcher[Tile]:
-        """Return a prefetcher of the states that the updates of these tiles read and write."""
-        return TilePrefetcher(tiles, partial(self._staged_states, source), self.settings)
+        """Return a prefetcher of the states that the updates of these tiles read and write.
+
+        The training device must not change these states after what it has been asked for by now.
+        """
+        after: CopyEvent = COMPLETED
+        if tiles:
+            after = tiles[0][0][1].group.comm_ctx.copy_engine.now()
+        return TilePrefetcher(tiles, partial(self._staged_states, source, after), self.settings)
 
     def step_early(
         self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]
@@ -858,12 +903,14 @@ class Updater:
                 "load the last checkpoint into a new engine.",
             )
 
-    def _staged_states(self, source: GradSource, tile: Tile) -> Iterator[StagedState]:
+    def _staged_states(
+        self, source: GradSource, after: CopyEvent, tile: Tile
+    ) -> Iterator[StagedState]:
         for _, shard in tile:
             if not shard.group.plan.is_offloaded or shard.is_absent(source):
                 continue
             yield from shard.storage_ranges(source)
-            yield from shard.staged_ranges(source)
+            yield from shard.staged_ranges(source, after)
             yield from self.moments.storage_ranges(shard)
 
     def update(self, tile: Tile, decision: Decision) -> None:

@@ -52,7 +52,8 @@ class UpdateSettings:
     call on the training device.  host_tile_numel: elements per call where the host updates.
     kernel_tile_numel: the same where a kernel updates states in memory.  scales_grads: gradients
     may be clipped or unscaled.  can_defer: updates may wait for the next forward.  by_unit: tiles
-    end where units do, since some units are updated in backward.  undo_bytes: for what undoes such
+    end where units do, since some units are updated in backward.  early_on_device: these may be
+    units whose weights are on the training device.  undo_bytes: for what undoes such
     updates.  crosses_hosts: the ranks that share slices are on several hosts.  kernels: what
     computes updates on a CPU, "auto", "numba" or "torch".
     gpu_kernels: NVIDIA GPUs update by kernels that NVRTC compiles.
@@ -64,6 +65,7 @@ class UpdateSettings:
     scales_grads: bool = False
     can_defer: bool = True
     by_unit: bool = False
+    early_on_device: bool = False
     undo_bytes: int = 0
     crosses_hosts: bool = False
     kernels: str = "torch"
@@ -90,18 +92,22 @@ class UpdateSettings:
     def defers(self, plan: ShardPlan) -> bool:
         """Return whether a group's update may run in the next forward.
 
-        Its transfers between memories, or the gathers of earlier units between hosts, then overlap
-        with the update. Every read of the weight must go through a gather or a fetch: either weight
-        and moments are outside the device, or the device holds only slices.
+        Transfers between memories, updates on the host, or gathers between hosts then overlap with
+        computing. Every read of the weight must go through a gather or a fetch, so it must be
+        sharded or outside the device, and no gradient may wait in the device's memory.
         """
         if not self.can_defer:
             return False
         tiers = [spec.tier for spec in (plan.weight, plan.moments) if spec is not None]
         if Tier.DEVICE not in tiers:
             return True
-        has_only_slices = plan.weight.placement is S and not plan.is_offloaded
+        if plan.weight.placement is not S:
+            return False
+        if plan.is_updated_on_host and plan.grad is not None and plan.grad.tier is not Tier.DEVICE:
+            return self.early_on_device or not self.by_unit
         updates_late = any(extra.updates_late for extra in plan.extras)
-        return self.crosses_hosts and not self.by_unit and has_only_slices and not updates_late
+        is_on_device = not plan.is_offloaded and not updates_late
+        return self.crosses_hosts and not self.by_unit and is_on_device
 
     @property
     def grain(self) -> int:

@@ -466,6 +466,10 @@ class CopyEngine:
     def synchronize(self) -> None:
         """Free the sources of all copies to the host: no more go out for a while."""
 
+    def now(self) -> CopyEvent:
+        """Return the event after all that the device has been asked for so far."""
+        return COMPLETED
+
     def staged_tile(self, there: Tensor, *, is_read: bool) -> StagedTile | None:
         """Return a `StagedTile` through which the host works on a tensor of the device; None if it
         can do so directly.
@@ -537,16 +541,30 @@ class StreamCopyEngine(CopyEngine):
             copy_event.wait_stream()
             finish()
 
+    def now(self) -> RecordedEvent:
+        event = torch.Event(device=self.device)
+        torch.accelerator.current_stream(self.device).record_event(event)
+        return RecordedEvent(event, self.device)
+
     def staged_tile(self, there: Tensor, *, is_read: bool) -> StagedTile | None:
         return StagedTile(there, self, is_read) if there.device.type == self.device.type else None
 
     @contextmanager
-    def on_side_stream(self, *, is_inward: bool) -> Iterator[CopyEvent]:
-        """Open a block whose copies wait for all that the device was asked for before, and for
-        nothing after.
+    def on_side_stream(
+        self, *, is_inward: bool, after: CopyEvent | None = None
+    ) -> Iterator[CopyEvent]:
+        """Open a block whose copies run on the stream of their direction.
+
+        Args:
+            is_inward: The copies go to the device.
+            after: They wait for this event of the device; by default for all that the device has
+                been asked for so far.
         """
         stream = self._h2d if is_inward else self._d2h
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        if isinstance(after, RecordedEvent):
+            stream.wait_event(after.event)
+        else:
+            stream.wait_stream(torch.accelerator.current_stream(self.device))
         copy_event = RecordedEvent(torch.Event(device=self.device), self.device)
         with stream:
             yield copy_event
@@ -580,6 +598,21 @@ class StreamCopyEngine(CopyEngine):
         return found
 
 
+@dataclass(frozen=True)
+class _Staged:
+    """A range of a tensor of the device in page-locked memory.
+
+    Attributes:
+        room: The memory on the host.
+        copied: The copy to `room`.
+        after: The event of the device after which it does not change the range.
+    """
+
+    room: Tensor
+    copied: CopyEvent
+    after: CopyEvent
+
+
 class StagedTile:
     """A tensor of the device that the host works on through page-locked memory: tiles are copied in
     early and copied back late.
@@ -589,32 +622,41 @@ class StagedTile:
         self.on_device = there
         self.copy_engine = copy_engine
         self.is_read = is_read
-        self._staged: dict[tuple[int, int], tuple[CopyEvent, Tensor]] = {}
+        self._staged: dict[tuple[int, int], _Staged] = {}
 
-    def fetch(self, low: int, high: int) -> Work:
-        """Start to copy these elements to the host."""
-        if (low, high) not in self._staged:
+    def fetch(self, low: int, high: int, after: CopyEvent) -> Work:
+        """Start to copy elements [low, high) to the host.
+
+        Args:
+            low: The first element.
+            high: The end of the elements.
+            after: The event of the device after which it does not change the elements. Neither
+                this copy nor that of `store` waits for what the device was asked for later.
+        """
+        staged = self._staged.get((low, high))
+        if staged is None:
             room = self.copy_engine.ring.take(high - low, self.on_device.dtype)
-            self._staged[low, high] = COMPLETED, room
+            copied: CopyEvent = COMPLETED
             if self.is_read:
-                with self.copy_engine.on_side_stream(is_inward=False) as copy_event:
+                with self.copy_engine.on_side_stream(is_inward=False, after=after) as copied:
                     room.copy_(self.on_device[low:high], non_blocking=True)
-                self._staged[low, high] = copy_event, room
-        return self._staged[low, high][0]
+            staged = self._staged[low, high] = _Staged(room, copied, after)
+        return staged.copied
 
     def view(self, low: int, high: int) -> Tensor | None:
         """Return the fetched elements, to be written until `store`; None if nothing was fetched."""
-        if (low, high) not in self._staged:
+        staged = self._staged.get((low, high))
+        if staged is None:
             return None
-        copy_event, room = self._staged[low, high]
-        copy_event.wait()
-        return room
+        staged.copied.wait()
+        return staged.room
 
     def store(self, low: int, high: int) -> Work:
         """Copy the elements back; the device's next work sees them."""
         held = self.view(low, high)
         assert held is not None, "stored before it was fetched"
-        with self.copy_engine.on_side_stream(is_inward=True) as copy_event:
+        after = self._staged[low, high].after
+        with self.copy_engine.on_side_stream(is_inward=True, after=after) as copy_event:
             self.on_device[low:high].copy_(held, non_blocking=True)
         copy_event.wait_stream()
         self._release(low, high, copy_event)
@@ -631,7 +673,7 @@ class StagedTile:
             self.discard(low, high)
 
     def _release(self, low: int, high: int, copy_event: CopyEvent) -> None:
-        self.copy_engine.ring.give(self._staged.pop((low, high))[1], copy_event)
+        self.copy_engine.ring.give(self._staged.pop((low, high)).room, copy_event)
 
 
 def locks_pages(device: torch.device) -> bool:
