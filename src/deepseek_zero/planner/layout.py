@@ -1,6 +1,6 @@
-"""Where each parameter lies in a unit's flat buffer, and which slice each rank owns.
+"""The places of parameters in a group's flat buffer, and the slice that each rank owns.
 
-Pure arithmetic on names, shapes and offsets; holds no tensor.
+Pure arithmetic on names, shapes and offsets; it holds no tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: elements [start, stop) of the flat buffer."""
+    """The place of one parameter: elements [start, stop) of the flat buffer."""
 
     name: str
     shape: Shape
@@ -38,7 +38,7 @@ class Slot:
 
     @cached_property
     def strides(self) -> Shape:
-        """Of a contiguous tensor of that shape."""
+        """The strides of a contiguous tensor of this shape."""
         return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     @cached_property
@@ -48,7 +48,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A flat buffer of `ranks` equal slices of `slice_numel` elements; slots do not overlap."""
+    """The layout of a flat buffer of `ranks` slices, each of `slice_numel` elements.
+
+    Slots do not overlap.
+    """
 
     slots: tuple[Slot, ...]
     slice_numel: int
@@ -60,26 +63,33 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """Elements that belong to parameters; the rest is padding."""
+        """The number of elements that belong to parameters; the rest is padding."""
         return sum(slot.numel for slot in self.slots)
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Flat [start, stop) of a rank's slice."""
+        """Return the flat range [start, stop) of a rank's slice."""
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The part of a slot that a rank owns, as flat [start, stop); empty if start >= stop."""
+        """Return the part of a slot that a rank owns, as a flat range; empty if start >= stop."""
         low, high = self.bounds(rank)
         return max(slot.start, low), min(slot.stop, high)
 
     def cuts(self, start: int, stop: int, tile_numel: int) -> list[tuple[int, int]]:
-        """Flat [start, stop) cut where ranks' slices end, and at every `tile_numel` elements of a
-        slice.
+        """Cut a flat range at the ends of slices, and at every `tile_numel` elements of a slice.
 
-        A fused kernel treats the last few elements of a tensor by other instructions, which may
-        round otherwise.  So the cuts are where the layout has them, whatever the stage (a
-        replicated master is cut where a sharded one would be), the tier and the parameters that an
-        optimizer treats alike.
+        A fused kernel treats the last few elements of a tensor with other instructions, which may
+        round differently. The cuts therefore depend on the layout only: not on the stage (a
+        replicated main weight is cut like a sharded one), on the memory, or on the parameter
+        groups.
+
+        Args:
+            start: The first element.
+            stop: The end of the range.
+            tile_numel: The most elements of a part.
+
+        Returns:
+            The parts as flat ranges [start, stop).
         """
         found = []
         while start < stop:
@@ -93,7 +103,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The padding: flat [start, stop) ranges that belong to no parameter."""
+        """The padding: flat ranges [start, stop) that belong to no parameter."""
         edges = sorted((slot.start, slot.stop) for slot in self.slots if slot.numel)
         found = []
         reached = 0
@@ -107,10 +117,14 @@ class FlatLayout:
 def even_layout(
     names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK, grain: int = 1
 ) -> FlatLayout:
-    """Granularity "element": parameters in their order, cut into equal slices, also inside a
-    parameter.
+    """Lay out parameters in order and cut them into equal slices, also inside a parameter.
 
-    grain: each parameter begins at a multiple of so many elements; it divides `block`.
+    Args:
+        names: The names of the parameters.
+        shapes: Their shapes.
+        ranks: The number of slices.
+        block: The length of a slice is a multiple of this many elements.
+        grain: Each parameter begins at a multiple of this many elements; it divides `block`.
     """
     slots = []
     offset = 0

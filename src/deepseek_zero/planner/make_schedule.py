@@ -1,11 +1,11 @@
-"""Makes the schedule of a step: a pure function of units' sizes, their order and the memory window.
+"""Makes the schedule of a step, as a pure function of unit sizes, unit order and the memory window.
 
 `compute_order` lists the forwards and backwards of a step. `plan_schedule` adds the gathers before
-each use, and the releases and reductions after it, for any such order.
+each use, and the releases and reductions after it.
 
-The order of units is recorded on the first step and is only a hint: a unit used out of order costs
-latency, never correctness.  Every rank computes the same program and walks all of it, so that a
-unit one rank skips is still gathered by all.
+The order of units is recorded in the first step and is only a hint: a unit that is used out of
+order costs time, never correctness. Every rank computes the same schedule and runs all of it, so a
+unit that one rank skips is still gathered by all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def compute_order(
     Args:
         kind: Forward or backward.
         order: The units.
-        micro_batches: The parts of the batch that units in `cut` take, one after the other.
+        micro_batches: The number of micro-batches that units in `cut` take one after the other.
             Backward takes the last one first, as autograd does.
         cut: The units that take micro-batches; the others take the whole batch.
     """
@@ -54,8 +54,14 @@ def schedule_units(
     updates_in_forward: Collection[int] = (),
     ahead: Collection[int] = (),
 ) -> Schedule:
-    """Return the schedule of planned units.  order: None: as they are declared; the others as in
-    `plan_schedule`.
+    """Return the schedule of planned units.
+
+    Args:
+        units: The units, the root first.
+        settings: The settings of the plan.
+        order: The order in which units compute; None for the order of their declaration.
+        updates_in_forward: As in `plan_schedule`.
+        ahead: As in `plan_schedule`.
     """
     grads = [group.plan.grad for unit in units for group in unit.trained]
     chosen_order = range(len(units)) if order is None else order
@@ -89,16 +95,21 @@ def plan_schedule(
     reduces_each_backward: bool = True,
     all_reduced: Collection[int] = (),
 ) -> Schedule:
-    """The schedule for units of these gathered sizes, used in this order; `order[0]` is the root,
-    in use throughout.
+    """Return the schedule of units of these sizes, used in this order.
 
-    sizes: elements that gathering unit u brings here (0 where nothing is sharded).  around: what
-    `enclosing` found; such a unit is in use until the last one inside it is done, forward and
-    backward.  updates_in_forward: units whose update may wait for the next forward.  ahead: units
-    that may be updated in backward, ahead of their step.  cut: units that take the settings'
-    micro-batches in turn.  reduces_each_backward: gradients are sharded, so that no
-    backward leaves them to the one
-    that ends a step.  all_reduced: units of whose sums replicas have summands.
+    Args:
+        sizes: For each unit, the elements that a gather adds to this rank; 0 if nothing is sharded.
+        order: The units in the order of forward. The first one is the root, which is in use
+            throughout.
+        settings: The settings of the plan.
+        around: The enclosing unit of each unit inside another (`enclosing`). An enclosing unit is
+            in use until the last unit inside it is done, in forward and backward.
+        updates_in_forward: Units whose update may run in the next forward.
+        ahead: Units that may be updated in backward, before their step.
+        cut: Units that take the micro-batches of the settings one after the other.
+        reduces_each_backward: Gradients are sharded, so every backward reduces them, not only the
+            one that ends a step.
+        all_reduced: Units whose sums are all-reduced over replicas.
     """
     around = around or {}
     forward = list(order)
@@ -132,7 +143,7 @@ def plan_schedule(
 
 @dataclass(frozen=True)
 class _Work:
-    """What an order of computing is given to become a program; as in `plan_schedule`."""
+    """The arguments of `plan_schedule` that turn an order of computation into a pass."""
 
     sizes: Sequence[int]
     around: Mapping[int, int]
@@ -152,8 +163,12 @@ class _Work:
     ) -> Pass:
         """Return the pass that computes in this order.
 
-        resident, stays: units that are gathered as it begins, and as it ends.  reduces: sum
-        gradients.  ends_step: do what is done once a step.
+        Args:
+            computes: The forwards or backwards.
+            resident: Units that are gathered when the pass begins.
+            stays: Units that stay gathered when the pass ends.
+            reduces: Reduce gradients.
+            ends_step: Do what is done once a step.
         """
         turns = [(unit, list(mine)) for unit, mine in groupby(computes, lambda each: each.unit)]
         units = [unit for unit, _ in turns]
@@ -181,7 +196,7 @@ class _Work:
         return Pass(tuple(actions))
 
     def _sum(self, kind: ActionKind, unit: int, is_total: bool) -> list[Action]:
-        """Return the sum of a unit and, after its last sum, the update that follows it."""
+        """Return the reduction of a unit and, after its last one, the update that follows."""
         found = [Action(kind, unit)]
         if is_total and unit in self.ahead:
             found.append(Action(ActionKind.UPDATE, unit))
@@ -192,8 +207,9 @@ class _Work:
 
 
 def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
-    """The order of backward: last used first, but a unit before those inside it, since its output
-    is.
+    """Return the order of backward: last used first, but a unit before the units inside it.
+
+    The output of an enclosing unit comes after those of the units inside it.
     """
     root, *rest = order
     inside: dict[int, list[int]] = {unit: [] for unit in order}
@@ -208,7 +224,7 @@ def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
 
 
 def _ends(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
-    """For each place of a walk the units that are not needed after it, inner ones first."""
+    """Return, for each place of a pass, the units that are not needed after it, inner ones first."""
     last = {each: k for k, unit in enumerate(order[1:], 1) for each in outward(unit, around)}
     found = [
         [each for each in outward(unit, around) if last[each] == k]
@@ -220,12 +236,11 @@ def _ends(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
 def _kept(
     sizes: Sequence[int], backward: Sequence[int], settings: PlanSettings, at_turn: set[int]
 ) -> frozenset[int]:
-    """Units worth keeping between forward and backward: the last used first, while window and reuse
-    distance allow.
+    """Return the units to keep gathered between forward and backward: the last used first.
 
-    at_turn: units in use as forward ends and again as backward begins, kept whatever the window:
-    they are alive together in any case, so that letting them go would repeat a load and lower no
-    peak.
+    Units are kept while the window and the reuse distance allow it. Units in `at_turn` are in use
+    when forward ends and when backward begins. They are kept in any case, since releasing them
+    would repeat a load without lowering the peak.
     """
     kept = set[int]()
     total = 0
@@ -247,9 +262,9 @@ def _gathers(
     resident: frozenset[int],
     stays: frozenset[int],
 ) -> list[list[int]]:
-    """Return, for each place of a walk, the units whose gather starts there.
+    """Return, for each place of a pass, the units whose gather starts there.
 
-    A gather starts as early as `ahead` allows (at least one unit early, unless it is 0) and not
+    A gather starts as early as `ahead` allows (at least one unit early, unless it is 0), but not
     before the window has room.
     """
     window = settings.window_numel

@@ -1,4 +1,4 @@
-"""How a reduction is cut into messages, how they are written, and the buffers that receive them."""
+"""The sizes of reduction messages, their codecs, and the buffers that receive them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from ..base.device import PerDevice
 from ..precision.codecs import Blocks, Cast, Codec
 from .layout import BLOCK
 
-# Elements of a sum over ranks that are added at a time: 1 MiB of fp32 stays in a core's cache; a
-# GPU wants few, large kernels.
+# The number of elements that a sum over ranks adds at a time. 1 MiB of fp32 stays in the cache of a
+# core; a GPU needs few, large kernels.
 SUM_TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
-MAX_IN_FLIGHT = 2  # of messages of one reduction, or of units that exchange differences
+# The most messages of one reduction that are under way, or units that exchange differences
+MAX_IN_FLIGHT = 2
 
 
 class Messages(NamedTuple):
-    """How one reduction is cut.  numel: elements of a message for each rank.  in_flight: messages
-    under way at once.
+    """The messages of one reduction.
+
+    Attributes:
+        numel: The elements of a message for each rank.
+        in_flight: The number of messages under way at the same time.
     """
 
     numel: int
@@ -28,8 +32,16 @@ class Messages(NamedTuple):
 
 @cache
 def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 << 62) -> Messages:
-    """A message is a slice, or as much of it as a bucket over all ranks allows, and `most`; the
-    next one travels while one is waited for and added up.
+    """Return how a reduction is cut into messages.
+
+    A message is a whole slice, or the part of it that fits a bucket. The next message travels while
+    the last one is waited for and added.
+
+    Args:
+        slice_numel: The elements of a slice.
+        ranks: The number of ranks.
+        bucket_numel: The most elements of one message over all ranks.
+        most: The most elements of a message for each rank, for example because of its codec.
     """
     numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel, most)
     count = -(-slice_numel // max(1, numel))
@@ -41,12 +53,17 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
 def hop_wires(
     wire: Codec, summand: torch.dtype, near: int, inside: Codec | None
 ) -> tuple[Codec, Codec]:
-    """Return how gradients are sent among the ranks of a host, and how the hosts' sums are; of one
-    hop the first holds.
+    """Return the codecs of the two hops of a gradient: inside a host, and between hosts.
 
-    Codes are for links between hosts: inside one, summands travel as they are collected, unless
-    `inside` says how.
-    near: as `GroupPlan` has it.
+    If there is one hop (`near` is 1), it has the first codec. Block codes are meant for links
+    between hosts. Inside a host, gradients travel in the dtype in which they are collected, unless
+    `inside` names a codec.
+
+    Args:
+        wire: The codec of gradients.
+        summand: The dtype in which a rank collects its own gradient.
+        near: The number of ranks on one host, if sums are formed host by host; else 1.
+        inside: The codec inside a host, or None.
     """
     if near == 1:
         return wire, wire
@@ -66,13 +83,19 @@ def message_rooms(
     near_in_place: bool,
     far_in_place: bool,
 ) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return the buffers, by dtype and elements, in which the sum of one message is received: one
-    inbox, or by host the hosts' sums, their codes if they are coded, then the inboxes of both hops.
+    """Return the buffers in which one message's sum is received, as (dtype, elements).
 
-    numel, wires: elements that each rank sends to each, and how (`hop_wires`).  near: as
-    `GroupPlan` has it.
-    in_place: the ranks read each other's pieces; near_in_place, far_in_place: those of a host, and
-    those with one place on their hosts.
+    With one hop this is one inbox. With two hops it is the sums of hosts, their codes if they are
+    coded, and the inboxes of both hops.
+
+    Args:
+        numel: The elements that each rank sends to each other rank.
+        wires: The codecs of both hops (`hop_wires`).
+        ranks: The number of ranks.
+        near: The number of ranks on one host, if sums are formed host by host; else 1.
+        in_place: All ranks read each other's memory, so there is no inbox.
+        near_in_place: The ranks of one host do.
+        far_in_place: The ranks with the same place on different hosts do.
     """
     (dtype, length), (far_dtype, far_length) = ((wire.dtype, wire.length(numel)) for wire in wires)
     if near == 1:

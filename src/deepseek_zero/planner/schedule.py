@@ -1,25 +1,24 @@
-"""The program of a training step, as data: a pure function of units' sizes, their order and the
-memory window.
+"""The schedule of a training step as data: a list of actions for each pass over the units.
 
-It is a list of actions for each pass; `sharding/executor.py` runs it, the memory plan and the
-pictures read it. `print(schedule)` shows lines such as ``G0 F0 G1 F1 R1``:
+`sharding/executor.py` runs it; the memory plan and the pictures read it. `print(schedule)` shows
+lines such as ``G0 F0 G1 F1 R1``:
 
-    G  gather: all-gather a unit's weights; out of another memory, fetch this rank's slice first
-    U  update: carry out the update that an earlier step deferred, or, behind S or A, this step's,
-       ahead of its end
-    F  forward        B  backward; ``F1.2``: of micro-batch 2, where a unit takes the micro-batches
-       of a batch in turn
-    R  release: let the gathered weights go
-    S  reduce: reduce-scatter a unit's gradients; to another memory, then store this rank's slice
-    A  all-reduce: add up the sums that replicas (dp_replicate; tp, of what its ranks share) have
-       of a unit, once a step
+    G  gather: all-gather a unit's weights, after fetching this rank's slice from another memory
+    U  update: run an update that an earlier step deferred, or, after S or A, this step's update
+       before the step
+    F  forward
+    B  backward; ``F1.2`` is the forward of micro-batch 2, if a unit takes the micro-batches of a
+       batch one after the other
+    R  release: free the gathered weights
+    S  reduce: reduce-scatter a unit's gradients, then store this rank's slice in another memory
+    A  all-reduce: add the sums of replicas (dp_replicate, or tp for shared parameters) once a step
 
-Each action runs when all before it in its lane have run, and not before: F and B when the program
-comes there, R in forward when the unit's forward is over, S when the unit's gradients are complete,
-A when all S have run, U where an update is pending.
+An action runs after all actions before it in its lane. F and B run when the program calls the
+module, R in forward when the unit's forward is over, S when the unit's gradients are complete, A
+after all S, and U if an update is pending.
 
-Schedules are made in make_schedule.py and proven in schedule_proof.py. Stages on several ranks, and
-the messages between them, are pipeline/schedule.py's.
+make_schedule.py makes schedules and schedule_proof.py checks them. pipeline/schedule.py has the
+schedule of pipeline stages and their messages.
 """
 
 from __future__ import annotations
@@ -43,15 +42,18 @@ class ActionKind(Enum):
 
     @property
     def computes(self) -> bool:
-        """Whether the model computes: the unit's weights are in use."""
+        """Whether the model computes with the unit's weights."""
         return self in (ActionKind.FORWARD, ActionKind.BACKWARD)
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing done with one unit.
+    """One action on one unit.
 
-    micro_batch: the part of the batch that a forward or backward takes; None: all of it.
+    Attributes:
+        kind: The kind of action.
+        unit: The number of the unit.
+        micro_batch: The micro-batch of a forward or backward; None for the whole batch.
     """
 
     kind: ActionKind
@@ -59,32 +61,31 @@ class Action:
     micro_batch: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.unit}" + (
-            "" if self.micro_batch is None else f".{self.micro_batch}"
-        )
+        part = "" if self.micro_batch is None else f".{self.micro_batch}"
+        return f"{self.kind.value}{self.unit}{part}"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over the units, as a program.  The rest is read off its actions."""
+    """One pass over the units as a list of actions. All other attributes are derived from it."""
 
     actions: tuple[Action, ...]
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Units in the order they compute in; the root first."""
+        """The units in the order in which they compute, the root first."""
         return tuple(
             unit for unit, _ in groupby(each.unit for each in self.actions if each.kind.computes)
         )
 
     @cached_property
     def position(self) -> dict[int, int]:
-        """Unit -> its place in `order`."""
+        """The place of each unit in `order`."""
         return {unit: place for place, unit in enumerate(self.order)}
 
     @cached_property
     def computes(self) -> dict[int, tuple[Action, ...]]:
-        """Unit -> its forwards or backwards, in order: one, or one for each micro-batch."""
+        """The forwards or backwards of each unit, in order: one, or one for each micro-batch."""
         found = dict[int, tuple[Action, ...]]()
         for action in self.actions:
             if action.kind.computes:
@@ -93,9 +94,7 @@ class Pass:
 
     @cached_property
     def gathers(self) -> tuple[tuple[int, ...], ...]:
-        """For each place of `order` the units whose gather stands before it and behind the place
-        before.
-        """
+        """The units whose gathers come directly before each place of `order`."""
         found: list[list[int]] = [[]]
         computing: int | None = None
         for action in self.actions:
@@ -108,26 +107,26 @@ class Pass:
 
     @cached_property
     def reduces(self) -> tuple[int, ...]:
-        """Units in the order their gradients are reduced in."""
+        """The units in the order in which their gradients are reduced."""
         return self._units_of(ActionKind.REDUCE)
 
     @cached_property
     def all_reduces(self) -> tuple[int, ...]:
-        """Units in the order their sums are added up over the replicas."""
+        """The units in the order in which their sums are all-reduced over replicas."""
         return self._units_of(ActionKind.ALL_REDUCE)
 
     @cached_property
     def released(self) -> frozenset[int]:
-        """Units that the walk lets go."""
+        """The units that the pass releases."""
         return frozenset(self._units_of(ActionKind.RELEASE))
 
     @cached_property
     def updated(self) -> frozenset[int]:
-        """Units whose update this walk may carry out."""
+        """The units that the pass may update."""
         return frozenset(self._units_of(ActionKind.UPDATE))
 
     def released_before(self, unit: int) -> frozenset[int]:
-        """Units that are let go before one computes."""
+        """Return the units that are released before a unit computes."""
         return self._released_before[unit]
 
     @cached_property
@@ -147,10 +146,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The programs of forward, of a forward without backward, and of backward.
+    """The passes of a step: forward, forward without backward, and backward.
 
-    accumulate: of a backward that does not end a step: it leaves out what is done once a step.
-    kept: units that stay gathered from forward to backward.
+    Attributes:
+        forward: The forward of training.
+        inference: A forward without a backward.
+        accumulate: A backward that does not end a step; it leaves out what is done once a step.
+        backward: A backward that ends a step.
+        kept: The units that stay gathered from forward to backward.
     """
 
     forward: Pass
@@ -160,15 +163,11 @@ class Schedule:
     kept: frozenset[int]
 
     def actions(self) -> list[Action]:
-        """Everything one training micro-batch that ends a step does, in order; the root (first in
-        forward) frames the rest.
-        """
+        """Return all actions of one micro-batch that ends a step, the root's around all others."""
         return [*self.forward.actions, *self.backward.actions]
 
     def passes(self, accumulation: int) -> list[tuple[Pass, int]]:
-        """Return the passes of a step of so many forwards and backwards, and how often each runs in
-        it.
-        """
+        """Return the passes of a step of `accumulation` micro-batches, with their counts."""
         return [
             (self.forward, accumulation),
             (self.accumulate, accumulation - 1),
