@@ -1,9 +1,7 @@
-"""Reads a model for the planner: which modules become units, and what each unit's parameters look
-like.
+"""Reads a model for the planner: its units and the shapes of their parameters.
 
-`read_model` is the one place where the planner sees a module; what it returns has names, shapes and
-dtypes, and holds no parameter.  It decides from the model alone, the same on every rank, and moves
-nothing.
+Only `read_model` sees a module. Its result has names, shapes and dtypes, and holds no parameter. It
+depends on the model only, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -29,10 +27,16 @@ LARGE_NUMEL = 1_000_000  # a lone block of this many elements is a unit though n
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter as a plan needs it.  full_precision: it stays fp32 under a 16-bit policy.
-    split: how it lies along "tp", where the model is split; `shape` is of this rank's part.
-    is_copy: an earlier stage has it too.  whole: of a tile of rows, the name of the whole
-    parameter; "" where it is whole.
+    """One parameter, as the planner needs it.
+
+    Attributes:
+        shape: The shape; of this rank's part if the parameter is split along "tp".
+        dtype: The dtype.
+        trainable: It requires a gradient.
+        full_precision: It stays in fp32 under a 16-bit policy.
+        split: How it is split along "tp"; None if it is not.
+        is_copy: An earlier stage has it, too.
+        whole: For a tile of rows, the name of the whole parameter; else empty.
     """
 
     shape: Shape
@@ -50,8 +54,12 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """A unit and the parameters it owns, by full name.  name: of its module, "" for the model.
-    is_tile: see `choose_units`.
+    """A unit and its parameters, by full name.
+
+    Attributes:
+        name: The name of its module; empty for the model.
+        is_tile: It is a tile of a large layer (`choose_units`).
+        params: Its parameters.
     """
 
     name: str
@@ -61,16 +69,19 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as a plan needs it: its units, the root first, and the bytes of its buffers."""
+    """A model, as the planner needs it.
+
+    Attributes:
+        units: Its units, the root first.
+        buffer_bytes: The bytes of its buffers.
+    """
 
     units: tuple[UnitShape, ...]
     buffer_bytes: int = 0
 
     @property
     def wholes(self) -> dict[str, str]:
-        """Return the name of the whole parameter by that of each of its tiles, where layers are cut
-        (rows.py).
-        """
+        """For each tile of a parameter that is cut by rows (rows.py), the name of the whole one."""
         return {
             name: param.whole
             for unit in self.units
@@ -80,7 +91,7 @@ class ModelShape:
 
     @property
     def cuts(self) -> dict[str, Split]:
-        """Return how parameters lie along "tp", by name, where they are cut."""
+        """How parameters are split along "tp", by name; only those that are."""
         return {
             name: param.split
             for unit in self.units
@@ -90,26 +101,35 @@ class ModelShape:
 
 
 def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:
-    """Return the shape of a model; reads names, shapes, dtypes and `requires_grad`, and no value.
+    """Return the shape of a model. It reads names, shapes, dtypes and `requires_grad`, but no
+    value.
 
-    UsageError where `settings` name modules that the model does not have.
+    Args:
+        model: The model.
+        settings: The settings of the plan.
+
+    Raises:
+        UsageError: The settings name modules that the model does not have.
     """
     nbytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     return ModelShape(tuple(choose_units(model, settings)), nbytes)
 
 
 def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
-    """Return the units of a model, root first.
+    """Return the units of a model, the root first.
 
-    Repeated blocks (two or more children of one class in a container) and large lone blocks are
-    units; where such a block is itself but a sequence of repeated blocks, those are.  A leaf module
-    never is, because its parent may read its parameters directly (nn.MultiheadAttention reads
-    out_proj.weight), unless the parent's class says that it only calls its children
-    (`children_are_units`, tiled.py): those, its tiles, are units wherever they stand, inside others
-    too.  A parameter used in several units belongs to the root, which is gathered throughout.
-    `settings.unit_names` overrides the search by class or module name; `leaf_classes`
-    (mixture-of-experts blocks), and modules made of small ones (`fuse_numel`), are never looked
-    into: small units travel in one message.
+    Units are repeated blocks (two or more children of one class in a container) and large single
+    blocks. If such a block is only a sequence of repeated blocks, those are units instead.
+
+    A leaf module is no unit, because its parent may read its parameters directly:
+    nn.MultiheadAttention reads out_proj.weight. The exception are tiles: the class of their parent
+    declares that it only calls its children (`children_are_units`), and they are units wherever
+    they are.
+
+    A parameter that several units use belongs to the root, which is gathered throughout.
+    `settings.unit_names` replaces the search by names of classes or modules. Modules of
+    `leaf_classes` (mixture-of-experts blocks), and modules made of small ones (`fuse_numel`), are
+    not searched, since small units travel in one message.
     """
     params = _param_shapes(model, settings)
     if not settings.unit_names and _is_fine_grained(model, settings):
@@ -152,7 +172,7 @@ def _param_shapes(model: nn.Module, settings: PlanSettings) -> dict[str, ParamSh
 
 
 def _owners(model: nn.Module, units: Sequence[nn.Module]) -> dict[int, set[int]]:
-    """id(param) -> the numbers of the units, given by their modules, that hold it."""
+    """Return, for the id of each parameter, the numbers of the units that hold it."""
     unit_of = {id(module): number for number, module in enumerate(units)}
     owners: dict[int, set[int]] = {}
 
@@ -226,10 +246,10 @@ def _search_container(
 def _tiles(
     module: nn.Module, prefix: str, settings: PlanSettings, *, inside: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The children of every class that says they are units, looking through containers and into no
-    leaf.
+    """Return the children of every class that declares them as units, except inside leaf units.
 
-    inside: whether `module` is a container of such children.
+    Args:
+        inside: `module` is a container of such children.
     """
     apart = getattr(type(module), "children_are_units", False) or (
         inside and isinstance(module, CONTAINERS)
@@ -243,8 +263,9 @@ def _tiles(
 
 
 def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
-    """Return whether the configuration says that this module travels as one piece
-    (mixture-of-experts blocks, small ones).
+    """Return whether the configuration makes this module one unit.
+
+    Examples are mixture-of-experts blocks, and modules made of small ones.
     """
     named = path in settings.leaf_names or any(
         path.endswith(suffix) for suffix in settings.leaf_suffixes
@@ -255,8 +276,9 @@ def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
 
 
 def _is_fine_grained(module: nn.Module, settings: PlanSettings) -> bool:
-    """Return whether it is a block whose modules have few elements each, itself counted
-    (DeepSpeed's granularity).
+    """Return whether the modules of this block, itself included, have few elements each.
+
+    This is DeepSpeed's granularity.
     """
     if not settings.fuse_numel or not _is_block(module):
         return False
@@ -269,8 +291,8 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _repeats_inside(module: nn.Module) -> bool:
-    """Return whether there are lists of modules inside; a tiled layer's list of tiles is no sign of
-    blocks.
+    """Return whether there are lists of modules inside; a tiled layer's list of tiles does not
+    count.
     """
     if getattr(type(module), "children_are_units", False):
         return False
@@ -280,10 +302,11 @@ def _repeats_inside(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Return whether all of a module's parameters stand in sequences of repeated blocks (a ResNet's
-    stage): those are the units.
+    """Return whether sequences of repeated blocks hold all parameters of a module, as in a ResNet's
+    stage.
 
-    Only nn.Sequential tells that its blocks run one after the other; a list may hold experts.
+    The blocks are then the units. Only nn.Sequential guarantees that its blocks run one after the
+    other; a list may hold experts.
     """
     sequences = [
         child for child in module.children() if isinstance(child, nn.Sequential) and _repeats(child)
@@ -305,11 +328,10 @@ DECLARED_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def full_precision_names(model: nn.Module) -> frozenset[str]:
-    """Return the parameters that stay fp32 under a 16-bit policy.
+    """Return the parameters that stay in fp32 under a 16-bit policy.
 
-    These are batch norm's, whose running statistics 16 bits would ruin, and those that a module
-    declares as fp32 by a part of their name inside it (`_keep_in_fp32_modules`,
-    `_keep_in_fp32_modules_strict`).
+    These are batch norm's, whose running statistics need fp32, and those that a module declares by
+    a part of their name (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`).
     """
     found: set[str] = set()
     for prefix, module in model.named_modules():

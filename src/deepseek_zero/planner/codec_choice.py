@@ -1,14 +1,13 @@
-"""Which codes pay, from what a link and the codecs were measured to take: a function of numbers
-alone.
+"""Chooses codecs that save time, from the measured speed of a link and of the codecs.
 
-An element that travels takes, of one rank,
+An element costs one rank this many seconds:
 
     plain   far x bytes / link
     coded   far x coded bytes / link  +  encoded / encode rate  +  decoded / decode rate
 
-seconds, where `far` counts how often a rank sends it to other hosts.  The two kinds of work are
-added up: where a step computes meanwhile, codecs take cores from it.  A codec that saves less than
-a tenth is not worth other bits.
+`far` is how often the rank sends it to other hosts. Sending and coding are added, since codecs take
+cores from the computation of a step. A codec that saves less than a tenth is not used, because it
+changes the bits.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ WORTH = 0.9  # of the plain seconds: what codes may take at most to be chosen
 
 @dataclass(frozen=True)
 class CodecRate:
-    """Elements a second that the slowest rank encodes and decodes, while the others of its host do
-    the same.
+    """The elements per second that the slowest rank of a host encodes and decodes, while all of
+    them do.
     """
 
     codec: Blocks
@@ -35,10 +34,13 @@ class CodecRate:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one movement makes of an element, on one rank.
+    """The work of one movement for each element, on one rank.
 
-    far: times it is sent to other hosts.  encoded, decoded: times it would be.  plain_bytes: of it,
-    uncoded.
+    Attributes:
+        far: How often the element is sent to other hosts.
+        encoded: How often it would be encoded.
+        decoded: How often it would be decoded.
+        plain_bytes: Its bytes without a codec.
     """
 
     far: float
@@ -47,8 +49,11 @@ class Traffic:
     plain_bytes: int
 
     def seconds(self, link: float, coded: CodecRate | None) -> float:
-        """Return the seconds that an element takes.  link: bytes a second.  coded: None: as it
-        is.
+        """Return the seconds that an element costs.
+
+        Args:
+            link: Bytes per second between hosts.
+            coded: The speed of the codec; None for no codec.
         """
         if coded is None:
             return self.far * self.plain_bytes / link
@@ -57,17 +62,28 @@ class Traffic:
 
 
 def gather_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffic:
-    """Return what a gather of a weight makes of an element.
+    """Return the work of an all-gather of weights for each element.
 
-    ranks: that share slices; here: of them those of one host; near: as `GroupPlan` has it.
+    Args:
+        ranks: The number of ranks that share slices.
+        here: How many of them are on one host.
+        near: The number of ranks on one host, if sums are formed host by host; else 1.
+        plain_bytes: The bytes of an element without a codec.
     """
     far = (ranks - here) / ranks if near == 1 else (ranks / near - 1) / ranks
     return Traffic(far, 1 / ranks, 1.0, plain_bytes)
 
 
 def reduce_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffic:
-    """Return what a sum of gradients makes of an element; by host, sums of fp32 travel between
-    hosts as they are.
+    """Return the work of a reduction of gradients for each element.
+
+    If sums are formed host by host, uncoded sums travel between hosts in fp32.
+
+    Args:
+        ranks: The number of ranks that share slices.
+        here: How many of them are on one host.
+        near: The number of ranks on one host, if sums are formed host by host; else 1.
+        plain_bytes: The bytes of an element without a codec.
     """
     if near == 1:
         return Traffic((ranks - here) / ranks, 1.0, 1.0, plain_bytes)
@@ -76,21 +92,19 @@ def reduce_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffi
 
 @dataclass(frozen=True)
 class Open:
-    """One state whose codec is to be chosen among some."""
+    """One state whose codec is chosen by measurement."""
 
     traffic: Traffic
     among: tuple[CodecRate, ...]
 
     def choose(self, link: float) -> Blocks | None:
-        """Return the codec that takes least over a link of so many bytes a second, None where none
-        is worth it.
-        """
+        """Return the fastest codec for a link of `link` bytes/s; None if none is worth it."""
         best = min(self.among, key=lambda each: self.traffic.seconds(link, each))
         is_worth_it = self.traffic.seconds(link, best) <= WORTH * self.traffic.seconds(link, None)
         return best.codec if is_worth_it else None
 
     def describe(self, link: float) -> str:
-        """Return the choice and the numbers that decided."""
+        """Return the choice, with the numbers that decided."""
         times = []
         for rate in (None, *self.among):
             codec = "as they are" if rate is None else rate.codec
@@ -101,10 +115,13 @@ class Open:
 def choose_codes(
     asked: Compression, link: float, weights: Open | None = None, gradients: Open | None = None
 ) -> Compression:
-    """Return a compression with what was left open chosen, and why.
+    """Return a compression in which the open choices are made, and the reason.
 
-    link: bytes a second that the slowest rank sends to other hosts while all ranks do.  weights,
-    gradients: None: they are stated, or not to be coded.
+    Args:
+        asked: The compression that was configured.
+        link: The bytes per second that the slowest rank sends to other hosts while all ranks send.
+        weights: The choice for weights; None if there is none to make.
+        gradients: The choice for gradients; None if there is none to make.
     """
     found = asked
     said = [f"a rank sends {format_bytes(link)}/s to other hosts"]

@@ -1,4 +1,4 @@
-"""Units whose modules stand inside the module of another unit."""
+"""Units whose modules are inside the module of another unit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from .units import UnitPlan
 
 
 def enclosing(names: Sequence[str]) -> dict[int, int]:
-    """The unit that the module of another stands in, from their full names, by number; the root (0)
-    is left out.
+    """Return, for each unit inside another one, the number of the enclosing unit; the root (0) is
+    left out.
+
+    Args:
+        names: The full names of the modules of the units, in order.
     """
     numbers = {name: number for number, name in enumerate(names) if number}
     found = {}
@@ -24,7 +27,7 @@ def enclosing(names: Sequence[str]) -> dict[int, int]:
 
 
 def outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
-    """A unit and those around it, the root left out."""
+    """Yield a unit and those that enclose it, from the inside; the root is left out."""
     yield unit
     while unit in around:
         unit = around[unit]
@@ -32,10 +35,12 @@ def outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
 
 
 def cut_units(units: Sequence[UnitPlan]) -> frozenset[int]:
-    """Return the units that take micro-batches in turn: all but the root, and tiles, which need no
-    cutting.
+    """Return the units that take micro-batches one after the other.
 
-    Raises `UsageError` if one stands inside another, or if there is none.
+    These are all units except the root and tiles, which need no cutting.
+
+    Raises:
+        UsageError: A unit is inside another, or there is none.
     """
     fix = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates too)"
     for inner, outer in enclosing([unit.name for unit in units]).items():

@@ -224,7 +224,7 @@ def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
 
 
 def _ends(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
-    """Return, for each place of a pass, the units that are not needed after it, inner ones first."""
+    """Return, for each place of a pass, the units that are last used there, inner ones first."""
     last = {each: k for k, unit in enumerate(order[1:], 1) for each in outward(unit, around)}
     found = [
         [each for each in outward(unit, around) if last[each] == k]

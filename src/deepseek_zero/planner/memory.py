@@ -1,11 +1,9 @@
-"""What a group's states and an optimizer's moments take, in bytes; report/measure.py finds what is
-held.
+"""The bytes of a group's states and of an optimizer's moments.
 
     bytes = sum over groups and states of numel(placement) x itemsize, or the length of the codes
-    that they rest as
 
-A whole plan's bytes, with what the pool lends and a step works in, are `Plan.bytes_by_state`
-(plan.py).
+`Plan.bytes_by_state` (plan.py) adds the buffers of a whole plan. report/measure.py finds the bytes
+that are in use.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ COUNTER_BYTES = 4  # torch keeps steps in fp32 scalars
 
 
 def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
-    """Bytes one rank holds of one state."""
+    """Return the bytes of one state on one rank."""
     return 0 if spec is None else spec.resting.nbytes(spec.numel(padded_numel, ranks))
 
 
 def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | None, int]]:
-    """Return the states that have memory of their own: name, spec, and how often it is there."""
+    """Return the states that have storage of their own: name, spec, and number of copies."""
     moments = plan.moments and replace(
         plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype)
     )
@@ -51,10 +49,10 @@ def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | N
 
 
 def host_pieces(group: GroupPlan, moments_per_element: int) -> list[HostPiece]:
-    """Return what one rank reserves of host memory for a group, state by state.
+    """Return the host memory that one rank reserves for a group, state by state.
 
-    The training device copies weights and gradients; masters only where weights follow them by
-    differences.
+    The training device copies weights and gradients. It copies main weights only if weights follow
+    them by coded differences.
     """
     found: list[HostPiece] = []
     for state, spec, count in _rows(group.plan, moments_per_element):
@@ -71,12 +69,16 @@ def host_pieces(group: GroupPlan, moments_per_element: int) -> list[HostPiece]:
 def group_bytes(
     group: GroupPlan, moments_per_element: int, states: Sequence[str] = STATES
 ) -> dict[str, int]:
-    """Return the bytes one rank holds of one group, by state; a master that is the weight's own
-    storage counts once, as weight.
+    """Return the bytes of one group on one rank, by state.
 
-    Offloaded states count under their memory ("host", "nvme"), in whole pages; a second copy of the
-    weight as "secondary", with the weight; what codes leave out of gradients as "errors", with the
-    gradient.
+    A main weight that shares the storage of the weight counts once, as weight. Offloaded states
+    count under their memory ("host", "nvme"), in whole pages. A second copy of the weight counts as
+    "secondary", and the error feedback of coded gradients as "errors".
+
+    Args:
+        group: The group.
+        moments_per_element: The number of moments for each element.
+        states: The states to count; "secondary" counts with the weight, "errors" with the gradient.
     """
     plan = group.plan
     found = dict.fromkeys(STATES, 0)
@@ -102,9 +104,7 @@ def group_bytes(
 
 
 def total_bytes(groups: Sequence[GroupPlan], moments_per_element: int = 2) -> dict[str, int]:
-    """Bytes one rank holds of all groups, by state: the plan multiplied out, small tensors left
-    aside.
-    """
+    """Return the bytes of all groups on one rank, by state, without small tensors."""
     total = dict.fromkeys(STATES, 0)
     for group in groups:
         for state, count in group_bytes(group, moments_per_element).items():
@@ -114,10 +114,12 @@ def total_bytes(groups: Sequence[GroupPlan], moments_per_element: int = 2) -> di
 
 @dataclass(frozen=True)
 class StateCounts:
-    """The state that an optimizer keeps for a shard of n elements: per_element * n fp32 values and
-    some scalars.
+    """The state that an optimizer keeps for a shard of n elements.
 
-    options: hyper-parameters that add values per element where they are set.
+    Attributes:
+        per_element: The number of fp32 values for each element.
+        counters: The number of scalars.
+        options: The values per element that a hyper-parameter adds if it is set.
     """
 
     per_element: int
@@ -125,13 +127,13 @@ class StateCounts:
     options: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, group: Mapping[str, Any]) -> int:
-        """Values per element under one parameter group's hyper-parameters."""
+        """Return the values per element, with the hyper-parameters of a parameter group."""
         return self.per_element + sum(
             count for option, count in self.options.items() if group.get(option)
         )
 
     def bytes_of(self, numel: int, group: Mapping[str, Any]) -> int:
-        """Bytes for one piece under one parameter group's hyper-parameters."""
+        """Return the bytes of one shard, with the hyper-parameters of a parameter group."""
         return numel * self.count(group) * torch.float32.itemsize + self.counters * COUNTER_BYTES
 
 
@@ -157,14 +159,12 @@ MUON = {True: StateCounts(1), False: StateCounts(2, 1)}  # by its groups' `use_m
 
 
 def is_known(optimizer: str) -> bool:
-    """Return whether the states of an optimizer class are known, and not taken for those of
-    Adam.
-    """
+    """Return whether the states of an optimizer class are known; others count as those of Adam."""
     return optimizer in MOMENTS or optimizer == "Muon"
 
 
 def moments_for(optimizer: str, group: Mapping[str, Any]) -> StateCounts:
-    """The row of an optimizer class; a class we do not know is taken for an Adam."""
+    """Return the state counts of an optimizer class; an unknown class counts as Adam."""
     return (
         MUON[bool(group.get("use_muon"))] if optimizer == "Muon" else MOMENTS.get(optimizer, _ADAM)
     )
@@ -178,12 +178,16 @@ WHOLE_BYTES = {0: 16, 1: 4, 2: 2, 3: 0}
 
 
 def mixed_precision_adam_bytes(params: int, ranks: int = 1, stage: int = 0) -> int:
-    """The seeds' arithmetic: 2 B weight + 2 B gradient + 12 B (fp32 master, two moments) a
-    parameter, sharded by stage.
+    """Return the bytes of mixed-precision Adam on one rank.
 
-    7e9 parameters on one rank: 112 GB.  At 64 ranks stages 1, 2, 3 divide that by 3.82, 7.21 and
-    64; 4 and 8 are the limits for infinitely many ranks, where what stays whole (4 or 2 of 16
-    bytes) is all that is left.
+    A parameter has 2 bytes of weight, 2 of gradient and 12 of fp32 main weight and moments, sharded
+    by stage. For 7e9 parameters one rank needs 112 GB. On 64 ranks, stages 1, 2 and 3 divide that
+    by 3.82, 7.21 and 64. For infinitely many ranks, the limits of stages 1 and 2 are 4 and 8.
+
+    Args:
+        params: The number of parameters.
+        ranks: The number of ranks.
+        stage: The ZeRO stage.
     """
     whole = WHOLE_BYTES[stage]
     return whole * params + (16 - whole) * params // ranks

@@ -1,4 +1,4 @@
-"""What a plan is made from, free of any configuration file."""
+"""The settings of a plan, independent of any configuration file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ..tiers.tier import Tier
 
 @dataclass(frozen=True)
 class UnitTiers:
-    """The memories of one unit: of its sharded weights between uses, and of its moments, own
-    masters and gradients.
+    """The memories of one unit.
+
+    One holds its sharded weights between uses. The other holds its moments, gradients, and main
+    weights that have their own storage.
     """
 
     unit: str
@@ -25,16 +27,20 @@ class UnitTiers:
 
 @dataclass(frozen=True)
 class Compression:
-    """How matrices are coded between ranks.
+    """How matrices are compressed in messages between ranks.
 
-    weights, gradients: None: as they are.  frozen: as what sharded weights that nothing trains rest
-    and are sent; None:
-    as others.  inside: of coded gradients, the summands inside a host; None: as they are collected.
-    min_numel: a unit whose matrices have fewer elements is not coded.  feedback: how ranks keep
-    what codes leave out of gradients; None:
-    they do not.  left_open: which of "weights" and "gradients" nobody stated, so that they were
-    chosen by measurement;
-    why: the numbers that decided.
+    Attributes:
+        weights: The codec of weights; None sends them unchanged.
+        gradients: The codec of gradients; None sends them unchanged.
+        frozen: The codec in which sharded frozen weights are kept and sent; None treats them like
+            other weights.
+        inside: The codec of gradients inside a host, if gradients are coded; None sends them
+            unchanged.
+        min_numel: Units whose matrices have fewer elements are not coded.
+        feedback: How ranks keep the rounding errors of coded gradients; None drops them.
+        left_open: Which of "weights" and "gradients" were chosen by measurement, since nothing was
+            configured.
+        why: The numbers that decided.
     """
 
     weights: Blocks | None = None
@@ -48,43 +54,47 @@ class Compression:
 
     @property
     def codes_weights(self) -> bool:
-        """Return whether matrices are laid out to be coded as weights, if only after a load."""
+        """Whether the layout of matrices allows coded weights, now or after a load."""
         return self.weights is not None or "weights" in self.left_open
 
     @property
     def codes_gradients(self) -> bool:
-        """Return whether matrices are laid out to be coded as gradients, if only after a load."""
+        """Whether the layout of matrices allows coded gradients, now or after a load."""
         return self.gradients is not None or "gradients" in self.left_open
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan is made from, free of any configuration file.  Sizes count elements.
+    """The settings of a plan. Sizes count elements, except `device_bytes`.
 
-    persistence_numel: parameters up to this size stay gathered (per parameter).
-    persistence_total_numel: their sum.
-    window_numel: gathered elements kept alive (stage3_max_live_parameters). keep_numel: a gathered
-    unit stays if it is used again within this many elements (stage3_max_reuse_distance).
-    ahead_numel: gathered before they are needed.
-    bucket_numel: elements per reduction message. overlap: reduce while backward goes on. mean:
-    divide sums by the
-    ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).
-    weight_tier: the memory of sharded weights.  state_tier: of moments, masters of their own and
-    gradient shards.  unit_tiers: units
-    for which that differs.  device_bytes: states and buffers that the training device may hold;
-    more is an error.
-    delayed_update: updates come one step late.  reduces_once: gradients of all micro-batches are
-    added up where they are made, and reduced once a step, also at stages 2 and 3 (pipelines, whose
-    stages would wait for each other).
-    row_parts: that a micro-batch is cut into by its rows, whose gradients add up as those of an
-    accumulation do.
-    layerwise_micro_batches: parts of a batch that each unit takes in turn, on one gather.
-    secondary_ranks: neighbours among which a second copy of sharded weights is cut (hpZ); 1, or as
-    many as share slices: there is none.
-    compression: of matrices on their way between the ranks that share slices.
-    ranks_per_host: sums are formed within runs of so many ranks first, then over the runs
-    (comm/by_host.py); 1: in the order of ranks; None: left to whoever knows the hosts, and for a
-    plan without them 1.
+    Attributes:
+        persistence_numel: Parameters of at most this size stay gathered.
+        persistence_total_numel: The most elements of all such parameters.
+        window_numel: The most gathered elements at a time (stage3_max_live_parameters).
+        keep_numel: A gathered unit stays if it is used again within this many elements
+            (stage3_max_reuse_distance).
+        ahead_numel: The elements gathered before they are needed.
+        bucket_numel: The elements of a reduction message.
+        overlap: Reduce while backward goes on.
+        mean: Divide sums by the number of ranks.
+        tunes: The sizes that were not configured, and may grow to shorten waiting (tuning.py).
+        weight_tier: The memory of sharded weights.
+        state_tier: The memory of moments, gradient shards, and main weights with their own storage.
+        unit_tiers: The memories of units for which they differ.
+        device_bytes: The most bytes of states and buffers on the training device.
+        delayed_update: Updates come one step late.
+        reduces_once: Micro-batches add their gradients locally, and one reduction a step follows,
+            at stages 2 and 3, too. Pipelines need it, since their stages would wait for each other.
+        row_parts: The parts into which a micro-batch is cut by rows; their gradients are
+            accumulated.
+        layerwise_micro_batches: The parts of a batch that each unit takes one after the other, with
+            one gather.
+        secondary_ranks: The number of neighbouring ranks that share a second copy of sharded
+            weights (hpZ). There is none if it is 1, or the number of ranks that share slices.
+        compression: The compression of matrices between the ranks that share slices.
+        ranks_per_host: Sums are formed within runs of this many ranks first, then over the runs
+            (extensions/by_host.py); 1 adds in the order of ranks. None leaves it to the caller that
+            knows the hosts; a plan without hosts takes 1.
     """
 
     stage: int = 3
@@ -122,15 +132,18 @@ class PlanSettings:
 
     @cached_property
     def streams_weights(self) -> bool:
-        """Whether weights of some unit come out of another memory for each use."""
+        """Whether weights of some unit are fetched from another memory for each use."""
         return any(
             tier is not Tier.DEVICE
             for tier in (self.weight_tier, *(unit.weights for unit in self.unit_tiers))
         )
 
     def for_unit(self, name: str, *, full_precision: bool = False) -> PlanSettings:
-        """Return what holds for one unit.  full_precision: for those of its parameters that never
-        leave fp32.
+        """Return the settings of one unit.
+
+        Args:
+            name: The name of the unit.
+            full_precision: Return those of its parameters that always stay in fp32.
         """
         usual = UnitTiers(name, self.weight_tier, self.state_tier)
         tiers = next((unit for unit in self.unit_tiers if unit.unit == name), usual)

@@ -1,8 +1,8 @@
-"""Which rows of a whole parameter a tile is, as data.
+"""The rows of a whole parameter that a tile holds, as data.
 
-A layer that is cut by rows (extensions/cut_layers.py) has several parameters where the whole model
-has one.  Files speak
-of the whole one: a tile is a range of its elements, since rows are the first dimension.
+A layer that is cut by rows (extensions/cut_layers.py) has several parameters in place of one.
+Checkpoints contain the whole one. A tile is a range of its elements, since rows are the first
+dimension.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from .layout import Shape
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows from `first` on of a parameter.  name: its first name in the whole model.  shape:
-    its whole shape.
+    """The rows of a parameter that a tile holds.
+
+    Attributes:
+        name: The first name of the whole parameter in the whole model.
+        shape: The shape of the whole parameter.
+        first: The first row of the tile.
     """
 
     name: str
@@ -27,16 +31,16 @@ class Rows:
 
     @property
     def start(self) -> int:
-        """The elements of the whole parameter that come before these rows."""
+        """The number of elements of the whole parameter before these rows."""
         return self.first * prod(self.shape[1:])
 
 
 def rows_of(param: Tensor) -> Rows | None:
-    """Return which rows of a whole parameter this one is; None where it is whole."""
+    """Return the rows that a tile holds; None if the parameter is whole."""
     found: Rows | None = param.__dict__.get("_zero_rows")
     return found
 
 
 def set_rows(param: Tensor, rows: Rows) -> None:
-    """Remember which rows of a whole parameter this one is."""
+    """Record which rows of a whole parameter this one holds."""
     param.__dict__["_zero_rows"] = rows

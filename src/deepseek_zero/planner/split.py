@@ -1,11 +1,10 @@
-"""Where a parameter's elements are along the tensor-parallel axis, as data.
+"""How the elements of a parameter are distributed along the tensor-parallel axis, as data.
 
     split     each rank holds ranges of one dimension; ranks may share a range (a kv head)
     equal     every rank holds all of it, and computes the same gradient
     partial   every rank holds all of it, and computes a summand of its gradient
 
-Names and shapes are the whole model's: a parameter of the model that one rank runs has
-`local_shape`.
+Names and shapes are those of the whole model. The parameter of one rank has `local_shape`.
 """
 
 from __future__ import annotations
@@ -25,10 +24,14 @@ Ranges = tuple[Range, ...]
 
 @dataclass(frozen=True)
 class Split:
-    """One parameter over the ranks of the axis "tp".
+    """The distribution of one parameter over the ranks of the axis "tp".
 
-    shape: of the whole parameter.  ranges: by coordinate, the [start, stop) of dimension `dim` that
-    a rank holds, in the order they lie in there; the whole of it unless it is split.
+    Attributes:
+        kind: See the module.
+        shape: The shape of the whole parameter.
+        dim: The dimension that is split.
+        ranges: For each coordinate, the ranges [start, stop) of dimension `dim` that the rank
+            holds, in the order of its part; all of it unless the parameter is split.
     """
 
     kind: Literal["split", "equal", "partial"]
@@ -38,8 +41,13 @@ class Split:
 
     @classmethod
     def even(cls, shape: Shape, dim: int, ranks: int, blocks: int = 1) -> Split:
-        """Return a split of each of `blocks` equal blocks (3 of a fused q, k, v) into as many equal
-        parts as ranks.
+        """Return a split into equal parts.
+
+        Args:
+            shape: The shape of the whole parameter.
+            dim: The dimension that is split.
+            ranks: The number of ranks.
+            blocks: The number of equal blocks that are each split (3 for a fused q, k, v).
         """
         block = shape[dim] // blocks
         part = block // ranks
@@ -52,28 +60,32 @@ class Split:
 
     @classmethod
     def whole(cls, kind: Literal["equal", "partial"], shape: Shape, ranks: int) -> Split:
-        """Return a parameter that every rank holds."""
+        """Return the distribution of a parameter that every rank holds."""
         ranges = ((0, shape[0]),) if shape else ()
         return cls(kind, shape, 0, (ranges,) * ranks)
 
     def local_shape(self, coordinate: int) -> Shape:
-        """The shape of what one rank holds."""
+        """Return the shape of the part of one rank."""
         if self.kind != "split":
             return self.shape
         width = sum(stop - start for start, stop in self.ranges[coordinate])
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def sharers(self, coordinate: int) -> tuple[int, ...]:
-        """The coordinates that hold the same part of a split, ascending, this one among them."""
+        """Return the coordinates with the same part of a split, ascending, with this one."""
         return tuple(
             other for other, ranges in enumerate(self.ranges) if ranges == self.ranges[coordinate]
         )
 
     def summands(self, coordinate: int, ranks: int) -> tuple[int, ...]:
-        """The coordinates whose gradients are summands of one: that share a part of a split, or a
-        partial parameter.
+        """Return the coordinates whose gradients are added into one.
 
-        () where a rank's own gradient is the whole one.  ranks: along "tp".
+        They share a part of a split, or hold a partial parameter. The result is empty if a rank's
+        own gradient is already complete.
+
+        Args:
+            coordinate: The coordinate of this rank along "tp".
+            ranks: The number of ranks along "tp".
         """
         if self.kind == "equal":
             return ()
@@ -81,8 +93,9 @@ class Split:
         return found if len(found) > 1 else ()
 
     def shares_evenly(self, ranks: int) -> bool:
-        """Whether neighbours share summands in blocks of one size, as communicators of them are
-        made.
+        """Return whether the ranks that add gradients are neighbours, in blocks of one size.
+
+        Communicators can only be made of such blocks.
         """
         blocks = [self.summands(coordinate, ranks) or (coordinate,) for coordinate in range(ranks)]
         size = len(blocks[0])
@@ -92,8 +105,9 @@ class Split:
         )
 
     def is_counted_at(self, coordinate: int) -> bool:
-        """Whether this rank's elements count in norms, tables and checkpoints: others that hold
-        them do not.
+        """Return whether a rank counts its elements in norms, tables and checkpoints.
+
+        Other ranks with the same elements do not.
         """
         return (
             self.sharers(coordinate)[0] == coordinate if self.kind == "split" else coordinate == 0
@@ -101,10 +115,10 @@ class Split:
 
 
 def laid_out(parts: Iterable[Sequence[int]]) -> tuple[Ranges, ...]:
-    """Return where ranks' shares lie in a dimension, by rank: parts one behind the other, in each
-    the shares of all.
+    """Return the ranges of a dimension that each rank holds.
 
-    parts: the widths of each part's shares, by rank.
+    Args:
+        parts: For each part of the dimension, the widths of the ranks' shares, by rank.
     """
     ranges: list[list[tuple[int, int]]] = []
     start = 0
@@ -117,39 +131,39 @@ def laid_out(parts: Iterable[Sequence[int]]) -> tuple[Ranges, ...]:
 
 
 def split_of(param: Tensor) -> Split | None:
-    """Return how a parameter lies along "tp"; None where the model is not split."""
+    """Return how a parameter is split along "tp"; None if the model is not split."""
     found: Split | None = param.__dict__.get("_zero_split")
     return found
 
 
 def is_copy(param: Tensor) -> bool:
-    """Whether another stage's parameter is the one that counts in norms and checkpoints: this one
-    is tied to it.
+    """Return whether the parameter is tied to one of another stage.
+
+    That one counts in norms and checkpoints.
     """
     return bool(param.__dict__.get("_zero_is_copy"))
 
 
 def set_copy(param: Tensor) -> None:
-    """Remember that an earlier stage of the pipeline has this parameter too."""
+    """Mark a parameter as one that an earlier stage of the pipeline has, too."""
     param.__dict__["_zero_is_copy"] = True
 
 
 def set_split(param: Tensor, split: Split) -> None:
-    """Remember how a parameter lies along "tp"; its data is this rank's part."""
+    """Record how a parameter is split along "tp"; its data is this rank's part."""
     param.__dict__["_zero_split"] = split
 
 
 def is_own_cut(param: Tensor) -> bool:
-    """Whether a caller cut this parameter, and its layer computes with the part by itself: it is
-    not cut again.
+    """Return whether the caller split this parameter itself.
+
+    Its layer computes with the part, so the parameter is not split again.
     """
     return bool(param.__dict__.get("_zero_is_own_cut"))
 
 
 def came_cut(model: nn.Module) -> dict[str, Split]:
-    """Return how those parameters lie that a caller cut before: of layers that compute with parts
-    by themselves.
-    """
+    """Return the splits of the parameters that the caller split itself."""
     return {
         name: split
         for name, param in model.named_parameters()
@@ -158,9 +172,7 @@ def came_cut(model: nn.Module) -> dict[str, Split]:
 
 
 def refuse_other_cuts(cuts: Mapping[str, Split], tp: int) -> None:
-    """Raise UsageError where a parameter lies in another number of parts than a mesh has ranks
-    along "tp".
-    """
+    """Raise `UsageError` if a parameter is split into a number of parts other than `tp`."""
     for name, split in cuts.items():
         if len(split.ranges) != tp:
             raise UsageError(
@@ -173,8 +185,9 @@ def refuse_other_cuts(cuts: Mapping[str, Split], tp: int) -> None:
 
 
 def set_own_cut(param: Tensor, split: Split) -> None:
-    """Remember how a caller cut a parameter, before its model is wrapped; its data is this rank's
-    part.
+    """Record how the caller split a parameter, before its model is wrapped.
+
+    Its data is this rank's part.
     """
     set_split(param, split)
     param.__dict__["_zero_is_own_cut"] = True

@@ -1,10 +1,9 @@
-"""Assigns each unit's weights and states to a memory, where that is left open: fastest memory
-first.
+"""Assigns a memory to the weights and states of each unit, the fastest memory first.
 
-The states that move most per byte come first: a sharded weight is read three times a step and
-written once, a moment once each. Among the states those of the first units come first: backward
-makes their gradients last, and the next forward needs their weights first. Pure arithmetic over
-plans.
+States that move most often come first: a sharded weight is read three times a step and written
+once, a moment is read and written once. Among those, the states of the first units come first:
+backward makes their gradients last, and the next forward needs their weights first. Pure arithmetic
+over plans.
 """
 
 from __future__ import annotations
@@ -28,11 +27,15 @@ OTHERS = STATES[1:]
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """The choices that are left open. device, host, disk: bytes of one rank; None: what is free,
-    shared by the ranks of a host.
+    """The choices of memory that are left open.
 
-    ratio: share of the states that goes where `offload_optimizer` says. undo_bytes: of the device,
-    for what undoes updates ahead of their step.
+    Attributes:
+        device: The bytes of the device for one rank; None for what is free, shared by the ranks of
+            a host.
+        host: The same for host memory.
+        disk: The same for the disk.
+        ratio: The share of the states that `offload_optimizer` moves.
+        undo_bytes: The bytes of the device for the log that undoes early updates.
     """
 
     chooses_weights: bool = False
@@ -47,7 +50,7 @@ class PlacementSettings:
 
 @dataclass(frozen=True)
 class TierChoices:
-    """The memories that weights and states may lie in, fastest first; a fixed one has no choice."""
+    """The memories allowed for weights and states, fastest first; one entry is no choice."""
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
@@ -56,9 +59,9 @@ class TierChoices:
     def of(
         cls, settings: PlanSettings, placement: PlacementSettings, device: torch.device
     ) -> TierChoices:
-        """Return what a configuration leaves open.
+        """Return the choices that a configuration leaves open.
 
-        On a CPU the host's memory is the device's, so it is a place of its own only where it has a
+        On a CPU, host memory is the memory of the device, so it is a choice only if it has a
         budget.
         """
         tiers = [Tier.DEVICE]
@@ -87,10 +90,16 @@ def assign_tiers(
     budgets: Mapping[Tier, int],
     moments: int,
 ) -> tuple[UnitTiers, ...]:
-    """Return a memory for every unit; OutOfMemoryError where the units do not fit.
+    """Return a memory for every unit.
 
-    units: the plan of each unit where all of it lies in one memory.  budgets: bytes of one rank.
-    moments: per element.
+    Args:
+        units: For each memory, the plans of the units if that memory holds all of them.
+        choices: The choices of memory.
+        budgets: The bytes of each memory for one rank.
+        moments: The number of moments for each element.
+
+    Raises:
+        OutOfMemoryError: The units do not fit.
     """
     left = dict(budgets)
     count = len(next(iter(units.values())))
@@ -119,8 +128,10 @@ def assign_tiers(
 
 
 def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tuple[UnitTiers, ...]:
-    """The units whose states stay on the device where only a share of all elements is offloaded
-    (Twin-Flow).
+    """Return the units whose states stay on the device if only a share of all elements is
+    offloaded.
+
+    This is DeepSpeed's Twin-Flow.
     """
     keep = (1.0 - ratio) * sum(group.padded_numel for unit in units for group in unit.trained)
     kept = 0
@@ -133,7 +144,7 @@ def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tu
 
 
 def describe_tiers(units: Sequence[UnitTiers]) -> str:
-    """Return one line: how many units are in which memory."""
+    """Return one line that counts the units in each memory."""
     parts = []
     for tier in Tier:
         weights = sum(unit.weights is tier for unit in units)

@@ -1,8 +1,7 @@
-"""Units of a plan and their parameter groups: what travels together, and how it lies in memory.
+"""The units of a plan and their parameter groups.
 
-`plan_group` is the one place where a group's specs and layout are decided; the units of a whole
-model come from `plan_units`, and a group that is divided while a run goes on (sharding/regroup.py)
-from the same function.
+`plan_group` alone decides the specs and the layout of a group. `plan_units` calls it for a whole
+model, and sharding/regroup.py for a group that is divided during a run.
 """
 
 from __future__ import annotations
@@ -28,12 +27,19 @@ from .whole_layout import LAYOUTS
 
 @dataclass(frozen=True)
 class GroupKey:
-    """Parameters of one unit with the same key lie in one flat buffer: one row of the plan.
+    """What the parameters of one group have in common. They share a flat buffer and a row of the
+    table.
 
-    split: how they lie along "tp", "" without that axis.  is_counted: whether these elements count
-    in norms and checkpoints, or another rank along "tp" holds them too.  sharers: coordinates along
-    "tp" whose gradients are
-    summands of one.  is_coded: they are compressed on their way between ranks.
+    Attributes:
+        dtype: The dtype with which they were built.
+        trainable: They require gradients.
+        persistent: They stay gathered at stage 3, since they are tiny.
+        full_precision: They stay in fp32 under a 16-bit policy.
+        split: How they are split along "tp"; empty without that axis.
+        is_counted: This rank counts their elements in norms and checkpoints. It does not if another
+            rank along "tp" holds them, too, and counts them.
+        sharers: The coordinates along "tp" whose partial gradients are added.
+        is_coded: They are compressed in messages between ranks.
     """
 
     dtype: torch.dtype
@@ -48,16 +54,16 @@ class GroupKey:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Parameters of one unit that share a row of the table: specs, layout, and how their gradients
-    travel.
+    """The plan of one parameter group: its specs, its layout, and how its gradients are sent.
 
-    key: what they have in common; None where only sizes matter.  predivide: what partial gradients
-    are divided by
-    before they travel.  replicas: ranks that have sums of the same slices, to be added up once a
-    step.
-    secondary_ranks: that hold the slices of a second copy of the weight.  near: ranks of one host
-    among those that hold the slices, where sums are formed by host; 1: in the order of ranks.  low:
-    while the group is promoted, its specs in 16 bits.
+    Attributes:
+        key: What the parameters have in common; None if only sizes matter.
+        predivide: The divisor of partial gradients before they are sent.
+        replicas: The number of ranks that have sums of the same slices, to be added once a step.
+        secondary_ranks: The number of ranks that hold the slices of a second copy of the weight.
+        near: The number of ranks on one host, if sums are formed host by host; 1 if they are formed
+            in the order of ranks.
+        low: The 16-bit specs of a group that is promoted to fp32 now.
     """
 
     plan: ShardPlan
@@ -71,12 +77,12 @@ class GroupPlan:
 
     @classmethod
     def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
-        """Return a group of which nothing but its size is known."""
+        """Return a group of which only the size is known."""
         return cls(plan, FlatLayout((), padded_numel // ranks, ranks))
 
     @property
     def is_counted(self) -> bool:
-        """Whether these elements count in norms and checkpoints (`GroupKey`)."""
+        """Whether this rank counts the elements in norms and checkpoints (`GroupKey`)."""
         return self.key is None or self.key.is_counted
 
     @property
@@ -89,8 +95,9 @@ class GroupPlan:
 
     @property
     def secondary_layout(self) -> FlatLayout:
-        """The same flat buffer, cut among the ranks of the second copy; a slice is several of the
-        layout's.
+        """The layout of the second copy: the same flat buffer, sharded over fewer ranks.
+
+        A slice of it consists of several slices of `layout`.
         """
         return replace(
             self.layout,
@@ -100,25 +107,27 @@ class GroupPlan:
 
     @property
     def names(self) -> list[str]:
-        """Full names of the parameters, in the order they lie in."""
+        """The full names of the parameters, in the order of the layout."""
         return [slot.name for slot in self.layout.slots]
 
     @cached_property
     def summands(self) -> Spec:
-        """How a rank collects what it adds to the sum of gradients."""
+        """The spec of a rank's own gradient before the reduction."""
         assert self.plan.grad is not None
         return replace(self.plan.grad, placement=P, dtype=self.plan.summand_dtype)
 
     @property
     def exchange_length(self) -> int:
-        """Return the bytes of one message of momenta, a slice's; 0 where gradients are reduced."""
+        """The bytes of one message of momenta, for one slice; 0 if gradients are reduced."""
         codec = momenta_codec_of(self.plan)
         return 0 if codec is None else codec.length(self.layout.slice_numel)
 
     @property
     def exchange_bytes(self) -> int:
-        """Return what a rank keeps for an exchange of momenta: what signs leave out of its own and
-        of its slice's mean, the signs of all ranks, and those that come.
+        """The bytes that a rank keeps for an exchange of momenta.
+
+        These are the two error-feedback buffers, and the buffers in which signs are sent and
+        received.
         """
         if momenta_codec_of(self.plan) is None:
             return 0
@@ -127,16 +136,16 @@ class GroupPlan:
 
     @property
     def errors_numel(self) -> int:
-        """Return of how many values a rank keeps what codes leave out: its summands, or its part of
-        its host's sums.
+        """The elements of the error-feedback buffer of a rank.
+
+        It has an entry for each element of the rank's own gradient, or of its part of its host's
+        sums.
         """
         return self.padded_numel // self.near if feedback_of(self.plan) is not None else 0
 
     @property
     def hop_wires(self) -> tuple[Codec, Codec]:
-        """How gradients of this group are sent inside a host, and between hosts; of one hop the
-        first holds.
-        """
+        """The codecs of gradients inside a host and between hosts; with one hop, the first one."""
         assert self.plan.grad is not None
         return hop_wires(
             self.plan.grad_wire, self.plan.summand_dtype, self.near, self.plan.grad.wire_inside
@@ -144,26 +153,24 @@ class GroupPlan:
 
     @property
     def weight_wire(self) -> Codec:
-        """How weights of this group are sent."""
+        """The codec of weights in messages."""
         return self.plan.weight.wire or Cast(self.plan.weight.dtype)
 
     @property
     def may_be_cut(self) -> bool:
-        """Return whether its master is sharded, so that its layout decides which tensors are
-        cut.
-        """
+        """Whether the main weight is sharded, so the layout decides which tensors are cut."""
         return self.plan.master is not None and self.plan.master.placement is not R
 
     @property
     def is_coded(self) -> bool:
-        """Return whether weights or gradients are sent as codes."""
+        """Whether weights or gradients are sent as codes."""
         return any(
             spec is not None and isinstance(spec.wire, Blocks)
             for spec in (self.plan.weight, self.plan.grad)
         )
 
     def uncoded(self) -> GroupPlan:
-        """Return the same group with everything sent as it is kept."""
+        """Return the same group without codecs for messages."""
         grad = (
             replace(self.plan.grad, wire=None, wire_inside=None)
             if self.plan.grad is not None
@@ -174,8 +181,8 @@ class GroupPlan:
         return replace(self, plan=replace(self.plan, weight=weight, grad=grad, extras=extras))
 
     def sent_as(self, settings: PlanSettings) -> GroupPlan:
-        """Return the same group with sharded weights, and gradients, sent as other settings have
-        it.
+        """Return the same group with the codecs of other settings, for sharded weights and
+        gradients.
         """
         weight = self.plan.weight
         grad = self.plan.grad
@@ -189,12 +196,12 @@ class GroupPlan:
         return replace(self, plan=replace(self.plan, weight=weight, grad=grad))
 
     def relayout(self, granularity: str) -> GroupPlan:
-        """Return the same group, laid out at another granularity ("element", "tensor")."""
+        """Return the same group with another layout ("element" or "tensor")."""
         shapes = [slot.shape for slot in self.layout.slots]
         return replace(self, layout=LAYOUTS[granularity](self.names, shapes, self.ranks))
 
     def describe(self) -> str:
-        """Return memory and dtype of weight, gradient, master and moments."""
+        """Return a text with the memory and dtype of weight, gradient, main weight and moments."""
         return " | ".join(f"{state} {row}" for state, row in words_of(self.plan).items())
 
     def promoted(self) -> GroupPlan:
@@ -202,21 +209,23 @@ class GroupPlan:
         return replace(self, plan=self.plan.promoted(), low=self.plan)
 
     def demoted(self) -> GroupPlan:
-        """Return the same group as it was before `promoted`."""
+        """Return the group as it was before `promoted`."""
         return self if self.low is None else replace(self, plan=self.low, low=None)
 
     def with_grad_dtype(self, dtype: torch.dtype) -> GroupPlan:
-        """Return the same group with gradients that are kept in this dtype."""
+        """Return the same group with gradients of this dtype."""
         assert self.plan.grad is not None
         return replace(self, plan=replace(self.plan, grad=replace(self.plan.grad, dtype=dtype)))
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The groups that are gathered, released and reduced together. name: of its module; the first
-    one is "root", the model.
+    """A unit: the groups that are gathered, released and reduced together.
 
-    is_tile: see `choose_units`.
+    Attributes:
+        name: The name of its module; "root" for the first unit, which is the model.
+        groups: Its groups.
+        is_tile: It is a tile of a large layer (`choose_units`).
     """
 
     name: str
@@ -233,21 +242,25 @@ class UnitPlan:
 
     @property
     def is_promoted(self) -> bool:
-        """Whether precision "auto" has it compute in fp32 for now."""
+        """Whether the unit computes in fp32 for now, by precision "auto"."""
         return any(group.low is not None for group in self.groups)
 
     @property
     def gathered_numel(self) -> int:
-        """Elements that a gather brings here; what the schedule is a function of."""
+        """The elements that a gather adds to this rank; the schedule depends on them."""
         return sum(group.padded_numel for group in self.sharded)
 
     def uncoded(self) -> UnitPlan:
-        """Return the same unit with its coded groups sent as they are kept."""
+        """Return the same unit without codecs for messages."""
         groups = [group.uncoded() if group.is_coded else group for group in self.groups]
         return replace(self, groups=tuple(groups))
 
     def explain(self, number: int) -> list[str]:
-        """Return one line per group.  number: of the unit in its plan."""
+        """Return one line per group.
+
+        Args:
+            number: The number of the unit in its plan.
+        """
         return [
             f"  {number:>3} {self.name:<28} {group.layout.numel:>12,} elements  {group.describe()}"
             for group in self.groups
@@ -257,11 +270,11 @@ class UnitPlan:
 def coded_names(
     unit: UnitShape, persistent: frozenset[str], settings: PlanSettings, ranks: int
 ) -> frozenset[str]:
-    """Return the names of those parameters of a unit that are compressed on their way between so
-    many ranks.
+    """Return the names of a unit's parameters that are compressed in messages between `ranks`
+    ranks.
 
-    Matrices alone: one norm's weight of 1 in a block would leave the weights beside it, near 0.02,
-    three codes.  On one rank nothing travels, and frozen ones rest as codes all the same.
+    Only matrices are: a norm's weight of 1 in a block would leave only three codes for weights near
+    0.02. One rank sends nothing, but frozen weights are kept as codes even there.
     """
     compression = settings.compression
     found = {
@@ -292,7 +305,7 @@ def coded_names(
 def group_params(
     unit: UnitShape, persistent: frozenset[str], settings: PlanSettings, mesh: Mesh
 ) -> dict[GroupKey, list[str]]:
-    """Return a unit's parameter names by group, in the order the model declares them."""
+    """Return a unit's parameter names by group, in the order in which the model declares them."""
     groups: dict[GroupKey, list[str]] = {}
     coded = coded_names(unit, persistent, settings, mesh.shard_size)
     for name, param in unit.params.items():
@@ -323,8 +336,9 @@ def group_params(
 
 
 def persistent_names(units: Sequence[UnitShape], settings: PlanSettings) -> frozenset[str]:
-    """Parameters too small to be worth gathering, smallest first while their sum allows.  Stage 3
-    only.
+    """Return the parameters that are too small to be worth gathering; stage 3 only.
+
+    The smallest come first, up to the largest sum that the settings allow.
     """
     if settings.stage < 3 or settings.persistence_numel <= 0:
         return frozenset()
@@ -349,10 +363,17 @@ def plan_group(
     uncut: Collection[str] = (),
     grain: int = GRAIN,
 ) -> GroupPlan:
-    """Return the plan of the parameters of one unit that have one key.
+    """Return the plan of the parameters of one unit that have the same key.
 
-    uncut: names of parameters whose optimizer needs whole tensors. grain: each parameter begins at
-    a multiple of it.
+    Args:
+        unit: The name of the unit.
+        key: What the parameters have in common.
+        names: The names of the parameters.
+        shapes: Their shapes.
+        settings: The settings of the plan.
+        mesh: The mesh of ranks.
+        uncut: The names of parameters whose optimizer needs whole tensors.
+        grain: Each parameter begins at a multiple of this many elements.
     """
     settings = settings.for_unit(unit, full_precision=key.full_precision)
     near = mesh.near_size(settings.ranks_per_host or 1)
@@ -392,11 +413,18 @@ def plan_units(
     uncut: Collection[str] = (),
     grain: int = GRAIN,
 ) -> tuple[UnitPlan, ...]:
-    """Return the units of a model, root first.
+    """Return the units of a model, the root first.
 
-    Of parameters that are split along "tp" the shapes are of this rank's part already
-    (planner/split.py).  UsageError where a second copy of weights, or hosts, do not divide among
-    the ranks that share slices.
+    Args:
+        model: The shape of the model. Parameters that are split along "tp" have the shape of this
+            rank's part (planner/split.py).
+        settings: The settings of the plan.
+        mesh: The mesh of ranks.
+        uncut: The names of parameters whose optimizer needs whole tensors.
+        grain: Each parameter begins at a multiple of this many elements.
+
+    Raises:
+        UsageError: The ranks that share slices cannot be divided into second copies or hosts.
     """
     if settings.secondary_ranks < mesh.shard_size and mesh.shard_size % settings.secondary_ranks:
         raise UsageError(
@@ -431,7 +459,7 @@ def plan_units(
 
 
 def words_of(plan: ShardPlan) -> dict[str, str]:
-    """Return each state in words, by its name; "-" for none."""
+    """Return a text for each state, by its name; "-" if there is no such state."""
     found = {
         "weight": plan.weight,
         "grad": plan.grad,

@@ -11,10 +11,10 @@ from .layout import BLOCK, FlatLayout, Shape, Slot, even_layout
 def whole_layout(
     names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK
 ) -> FlatLayout:
-    """Granularity "tensor": no parameter is cut, for optimizers that need whole matrices or
-    per-tensor norms.
+    """Lay out parameters so that none is cut, for optimizers that need whole matrices or norms.
 
-    Largest first onto the least loaded rank; slices are padded to the fullest rank.
+    The largest parameter goes to the rank with the fewest elements so far. Slices are padded to the
+    fullest rank.
     """
     loads = [0] * ranks
     place: dict[int, tuple[int, int]] = {}
