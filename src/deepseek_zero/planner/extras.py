@@ -1,4 +1,4 @@
-"""What extensions add to the rows of the table, one class each."""
+"""What extensions add to the rows of the table, one class for each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from .spec import Extra, S, ShardPlan, Spec
 
 @dataclass(frozen=True)
 class SecondCopy(Extra):
-    """A second copy of a sharded weight, cut among fewer ranks (hpZ); gathers read it while the
-    weight does not change.
+    """A second copy of a sharded weight, sharded over fewer ranks (hpZ).
+
+    Gathers read it as long as the weight does not change.
     """
 
     spec: Spec
@@ -31,8 +32,9 @@ class SecondCopy(Extra):
 
 @dataclass(frozen=True)
 class LateGradient(Extra):
-    """The gradient of the step before, from which a delayed update is computed: this rank's slice,
-    beside the one that is collected.
+    """The gradient of the previous step, from which a delayed update is computed.
+
+    It is this rank's slice, next to the gradient that is accumulated now.
     """
 
     state = "grad"
@@ -44,7 +46,7 @@ class LateGradient(Extra):
 
 @dataclass(frozen=True)
 class ErrorsKept(Extra):
-    """Each rank keeps what codes leave out of its gradients (error feedback)."""
+    """Each rank keeps the rounding errors of its coded gradients (error feedback)."""
 
     feedback: Feedback
 
@@ -56,7 +58,7 @@ class ErrorsKept(Extra):
 
 @dataclass(frozen=True)
 class MomentaExchanged(Extra):
-    """Ranks send each other momenta, coded so, in place of gradients."""
+    """Ranks exchange coded momenta in place of gradients."""
 
     codec: Signs
 
@@ -67,8 +69,9 @@ class MomentaExchanged(Extra):
 
 
 def with_momenta_exchanged(plan: ShardPlan, codec: Signs | None) -> ShardPlan:
-    """Return the same row with momenta that are exchanged as the codec says, in fp32 in place of
-    gradients; the row itself if there is no codec or no gradient.
+    """Return the same row with momenta that are exchanged in place of gradients.
+
+    Without a codec or a gradient, the row does not change. Momenta are fp32.
     """
     if codec is None or plan.grad is None:
         return plan
@@ -77,25 +80,25 @@ def with_momenta_exchanged(plan: ShardPlan, codec: Signs | None) -> ShardPlan:
 
 
 def second_copy_of(plan: ShardPlan) -> Spec | None:
-    """Return the spec of the second copy of a weight; None without one."""
+    """Return the spec of the second copy of a weight, or None."""
     extra = plan.extra(SecondCopy)
     return extra.spec if extra is not None else None
 
 
 def late_gradient_of(plan: ShardPlan) -> Spec | None:
-    """Return the spec of the gradient of the step before; None if updates are not delayed."""
+    """Return the spec of the previous gradient; None if updates are not delayed."""
     if plan.grad is None or plan.extra(LateGradient) is None:
         return None
     return replace(plan.grad, placement=S)
 
 
 def feedback_of(plan: ShardPlan) -> Feedback | None:
-    """Return how errors of coded gradients are kept; None if they are not."""
+    """Return how errors of coded gradients are kept, or None."""
     extra = plan.extra(ErrorsKept)
     return extra.feedback if extra is not None else None
 
 
 def momenta_codec_of(plan: ShardPlan) -> Signs | None:
-    """Return the codec of momenta that are exchanged; None if gradients are summed."""
+    """Return the codec of exchanged momenta; None if gradients are summed."""
     extra = plan.extra(MomentaExchanged)
     return extra.codec if extra is not None else None

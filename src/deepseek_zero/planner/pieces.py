@@ -1,8 +1,8 @@
-"""What a rank does along the axes that cut a model, in bytes: messages between stages ("pp"), sums
-of layers ("tp"), attention over shared sequences ("sp").
+"""The bytes that a rank sends and keeps for the axes that cut a model.
 
-Plain numbers: pipeline/planned.py and parallel/volume.py find them, `Plan` tells them beside the
-rest.
+These are messages between pipeline stages ("pp"), sums of layers ("tp"), and attention over shared
+sequences ("sp"). pipeline/planned.py and parallel/volume.py compute the numbers; `Plan` reports
+them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ GENERATOR_BYTES = 8  # of the digest of one rank's generators
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What one rank of a pipeline does in a step.
+    """The part of one rank of a pipeline in a step.
 
-    schedule, virtual, group, micro_batches: of the table of actions, as pipeline/schedule.py makes
-    it.  rank: along "pp".  placement: by stage, its rank.  blocks: by stage, the full names of its
-    modules.  in_flight: by rank, the most micro-batches that are forward and not yet backward, also
-    the slots that it keeps for messages in each
-    direction.  gathers: by stage of this rank, how often its weights are gathered in a step;
-    of_all: those of what no
-    stage has alone.  outputs, grads: by boundary, bytes of one micro-batch from a stage to the next
-    one, and of its gradient back; empty while nobody knows.  sample: what these are of.  ties: by
-    name, the stages that share a parameter.
+    Attributes:
+        schedule: The name of the schedule (pipeline/schedule.py).
+        rank: The coordinate along "pp".
+        virtual: As in pipeline/schedule.py.
+        group: As in pipeline/schedule.py.
+        micro_batches: The micro-batches of a step.
+        placement: For each stage, its rank.
+        blocks: For each stage, the full names of its modules.
+        in_flight: For each rank, the most micro-batches between forward and backward; also the
+            number of message slots in each direction.
+        gathers: For each stage of this rank, how often its weights are gathered in a step.
+        of_all: The same for weights that belong to no single stage.
+        outputs: For each boundary, the bytes of one micro-batch from a stage to the next; empty
+            while unknown.
+        grads: For each boundary, the bytes of the gradient of one micro-batch.
+        sample: What `outputs` and `grads` were measured with.
+        ties: For each shared parameter, the stages that share it.
     """
 
     schedule: str
@@ -67,13 +75,15 @@ class PipelinePlan:
         return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
 
     def seen(self, outputs: Sequence[int], grads: Sequence[int]) -> PipelinePlan:
-        """Return the same plan with the bytes of messages as they were in a step."""
+        """Return the same plan with the message sizes of a step."""
         return replace(self, outputs=tuple(outputs), grads=tuple(grads), sample="of the last step")
 
     def boundaries(self) -> list[tuple[int, int, int, int]]:
-        """Return (boundary, bytes of an output that this rank sends over it, bytes of a gradient,
-        neighbour) of each boundary between a stage of this rank and one of another; one of the two
-        is 0.  A boundary has the number of the stage before it.
+        """Return the boundaries between a stage of this rank and one of another.
+
+        Each is (boundary, bytes of an output that this rank sends, bytes of a gradient that it
+        sends, neighbour). One of the two byte counts is 0. A boundary has the number of the stage
+        before it.
         """
         found = []
         for number, (output, grad) in enumerate(zip(self.outputs, self.grads, strict=True)):
@@ -87,12 +97,12 @@ class PipelinePlan:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of activations and their gradients that this rank sends in a step."""
+        """The bytes of activations and their gradients that this rank sends in a step."""
         return self.micro_batches * sum(output + grad for _, output, grad, _ in self.boundaries())
 
     @property
     def header_bytes(self) -> int:
-        """Bytes that describe the messages of the first step."""
+        """The bytes that describe the messages of the first step."""
         return (
             self.micro_batches
             * HEADER_BYTES
@@ -101,8 +111,10 @@ class PipelinePlan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the slots that this rank keeps for what it sends: in each direction of each pair
-        of ranks as many as are in flight, the largest message in each.
+        """The bytes of the send slots of this rank.
+
+        Each direction of each pair of ranks has as many slots as micro-batches in flight, each of
+        the size of the largest message.
         """
         lanes: dict[tuple[int, int, bool], int] = {}
         for number, output, grad, _ in self.boundaries():
@@ -112,9 +124,7 @@ class PipelinePlan:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of received activations that are kept for a backward, at most at once, in the
-        middle of a step.
-        """
+        """The most bytes of received activations that are kept for backward at the same time."""
         received = [
             self.outputs[stage - 1]
             for stage in self.stages
@@ -123,7 +133,7 @@ class PipelinePlan:
         return self.in_flight[self.rank] * max(received, default=0) if self.outputs else 0
 
     def tie_bytes(self, units: Sequence[UnitPlan]) -> int:
-        """Bytes of gradients that this rank sends for the parameters that it shares with other
+        """Return the bytes of gradients that this rank sends for parameters shared with other
         stages.
         """
         sharers = {
@@ -138,7 +148,7 @@ class PipelinePlan:
         )
 
     def gathers_of(self, unit: str) -> int:
-        """How often a unit is gathered in a step."""
+        """Return how often a unit is gathered in a step."""
         inside = [
             stage
             for stage in self.stages
@@ -147,7 +157,7 @@ class PipelinePlan:
         return self.gathers[inside[0]] if len(inside) == 1 else self.of_all
 
     def explain(self) -> list[str]:
-        """Return the pipeline in words."""
+        """Return the pipeline as lines of text."""
         many = self.micro_batches
         own = self.stages
         lines = [
@@ -181,13 +191,15 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What one rank does along "tp".
+    """The part of one rank along "tp".
 
-    ranks: along the axis.  share_bytes: that this rank sends for as many tokens as there are ranks,
-    forward and
-    backward.  tokens: of a micro-batch; None while nobody knows.  micro_batches: of a step.
-    scratch_bytes: that sums
-    are formed in.  stages: of a pipeline that this rank has, each with a forward of its own.
+    Attributes:
+        ranks: The number of ranks along the axis.
+        share_bytes: The bytes that this rank sends for `ranks` tokens, forward and backward.
+        tokens: The tokens of a micro-batch; None while unknown.
+        micro_batches: The micro-batches of a step.
+        scratch_bytes: The bytes of the buffer that forms sums.
+        stages: The number of pipeline stages of this rank; each has a forward of its own.
     """
 
     ranks: int
@@ -199,18 +211,16 @@ class TensorPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends for its layers in a step; 0 while the tokens are not known."""
+        """The bytes that this rank sends for its layers in a step; 0 while tokens are unknown."""
         return self.micro_batches * self.share_bytes * (self.tokens or 0) // self.ranks
 
     @property
     def sent_rows(self) -> int:
-        """Bytes that this rank sends in a step to compare the states of random generators, once a
-        forward.
-        """
+        """The bytes that this rank sends in a step to compare random generators, once a forward."""
         return GENERATOR_BYTES * (self.ranks - 1) * self.micro_batches * self.stages
 
     def explain(self) -> list[str]:
-        """Return the axis in words."""
+        """Return lines of text about the axis."""
         known = f", {self.tokens:,} tokens a micro-batch" if self.tokens is not None else ""
         sent = format_bytes(self.share_bytes // self.ranks)
         return [f"tensor parallel: {self.ranks} ranks, {sent} sent for a token{known}"]
@@ -218,15 +228,18 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What one rank does along "sp".
+    """The part of one rank along "sp".
 
-    ranks: along the axis.  attention: how it sees other ranks' tokens; "" where a model exchanges
-    by itself.
-    token_bytes: that this rank sends for a token of its own, forward and backward; None: its
-    configuration does not
-    say.  row_bytes: that it sends for the loss of a micro-batch.  tokens: its own of a micro-batch;
-    None while nobody
-    knows.  micro_batches: of a step.  scratch_bytes: that sums are formed in.
+    Attributes:
+        ranks: The number of ranks along the axis.
+        attention: How attention reads other ranks' tokens; empty if the model exchanges them
+            itself.
+        token_bytes: The bytes that this rank sends for each of its tokens, forward and backward;
+            None if the configuration of the model does not say.
+        row_bytes: The bytes that it sends for the loss of a micro-batch.
+        tokens: Its tokens of a micro-batch; None while unknown.
+        micro_batches: The micro-batches of a step.
+        scratch_bytes: The bytes of the buffer that forms sums.
     """
 
     ranks: int
@@ -239,16 +252,16 @@ class SequencePlan:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends for attention in a step; 0 while they are not known."""
+        """The bytes that this rank sends for attention in a step; 0 while they are unknown."""
         return self.micro_batches * (self.token_bytes or 0) * (self.tokens or 0)
 
     @property
     def sent_rows(self) -> int:
-        """Bytes that this rank sends in a step so that its loss is that of all tokens."""
+        """The bytes that this rank sends in a step to compute the loss of all tokens."""
         return self.micro_batches * self.row_bytes
 
     def explain(self) -> list[str]:
-        """Return the axis in words."""
+        """Return lines of text about the axis."""
         known = (
             f", {self.tokens:,} tokens of its own a micro-batch" if self.tokens is not None else ""
         )

@@ -1,9 +1,9 @@
-"""The plan of a run: units, groups, specs, layouts, memories, schedule, update, bytes and volume,
-of any rank of any world.
+"""The plan of a run, for any rank of any world.
 
-`plan_shape` computes it from settings and from what `read_model` reads of a model: names, shapes,
-dtypes.  A model on the meta device will do, and no process group is asked.  A run is built from it
-(sharding/wrap.py, optim/sharded.py), and keeps it up as it goes on.
+It has units, groups, specs, layouts, memories, the schedule, the update, bytes and volume.
+`plan_shape` computes it from settings and the result of `read_model`: names, shapes, dtypes. A
+model on the meta device is enough, and no process group is needed. A run is built from its plan
+(sharding/wrap.py, optim/sharded.py).
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from .volume import StepVolume, step_volume
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan assumes of the machine.
+    """What a plan assumes about the machine.
 
-    reads_in_place: ranks of one host read each other's memory, so that a gather lends no buffer;
-    replicas_read_in_place: so do the ranks that hold the same slices; near_read_in_place,
-    far_read_in_place: where sums are formed by host, those of a host, and those with one place on
-    their hosts.  budgets: bytes of one rank for states and buffers, by memory; asked where the
-    settings leave open which memory is used.  spans_hosts: the ranks that share slices are on
-    several hosts.
+    Attributes:
+        reads_in_place: The ranks that share slices are on one host and read each other's memory, so
+            a gather needs no buffer.
+        replicas_read_in_place: The same for the ranks that hold the same slices.
+        near_read_in_place: The same for the ranks of one host, if sums are formed host by host.
+        far_read_in_place: The same for the ranks with the same place on different hosts.
+        budgets: Returns the bytes of each memory for states and buffers of one rank; called if the
+            settings leave the choice of memory open.
+        spans_hosts: The ranks that share slices are on several hosts.
     """
 
     reads_in_place: bool = False
@@ -53,17 +56,17 @@ class Machine:
 
     @property
     def most_reductions(self) -> int:
-        """Return how many units' gradients are added up at once: between hosts the line would stand
-        still while the sum of one is formed and the next one is collected and coded.
+        """The number of units whose gradients are reduced at the same time.
+
+        Between hosts it is more than one: the link would be idle while one sum is formed and the
+        next gradient is collected and coded.
         """
         return 2 if self.spans_hosts else 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one rank of a run will do and hold, as data.  Nobody decides any of it a second
-    time.
-    """
+    """All that one rank of a run does and holds, as data."""
 
     settings: PlanSettings
     mesh: Mesh
@@ -79,15 +82,19 @@ class Plan:
     # -- bytes
 
     def bytes_by_state(self) -> dict[str, int]:
-        """Bytes of this rank between training steps, to the byte.
+        """Return the exact bytes of this rank between training steps.
 
-        "weight", "grad", "master", "moments": on the training device, with the small tensors: an
-        element per group that parameters expand between uses, and the optimizer's counters.
-        "secondary": the second copy of weights. "errors": what codes have left out of this rank's
-        gradients.  "host", "nvme": all that lies there, in whole pages.  "buffers": what the pool
-        keeps, the optimizer's scratch, and what undoes updates in backward. "module_buffers": the
-        model's own, whole on each rank.  "boundaries": slots for what a stage sends, and what sums
-        of layers that ranks share are formed in.
+        Keys:
+            "weight", "grad", "master", "moments": On the training device, with the small tensors:
+                one element per group that parameters expand between uses, and the optimizer's
+                counters.
+            "secondary": The second copy of weights.
+            "errors": The error feedback of coded gradients.
+            "host", "nvme": All states in that memory, in whole pages.
+            "buffers": The buffers of the pool, the optimizer's scratch, and the log that undoes
+                early updates.
+            "module_buffers": The buffers of the model, whole on each rank.
+            "boundaries": The send slots of pipeline stages, and the buffers that sum shared layers.
         """
         groups = [group for unit in self.units for group in unit.groups]
         total = total_bytes(groups, moments_per_element=0)
@@ -107,16 +114,15 @@ class Plan:
         return total
 
     def bytes_by_tier(self) -> dict[Tier, int]:
-        """Bytes of this rank between training steps, by the memory they lie in."""
+        """Return the bytes of this rank between training steps, by memory."""
         states = self.bytes_by_state()
         found = {tier: states.pop(tier.value, 0) for tier in (Tier.HOST, Tier.NVME)}
         return {Tier.DEVICE: sum(states.values()), **found}
 
     def host_pieces(self) -> list[HostPiece]:
-        """Return what this rank reserves of host memory, in the order of units.
+        """Return the host memory that this rank reserves, in the order of units.
 
-        Moments of an optimizer class that is not known here are left out: its first step reserves
-        them.
+        Moments of an unknown optimizer class are left out, since its first step reserves them.
         """
         counts: dict[int, int] = {}
         if self.update is not None and is_known(self.update.settings.optimizer):
@@ -125,9 +131,7 @@ class Plan:
         return [piece for group in groups for piece in host_pieces(group, counts.get(id(group), 0))]
 
     def bytes_of_unit(self, number: int) -> dict[tuple[str, Tier], int]:
-        """Bytes of one unit's states on this rank, by state and memory; what is nowhere is left
-        out.
-        """
+        """Return the bytes of one unit's states on this rank, by state and memory."""
         counts = (
             {id(group): count for group, count in self.update.moments_per_group()}
             if self.update
@@ -143,7 +147,7 @@ class Plan:
         return {key: nbytes for key, nbytes in found.items() if nbytes}
 
     def pool_buffers(self) -> Counter[Size]:
-        """Buffers that the pool lends, by dtype and elements."""
+        """The buffers that the pool lends, by dtype and elements."""
         in_place = self.machine.reads_in_place
         replicas_in_place = self.machine.replicas_read_in_place
         return pool_buffers(
@@ -159,7 +163,7 @@ class Plan:
         )
 
     def volume(self) -> StepVolume:
-        """Bytes that this rank sends in a step."""
+        """The bytes that this rank sends in a step."""
         mesh = self.mesh
         pipeline = self.pipeline
         tensor = self.tensor
@@ -187,11 +191,11 @@ class Plan:
 
     @property
     def numel(self) -> int:
-        """Parameters of the model, in elements."""
+        """The number of elements of all parameters."""
         return sum(group.layout.numel for unit in self.units for group in unit.groups)
 
     def explain(self) -> list[str]:
-        """Return every unit's groups, a line each, and the schedule."""
+        """Return a line for each group of each unit, and the schedule."""
         lines = [
             f"stage {self.settings.stage}, {self.mesh.world_size} rank(s), device "
             f"{self.mesh.device}"
@@ -201,13 +205,11 @@ class Plan:
         return [*lines, *said, f"schedule: {self.schedule}", *self._piece_lines()]
 
     def uncoded(self) -> Plan:
-        """Return this plan with every state sent as it is: what codecs are compared with."""
+        """Return this plan without codecs, to compare with."""
         return replace(self, units=tuple(unit.uncoded() for unit in self.units))
 
     def _coded_line(self) -> list[str]:
-        """Return the bytes of a step with and without codes, if some matrices are coded on their
-        way.
-        """
+        """Return the bytes of a step with and without codes, if some matrices are coded."""
         groups = [group for unit in self.units for group in unit.groups if group.is_coded]
         resting = self._resting_line(
             [group for group in groups if group.plan.weight.rests_as is not None]
@@ -226,7 +228,7 @@ class Plan:
         ]
 
     def _resting_line(self, groups: list[GroupPlan]) -> list[str]:
-        """Return what groups that rest as codes take of this rank, and would take as numbers, if
+        """Return the bytes that groups kept as codes take on this rank, as codes and as numbers, if
         there are some.
         """
         if not groups:
@@ -241,8 +243,8 @@ class Plan:
         ]
 
     def _secondary_line(self) -> list[str]:
-        """Return which gathers go where, if some groups have a second copy of their weights, or
-        were to have one.
+        """Return which ranks gathers use, if groups have a second copy of their weights or were
+        configured to.
         """
         if self.settings.secondary_ranks == 1:
             return []
@@ -273,7 +275,7 @@ class Plan:
         ]
 
     def _hosts_line(self) -> list[str]:
-        """Return in which order sums are formed, where it is not that of the ranks."""
+        """Return the order in which sums are formed, if it is not the order of ranks."""
         near = max((group.near for unit in self.units for group in unit.groups), default=1)
         if near == 1:
             return []
@@ -286,7 +288,7 @@ class Plan:
         ]
 
     def _piece_lines(self) -> list[str]:
-        """What is to be said of the axes that cut the model."""
+        """Return the lines about the axes that cut the model."""
         found = [
             each.explain()
             for each in (self.tensor, self.sequence, self.pipeline)
@@ -295,7 +297,7 @@ class Plan:
         return [line for lines in found for line in lines]
 
     def table(self) -> list[str]:
-        """Return the plan in words: rows of units that look alike are told once."""
+        """Return the plan as a text, with one row for units that look alike."""
         mesh = self.mesh
         states = self.bytes_by_state()
         tiers = {tier: nbytes for tier, nbytes in self.bytes_by_tier().items() if nbytes}
@@ -365,7 +367,7 @@ def plan_model(
     update: UpdateSettings | None = None,
     placement: PlacementSettings | None = None,
 ) -> Plan:
-    """Return the plan of one rank: `plan_shape` of what `read_model` reads."""
+    """Return the plan of one rank: `plan_shape` for the result of `read_model`."""
     return plan_shape(read_model(model, settings), settings, mesh, machine, update, placement)
 
 
@@ -377,13 +379,19 @@ def plan_shape(
     update: UpdateSettings | None = None,
     placement: PlacementSettings | None = None,
 ) -> Plan:
-    """Return the plan of one rank.  Local and pure: the same arguments give the same plan wherever
-    it is asked.
+    """Return the plan of one rank. Pure: equal arguments give equal plans on every machine.
 
-    shape: the model's, read with the same settings.  mesh: over all ranks, as this one stands on
-    it, with the device it trains on; it need not be here.  update: the optimizer; None: nothing is
-    updated.  placement: what the settings leave open, which `machine.budgets` then decide.  Raises
-    OutOfMemoryError where the budgets do not hold the states.
+    Args:
+        shape: The shape of the model, read with the same settings.
+        settings: The settings of the plan.
+        mesh: The mesh of ranks, at the coordinates of this rank, with its device; the device need
+            not exist here.
+        machine: What is assumed about the machine.
+        update: The settings of the optimizer; None if nothing is updated.
+        placement: The choices of memory that are left open; `machine.budgets` decides them.
+
+    Raises:
+        OutOfMemoryError: The states do not fit the budgets.
     """
     mesh = mesh or Mesh(dp_shard=1)
     machine = machine or Machine()
@@ -423,8 +431,12 @@ def _plan(
 def declared_schedule(
     units: tuple[UnitPlan, ...], settings: PlanSettings, update: UpdateSettings | None = None
 ) -> Schedule:
-    """Return the schedule of units that are used in the order the model declares them, and updated
-    as `update` says.
+    """Return the schedule of units that are used in the order of their declaration.
+
+    Args:
+        units: The units.
+        settings: The settings of the plan.
+        update: The settings of the optimizer; None if nothing is updated.
     """
     deferred = [
         number
@@ -443,7 +455,7 @@ def _with_unit_tiers(
     update: UpdateSettings | None,
     placement: PlacementSettings,
 ) -> PlanSettings:
-    """The settings with a memory for every unit, where that is left open."""
+    """Return the settings with a memory for every unit, if that choice is left open."""
     choices = TierChoices.of(settings, placement, mesh.device)
     if choices.are_open:
         plans = {
@@ -467,10 +479,10 @@ def _with_unit_tiers(
 
 
 def _working_bytes(plan: Plan, update: UpdateSettings | None) -> int:
-    """What the schedule lends and a step works in, where as much as possible lies elsewhere.
+    """Return the bytes of lent buffers and of a step, if as much as possible is in other memories.
 
-    Counted for rank 0, whose slices are the fullest, so that every rank decides alike; and as if
-    gradients were scaled, since a step may clip.
+    They are counted for rank 0, whose slices are the fullest, so that all ranks decide alike.
+    Gradients count as scaled, since a step may clip.
     """
     if update is None:  # an optimizer may come later
         names = frozenset(

@@ -1,12 +1,12 @@
-"""What the pool will have allocated after a training step: the schedule played through with a
-ledger instead of memory.
+"""The buffers of the pool after a training step: the schedule is replayed with a ledger.
 
-The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps what comes back, so
-what it holds is, for each size, the largest number lent at once.  That depends on the sizes of
-units, the window and the ranks, never on how
-many units there are: ZeRO-R's constant buffers.  A unit's gradient is counted from when backward
-comes to the unit; where it has others inside, its first gradient may come later, and the number is
-an upper bound.
+The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps those that come back.
+So for each size it holds the largest number that was lent at the same time. That depends on the
+sizes of units, the window and the ranks, but not on the number of units (ZeRO-R's constant
+buffers).
+
+A unit's gradient is counted from the time when backward reaches the unit. If other units are inside
+it, its first gradient may come later, and the number is an upper bound.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Size = tuple[torch.dtype, int]  # what a buffer is known by: dtype, elements
 
 @dataclass
 class PoolLedger:
-    """How many buffers of each size are out, and the most that ever were."""
+    """Counts the lent buffers of each size, and the most at any time."""
 
     lent: Counter[Size] = field(default_factory=Counter)
     peak: Counter[Size] = field(default_factory=Counter)
@@ -50,8 +50,11 @@ class PoolLedger:
 
 @dataclass
 class _Reduction:
-    """The sum of one unit's gradients under way.  lent: buffers that end with it.  staged: of its
-    groups, room for a message, how many there are, how many are under way at once.
+    """The reduction of one unit's gradients under way.
+
+    Attributes:
+        lent: The buffers that come back when it ends.
+        staged: For each group, the size of a message, their number, and the most under way.
     """
 
     is_sum: bool
@@ -61,7 +64,7 @@ class _Reduction:
 
 @dataclass
 class _StepReplay:
-    """One micro-batch that ends a step, played through."""
+    """Replays one micro-batch that ends a step."""
 
     units: Sequence[UnitPlan]
     settings: PlanSettings
@@ -108,8 +111,8 @@ class _StepReplay:
         self._send_differences()
 
     def _send_differences(self) -> None:
-        """Behind the update, what whole weights are to follow by: codes, and while they are made
-        what they are of.
+        """Send the coded changes that whole weights follow after an update; coding needs a buffer,
+        too.
         """
         under_way: deque[Size] = deque()
         for group in (
@@ -129,7 +132,7 @@ class _StepReplay:
         self.ledger.give(under_way)
 
     def _all_reduce(self, unit: UnitPlan) -> None:
-        """The sum over replicas, two units under way at a time."""
+        """Sum over replicas, two units at a time."""
         self._wait_for_all()
         taken = [size for group in unit.trained for size in self._outer(group)]
         self.ledger.take([*taken, self.scratch])
@@ -141,7 +144,9 @@ class _StepReplay:
         self.all_reducing = []
 
     def _outer(self, group: GroupPlan) -> list[Size]:
-        """What one group's slice takes on its way: inboxes, and itself where it does not divide."""
+        """Return the buffers for the sum of one group's slice: inboxes, and the slice if it does
+        not divide.
+        """
         assert group.plan.grad is not None
         dtype = group.plan.grad.dtype
         slice_numel = group.layout.slice_numel
@@ -158,7 +163,10 @@ class _StepReplay:
         return found + [(dtype, message * (group.replicas - 1))] * under_way
 
     def _gathered(self, unit: UnitPlan) -> list[Size]:
-        """Weights on the device are seen where they lie if all ranks can; others need room here."""
+        """Return the buffers of gathered weights.
+
+        Weights on the device need none if all ranks can read each other's memory.
+        """
         return [
             gathered_size(group)
             for group in unit.sharded
@@ -166,8 +174,8 @@ class _StepReplay:
         ]
 
     def _send_weights(self, number: int) -> None:
-        """Weights that are coded travel in a buffer of their own; one rank decodes them where they
-        rest.
+        """Send coded weights from a buffer of their own; a single rank decodes its weights in
+        place.
         """
         coded = [group for group in self.units[number].sharded if _is_coded(group)]
         if coded:
@@ -182,7 +190,9 @@ class _StepReplay:
         self.ledger.give(self.coded.pop(number, []))
 
     def _partials(self, unit: UnitPlan) -> list[Size]:
-        """Sharded gradients are collected in a lent buffer, whole ones where they stay."""
+        """Return the lent buffers that collect sharded gradients; whole gradients have their own
+        storage.
+        """
         return [
             (group.plan.summand_dtype, group.padded_numel)
             for group in unit.trained
@@ -218,7 +228,7 @@ class _StepReplay:
             self._wait_for_all()
 
     def _messages(self, group: GroupPlan) -> Messages:
-        """How the sum of one group's gradients is cut."""
+        """Return how the reduction of one group's gradients is cut into messages."""
         if momenta_codec_of(group.plan) is not None:
             return Messages(group.layout.slice_numel, 1)
         most = group.plan.grad_wire.message_numel
@@ -227,13 +237,13 @@ class _StepReplay:
         )
 
     def _is_copied(self, group: GroupPlan) -> bool:
-        """Whether a gradient travels as another than it is collected."""
+        """Return whether a gradient is sent in another form than it is collected."""
         if momenta_codec_of(group.plan) is not None:
             return True
         return group.hop_wires[0] != Cast(group.plan.summand_dtype)
 
     def _is_staged(self, group: GroupPlan) -> bool:
-        """Whether a sum is kept in another memory than the one it is made in."""
+        """Return whether a sum is kept in another memory than the one it is formed in."""
         return (
             self.copies_sums
             and group.plan.grad is not None
@@ -241,13 +251,13 @@ class _StepReplay:
         )
 
     def _staging(self, group: GroupPlan) -> tuple[Size, int]:
-        """One message's sum, before it crosses; how many there are."""
+        """Return the buffer of one message's sum before its transfer, and the number of buffers."""
         assert group.plan.grad is not None
         message = self._messages(group).numel
         return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
 
     def _rooms(self, group: GroupPlan) -> tuple[Size, ...]:
-        """What one message from every other rank is received in."""
+        """Return the buffers that receive one message from every other rank."""
         codec = momenta_codec_of(group.plan)
         if codec is not None and self.in_place:
             return ()
@@ -276,8 +286,8 @@ class _StepReplay:
         self.ledger.give(reduction.lent)
 
     def _send(self, reduction: _Reduction) -> None:
-        """Sums are made and cross, message by message; each has its room until the next is on its
-        way.
+        """Form sums and transfer them, message by message; a buffer is free when the next message
+        is under way.
         """
         for size, messages, under_way in reduction.staged:
             for number in range(messages):
@@ -294,7 +304,7 @@ def gathered_size(group: GroupPlan) -> Size:
 
 
 def _is_seen(group: GroupPlan) -> bool:
-    """Whether a weight lies in symmetric memory where there is some."""
+    """Return whether a weight is in symmetric memory, if there is such memory."""
     return (
         group.plan.weight.tier is Tier.DEVICE
         and second_copy_of(group.plan) is None
@@ -303,7 +313,7 @@ def _is_seen(group: GroupPlan) -> bool:
 
 
 def _is_coded(group: GroupPlan) -> bool:
-    """Whether gathers are of codes."""
+    """Return whether gathers send codes."""
     return group.plan.weight.wire is not None
 
 
@@ -312,7 +322,7 @@ def _is_cut(group: GroupPlan) -> bool:
 
 
 def scratch_numel(units: Sequence[UnitPlan], device: torch.device) -> int:
-    """Return the elements of fp32 in which sums over ranks and codecs work."""
+    """Return the fp32 elements of the buffer in which sums over ranks and codecs work."""
     groups = [group for unit in units for group in unit.groups]
     has_codes = any(group.is_coded or group.plan.weight.rests_as is not None for group in groups)
     return (WORK_NUMEL if has_codes else SUM_TILE_NUMEL).on(device)
@@ -329,15 +339,21 @@ def pool_buffers(
     far_in_place: bool = False,
     most_reductions: int = 1,
 ) -> Counter[Size]:
-    """Buffers the pool holds after two training steps, by size: the first walks units as declared,
-    later ones as agreed.
+    """Return the buffers of the pool after two training steps, by size.
 
-    agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks
-    are on one host and read each other's memory.  replicas_in_place: as `in_place`, of the ranks
-    that hold the same slices.  near_in_place,
-    far_in_place: of those of a host, and those with one place on their hosts.  most_reductions: of
-    units, under way at once. In a world of one nothing is lent but for states that rest in other
-    memories, or as codes.
+    The first step runs the units in the order of declaration, later ones in the agreed order. A
+    world of one lends buffers only for states that are in other memories or kept as codes.
+
+    Args:
+        units: The units.
+        settings: The settings of the plan.
+        agreed: The schedule in force; None before an order has been recorded.
+        device: The training device.
+        in_place: All ranks are on one host and read each other's memory.
+        replicas_in_place: The same for the ranks that hold the same slices.
+        near_in_place: The same for the ranks of one host.
+        far_in_place: The same for the ranks with the same place on different hosts.
+        most_reductions: The number of units that are reduced at the same time.
     """
     groups = [group for unit in units for group in unit.groups]
     if all(group.ranks == 1 for group in groups):
@@ -367,5 +383,5 @@ def pool_buffers(
 
 
 def buffer_bytes(buffers: Counter[Size]) -> int:
-    """Bytes of so many buffers."""
+    """Return the bytes of all these buffers."""
     return sum(count * dtype.itemsize * numel for (dtype, numel), count in buffers.items())

@@ -1,4 +1,4 @@
-"""Makes the row of the table for parameters of one dtype from the settings of a plan."""
+"""Makes the row of the table for parameters of one dtype, from the settings of a plan."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from .spec import COLUMNS, Extra, P, R, S, ShardPlan, Spec
 
 
 def predivide_of(settings: PlanSettings, ranks: int) -> float:
-    """Return what partial gradients are divided by before they travel; the rest of the mean follows
-    the sum.
+    """Return the divisor of partial gradients before they are sent.
 
-    ranks: whose gradients are added.
+    The rest of the mean is divided after the sum.
+
+    Args:
+        settings: The settings of the plan.
+        ranks: The number of ranks whose gradients are added.
     """
     return float(ranks) if settings.prescale else settings.predivide
 
@@ -26,10 +29,14 @@ def predivide_of(settings: PlanSettings, ranks: int) -> float:
 def gradient_wires(
     settings: PlanSettings, *, is_coded: bool, near: int
 ) -> tuple[Codec | None, Codec | None]:
-    """Return how gradients are sent, and how inside a host where sums are formed by host; None: as
-    they are collected.
+    """Return the codec of gradients, and their codec inside a host if sums are formed host by host.
 
-    is_coded, near: as `plan_for` takes them.
+    None means that gradients are sent in the dtype in which they are collected.
+
+    Args:
+        settings: The settings of the plan.
+        is_coded: As in `plan_for`.
+        near: As in `plan_for`.
     """
     compression = settings.compression if is_coded else Compression()
     reduced = Cast(settings.policy.reduce) if settings.policy.reduce is not None else None
@@ -47,14 +54,21 @@ def plan_for(
     is_coded: bool = False,
     near: int = 1,
 ) -> ShardPlan:
-    """Return the specs of parameters of one dtype.  dtype: what they were built with.  ranks: that
-    share slices.
-    is_coded: the compression of the settings is for them.  near: as `GroupPlan` has it.
+    """Return the row of parameters of one dtype.
 
-    On one rank a gradient shard is the whole gradient, so it is accumulated where it lies (P) at
-    every stage, unless it lies in another memory.  A master that is the weight itself lies where
-    the weight does.  Weights that rest in
-    another memory have no second copy: it would be on the device that they were to leave.
+    On one rank, a gradient shard is the whole gradient. It is accumulated in place (P) at every
+    stage, unless it is in another memory. A main weight that shares the storage of the weight has
+    its memory. Weights in another memory have no second copy, since that would be on the device
+    they leave.
+
+    Args:
+        settings: The settings of the plan.
+        dtype: The dtype with which the parameters were built.
+        trainable: They require gradients.
+        persistent: They stay gathered at stage 3, since they are tiny.
+        ranks: The number of ranks that share slices.
+        is_coded: The compression of the settings applies to them.
+        near: The number of ranks on one host, if sums are formed host by host; else 1.
     """
     weight_place, grad_place, state_place = COLUMNS[
         2 if persistent and settings.stage == 3 else settings.stage

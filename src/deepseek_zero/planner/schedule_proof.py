@@ -1,4 +1,4 @@
-"""Proves a schedule, whichever order it came from."""
+"""Checks that a schedule keeps the rules, whatever the order of its units."""
 
 from __future__ import annotations
 
@@ -17,15 +17,23 @@ def verify(
     reduces_each_backward: bool = True,
     all_reduced: Collection[int] = (),
 ) -> None:
-    """Prove a schedule, whichever order it came from; raise `AssertionError` that names the action
-    which breaks a rule.
+    """Check a schedule.
 
-    A unit computes only while it is gathered, with all that is around it; it is gathered once in a
-    pass, and nothing stays gathered behind the last.  Each micro-batch goes forward once, and then
-    backward once.  Gradients are summed once, when the last micro-batch of the unit has gone
-    backward; over replicas once a step, when every unit's sum over the shards has been made, since
-    a rank that skips units would keep others waiting.  An update comes before its unit's gather, or
-    behind the last sum.
+    A unit computes only while it and all units around it are gathered. It is gathered once in a
+    pass, and nothing stays gathered after the last pass. Each micro-batch runs forward once and
+    then backward once. Gradients are summed once, after the last micro-batch of the unit has run
+    backward. Sums over replicas come once a step, after every unit's sum over the shards, since a
+    rank that skips units would keep others waiting. An update comes before its unit's gather, or
+    after the last sum.
+
+    Args:
+        schedule: The schedule.
+        around: The enclosing unit of each unit inside another.
+        reduces_each_backward: Every backward reduces gradients.
+        all_reduced: The units whose sums are all-reduced over replicas.
+
+    Raises:
+        AssertionError: An action breaks a rule; the message names both.
     """
     for backward, ends_step in ((schedule.accumulate, False), (schedule.backward, True)):
         proof = _Proof(around or {}, frozenset(all_reduced))
@@ -42,8 +50,11 @@ def verify(
 
 @dataclass
 class _Proof:
-    """Where a program has come to.  done: forwards and backwards.  open: forwards of each unit
-    without backward yet.
+    """The state of the check.
+
+    Attributes:
+        done: The forwards and backwards so far.
+        open: For each unit, the forwards without a backward so far.
     """
 
     around: Mapping[int, int]
@@ -68,7 +79,7 @@ class _Proof:
                 raise AssertionError(f"{action} {broken}, in ... {behind} {action} ...")
 
     def conclude(self, *, reduces: bool, ends_step: bool) -> None:
-        """Raise if something is left over that a micro-batch must do."""
+        """Raise if a micro-batch has not done all that it must do."""
         units = set(self.open)
         totals = units & self.all_reduced if ends_step else set[int]()
         left = [
@@ -82,7 +93,7 @@ class _Proof:
                 raise AssertionError(f"units {sorted(found)} {what}")
 
     def _rule_broken_by(self, action: Action, root: int) -> str:
-        """Take one action; return the rule it breaks, "" for none."""
+        """Take one action; return the rule that it breaks, or an empty text."""
         unit = action.unit
         broken = ""
         match action.kind:

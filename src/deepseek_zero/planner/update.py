@@ -1,9 +1,8 @@
-"""Who updates what, and in which portions: an optimizer's shards of master weights, their tiles,
-and their bytes.
+"""The shards of main weights that each rank updates, their tiles, and their bytes.
 
-A rank's share of a group's master is cut into shards that the inner optimizer treats as parameters;
-shards of about `tile_numel` elements together are a tile, one call of that optimizer (DeepSpeed's
-sub-group).
+A rank's part of a group's main weight is cut into shards, which the inner optimizer treats as
+parameters. Shards of together about `tile_numel` elements are a tile: one call of that optimizer
+(DeepSpeed's sub-group).
 """
 
 from __future__ import annotations
@@ -37,7 +36,13 @@ WORTH_COMPILING = 1 << 20
 
 @dataclass(frozen=True)
 class ParamGroupPlan:
-    """One of the optimizer's parameter groups.  is_uncut: its update needs whole tensors."""
+    """One of the optimizer's parameter groups.
+
+    Attributes:
+        options: Its hyper-parameters.
+        names: The names of its parameters.
+        is_uncut: Its update needs whole tensors.
+    """
 
     options: Mapping[str, Any]
     names: frozenset[str]
@@ -46,17 +51,22 @@ class ParamGroupPlan:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """An optimizer as a plan needs it.
+    """An optimizer, as the planner needs it.
 
-    optimizer: its class; `moments_for` knows what it keeps.  tile_numel: elements per optimizer
-    call on the training device.  host_tile_numel: elements per call where the host updates.
-    kernel_tile_numel: the same where a kernel updates states in memory.  scales_grads: gradients
-    may be clipped or unscaled.  can_defer: updates may wait for the next forward.  by_unit: tiles
-    end where units do, since some units are updated in backward.  early_on_device: these may be
-    units whose weights are on the training device.  undo_bytes: for what undoes such
-    updates.  crosses_hosts: the ranks that share slices are on several hosts.  kernels: what
-    computes updates on a CPU, "auto", "numba" or "torch".
-    gpu_kernels: NVIDIA GPUs update by kernels that NVRTC compiles.
+    Attributes:
+        optimizer: The name of its class (`moments_for` has its states).
+        groups: Its parameter groups.
+        tile_numel: The elements of one optimizer call on the training device.
+        scales_grads: Gradients may be clipped or unscaled.
+        can_defer: Updates may run in the next forward.
+        by_unit: Tiles end where units do, since some units are updated in backward.
+        early_on_device: These may be units whose weights are on the training device.
+        undo_bytes: The bytes of the log that undoes such updates.
+        crosses_hosts: The ranks that share slices are on several hosts.
+        kernels: What computes updates on a CPU: "auto", "numba" or "torch".
+        host_tile_numel: The elements of one call if the host updates.
+        kernel_tile_numel: The elements of one call if a kernel updates states in memory.
+        gpu_kernels: Kernels that NVRTC compiles update on NVIDIA GPUs.
     """
 
     optimizer: str
@@ -80,8 +90,8 @@ class UpdateSettings:
     def tile_numel_of(self, plan: ShardPlan) -> int:
         """Return the most elements of one shard of a group.
 
-        A kernel keeps nothing for a tile, and each tile costs some 0.2 ms for Python and for giving
-        the threads their parts. So its tiles are larger.
+        A kernel needs no memory for a tile, and each tile costs about 0.2 ms for Python and for
+        starting threads. So its tiles are larger.
         """
         numel = self.call_numel(plan)
         if _uses_disk(plan) or self.kernels == "torch" or not _is_plain(plan):
@@ -111,21 +121,21 @@ class UpdateSettings:
 
     @property
     def grain(self) -> int:
-        """Elements at a multiple of which each parameter begins in its flat layout: more than 1 for
+        """Each parameter begins at a multiple of this many elements of its layout; above 1 for
         fused updates.
         """
         return GRAIN if self.optimizer in NAMES else 1
 
     @property
     def uncut_names(self) -> frozenset[str]:
-        """Names of the parameters that the optimizer needs as whole tensors."""
+        """The names of the parameters that the optimizer needs as whole tensors."""
         return frozenset(name for group in self.groups if group.is_uncut for name in group.names)
 
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Elements [start, stop) of one rank's part of a group's master that the optimizer treats as
-    one parameter.
+    """A shard: elements [start, stop) of a group's main weight that the optimizer treats as one
+    parameter.
     """
 
     group: GroupPlan
@@ -145,10 +155,17 @@ Tile = list[tuple[int, ShardRange]]  # (number of the optimizer's parameter grou
 def shard_ranges(
     group: GroupPlan, rank: int, names: frozenset[str], tile_numel: int, uncut: bool
 ) -> list[ShardRange]:
-    """Return the shards of the named parameters of a group on one rank.
+    """Return the shards of some parameters of a group on one rank.
 
-    Neighbours are joined and cut at tiles; where the optimizer needs whole tensors there is a shard
-    per tensor.
+    Neighbouring parameters are joined and cut into tiles. If the optimizer needs whole tensors,
+    each tensor is a shard.
+
+    Args:
+        group: The group.
+        rank: The rank.
+        names: The names of the parameters.
+        tile_numel: The most elements of a shard.
+        uncut: The optimizer needs whole tensors.
     """
     runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
     found: list[ShardRange] = []
@@ -175,9 +192,12 @@ def shard_ranges(
 
 @dataclass(frozen=True)
 class TileOrder:
-    """The tiles of an optimizer.  now: updated before a step is over.  later: what may be updated
-    at other times, by number of the unit (all under EVERY_UNIT where tiles reach from one unit into
-    the next).
+    """The tiles of an optimizer.
+
+    Attributes:
+        now: The tiles that are updated before a step is over.
+        later: The tiles that may be updated at other times, by number of the unit; all are under
+            EVERY_UNIT if a tile may have shards of two units.
     """
 
     now: list[Tile]
@@ -191,10 +211,15 @@ class TileOrder:
 def tile_order(
     shards: Sequence[Sequence[ShardRange]], units: Sequence[UnitPlan], settings: UpdateSettings
 ) -> TileOrder:
-    """Return the tiles of these shards (by parameter group), in the order of units.
+    """Return the tiles of these shards, in the order of units.
 
-    Shards in one chunk of their group stay together, so that a chunk is fetched and stored once;
-    parameters that the optimizer treats differently alternate there.
+    Shards in one chunk of their group stay together, so that a chunk is fetched and stored once.
+    Shards of several parameter groups alternate there.
+
+    Args:
+        shards: The shards, by parameter group.
+        units: The units.
+        settings: The settings of the optimizer.
     """
     unit_of = {id(group): number for number, unit in enumerate(units) for group in unit.groups}
     order = {
@@ -224,9 +249,7 @@ def tile_order(
 
 
 def _tiles_of(bundles: Sequence[Tile], settings: UpdateSettings) -> list[Tile]:
-    """Join bundles into tiles, each for one optimizer call. One device updates all shards of a
-    tile.
-    """
+    """Join bundles into tiles, each for one optimizer call on one device."""
     tiles: list[Tile] = []
     filled = 0
     is_on_host = False
@@ -245,8 +268,12 @@ def _tiles_of(bundles: Sequence[Tile], settings: UpdateSettings) -> list[Tile]:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The shards that one rank updates, and their tiles. shards: by parameter group of the
-    optimizer. device: that trains.
+    """The shards that one rank updates, and their tiles.
+
+    Attributes:
+        settings: The settings of the optimizer.
+        shards: The shards, by parameter group.
+        device: The training device.
     """
 
     settings: UpdateSettings
@@ -262,13 +289,14 @@ class UpdatePlan:
         units: Sequence[UnitPlan],
         device: torch.device,
     ) -> UpdatePlan:
-        """Return the plan of shards that are given; `plan_update` cuts them."""
+        """Return the plan of given shards; `plan_update` cuts them."""
         return cls(settings, tuple(map(tuple, shards)), tile_order(shards, units, settings), device)
 
     @property
     def speculative(self) -> dict[int, list[Tile]]:
-        """Tiles that may be updated in backward, by unit: of all but the root, whose gradient is
-        the last there is.
+        """The tiles that may be updated in backward, by unit.
+
+        The root has none, since its gradient is complete only at the end of backward.
         """
         return {unit: tiles for unit, tiles in self.order.later.items() if unit > 0}
 
@@ -281,8 +309,11 @@ class UpdatePlan:
         return "numba" if numel >= WORTH_COMPILING else "torch"
 
     def has_kernel(self, number: int, shard: ShardRange) -> bool:
-        """Return whether a shard of the optimizer's parameter group of that number is updated in
-        one pass.
+        """Return whether a kernel updates a shard in one pass over memory.
+
+        Args:
+            number: The number of its parameter group.
+            shard: The shard.
         """
         if not self._compiles_for(self._home(shard)):
             return False
@@ -293,8 +324,8 @@ class UpdatePlan:
     def _compiles_for(self, home: torch.device) -> bool:
         """Return whether kernels are compiled for a device.
 
-        On a GPU it does not depend on the number of elements, so that all stages and ranks have the
-        same bits.
+        On a GPU that does not depend on the number of elements, so that all stages and ranks
+        compute the same bits.
         """
         if home == CPU:
             return self.kernels != "torch"
@@ -304,8 +335,8 @@ class UpdatePlan:
 
     @property
     def moments_bytes(self) -> int:
-        """Bytes the optimizer keeps on the device; of moments that lie elsewhere, counters and
-        block scales alone.
+        """The bytes of the optimizer on the device; only counters and block scales of moments
+        elsewhere.
         """
         total = 0
         for options, row, shard in self._rows():
@@ -316,8 +347,8 @@ class UpdatePlan:
         return total
 
     def external_bytes(self) -> Counter[str]:
-        """Bytes of moments that are kept for the optimizer, by where they are: whole slices, in
-        whole pages.
+        """The bytes of moments that are stored for the optimizer, by memory: whole slices, in whole
+        pages.
         """
         found = Counter[str]()
         for group, count in self.moments_per_group():
@@ -326,8 +357,8 @@ class UpdatePlan:
         return found
 
     def moments_per_group(self) -> list[tuple[GroupPlan, int]]:
-        """Each group of which this rank updates something, and the values per element that are kept
-        for it.
+        """The groups of which this rank updates something, with the moments per element that are
+        stored.
         """
         counts = {
             id(shard.group): (shard.group, row.count(options))
@@ -337,8 +368,8 @@ class UpdatePlan:
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes of the log that undoes updates in backward: of the first units, as many as fit the
-        budget.
+        """The bytes of the log that undoes updates in backward: for as many of the first units as
+        fit.
         """
         total = 0
         for tiles in self.speculative.values() if self.settings.undo_bytes else ():
@@ -350,7 +381,7 @@ class UpdatePlan:
 
     @property
     def fullest_tiles(self) -> dict[torch.device, int]:
-        """Elements of the fullest tile of each device that updates some."""
+        """The elements of the fullest tile, for each device that updates tiles."""
         found: dict[torch.device, int] = {}
         for tile in self.order.tiles:
             home = self._home(tile[0][1])
@@ -359,9 +390,7 @@ class UpdatePlan:
         return found
 
     def staging_bytes(self, tiles: int) -> int:
-        """Return the bytes through which so many tiles of the training device's tensors pass to the
-        host and back.
-        """
+        """Return the staging bytes through which `tiles` tiles travel between device and host."""
         most = 0
         for tile in self.order.tiles:
             nbytes = sum(_staged_bytes(shard) for _, shard in tile)
@@ -370,8 +399,8 @@ class UpdatePlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes a step works in: buffers as long as the fullest tile, for each device that shards
-        are updated on.
+        """The bytes that a step works in: buffers of the length of the fullest tile, for each
+        device.
         """
         return sum(
             self._scratch_bytes(home, fullest) for home, fullest in self.fullest_tiles.items()
@@ -409,18 +438,18 @@ class UpdatePlan:
         return elements * torch.float32.itemsize
 
     def _numbered(self) -> Iterator[tuple[int, ShardRange]]:
-        """Each shard with the number of its parameter group."""
+        """Each shard, with the number of its parameter group."""
         for number, shards in enumerate(self.shards):
             yield from ((number, shard) for shard in shards)
 
     def _rows(self) -> Iterator[tuple[Mapping[str, Any], StateCounts, ShardRange]]:
-        """Each shard with its hyper-parameters and what the optimizer keeps of it."""
+        """Each shard, with its hyper-parameters and the state that the optimizer keeps."""
         for group, shards in zip(self.settings.groups, self.shards, strict=True):
             row = moments_for(self.settings.optimizer, group.options)
             yield from ((group.options, row, shard) for shard in shards)
 
     def _written_bytes(self, number: int, shard: ShardRange) -> int:
-        """Bytes that the update of one shard writes: weight, master and moments."""
+        """The bytes that an update of one shard writes: weight, main weight and moments."""
         plan = shard.group.plan
         options = self.settings.groups[number].options
         assert plan.master is not None and plan.moments is not None
@@ -432,14 +461,13 @@ class UpdatePlan:
         return shard.numel * (weight + own + moments) + scales
 
     def _home(self, shard: ShardRange) -> torch.device:
-        """The device that a shard is updated on: the host where its moments lie in another
-        memory.
-        """
+        """Return the device that updates a shard; the host if its moments are in another memory."""
         return CPU if shard.group.plan.is_updated_on_host else self.device
 
     def _master_is_copied(self, shard: ShardRange) -> bool:
-        """Return whether an optimizer works on a copy of a master that is not split: a wider one,
-        or one near the moments.
+        """Return whether an optimizer works on a copy of a main weight that is not split.
+
+        The copy has a wider dtype, or is on the device of the moments.
         """
         plan = shard.group.plan
         near = self.device if plan.master is not None and plan.master.tier is Tier.DEVICE else CPU
@@ -466,8 +494,9 @@ def _uses_disk(plan: ShardPlan) -> bool:
 
 
 def _staged_bytes(shard: ShardRange) -> int:
-    """Return the bytes of a shard that the training device has and the host updates, in rooms of a
-    `StagingRing`.
+    """Return the staging bytes of a shard that is on the training device and updated by the host.
+
+    They are rounded as in a `StagingRing`.
     """
     plan = shard.group.plan
     if not plan.is_updated_on_host:
@@ -488,7 +517,14 @@ def grad_is_cast(plan: ShardPlan) -> bool:
 def plan_update(
     units: Sequence[UnitPlan], settings: UpdateSettings, rank: int, device: torch.device = CPU
 ) -> UpdatePlan:
-    """Return what one rank updates of these units.  rank: its slice of every sharded group."""
+    """Return what one rank updates.
+
+    Args:
+        units: The units.
+        settings: The settings of the optimizer.
+        rank: The rank, which owns slice `rank` of every sharded group.
+        device: The training device.
+    """
     shards = [
         [
             shard

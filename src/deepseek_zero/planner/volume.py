@@ -1,19 +1,18 @@
-"""What a step will send, in bytes, from plan and schedule alone; base/meter.py counts what is sent.
+"""The bytes that a step will send, from plan and schedule only; base/meter.py counts what is sent.
 
-    G, gather      slice x (N-1), as weights are sent; from a second copy cut among I ranks,
+    G, gather      slice x (N-1), in the codec of weights; from a second copy on I ranks,
                    slice x N/I x (I-1)
-    S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype
-                   gradients are kept in; by host, of H hosts with L ranks, slice x H x (L-1)
-                   inside, and slice x (H-1) between hosts, in fp32 or as codes; of momenta that
-                   are exchanged as signs, slice x (N-1) twice, at any stage
-    A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients
-                   are kept in
-    refresh        slice x (N-1), once, as weights are sent, where the optimizer works on slices of
+    S, reduce      slice x (N-1), in the codec of gradients; at stage 0 once more, in the dtype of
+                   gradients. Host by host, for H hosts with L ranks: slice x H x (L-1) inside, and
+                   slice x (H-1) between hosts, in fp32 or as codes. If momenta are exchanged as
+                   signs: slice x (N-1) twice, at any stage
+    A, all-reduce  2 x slice/R x (R-1) if R ranks hold the same slices, in the dtype of gradients
+    refresh        slice x (N-1) once, in the codec of weights, if the optimizer works on slices of
                    a weight that is whole
 
-for each such action in the passes of a step.  A slice is padded numel / N elements, so each term is
-(N-1)/N of the padded size.  With persistence 0, window 0 and G micro-batches the sum is 2, 2, G+1
-and 3G times that at stages 0 to 3. Nothing is allocated and nothing is sent.
+These are the terms for each action of a step. A slice has padded numel / N elements, so each term
+is (N-1)/N of the padded size. With persistence 0, window 0 and G micro-batches, the sum is 2, 2,
+G+1 and 3G times that at stages 0 to 3.
 """
 
 from __future__ import annotations
@@ -33,17 +32,19 @@ from .units import GroupPlan, UnitPlan
 
 @dataclass(frozen=True)
 class StepVolume:
-    """Bytes that one rank sends in one optimizer step, by what they are for.
+    """The bytes that one rank sends in one optimizer step, by purpose.
 
-    rows: control messages that carry no state: the table of norms, and whether gradients came late;
-    first_step_rows:
-    once, the order of units.  inner_gathers: the part of `gathers` that comes from a second copy of
-    the weights.
-    tensor: activations and their gradients of layers that ranks share; sequence: those of attention
-    over sequences that ranks share; boundaries: those that stages pass on;
-    first_step_headers: once, what these messages hold; ties: gradients of parameters that stages
-    share.  inside_hosts: where sums are formed by host, the part of gathers, reduces and refresh
-    that stays inside one.
+    Attributes:
+        rows: Small tables without state: the table of norms, and whether gradients came late.
+        first_step_rows: The order of units, sent once.
+        inner_gathers: The part of `gathers` that reads a second copy of the weights.
+        tensor: Activations and gradients of layers that ranks share.
+        sequence: Attention over sequences that ranks share.
+        boundaries: Activations and gradients between pipeline stages.
+        first_step_headers: The description of those messages, sent once.
+        ties: Gradients of parameters that stages share.
+        inside_hosts: If sums are formed host by host, the part of gathers, reductions and refreshes
+            that stays inside a host.
     """
 
     gathers: int
@@ -61,14 +62,12 @@ class StepVolume:
 
     @property
     def state_bytes(self) -> int:
-        """Everything that moves weights and gradients between ranks that have the same piece of the
-        model.
-        """
+        """The bytes of weights and gradients between ranks with the same piece of the model."""
         return self.gathers + self.reduces + self.refresh
 
     @property
     def total_bytes(self) -> int:
-        """Everything that every step sends."""
+        """The bytes of every step."""
         return (
             self.state_bytes + self.tensor + self.sequence + self.boundaries + self.ties + self.rows
         )
@@ -81,11 +80,17 @@ def step_volume(
     replicas: int = 1,
     pipeline: PipelinePlan | None = None,
 ) -> StepVolume:
-    """The volume, between the ranks that have one piece of the model, of one step of
-    `settings.accumulation` micro-batches, forward and backward once each.
+    """Return the volume of a step between the ranks that have one piece of the model.
 
-    replicas: ranks along dp_replicate.  pipeline: says how often what is gathered, where the model
-    is cut into stages; gradients are then reduced once.
+    A step has `settings.accumulation` micro-batches, each with one forward and one backward.
+
+    Args:
+        units: The units.
+        schedule: The schedule.
+        settings: The settings of the plan.
+        replicas: The number of ranks along dp_replicate.
+        pipeline: How often weights are gathered, if the model is cut into stages; gradients are
+            then reduced once.
     """
     ranks = next((group.ranks for unit in units for group in unit.groups), 1)
     world = ranks * replicas
@@ -118,8 +123,8 @@ def _inside_hosts(
     settings: PlanSettings,
     pipeline: PipelinePlan | None,
 ) -> int:
-    """Return the part of all gathers and sums of a step that stays inside a host, where sums are
-    formed by host.
+    """Return the bytes of gathers and sums that stay inside a host, if sums are formed host by
+    host.
     """
     if not any(group.near > 1 for unit in units for group in unit.groups):
         return 0
@@ -145,7 +150,7 @@ def _movements(
     settings: PlanSettings,
     pipeline: PipelinePlan | None,
 ) -> Iterator[tuple[ActionKind, int, int]]:
-    """What moves in a step: its kind, the number of its unit, and how often."""
+    """Yield the movements of a step: their kind, the number of the unit, and how often."""
     if pipeline is None:
         for walk, times in schedule.passes(settings.accumulation):
             yield from ((action.kind, action.unit, times) for action in walk.actions)
@@ -156,7 +161,7 @@ def _movements(
 
 
 def _bytes_of(kind: ActionKind, unit: UnitPlan) -> int:
-    """Return the bytes a rank sends for one action."""
+    """Return the bytes that a rank sends for one action."""
     match kind:
         case ActionKind.REDUCE:
             return sum(map(_reduce_bytes, unit.trained))
@@ -166,11 +171,10 @@ def _bytes_of(kind: ActionKind, unit: UnitPlan) -> int:
 
 
 def _gather_bytes(group: GroupPlan, times: int) -> tuple[int, int]:
-    """Return the bytes a rank sends when a weight is gathered so often in a step: to every other
-    rank, and to those that share the second copy.
+    """Return the bytes that a rank sends to gather a weight `times` times in a step.
 
-    The first gather behind an update goes over all ranks and makes the copy; what nothing updates
-    has it from the first step on.
+    The first gather after an update goes to all ranks and makes the second copy; later ones go to
+    the ranks that share it. A frozen weight has the copy from the first step on.
     """
     outer = _outer_gathers(group, times)
     inner_slice = group.padded_numel // group.secondary_ranks * (group.secondary_ranks - 1)
@@ -179,7 +183,7 @@ def _gather_bytes(group: GroupPlan, times: int) -> tuple[int, int]:
 
 
 def _outer_gathers(group: GroupPlan, times: int) -> int:
-    """Return how many of so many gathers go over all ranks that share slices."""
+    """Return how many of `times` gathers go to all ranks that share slices."""
     if second_copy_of(group.plan) is None:
         return times
     reductions = 1 if group.plan.grad is not None else 0
@@ -187,9 +191,10 @@ def _outer_gathers(group: GroupPlan, times: int) -> int:
 
 
 def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
-    """Return the bytes of one sum over the shards; at stage 0 every rank wants all of it.
+    """Return the bytes of one reduction; at stage 0 every rank receives the whole sum.
 
-    inside: those alone that stay in a host, where sums are formed by host.
+    Args:
+        inside: Count only the bytes inside a host, if sums are formed host by host.
     """
     plan = group.plan
     near = _near_slices(group)
@@ -206,9 +211,7 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
 
 
 def _all_reduce_bytes(group: GroupPlan) -> int:
-    """Return the bytes of one sum over replicas: a slice is reduced in parts, and the parts are
-    gathered.
-    """
+    """Return the bytes of one sum over replicas: a reduce-scatter and an all-gather."""
     assert group.plan.grad is not None
     part = -(-(group.padded_numel // group.ranks) // group.replicas)
     return 2 * (group.replicas - 1) * part * group.plan.grad.dtype.itemsize
@@ -225,9 +228,7 @@ def _to_others(group: GroupPlan, wire: Codec, *, inside: bool = False) -> int:
 
 
 def _near_slices(group: GroupPlan) -> int:
-    """Return how many slices' worth a rank sends inside its host in a gather or sum by host: each
-    host's to each.
-    """
+    """Return how many slices a rank sends inside its host in one movement host by host."""
     return group.ranks // group.near * (group.near - 1)
 
 
