@@ -1,6 +1,4 @@
-"""From a configuration to a running engine's parts: look at the model, plan, then build what the
-plan says.
-"""
+"""Builds the parts of an engine: reads the model, plans the run, builds what is planned."""
 
 from __future__ import annotations
 
@@ -79,15 +77,23 @@ def assemble(
     sequence: parallel.SequenceSettings | None,
     rules: BuildRules = BuildRules(),  # noqa: B008  # frozen
 ) -> Parts:
-    """Shard the model and build its optimizer.  Collective.
+    """Shard the model and build its optimizer.
 
-    client: an optimizer, a callable that makes one from parameters, or None (then the
-    configuration's, if it names one). params: parameters or parameter groups to train; None = all
-    that require gradients.
-    leaf_modules: full names of modules that travel as one piece, beside those that the
-    configuration names.
-    example: returns a micro-batch, by whose shapes a pipeline finds the model's blocks.  sequence:
-    what is said of ranks along "sp".  rules: what the API says about the parts.
+    Args:
+        config: The configuration.
+        model: The model; it is changed in place.
+        mesh: The mesh of ranks.
+        client: An optimizer, or a callable that makes one from parameters. None takes the
+            configuration's, if it names one.
+        params: The parameters or parameter groups to train; None for all that require gradients.
+        leaf_modules: The full names of modules that are not divided into units, in addition to
+            those of the configuration.
+        example: Returns a micro-batch; a pipeline finds the model's blocks by its shapes.
+        sequence: The settings of sequence parallelism; None without it.
+        rules: What the API says about the parts.
+
+    Note:
+        Collective: every rank must call it.
     """
     way = TriedTransport(config.transport)
     if config.transport == "measured":
@@ -235,11 +241,20 @@ def look_at(
     is_part: bool = False,
     coordinate: int = 0,
 ) -> tuple[ModelShape, OptimizerParts]:
-    """Return what a plan needs of a model and of its optimizer.
+    """Read what a plan needs from a model and its optimizer. Local.
 
-    client, params: as `assemble` takes them.  is_part, coordinate: as `optimizer_parts` takes them.
-    Local.  UsageError if the optimizer holds a parameter that the model does not have, or if
-    `settings` name modules that it lacks.
+    Args:
+        config: The configuration.
+        settings: The settings of the plan.
+        model: The model.
+        client: As in `assemble`.
+        params: As in `assemble`.
+        is_part: As in `optimizer_parts`.
+        coordinate: As in `optimizer_parts`.
+
+    Raises:
+        UsageError: The optimizer has a parameter that the model lacks, or `settings` name modules
+            that it lacks.
     """
     optimizer = optimizer_parts(
         config, model, client, params, is_part=is_part, coordinate=coordinate
@@ -248,7 +263,7 @@ def look_at(
 
 
 def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
-    """Return whether the device computes in the run's 16 bits, or converts."""
+    """Return whether the device computes in the run's 16-bit format, or converts."""
     if policy.compute is not torch.bfloat16:
         return []
     if has_fast_bf16(device):
@@ -261,9 +276,7 @@ def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
 
 
 def _tell_what_stays_whole(plan: Plan) -> None:
-    """One line where stage 3 shards next to nothing: the threshold's default is made for large
-    models.
-    """
+    """Log that stage 3 shards almost nothing; the default threshold is meant for large models."""
     groups = [group for unit in plan.units for group in unit.groups]
     total = plan.numel
     whole = sum(group.layout.numel for group in groups if group.plan.weight.placement is not S)
@@ -279,10 +292,10 @@ def _tell_what_stays_whole(plan: Plan) -> None:
 def _recompute_for(
     settings: RecomputeSettings, comm: Comm, *, shards_tokens: bool
 ) -> Recompute | None:
-    """What this configuration makes of `checkpointing.checkpoint`; one that says nothing of it
-    changes nothing.
+    """Configure `checkpointing.checkpoint`, if the configuration has settings for it.
 
-    shards_tokens: activations between layers are sharded over tokens along "tp".
+    Args:
+        shards_tokens: Activations between layers are sharded over tokens along "tp".
     """
     if settings == RecomputeSettings():
         return None

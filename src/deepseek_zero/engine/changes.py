@@ -1,5 +1,5 @@
-"""What a configuration changes of a model in place, before it is planned: a row for each change, in
-their order.
+"""Changes of a model that a configuration asks for. They are made in place, before the model is
+planned.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ if TYPE_CHECKING:  # as in engine.py
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a model.  what: named to ranks that wait, where it fails on one.  make: does
-    it, in place; Local.
+    """One change of a model. It refuses a model before it changes anything.
 
-    A change refuses a model before it has touched it.
+    Attributes:
+        what: A name of the change for other ranks, if it fails on one rank.
+        make: Makes the change in place. Local.
     """
 
     what: str
@@ -55,7 +56,7 @@ def changes_of_whole(
 
 
 def changes_of_piece(config: Config) -> list[Change]:
-    """Return the changes of what axes have left of a model."""
+    """Return the changes of the piece of a model that one rank has."""
     tiles = tile_settings_of(config)
     limit = config.zero_optimization.tile_above
     found = []
@@ -71,8 +72,8 @@ def changes_of_piece(config: Config) -> list[Change]:
 
 
 def _attend(model: nn.Module, sparse: attention.SparseAttention) -> None:
-    """Let a model of transformers attend by a layout; another one calls `engine.sparse_attention`
-    itself.
+    """Let a model of transformers use sparse attention; other models call
+    `engine.sparse_attention`.
     """
     if attention.is_of_transformers(model):
         attention.attend_sparsely(model, sparse)
@@ -99,8 +100,8 @@ def _cut_large_layers(model: nn.Module, config: Config) -> None:
 
 
 def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -> OptimizerParts:
-    """Cut a copy of a model on the meta device, and return an optimizer's parts with the names that
-    it has then.
+    """Cut a copy of a model on the meta device, and return the optimizer's parts with the new
+    names.
     """
     choice = _choose_tiles(config, model)
     wholes = choice.cut()
@@ -119,9 +120,11 @@ def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -
 
 
 def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None:
-    """Raise NotBuiltError where an optimizer needs a whole matrix that is cut into tiles.
+    """Raise `NotBuiltError` if an optimizer needs a whole matrix that is cut into tiles.
 
-    tiles: the whole parameter's name by that of each tile's.
+    Args:
+        parts: The optimizer.
+        tiles: For each tile, the name of the whole parameter.
     """
     assert parts.cls is not None or not parts.planned
     for group in parts.planned:
@@ -137,11 +140,12 @@ def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None
 
 
 def refuse_split_states(parts: OptimizerParts, model: nn.Module) -> None:
-    """Raise NotBuiltError if an optimizer needs a whole tensor that is split over the ranks along
+    """Raise `NotBuiltError` if an optimizer needs a whole tensor that is split over the ranks along
     "tp".
 
-    Args: parts: The optimizer. model: The model, or the piece of it that one rank has, with the
-        split noted on its parameters.
+    Args:
+        parts: The optimizer.
+        model: The model, or this rank's piece of it; the split is recorded on its parameters.
     """
     assert parts.cls is not None or not parts.planned
     for group in parts.planned:
@@ -154,9 +158,7 @@ def refuse_split_states(parts: OptimizerParts, model: nn.Module) -> None:
 
 
 def refuse_changes_on(config: Config, mesh: Mesh) -> None:
-    """Raise NotBuiltError where two changes would be made of one layer, or a change beside an axis
-    that cuts it.
-    """
+    """Raise `NotBuiltError` if two changes concern one layer, or a change one that an axis cuts."""
     tiles = tile_settings_of(config)
     if tiles != TileSettings() and mesh.pp > 1:
         raise NotBuiltError(

@@ -1,9 +1,8 @@
-"""The same bits on every run: torch computes by deterministic algorithms while an engine that asks
-for it lives.
+"""Makes PyTorch compute with deterministic algorithms while an engine that asks for it exists.
 
-Our own sums have one order anyway (`ordered_sum`); what is left to chance is torch's kernels, which
-add with atomics or choose by the clock.  The switch is the process's, so engines share it: the last
-to go puts it back.
+Our own sums have a fixed order in any case (`ordered_sum`). PyTorch's kernels may add with atomics
+or choose an algorithm by time. The switches are global to the process, so engines share them, and
+the last engine restores them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WORKSPACE_SIZE = ":4096:8"
 
 @dataclass(frozen=True)
 class _Switches:
-    """torch's switches for deterministic algorithms."""
+    """PyTorch's switches for deterministic algorithms."""
 
     deterministic: bool = True
     warns_only: bool = False
@@ -45,7 +44,7 @@ class _Switches:
 
 
 class Determinism:
-    """One engine's hold on the switches, until `release` or its own end."""
+    """One engine's use of the switches, until `release` or until it is collected."""
 
     _holds: ClassVar[int] = 0
     _before: ClassVar[_Switches] = _Switches()
@@ -60,7 +59,7 @@ class Determinism:
         self._end.atexit = False
 
     def release(self) -> None:
-        """Put the switches back unless another engine holds them; calling it twice is harmless."""
+        """Restore the switches, unless another engine uses them; idempotent."""
         self._end()
 
     @classmethod
@@ -71,11 +70,10 @@ class Determinism:
 
 
 def fix_workspace(device: torch.device) -> None:
-    """Give cuBLAS a workspace of fixed size if CUDA has not started: it reads the variable once,
-    when it starts.
+    """Set a cuBLAS workspace of fixed size, if CUDA has not started; cuBLAS then adds in one order.
 
-    Only then does it add in one order. The engine moves the model to the device, so this comes
-    before it is built.
+    cuBLAS reads the variable once, when CUDA starts. The engine moves the model to the device, so
+    this must come first.
     """
     if device.type == "cuda" and not torch.cuda.is_initialized():
         os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)

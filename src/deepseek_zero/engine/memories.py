@@ -1,4 +1,4 @@
-"""Opens the memories beside the training device that a plan names."""
+"""Opens the memories outside the training device that a plan uses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from ..tiers.tier import Tier, TierMemory, Tiers
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The memories beside the training device.  pins_host: page-lock host memory beside a GPU.
-    path: of a disk.
+    """The memories outside the training device.
+
+    Attributes:
+        pins_host: Page-lock host memory for a GPU.
+        path: The directory on a disk.
+        disk: The settings of the disk.
     """
 
     pins_host: bool = False
@@ -27,9 +31,13 @@ class MemorySettings:
 
 
 def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: int) -> Tiers:
-    """Open the memories that a plan names.  Collective.
+    """Open the memories that a plan uses.
 
-    Raises on every rank where one rank's disk refuses.
+    Raises:
+        StorageError: The disk of a rank cannot be used; raised on every rank.
+
+    Note:
+        Collective: every rank must call it.
     """
     chosen = plan.settings
     memories = dict[Tier, TierMemory]()
@@ -47,7 +55,11 @@ def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: in
 
 
 def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
-    """Raise on every rank where a memory is too small for what the plan puts there.  Collective."""
+    """Raise on every rank if a memory is too small for the plan.
+
+    Note:
+        Collective: every rank must call it.
+    """
     if not tiers.memories:
         return
     needed = plan.bytes_by_tier()
@@ -57,8 +69,10 @@ def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
 
 
 def commit(tiers: Tiers, comm: Comm) -> None:
-    """Give the memories of a plan their pages, after the model's own values are gone.
-    Collective.
+    """Give the memories of a plan their pages, after the model's own values have been freed.
+
+    Note:
+        Collective: every rank must call it.
     """
     with AllRanks(comm, "reserving host memory"):
         for memory in tiers.memories.values():

@@ -1,4 +1,4 @@
-"""The engine's memory, predicted from its plan and measured from live storages."""
+"""The memory of an engine: predicted from its plan, and measured from its storages."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ def plan_of(
     pipeline: Pipeline | None = None,
     tokens: int | None = None,
 ) -> Plan:
-    """Return the plan that an engine follows now.
+    """Return the current plan of an engine.
 
-    pipeline, tokens: say what the last step's messages between stages, and micro-batches, were
-    like.
+    Args:
+        runtime: The runtime of the model.
+        optimizer: The optimizer, if there is one.
+        pipeline: The pipeline, if there is one; it has the message sizes of the last step.
+        tokens: The tokens of a micro-batch in the last step.
     """
     update = optimizer.plan if optimizer is not None else None
     found = replace(runtime.plan, update=update)
@@ -48,9 +51,13 @@ def memory_report(
     parked: Sequence[Storage] = (),
     pipeline: Pipeline | None = None,
 ) -> MemoryReport:
-    """Return the bytes on this rank by state. Local. parked: offloaded activations, which belong to
-    no state and are
-    not counted. pipeline: of the engine, whose messages have memory of their own.
+    """Return the bytes on this rank by state. Local.
+
+    Args:
+        runtime: The runtime of the model.
+        optimizer: The optimizer, if there is one.
+        parked: Offloaded activations, which are no state and are not counted.
+        pipeline: The pipeline, if there is one; its messages have storage of their own.
     """
     resting = [storage.memory for storage in [*offloaded_of(runtime, optimizer), *parked]]
     seen = {tensor.untyped_storage().data_ptr() for tensor in resting}
@@ -74,7 +81,7 @@ def traced(
     parked: Callable[[], Sequence[Storage]],
     pipeline: Pipeline | None = None,
 ) -> report.MemoryTrace:
-    """Return a trace of the memory of this engine.  parked: as `memory_report` takes it, now."""
+    """Return a trace of the memory of this engine; the arguments are those of `memory_report`."""
 
     def held() -> dict[str, list[Tensor]]:
         found = {
@@ -102,8 +109,9 @@ def offloaded_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[S
 def _held(
     runtime: Runtime, optimizer: ShardedOptimizer | None, pipeline: Pipeline | None
 ) -> dict[str, list[Tensor | None]]:
-    """Every tensor this engine holds, by state; a storage that stands under two states is counted
-    under the first.
+    """Return the tensors of an engine by state.
+
+    A storage that belongs to two states counts for the first.
     """
     groups = runtime.groups
     gradients = [buffer for group in groups for buffer in group.gradient.buffers()]
@@ -135,7 +143,7 @@ def _held(
 
 
 def _tensor_buffers(model: nn.Module) -> list[Tensor | None]:
-    """What the layers that ranks share form their sums in; they have one group."""
+    """Return the buffers in which shared layers form sums; they share one group."""
     layers = (each for each in model.modules() if isinstance(each, parallel.Layer))
     axes = (each.axis for each in layers if isinstance(each.axis, parallel.TensorAxis))
     axis = next(axes, None)
@@ -143,7 +151,7 @@ def _tensor_buffers(model: nn.Module) -> list[Tensor | None]:
 
 
 def _moments(optimizer: ShardedOptimizer) -> list[Tensor | None]:
-    """Yield the moments that the optimizer holds; placeholders of stored ones count as scratch."""
+    """Yield the moments that the optimizer holds, without placeholders of stored ones."""
     held = moments_of(cast("Any", optimizer.inner.state))
     shown = [tensor for tensor in held if not optimizer.scratch.is_placeholder(tensor)]
     return [*shown, *optimizer.moments.on_device()]

@@ -1,7 +1,7 @@
-"""Micro-batches of whole steps: what a model is called with, their losses, and how many are summed.
+"""Micro-batches of whole steps: the arguments of the model, its losses, and the accumulation.
 
-A model that is a list of layers takes pairs (inputs, labels); any other one takes what its forward
-takes and returns its loss.
+A model that is a list of layers takes pairs (inputs, labels). Any other model takes what its
+forward takes, and returns its loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..sharding.runtime import Runtime
 
 
 def taken(batches: Iterator[Any], many: int, model: nn.Module, mesh: Mesh) -> list[Any]:
-    """Take so many micro-batches; of sequences that ranks share, this rank's part."""
+    """Take `many` micro-batches; if ranks share sequences, only this rank's part of each."""
     found = [next(batches) for _ in range(many)]
     if mesh.sp == 1:
         return found
@@ -32,7 +32,7 @@ def taken(batches: Iterator[Any], many: int, model: nn.Module, mesh: Mesh) -> li
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the model's forward is called with."""
+    """Return the arguments of the model for a micro-batch."""
     if isinstance(model, pipeline.LayerStages):
         return (pipeline.Labelled.of(batch).inputs,), {}
     args, kwargs = pipeline.MicroBatch.of(batch)
@@ -40,14 +40,18 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
 
 
 def loss_of(model: nn.Module, output: Any, batch: Any) -> Tensor:
-    """Return the loss of what the model returned for a micro-batch."""
+    """Return the loss of a micro-batch from the model's output."""
     if isinstance(model, pipeline.LayerStages):
         return pipeline.LayersStage(model).loss(output, pipeline.Labelled.of(batch))
     return pipeline.loss_of(output)
 
 
 def mean_of_ranks(losses: Sequence[Tensor], world: Comm, device: torch.device) -> Tensor:
-    """Return the mean loss of all ranks' micro-batches.  Collective in the world."""
+    """Return the mean loss of all ranks' micro-batches.
+
+    Note:
+        Collective: every rank of the world must call it.
+    """
     own = sum(float(loss) for loss in losses) / len(losses)
     mean = torch.tensor([own], dtype=torch.float64)
     table = world.all_gather_rows(mean, "the losses of all ranks")
@@ -58,7 +62,7 @@ def has_graph(loss: Any, mesh: Mesh) -> bool:
     """Return whether a loss can be differentiated.
 
     Raises:
-        UsageError: It is no tensor, or it has no graph and no other rank's may have one.
+        UsageError: It is no tensor; or it has no graph in a world of one rank.
     """
     if not isinstance(loss, Tensor):
         raise UsageError(
@@ -87,10 +91,10 @@ def warn_of_graphless(step: int) -> None:
 def change_accumulation(
     runtime: Runtime, optimizer: ShardedOptimizer | None, accumulation: int
 ) -> None:
-    """Sum so many micro-batches from now on.
+    """Accumulate `accumulation` micro-batches from now on, and change the plan accordingly.
 
     Gradients summed over several micro-batches are kept in fp32, single ones in the dtype of the
-    weight, and the plan follows.
+    weight.
     """
     policy = runtime.settings.policy
     runtime.settings = replace(runtime.settings, accumulation=accumulation)
@@ -104,10 +108,10 @@ def change_accumulation(
 
 
 class HeldReductions:
-    """The context that holds back the reduction of gradients, while one is open.
+    """Knows whether a context that holds back the reduction of gradients is open.
 
     Attributes:
-        name: The name of the context; empty outside.
+        name: The name of the open context, or an empty text.
     """
 
     def __init__(self) -> None:
@@ -115,7 +119,7 @@ class HeldReductions:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Refuse step() and another such context inside this one."""
+        """Open a context in which `step` and another such context are refused."""
         if self.name:
             raise UsageError(
                 f"{name} context manager reentry is unsupported: nested in {self.name}.",
@@ -129,7 +133,7 @@ class HeldReductions:
             self.name = ""
 
     def refuse_step(self) -> None:
-        """Raise UsageError inside a context."""
+        """Raise `UsageError` inside a context."""
         if self.name:
             raise UsageError(
                 f"It is illegal to call Engine.step() inside {self.name} context manager "

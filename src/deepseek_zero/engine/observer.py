@@ -31,7 +31,7 @@ PLAN_NAME = "plan.txt"
 
 
 class Observed(Protocol):
-    """What an observer reads from an engine."""
+    """The attributes of an engine that an observer reads."""
 
     module: nn.Module
     mesh: Mesh
@@ -50,9 +50,7 @@ class Observed(Protocol):
 
 
 def summary(record: StepRecord) -> str:
-    """Return a step in one line, without tokens if the model was given none, and without a loss if
-    none was seen.
-    """
+    """Return a line about a step; without tokens or loss if they are unknown."""
     loss = "" if record.loss is None else f"loss {record.loss:.4f}, "
     pace = (
         f", {format_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else ""
@@ -65,7 +63,7 @@ def summary(record: StepRecord) -> str:
 
 
 class Observer:
-    """Reports of rank 0; the other ranks keep only timers."""
+    """Writes the reports on rank 0; other ranks only keep timers."""
 
     def __init__(self, settings: ObserverSettings, device: torch.device) -> None:
         self.settings = settings
@@ -96,8 +94,10 @@ class Observer:
 
     @property
     def record(self) -> StepRecord | None:
-        """Return the record of the last step. On a GPU its loss is read here, not before: until
-        then the host has not waited for it.
+        """The record of the last step.
+
+        On a GPU its loss is read here and not earlier, so that the host does not wait for the
+        device in every step.
         """
         self._read_loss()
         return self._record
@@ -109,17 +109,17 @@ class Observer:
             self._unread = []
 
     def planned(self, plan: str) -> None:
-        """Write the plan as text beside the records, again after a unit was promoted."""
+        """Write the plan as text next to the records, and again after a unit was promoted."""
         if self.writer is not None:
             (self.writer.folder / PLAN_NAME).write_text(plan + "\n", encoding="utf-8")
 
     def timed(self, name: str) -> AbstractContextManager[Any]:
-        """Time a part of the step when wall_clock_breakdown asks for it."""
+        """Time a part of the step if `wall_clock_breakdown` is on."""
         return self.timers.timed(name) if self.timers is not None else nullcontext()
 
     def profiled(self, engine: Observed) -> AbstractContextManager[Any]:
-        """Count the operations of one forward on rank 0: the first one after as many steps as
-        flops_profiler says.
+        """Count the operations of one forward on rank 0, after as many steps as `flops_profiler`
+        sets.
         """
         wanted = self.settings.flops
         due = (
@@ -150,8 +150,8 @@ class Observer:
                 )
 
     def saw(self, args: tuple[Any, ...]) -> None:
-        """Count the tokens of a micro-batch: the elements of the first integer tensor the model is
-        given.
+        """Count the tokens of a micro-batch: the elements of the first integer tensor among the
+        arguments.
         """
         for value in args:
             if isinstance(value, Tensor) and not value.is_floating_point():
@@ -160,7 +160,7 @@ class Observer:
                 return
 
     def loss(self, loss: Tensor) -> None:
-        """Remember a micro-batch's loss; see `record`."""
+        """Keep a micro-batch's loss for `record`."""
         if loss.numel() == 1:
             self._losses.append(loss.detach())
 

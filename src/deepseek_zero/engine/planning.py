@@ -1,6 +1,4 @@
-"""The plan of this process among its ranks: what it asks of the model, of the optimizer and of the
-machine.
-"""
+"""Makes the plan of this process, from the model, the optimizer and the machine."""
 
 from __future__ import annotations
 
@@ -55,8 +53,10 @@ def plan_run(
     mesh: Mesh,
     placement: PlacementSettings,
 ) -> Plan:
-    """Return the plan of this process among its ranks.  Collective where memories are "auto"; logs
-    what was chosen.
+    """Return the plan of this process, and log what was chosen.
+
+    Note:
+        Collective if memories are "auto".
     """
     update = update_of(config, step, optimizer)
     near = comm.outer is not None and comm.outer.reads_in_place
@@ -90,10 +90,12 @@ def plan_run(
 def with_chosen_codes(
     config: Config, settings: PlanSettings, comm: Comm, mesh: Mesh
 ) -> PlanSettings:
-    """Return the settings with the codes that `compression.auto` left open chosen; logs why.
-    Collective where it did.
+    """Return the settings with the codecs that `compression.auto` leaves open, and log the reasons.
 
-    On one host nothing is measured and nothing coded: there codes only cost time.
+    On one host nothing is measured and nothing is coded, since codecs would only cost time there.
+
+    Note:
+        Collective if a codec is left open and there are several hosts.
     """
     asked = settings.compression
     shard = comm.shard
@@ -143,8 +145,8 @@ def with_chosen_codes(
 
 
 def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
-    """Log that codes do not follow what they lose, where the precision of units follows what
-    gradients show.  Local.
+    """Log that codecs do not adapt to their errors, although the precision of units adapts to
+    gradients.
     """
     asked = settings.compression
     if config.precision == "auto" and any(
@@ -158,8 +160,8 @@ def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
 
 
 def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
-    """Return how many elements a second this rank encodes and decodes.  Local; some
-    milliseconds.
+    """Measure how many elements per second this rank encodes and decodes. Takes some milliseconds.
+    Local.
     """
     numel = MEASURED_NUMEL.on(device)
     values = torch.randn(numel, device=device)
@@ -181,8 +183,11 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
 
 
 def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
-    """Log why weights or gradients are not coded on their way where the settings ask for it, and
-    where codes do not go to other hosts though there are some (among_hosts).
+    """Log why weights or gradients are not coded although the settings ask for it.
+
+    Args:
+        plan: The plan.
+        among_hosts: There are several hosts; also log if no codes are sent between them.
     """
     asked = plan.settings.compression
     groups = [group.plan for unit in plan.units for group in unit.groups]
@@ -233,7 +238,7 @@ def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
 
 
 def say_other_wires(plan: Plan) -> None:
-    """Log which gradients do not travel in the dtype that `communication_data_type` states."""
+    """Log which gradients are not sent in the dtype that `communication_data_type` sets."""
     if (asked := plan.settings.policy.reduce) is None:
         return
     rows = [(group.plan, group.near) for unit in plan.units for group in unit.trained]
@@ -254,7 +259,7 @@ def say_other_wires(plan: Plan) -> None:
 
 
 def _nothing_frozen(plan: Plan) -> str:
-    """Return why no frozen weight rests as codes at stage 3."""
+    """Return why no frozen weight is kept as codes at stage 3."""
     if all(group.plan.grad is not None for unit in plan.units for group in unit.groups):
         return "every parameter is trained"
     return (
@@ -264,9 +269,12 @@ def _nothing_frozen(plan: Plan) -> str:
 
 
 def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) -> PlanSettings:
-    """Return the settings without a second copy of weights where none would be read; logs why.
+    """Return the settings without a second copy of weights if none would be read, and log why.
 
-    in_place: every rank reads the weights of those with which it shares slices where they lie.
+    Args:
+        settings: The settings of the plan.
+        mesh: The mesh of ranks.
+        in_place: The ranks that share slices read each other's memory.
     """
     size = settings.secondary_ranks
     why = ""
@@ -290,11 +298,14 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
 def with_order_of_sums(
     settings: PlanSettings, mesh: Mesh, counted: int, optimizer: type[Optimizer] | None
 ) -> PlanSettings:
-    """Return the settings with the ranks per host that sums follow: stated, else counted; logs
-    where that cannot be.
+    """Return the settings with the number of ranks per host that sums follow, configured or
+    counted.
 
-    counted: ranks that each of several hosts has; 1: one host, or several that differ.  optimizer:
-    its class.
+    Args:
+        settings: The settings of the plan.
+        mesh: The mesh of ranks.
+        counted: The number of ranks of each host; 1 if there is one host, or if hosts differ.
+        optimizer: The class of the optimizer.
     """
     if settings.ranks_per_host is not None:
         return settings
@@ -315,7 +326,7 @@ def with_order_of_sums(
 def update_of(
     config: Config, settings: StepSettings, optimizer: OptimizerParts
 ) -> UpdateSettings | None:
-    """Return the optimizer as the planner needs it; None where there is none."""
+    """Return the optimizer as the planner needs it; None without one."""
     if optimizer.cls is None:
         return None
     return update_settings_of(
@@ -328,8 +339,10 @@ def update_of(
 
 
 def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device) -> dict[Tier, int]:
-    """Return the bytes of one rank for each memory: stated, or free.  The least of what ranks have.
-    Collective.
+    """Return the bytes of each memory for one rank, configured or free: the minimum over ranks.
+
+    Note:
+        Collective: every rank must call it.
     """
     sharers = ranks_of_this_host()
     memory = int(WORTH_FILLING * free_host_bytes()) // sharers
@@ -347,9 +360,7 @@ def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device)
 def stated_budgets(
     settings: PlanSettings, placement: PlacementSettings, device: torch.device
 ) -> dict[Tier, int]:
-    """Return the bytes of one rank that the configuration states for each memory that a choice may
-    take.
-    """
+    """Return the configured bytes for one rank of each memory that may be chosen."""
     choices = TierChoices.of(settings, placement, device)
     stated = {Tier.DEVICE: placement.device, Tier.HOST: placement.host, Tier.NVME: placement.disk}
     asked = {*choices.weights, *choices.states} if choices.are_open else set[Tier]()

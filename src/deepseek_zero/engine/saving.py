@@ -1,7 +1,7 @@
-"""An engine's checkpoints: what of it is saved beside the slices, and what loading gives back.
+"""Saves and loads checkpoints of an engine.
 
-The files are checkpoint/'s; counters, loss scaler, schedule and data position are read and set
-here.
+The package checkpoint/ reads and writes the files. Counters, loss scaler, learning-rate schedule
+and data position are collected and restored here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,15 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Restore:
-    """Which parts of a checkpoint a load restores.  module_only: nothing but weights and
-    buffers.
+    """The parts of a checkpoint that a load restores.
+
+    Attributes:
+        strict: The names of parameters must match.
+        moments: Restore the states of the optimizer.
+        schedule: Restore the learning-rate schedule.
+        module_only: Restore only weights and buffers.
+        rng: Restore the random generators.
+        verify: Check all bytes before anything is changed.
     """
 
     strict: bool = True
@@ -72,7 +79,7 @@ class Restore:
 
 
 class TrainerParts(Protocol):
-    """What a checkpoint needs of the parts that an engine is made of."""
+    """The parts of an engine that a checkpoint needs."""
 
     saver: Saver
     scaler: LossScaler | None
@@ -82,7 +89,7 @@ class TrainerParts(Protocol):
 
 
 class Trainer(Protocol):
-    """What a checkpoint holds of an engine beside the slices: saving reads it, loading sets it."""
+    """The attributes of an engine that saving reads and loading sets."""
 
     optimizer: ShardedOptimizer | None
     lr_scheduler: Any
@@ -106,13 +113,14 @@ class Trainer(Protocol):
 
 
 class Saver:
-    """The checkpoint that an engine is writing, if there is one, and the removal of older ones.
+    """The checkpoint that an engine is writing, and the removal of older ones.
 
-    retention: which older ones stay.
+    Removing gigabytes takes time, so a thread of rank 0 does it. It ends before the next save
+    begins, and the interpreter waits for it. After a crash, hidden folders may be left; the next
+    removal deletes them.
 
-    Removing gigabytes takes a disk a while, so a thread of rank 0 does it.  It ends before the next
-    save begins, and the interpreter waits for it; a crash leaves hidden names, which the next
-    removal removes too.
+    Args:
+        retention: Which older checkpoints are kept.
     """
 
     def __init__(self, retention: Retention | None = None) -> None:
@@ -124,8 +132,13 @@ class Saver:
         self._end = weakref.finalize(self, self._writer_lock.release)
 
     def claim_directory(self, comm: Comm, directory: Path) -> None:
-        """Lock a directory for this job.  Collective; CheckpointError on every rank where another
-        job writes there.
+        """Lock a directory for this job.
+
+        Raises:
+            CheckpointError: Another job writes there; raised on every rank.
+
+        Note:
+            Collective: every rank must call it.
         """
 
         def claim() -> str:
@@ -136,15 +149,18 @@ class Saver:
         run_and_gather(comm, "saving: one job in the directory", claim)
 
     def close(self) -> None:
-        """Release the lock on the directory: this engine will not save any more."""
+        """Release the lock on the directory; this engine saves no more checkpoints."""
         self._writer_lock.release()
 
     def commit_if_written(self) -> None:
-        """Between two steps, make the checkpoint under way visible once every rank has written its
-        file.
+        """Publish the checkpoint in progress if every rank has written its file; called between two
+        steps.
 
-        Collective where a checkpoint is under way.  CheckpointError on every rank where one could
-        not write.
+        Raises:
+            CheckpointError: A rank could not write; raised on every rank.
+
+        Note:
+            Collective if a checkpoint is in progress.
         """
         if self.current is None:
             return
@@ -157,9 +173,13 @@ class Saver:
             self._commit()
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way, make it visible, and wait for the removal of older
-        ones.  Collective where one is under way; CheckpointError on every rank where one could not
-        write.
+        """Wait for the checkpoint in progress, publish it, and wait for the removal of older ones.
+
+        Raises:
+            CheckpointError: A rank could not write; raised on every rank.
+
+        Note:
+            Collective if a checkpoint is in progress.
         """
         self._commit()
         if self._removal is not None:
@@ -192,13 +212,24 @@ def save_checkpoint(
     *,
     preferred: str = "",
 ) -> Path:
-    """Write `directory/tag` (`global_step<N>` without a tag) and return its path.  Collective; the
-    end of an accumulation is the time for it.
+    """Write a checkpoint and return its path, at the end of an accumulation.
 
-    preferred: the name of the layout for a configuration that leaves it open, if it can hold what
-    is saved. Without `settings.wait` a later step, or `Saver.finish`, makes the
-    checkpoint visible.  CheckpointError on every rank where one rank cannot write; the checkpoint
-    before stays as it is.
+    Args:
+        engine: The engine.
+        directory: The directory of the checkpoints.
+        tag: The name of the checkpoint; None for `global_step<N>`.
+        client: The values of the program to save.
+        settings: How to save. Without `wait`, a later step or `Saver.finish` publishes the
+            checkpoint.
+        preferred: The name of the layout to use if the configuration names none and the layout can
+            hold what is saved.
+
+    Raises:
+        CheckpointError: A rank could not write; raised on every rank. The previous checkpoint
+            stays.
+
+    Note:
+        Collective: every rank must call it.
     """
     asked = tag if tag is not None else f"global_step{engine.global_steps}"
     refuse_same_names(engine.runtime.model)
@@ -245,7 +276,7 @@ def save_checkpoint(
 
 
 def _different_folders(comm: Comm, directory: Path) -> tuple[str, ...]:
-    """Return the folder that each rank names, and nothing if all name the same one.  Collective."""
+    """Return the folder of each rank, or nothing if all are the same. Collective."""
     folders = run_and_gather(comm, "saving: the folders", lambda: os.path.realpath(directory))
     other = next((rank for rank, folder in enumerate(folders) if folder != folders[0]), None)
     if other is None:
@@ -260,8 +291,9 @@ def _different_folders(comm: Comm, directory: Path) -> tuple[str, ...]:
 
 
 def _position(loader: Any, num_begun: int) -> Any:
-    """The data loader's position at the beginning of this step; only our own loader knows it in the
-    middle of one.
+    """Return the data loader's position at the beginning of the current step.
+
+    Only our own loader knows it inside a step.
     """
     if isinstance(loader, ShardedLoader):
         return loader.state_dict(again=num_begun)
@@ -271,11 +303,11 @@ def _position(loader: Any, num_begun: int) -> Any:
 def _foreign_layout(
     engine: Trainer, contents: Contents, settings: SaveSettings, preferred: str
 ) -> EngineLayout | None:
-    """The layout to save in where it is not our own.  Collective.
+    """Return the layout to save in; None for our own. Collective.
 
-    Where the configuration leaves it open: the preferred one, unless something is asked for that
-    only slices have. Stage 0's files name no parameter of the optimizer in it: those of several
-    groups could not be read back.
+    If the configuration names none, the preferred layout is used, unless something is saved that
+    only our own can hold. Files of stage 0 have no parameter names in the optimizer's state, so
+    those of several parameter groups could not be read back.
     """
     chosen = engine.parts.settings.saving
     if chosen.layout != "auto":
@@ -309,15 +341,26 @@ def _foreign_layout(
 def load_checkpoint(
     engine: Trainer, directory: str | Path, tag: Any, restore: Restore
 ) -> tuple[str | None, Any]:
-    """Fill an engine from `directory/tag` (without a tag, the one that `latest` names) and return
-    (path, client_state). Collective.
+    """Load a checkpoint into an engine, and return (path, client_state).
 
-    tag "newest": the newest checkpoint of which every byte is right, in any layout.  It is loaded
-    with a warning where `latest` is missing or empty beside checkpoints: a run that has been saved
-    does not begin again.  Without any checkpoint the answer is (None, None), and the log has a
-    warning (with tag "newest" a line, unless a folder with checkpoints is spelled alike).
-    CheckpointError on every rank, and an unchanged engine, where the checkpoint does not fit or
-    (restore.verify) is damaged.
+    The tag "newest" takes the newest checkpoint whose bytes are all correct, in any layout. It is
+    also used, with a warning, if `latest` is missing or empty next to checkpoints, so that a run
+    with checkpoints never starts from the beginning. Without any checkpoint the result is (None,
+    None), and a warning is logged; for "newest" only a line, unless a folder with a similar name
+    has checkpoints.
+
+    Args:
+        engine: The engine.
+        directory: The directory of the checkpoints.
+        tag: The name of the checkpoint; None for the one that `latest` names.
+        restore: The parts to restore.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit or is damaged; raised on every rank. The engine
+            has not changed.
+
+    Note:
+        Collective: every rank must call it.
     """
     engine.parts.saver.finish()
     comm = engine.runtime.comm.whole
@@ -345,8 +388,9 @@ def load_checkpoint(
 
 
 def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
-    """Find which checkpoint a load means: (directory, tag, whether every byte of it has just been
-    read); an empty tag where there is none.  Rank 0 decides for all.  Collective.
+    """Return which checkpoint to load: (directory, tag, whether all its bytes have just been read).
+
+    The tag is empty if there is none. Rank 0 decides for all. Collective.
     """
 
     def choose() -> str:
@@ -384,10 +428,11 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
 
 
 def _warn_of_nothing(folder: Path, *, is_expected: bool) -> None:
-    """Log that a folder holds no checkpoint, and which ones may be meant.
+    """Log that a folder has no checkpoint, and which ones may be meant.
 
-    is_expected: a program that asks for the newest checkpoint at each start finds none at the first
-    one.
+    Args:
+        is_expected: The program asks for the newest checkpoint at each start, so it finds none at
+            first.
     """
     near = near_directories(folder)
     where = (
@@ -401,9 +446,7 @@ def _warn_of_nothing(folder: Path, *, is_expected: bool) -> None:
 
 
 def _asks_for_newest(folder: Path, tag: Any) -> bool:
-    """Return whether the tag asks for the newest checkpoint; not where one was saved under that
-    name.
-    """
+    """Return whether the tag asks for the newest checkpoint, and no checkpoint has that name."""
     return bool(tag == NEWEST and not (folder / NEWEST).exists())
 
 
@@ -432,7 +475,7 @@ def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None
 
 
 def _warn_of_other_batch(engine: Trainer, saved: Mapping[str, Any] | None) -> None:
-    """Warn if a step takes another number of samples than it did before the checkpoint."""
+    """Warn if a step takes another number of samples than before the checkpoint."""
     now = engine._batch
     if saved is None or saved["train"] == now.train:
         return
@@ -453,8 +496,8 @@ def _factors(train: int, micro: int, accumulation: int) -> str:
 
 
 def _without_implementation_options(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Leave out of a policy's hyper-parameters those that say how to compute: they are the
-    running program's.
+    """Return hyper-parameters without those that choose an implementation; these are the running
+    program's.
     """
     if state is None or "hypers" not in state:
         return state

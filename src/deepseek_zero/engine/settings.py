@@ -1,7 +1,6 @@
-"""What a configuration says, as the plain settings that everything below is told.
+"""Turns a configuration into the settings of the packages below.
 
-The configuration is read here, and in optimizer.py for the optimizer it names; nothing below ever
-sees a key.
+Only this module and optimizer.py read configuration keys; the packages below receive settings.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME, "auto": Tier.
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What a loader made by the engine is told."""
+    """The settings of a loader that the engine makes."""
 
     micro_batch: int = 1
     drop_last: bool = False
@@ -56,8 +55,11 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class IntegritySettings:
-    """How memory is compared with what it should be. every: so many steps. ends: an error, and not
-    a line.
+    """How memory is checked.
+
+    Attributes:
+        every: The number of steps between checks.
+        ends: A difference raises an error instead of logging a line.
     """
 
     every: int
@@ -66,7 +68,11 @@ class IntegritySettings:
 
 @dataclass(frozen=True)
 class ObserverSettings:
-    """What is reported, how often and where. steps_per_print: None prints nothing."""
+    """What is reported, how often and where.
+
+    Attributes:
+        steps_per_print: The steps between printed lines; None prints nothing.
+    """
 
     steps_per_print: int | None = 10
     wall_clock_breakdown: bool = False
@@ -81,7 +87,12 @@ class ObserverSettings:
 
 @dataclass(frozen=True)
 class PreemptionSettings:
-    """path: directory of the checkpoints.  signals: names of those that ask for one."""
+    """The checkpoint that a signal starts.
+
+    Attributes:
+        path: The directory of the checkpoints.
+        signals: The names of the signals.
+    """
 
     path: str
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
@@ -91,8 +102,10 @@ class PreemptionSettings:
 class SavingSettings:
     """How an engine saves.
 
-    gather_16bit: save_16bit_model may gather a sharded model.  retention: which older ones stay.
-    layout: of the files; "auto" leaves it to the door.
+    Attributes:
+        gather_16bit: `save_16bit_model` may gather a sharded model.
+        retention: Which older checkpoints are kept.
+        layout: The layout of the files; "auto" leaves it to the API.
     """
 
     tag_validation: str = "Warn"
@@ -105,14 +118,17 @@ class SavingSettings:
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a pipeline is cut and run, beside its number of ranks, which the mesh has.
+    """How a pipeline is cut and run. The mesh has its number of ranks.
 
-    partition: of the layers over the stages (pipeline/partition.py).  schedule, virtual, group: as
-    `make_schedule`
-    takes them.  micro_batches: of one step.  parts: that `engine(batch)` cuts a batch into; None:
-    nobody has said.
-    has_own_rows: each rank of a pipeline is given rows of its own.
-    recomputed: so many layers of a list at a time; 0: as the list says.
+    Attributes:
+        partition: How layers are distributed over stages (pipeline/partition.py).
+        schedule: As in `make_schedule`.
+        virtual: As in `make_schedule`.
+        group: As in `make_schedule`.
+        micro_batches: The micro-batches of a step.
+        parts: The number of parts into which `engine(batch)` cuts a batch; None if it is not set.
+        has_own_rows: Each rank of a pipeline receives rows of its own.
+        recomputed: Recompute this many layers of a list at a time; 0 leaves it to the list.
     """
 
     partition: str = "best"
@@ -125,24 +141,24 @@ class PipelineSettings:
     recomputed: int = 0
 
     def row_parts(self, stages: int) -> int:
-        """Return the micro-batches that one call makes of its rows, on a mesh with so many stages
-        along "pp".
+        """Return into how many micro-batches one call cuts its rows, on a mesh with `stages` along
+        "pp".
         """
         return (self.parts or 1) * (stages if self.has_own_rows else 1)
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the parts beside the sharded model and its optimizer are told.
+    """The settings of the parts next to the sharded model and its optimizer.
 
     Attributes:
         policies: When and from what units are updated.
         observer: What is reported.
-        data: For a loader that the engine makes.
-        saving: For checkpoints.
-        placement: Which memories may be chosen for states.
-        memory: The memories next to the training device.
-        integrity: How memory is compared with what it should be; None for never.
+        data: The loader that the engine makes.
+        saving: Checkpoints.
+        placement: The memories that may be chosen for states.
+        memory: The memories outside the training device.
+        integrity: How memory is checked; None for never.
     """
 
     policies: PolicySettings
@@ -162,9 +178,7 @@ OF_ONE_RANK = (
 
 
 def shared_values(config: Config) -> dict[str, Any]:
-    """Return the effective values of a configuration, by key, that must be the same on every
-    rank.
-    """
+    """Return the values of a configuration that must be the same on every rank, by key."""
     from ..config.fields import Section, Status, rows  # noqa: PLC0415  # it imports pydantic
 
     found: dict[str, Any] = {}
@@ -187,7 +201,7 @@ def shared_values(config: Config) -> dict[str, Any]:
 
 
 def policy_of(config: Config) -> Policy:
-    """Number formats: fp16 and bf16 sections, autocast, reduce and accumulate dtypes."""
+    """Return the number formats: fp16, bf16, autocast, and the dtypes of sums."""
     compute = None
     auto_cast = config.auto_cast
     if config.bf16.enabled:
@@ -228,8 +242,8 @@ EXACT_INSIDE = 16  # inside_bits that ask for no codes, whatever dtype gradients
 
 
 def compression_of(config: Config) -> Compression:
-    """How matrices are coded between ranks: our section, and DeepSpeed's keys where it says
-    nothing.
+    """Return how matrices are compressed: our section, then DeepSpeed's keys for what it leaves
+    out.
     """
     zero = config.zero_optimization
     weights = zero.compression.weights
@@ -278,9 +292,7 @@ def compression_of(config: Config) -> Compression:
 
 
 def _feedback(config: Config) -> Feedback | None:
-    """How ranks keep what codes leave out of gradients: all of it, or LoCo's running mean; None:
-    not at all.
-    """
+    """Return how ranks keep errors of coded gradients: all of them, LoCo's mean, or None."""
     loco = config.zero_optimization.zeropp_loco_param
     asked = config.zero_optimization.compression.gradients.error_feedback
     if loco is not None:
@@ -290,8 +302,9 @@ def _feedback(config: Config) -> Feedback | None:
 
 
 def _left_open(config: Config, weight_bits: int | None, grad_bits: int | None) -> tuple[str, ...]:
-    """Return which states' bits `compression.auto` is to choose: weights at stage 3, where no state
-    hangs on them.
+    """Return the states whose codec `compression.auto` chooses.
+
+    Weights are only among them at stage 3, where no state depends on their codec.
     """
     zero = config.zero_optimization
     if not zero.compression.auto:
@@ -311,8 +324,8 @@ def _left_open(config: Config, weight_bits: int | None, grad_bits: int | None) -
 
 
 def choices_of(config: Config) -> dict[str, tuple[Blocks, ...]]:
-    """Return the codecs that `compression.auto` chooses among, by state, in blocks of the sizes
-    that are stated.
+    """Return the codecs that `compression.auto` chooses among, by state, with the configured
+    blocks.
     """
     codes = config.zero_optimization.compression
     gradients = tuple(
@@ -322,7 +335,7 @@ def choices_of(config: Config) -> dict[str, tuple[Blocks, ...]]:
 
 
 def _frozen_codec(config: Config) -> Blocks | None:
-    """As what frozen matrices rest (zero_quantized_nontrainable_weights), None: as they are."""
+    """Return the codec of frozen matrices (zero_quantized_nontrainable_weights), or None."""
     zero = config.zero_optimization
     if not zero.zero_quantized_nontrainable_weights:
         return None
@@ -338,7 +351,7 @@ def _frozen_codec(config: Config) -> Blocks | None:
 
 
 def is_open(config: Config, key: str) -> bool:
-    """Return whether nobody stated this key of `zero_optimization`: left out, or "auto"."""
+    """Return whether a key of `zero_optimization` is left out or "auto"."""
     decided = {decision.key for decision in config.decisions}
     return (
         key not in config.zero_optimization.model_fields_set
@@ -347,8 +360,12 @@ def is_open(config: Config, key: str) -> bool:
 
 
 def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> PlanSettings:
-    """Everything about sharding and its schedule.  leaf_modules: full names, beside those of the
-    configuration.
+    """Return the settings of sharding and its schedule.
+
+    Args:
+        config: The configuration.
+        leaf_modules: The full names of modules that are not divided into units, in addition to
+            those of the configuration.
     """
     zero = config.zero_optimization
     device_bytes = config.memory_budget.device
@@ -388,7 +405,7 @@ def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> Plan
 
 
 def updates_ahead(config: Config) -> bool:
-    """Return whether some units are updated in backward, ahead of their step."""
+    """Return whether some units are updated in backward, before their step."""
     offload = config.zero_optimization.offload_optimizer
     return offload.super_offload or offload.delayed_update_after is not None
 
@@ -396,7 +413,12 @@ def updates_ahead(config: Config) -> bool:
 def scaler_of(
     config: Config, adjusted: Callable[[LossScaleSettings], LossScaleSettings]
 ) -> LossScaler | None:
-    """Return the loss scale of fp16, with adjusted settings; None for other number formats."""
+    """Return the loss scaler of fp16; None for other number formats.
+
+    Args:
+        config: The configuration.
+        adjusted: Changes the settings of the loss scale, as the API wants.
+    """
     fp16 = config.fp16
     if not fp16.enabled:
         return None
@@ -443,7 +465,7 @@ def step_settings_of(
 
 
 def run_settings(config: Config) -> RunSettings:
-    """Read what the parts beside the sharded model and its optimizer are told."""
+    """Return the settings of the parts next to the sharded model and its optimizer."""
     zero = config.zero_optimization
     sections = (zero.offload_optimizer, zero.offload_param)
     path = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
@@ -491,7 +513,7 @@ def _placement_settings(config: Config, path: str | None) -> PlacementSettings:
 
 
 def _policy_settings(config: Config) -> PolicySettings:
-    """Return the settings of what changes when and from what units are updated."""
+    """Return the settings of the update policies."""
     offload = config.zero_optimization.offload_optimizer
     precision_window = config.precision_window if config.precision == "auto" else None
     return PolicySettings(
@@ -533,7 +555,7 @@ def _observer_settings(config: Config) -> ObserverSettings:
 
 
 def _saving_settings(config: Config) -> SavingSettings:
-    """Return which older checkpoints stay, and whether a signal saves one."""
+    """Return which older checkpoints are kept, and whether a signal saves one."""
     section = config.checkpoint
     asked = section.save_on_signal
     on_signal = None
@@ -550,8 +572,8 @@ def _saving_settings(config: Config) -> SavingSettings:
 
 
 def recompute_settings_of(config: Config) -> RecomputeSettings:
-    """Where the inputs of checkpoints are parked; the plain settings where nothing is said of
-    it.
+    """Return where the inputs of checkpoints are offloaded to; defaults if the configuration has no
+    setting.
     """
     section = config.activation_checkpointing
     plain = RecomputeSettings()
@@ -575,14 +597,14 @@ def recompute_settings_of(config: Config) -> RecomputeSettings:
 
 
 def tile_settings_of(config: Config) -> TileSettings:
-    """What is computed a part of the tokens at a time."""
+    """Return what is computed for a part of the tokens at a time."""
     return TileSettings(
         config.activation_checkpointing.tiled_loss, config.activation_checkpointing.tiled_mlp
     )
 
 
 def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
-    """What is said of the split over tensor-parallel ranks."""
+    """Return the settings of tensor parallelism."""
     section = config.tensor_parallel
     summed = tuple(
         (rf".*{re.escape(name)}\.weight$", "row", 1, ())
@@ -607,8 +629,11 @@ def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
 def sequence_settings_of(
     config: Config, stated: parallel.SequenceSettings | None = None
 ) -> parallel.SequenceSettings:
-    """What is said of ranks that share sequences.  stated: by a caller's mpu, whose loader cuts
-    sequences in order.
+    """Return the settings of sequence parallelism.
+
+    Args:
+        config: The configuration.
+        stated: The settings of a caller's mpu, whose loader cuts sequences in order.
     """
     asked = config.sequence_parallel.attention
     if stated is None:
@@ -624,10 +649,12 @@ def sequence_settings_of(
 
 
 def sparse_attention_of(config: Config, mesh: Mesh) -> attention.SparseAttention | None:
-    """What is said of sparse attention, on one rank of a mesh; ConfigError where it contradicts
-    itself.
+    """Return sparse attention for one rank of a mesh, or None.
 
-    An argument of another layout's may stand there at its default, as in a resolved configuration.
+    A resolved configuration may contain arguments of other layouts, at their defaults.
+
+    Raises:
+        ConfigError: The section contradicts itself.
     """
     section = config.sparse_attention
     if section is None:

@@ -1,5 +1,6 @@
-"""From what a user passes to a running engine, or to its plan: read the configuration, resolve it,
-assemble, attach schedule and data.
+"""Starts an engine, or makes its plan, from what a user passes.
+
+It reads and resolves the configuration, assembles the parts, and adds schedule and data.
 """
 
 from __future__ import annotations
@@ -61,8 +62,12 @@ E = TypeVar("E", bound=Engine)
 
 
 def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> Facts:
-    """What the resolver of "auto" may know of a run.  has_bf16: None: what this machine's device
-    has.
+    """Return what is known about a run when "auto" values are resolved.
+
+    Args:
+        request: What the user passed.
+        mesh: The mesh of ranks.
+        has_bf16: The device computes in bf16; None to ask this machine's device.
     """
     model_config = getattr(request.model, "config", None)
     hidden = _count(getattr(model_config, "hidden_size", None)) or _largest(
@@ -87,7 +92,7 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
 
 
 def _count(value: Any) -> int | None:
-    """A size that somebody else's object tells; None where it is no number above 0."""
+    """Return a size found on a foreign object; None if it is not a positive integer."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
@@ -120,10 +125,15 @@ def prepare_process(raw: RawConfig) -> None:
 
 
 def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
-    """Build the engine as the dialect says.
+    """Build an engine as the dialect says.
+
+    Args:
+        raw: The configuration, with "auto" values.
+        request: What the user passed.
+        dialect: What the API decides about the parts.
 
     Note:
-        Collective: every rank passes the same model and configuration.
+        Collective: every rank must call it with the same model and configuration.
     """
     mesh = choose_mesh(
         statements_of(raw, request.mesh, request.mesh_statements),
@@ -159,7 +169,7 @@ def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
 
 
 def example_of(request: Request) -> Any:
-    """A micro-batch as the model's forward takes it: of the training data, or the model's own
+    """Return a micro-batch for the model's forward, from the training data or the model's
     `dummy_inputs`.
     """
     if request.training_data is not None and hasattr(request.training_data, "__getitem__"):
@@ -170,7 +180,7 @@ def example_of(request: Request) -> Any:
 
 
 def _schedule(parts: Parts, request: Request) -> Any:
-    """The schedule the caller passed (an instance, or a callable of the optimizer), else the
+    """Return the learning-rate schedule: the caller's (an object, or a callable), or the
     configuration's.
     """
     given = request.lr_scheduler
@@ -210,26 +220,31 @@ def plan(
     leaf_modules: Sequence[str] = (),
     example: Any = None,
 ) -> Plan:
-    """Return what one rank of a run would do and hold: units, specs, layouts, schedule, update,
-    bytes and volume.
+    """Return the plan of one rank: units, specs, layouts, schedule, update, bytes and volume.
 
-    It is what `initialize` with the same model and configuration builds; here nothing is built, and
-    no process group is
-    asked: every rank of every world may be planned anywhere.
+    It is the plan that `initialize` builds for the same model and configuration. Nothing is built,
+    and no process group is needed, so every rank of every world can be planned on any machine.
+    `print` of the result shows a table.
 
-    model: its shapes and dtypes are all that is read, so it may be on the meta device; parameters
-    over one memory are tied, as a run ties them.  config, optimizer, model_parameters: as
-    `initialize` takes them.  ranks, rank: of
-    the world, and which of it.  hosts: that its ranks are on; CPU ranks of one host read each
-    other's memory.
-    mesh: as `initialize` takes it.  device: that each rank trains on; it need not be here.
-    leaf_modules: full names of modules that travel as one piece, beside those of the configuration.
-    example: a micro-batch as the model's forward takes it, on meshes with tp or pp: what travels
-    there depends on its shapes; None: the model's `dummy_inputs`.  `print` of the result shows a
-    table.
+    Args:
+        model: The model; only shapes and dtypes are read, so it may be on the meta device.
+            Parameters that share memory are tied, as in a run.
+        config: As in `initialize`.
+        ranks: The number of ranks of the world.
+        rank: The rank to plan.
+        hosts: The number of hosts. CPU ranks of one host read each other's memory.
+        mesh: As in `initialize`.
+        device: The device on which each rank trains; it need not exist here.
+        optimizer: As in `initialize`.
+        model_parameters: As in `initialize`.
+        leaf_modules: The full names of modules that are not divided into units, in addition to
+            those of the configuration.
+        example: A micro-batch for the model's forward, for meshes with tp or pp, whose messages
+            depend on its shapes; None for the model's `dummy_inputs`.
 
-    Local.  Raises UsageError where memories are "auto" and the configuration gives no
-    `memory_budget` for them, OutOfMemoryError where it is too small.
+    Raises:
+        UsageError: Memories are "auto", and the configuration has no `memory_budget` for them.
+        OutOfMemoryError: The budget is too small.
     """
     whole_number("plan", "ranks", ranks, 1)
     whole_number("plan", "rank", rank, 0, ranks - 1)

@@ -42,8 +42,8 @@ class Machine:
         replicas_read_in_place: The same for the ranks that hold the same slices.
         near_read_in_place: The same for the ranks of one host, if sums are formed host by host.
         far_read_in_place: The same for the ranks with the same place on different hosts.
-        budgets: Returns the bytes of each memory for states and buffers of one rank; called if the
-            settings leave the choice of memory open.
+        budgets: For each memory, the bytes for states and buffers of one rank; used if the settings
+            leave the choice of memory open.
         spans_hosts: The ranks that share slices are on several hosts.
     """
 
