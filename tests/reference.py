@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepseek_zero.optim.step_settings import clip_factor
+from deepseek_zero.optim.verdict import clip_factor
 from deepseek_zero.precision.policy import cast_master
 from tests.models import Batch
 

@@ -17,7 +17,7 @@ import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError, DeepSeekZeroError, UsageError
 from deepseek_zero.extensions.delayed_update import DelayedUpdate
 from deepseek_zero.extensions.speculative_update import SpeculativeUpdate
-from deepseek_zero.optim.step_settings import clip_factor
+from deepseek_zero.optim.verdict import clip_factor
 from tests.models import Batch, batch_of, seeded
 from tests.pairwise import cases
 from tests.reference import OPTIMIZERS, Reference

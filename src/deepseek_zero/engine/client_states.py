@@ -1,9 +1,8 @@
-"""State that a client's optimizer has when it is handed over, by whole parameter, and cut for each
-shard.
+"""The state that a client's optimizer already has, for whole parameters; it is cut for each shard.
 
-A class may make its state in `__init__` (`torch.optim.Adagrad`), for whole parameters.
-`ClientStates` keeps it until the shards are there that hold the parameters' elements, which may be
-later than the start of the run if parameters are frozen then.
+A class may create state in `__init__` (`torch.optim.Adagrad`). `ClientStates` keeps it until the
+shards of a parameter are built. That may be after the start of the run, for parameters that are
+frozen then.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class WholeState:
-    """The state of one whole parameter, and the dtype that the parameter had with it."""
+    """The state of one whole parameter, and the dtype of the parameter at that time."""
 
     param: nn.Parameter
     values: Mapping[str, Any]
@@ -68,9 +67,7 @@ class ClientStates:
             self._by_param.setdefault(id(each), state)
 
     def release_trained(self) -> None:
-        """Drop the state of parameters that require a gradient, after it was cut for their
-        shards.
-        """
+        """Drop the state of trained parameters, after it was cut for their shards."""
         self._by_param = {
             key: state for key, state in self._by_param.items() if not state.param.requires_grad
         }
@@ -101,8 +98,8 @@ class ClientStates:
         return found
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return what parameters must have in common to share a shard: kinds of state, and numbers
-        of them.
+        """Return what parameters must have in common to share a shard: the kinds of state, and
+        scalar values.
         """
         state = self._state_of(overlap)
         if state is None:
@@ -160,7 +157,7 @@ class ClientStates:
     def _joined(
         self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str
     ) -> Tensor:
-        """Return an element-wise state of a shard, put together from those of its parameters."""
+        """Return an element-wise state of a shard, joined from those of its parameters."""
         first = states[0].values[key]
         dtype = shard.param.dtype if first.dtype == states[0].dtype else first.dtype
         found = torch.zeros(shard.numel, dtype=dtype, device=shard.master.update_device)
@@ -172,8 +169,8 @@ class ClientStates:
         return found.view(shard.param.shape)
 
     def _flat_of(self, overlap: ParamOverlap, value: Tensor) -> Tensor:
-        """Return what this rank's model holds of a state, flat, of a state of the whole parameter
-        or of this part.
+        """Return this rank's part of a state as a flat tensor, for a state of the whole parameter
+        or of the part.
         """
         param = _param_of(overlap)
         flat = value.detach().reshape(-1)
@@ -194,9 +191,7 @@ class ClientStates:
         return self._by_param.get(id(_param_of(overlap)))
 
     def _number(self, state: WholeState, key: str, value: Any) -> Any:
-        """Return a state that counts something, as a number; `_NO_NUMBER` for one with elements or
-        of another kind.
-        """
+        """Return a scalar state as a number; `_NO_NUMBER` for any other state."""
         if isinstance(value, PLAIN):
             return value
         if not isinstance(value, Tensor) or value.dim() > 0:
@@ -213,9 +208,7 @@ def _param_of(overlap: ParamOverlap) -> nn.Parameter:
 
 
 def _is_elementwise(state: WholeState, key: str, overlap: ParamOverlap) -> bool:
-    """Return whether a state has the shape of the parameter: the whole one's, or of the part that
-    is here.
-    """
+    """Return whether a state has the shape of the whole parameter, or of the part here."""
     param = _param_of(overlap)
     rows = rows_of(param)
     split = split_of(param)

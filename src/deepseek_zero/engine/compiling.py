@@ -1,7 +1,7 @@
-"""torch.compile, unit by unit.
+"""Compiles units with torch.compile.
 
-A unit's forward is compiled and its hooks are not, so that gathering stays outside the graph: one
-graph serves every repeated block, sharded or not.
+The forward of a unit is compiled, but its hooks are not, so gathers stay outside the graph. One
+graph serves all repeated blocks, sharded or not.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from ..sharding.runtime import Runtime
 
 @dataclass(frozen=True)
 class Compiled:
-    """One module with a compiled forward.  own: what its instance had for a forward; None: its
-    class's.
+    """One module with a compiled forward.
+
+    Attributes:
+        own: The `forward` attribute that the instance had; None if it used its class's.
     """
 
     module: nn.Module
@@ -27,10 +29,13 @@ class Compiled:
 
 
 def compile_units(runtime: Runtime, options: dict[str, Any]) -> list[Compiled]:
-    """Compile every unit's forward, the whole model's where it has no units.
+    """Compile the forward of every unit, or of the whole model if it has no units.
 
-    torch leaves modules of its own classes (nn.Sequential as a block) uncompiled.  options:
-    torch.compile's.
+    PyTorch does not compile modules of its own classes, such as an nn.Sequential used as a block.
+
+    Args:
+        runtime: The runtime of the model.
+        options: The arguments of torch.compile.
     """
     modules = [unit.module for unit in runtime.units[1:]] or [runtime.root.module]
     found = []
@@ -45,7 +50,7 @@ def compile_units(runtime: Runtime, options: dict[str, Any]) -> list[Compiled]:
 
 
 def restore(compiled: list[Compiled]) -> None:
-    """Undo `compile_units`, except for a module whose forward was replaced since."""
+    """Undo `compile_units`, except for modules whose forward was replaced since."""
     for each in compiled:
         if each.module.__dict__.get("forward") is each.forward:
             del each.module.__dict__["forward"]

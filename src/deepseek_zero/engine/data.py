@@ -1,5 +1,6 @@
-"""Batches for one rank: an order of samples that every number of ranks shares, and the move to the
-device while the step before still runs.
+"""The batches of one rank, in an order of samples that does not depend on the number of ranks.
+
+A batch is moved to the device while the previous step runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..base.mesh import Mesh
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on the device; usual containers are walked."""
+    """Return `value` with its tensors on the device, also inside the usual containers."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
@@ -32,15 +33,14 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 class StepOrder:
-    """Yields the samples of this rank's micro-batches, dealt so that a step has the same ones at
-    any number of ranks.
+    """Yields the samples of this rank's micro-batches; a step has the same samples at any number of
+    ranks.
 
-    An epoch's order is a permutation of the `length` samples by its number, or their own
-    (shuffles=False).  Step s takes places [s * step_samples, (s + 1) * step_samples) of it; blocks
-    of `batch_size` places go to the shares in turn.  The last step is filled up from the beginning
-    of the order, or left out (drop_last).
-
-    step_samples: a multiple of batch_size * shares.
+    The order of an epoch is a permutation of the samples, seeded with the epoch's number, or their
+    own order (shuffles=False). Step s takes places [s * step_samples, (s + 1) * step_samples) of
+    it. Blocks of `batch_size` places go to the shares in turn. The last step is filled from the
+    beginning of the order, or dropped (drop_last). `step_samples` is a multiple of batch_size *
+    shares.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class StepOrder:
         self._order = torch.empty(0, dtype=torch.int64)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order it is."""
+        """Choose the epoch."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = torch.empty(0, dtype=torch.int64)
 
     @property
     def order(self) -> Tensor:
-        """Return the epoch's order, int64 [length]: torch's DistributedSampler has the same one."""
+        """Return the order of the epoch, int64 [length], as torch's DistributedSampler makes it."""
         if len(self._order) != self.length:
             seed = torch.Generator().manual_seed(self._epoch)
             self._order = (
@@ -89,7 +89,7 @@ class StepOrder:
         return zlib.crc32(self.order.numpy().data)
 
     def _stop(self, first: int) -> int:
-        """Return the place behind the epoch's last step, if `first` places are over."""
+        """Return the end of the epoch's last step, if it continues after `first` places."""
         rest = max(self.length - first, 0)
         steps = rest // self.step_samples if self.drop_last else -(-rest // self.step_samples)
         return first + steps * self.step_samples
@@ -106,8 +106,8 @@ class StepOrder:
 
 
 class _From:
-    """A sampler's indices from `first` on: samples that a resumed epoch skips are not loaded,
-    either.
+    """The indices of a sampler from `first` on, so that a resumed epoch does not load skipped
+    samples.
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
@@ -124,12 +124,14 @@ class _From:
 class ShardedLoader:
     """Iterates over this rank's share of a dataset, one micro-batch ahead of the step.
 
-    Every rank sees the same number of batches; the order is shuffled anew each epoch with a seed
-    all ranks share (shuffles).  Without a sampler, samples are dealt by steps (`StepOrder`); a
-    sampler's are cut into batches as they come.  `state_dict` says how far it is; iteration after a
-    `load_state_dict` begins there.
-    step_samples: those of one step of all ranks; None: one micro-batch of each.
-    take: what of a batch this rank is given; None: all of it.
+    Every rank gets the same number of batches. Each epoch is shuffled with a seed that all ranks
+    share (shuffles). Without a sampler, samples are dealt by steps (`StepOrder`); the indices of a
+    sampler are cut into batches in order. Iteration after `load_state_dict` continues at the
+    position that `state_dict` returned.
+
+    Args:
+        step_samples: The samples of a step over all ranks; None for one micro-batch of each rank.
+        take: Returns the part of a batch that this rank uses; None for all of it.
     """
 
     def __init__(
@@ -183,11 +185,11 @@ class ShardedLoader:
         )
 
     def state_dict(self, again: int = 0) -> dict[str, int]:
-        """The epoch, how many samples of it all ranks together have been given, and what order they
-        are of.
+        """Return the epoch, the samples that all ranks have taken from it, and a description of its
+        order.
 
-        again: so many batches, the last ones, count as not given: the step they were for is not
-        over.
+        Args:
+            again: The number of last batches that count as not taken, since their step is not over.
         """
         epoch = self.epoch
         samples = self.samples - again * self.dealt
@@ -197,10 +199,10 @@ class ShardedLoader:
         return {"epoch": epoch, "samples": max(samples, 0), **self._described(epoch)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on there, at any number of ranks; a sampler's batch that this number of ranks would
-        cut is given again.
+        """Continue at a saved position, at any number of ranks.
 
-        A warning says so where the order is another one than the saved run's.
+        A batch of a sampler that this number of ranks would cut is taken again. A different order
+        than in the saved run is logged as a warning.
         """
         self.epoch = int(state["epoch"])
         samples = int(state["samples"])
@@ -218,14 +220,12 @@ class ShardedLoader:
             )
 
     def deal_steps_of(self, samples: int) -> None:
-        """Have the epochs from the next one on filled up to steps of so many samples of all
-        ranks.
-        """
+        """Deal steps of `samples` samples over all ranks, from the next epoch on."""
         if isinstance(self.sampler, StepOrder):
             self.sampler.step_samples = samples
 
     def _described(self, epoch: int) -> dict[str, int]:
-        """Return what identifies the order of an epoch; nothing where it is a sampler's own."""
+        """Return a description of an epoch's order; empty for a sampler's own order."""
         if not isinstance(self.sampler, StepOrder):
             return {}
         self.sampler.set_epoch(epoch)
@@ -237,7 +237,7 @@ class ShardedLoader:
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffle; counted on by itself at the end of each epoch."""
+        """Choose the epoch of the shuffle; the end of an epoch selects the next one."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.samples = 0
@@ -258,8 +258,8 @@ class ShardedLoader:
         self.epoch, self.samples, self._samples_before = self.epoch + 1, 0, self.samples
 
     def _rest_of_epoch(self) -> Iterable[Any]:
-        """Return the batches of the epoch that were not given yet; those of a sampler or an order
-        are not loaded.
+        """Return the batches of the epoch that are left; skipped samples of a sampler are not
+        loaded.
         """
         over = self.samples // self.dealt
         if isinstance(self.sampler, StepOrder):

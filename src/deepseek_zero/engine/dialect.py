@@ -1,4 +1,4 @@
-"""What an API decides about the engines that it starts; the defaults are the core's own."""
+"""The decisions that an API makes about its engines; the defaults are those of the core."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _sharded_optimizer(inner: type[Optimizer], settings: PlanSettings) -> type[S
 
 @dataclass(frozen=True)
 class BuildRules:
-    """What an API says about the parts of an engine before they are built.
+    """What an API decides about the parts of an engine before they are built.
 
     Attributes:
         model: The rules of the wrapped model.
-        optimizer_class: Returns the class of the sharded optimizer, from the class of the optimizer
-            that computes and the settings of the plan.
+        optimizer_class: Returns the class of the sharded optimizer, from the class of the inner
+            optimizer and the settings of the plan.
         loss_scale: Returns the settings of the loss scale, from those of the configuration.
     """
 
@@ -53,10 +53,10 @@ class BuildRules:
 
 
 class EngineBuilder(Protocol[E_co]):
-    """Decides what `start` leaves to an API."""
+    """Makes the decisions that `start` leaves to an API."""
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        """Return what is said about the parts of an engine before they are built."""
+        """Return the rules for the parts of an engine, before they are built."""
         ...
 
     def make_loader(
@@ -74,18 +74,18 @@ class EngineBuilder(Protocol[E_co]):
         lr_scheduler: Any,
         loader: Any,
     ) -> E_co:
-        """Make the engine of finished parts."""
+        """Make the engine from its parts."""
         ...
 
 
 class EngineDialect(Generic[E]):
-    """Builds engines of one class, as the core defines them; an API that differs is a subclass."""
+    """Builds engines of one class with the defaults of the core."""
 
     def __init__(self, engine_class: type[E]) -> None:
         self.engine_class = engine_class
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        """Return what is said about the parts of an engine before they are built."""
+        """Return the rules for the parts of an engine, before they are built."""
         return BuildRules()
 
     def make_loader(
@@ -115,5 +115,5 @@ class EngineDialect(Generic[E]):
         lr_scheduler: Any,
         loader: Any,
     ) -> E:
-        """Make the engine of finished parts."""
+        """Make the engine from its parts."""
         return self.engine_class(config, mesh, parts, lr_scheduler, loader)

@@ -1,7 +1,6 @@
-"""Whole weights of an engine, out and in: the words of both doors for checkpoint/export.py and
-checkpoint/weights.py.
+"""Exports and imports the whole weights of an engine.
 
-Knows by what suffix which kind of file is meant, and what Hugging Face wants beside the weights.
+It chooses the kind of file by its suffix, and adds the files that Hugging Face needs.
 """
 
 from __future__ import annotations
@@ -29,11 +28,19 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     exclude_frozen: bool = False,
 ) -> Path:
-    """Write the whole weights for others to read.  Collective; every rank needs the same `path`.
+    """Write the whole weights for other programs.
 
-    path: a folder of safetensors as Hugging Face lays it out (with the model's config.json, if it
-    has one), or one file that ends in .safetensors, .pth, .pt or .bin.  dtype: of floating-point
-    tensors; None: what they compute in.
+    Args:
+        runtime: The runtime of the model.
+        path: A folder of safetensors as Hugging Face lays it out (with the model's config.json, if
+            it has one), or one file that ends in .safetensors, .pth, .pt or .bin. The same on every
+            rank.
+        dtype: The dtype of floating-point tensors; None for the dtype in which they compute.
+        max_shard_bytes: The most bytes of one file of a folder.
+        exclude_frozen: Leave out frozen parameters.
+
+    Note:
+        Collective: every rank must call it.
     """
     refuse_same_names(runtime.model)
     target = path_of("export", "path", path)
@@ -49,16 +56,21 @@ def export(
 
 
 def load_weights(runtime: Runtime, path: str | Path, strict: bool = True) -> None:
-    """Take weights (and masters) from safetensors, each rank only what it will hold.
-    Collective.
+    """Load weights (and main weights) from safetensors; each rank reads only its part.
+
+    Args:
+        runtime: The runtime of the model.
+        path: A folder or a file of safetensors.
+        strict: The names must match.
+
+    Note:
+        Collective: every rank must call it.
     """
     checkpoint.load_weights_into(runtime, path_of("load_weights", "path", path), strict=strict)
 
 
 def _write_config(runtime: Runtime, settings: checkpoint.ExportSettings, folder: Path) -> None:
-    """The files that `from_pretrained` wants beside the weights, of a model that has Hugging Face's
-    configuration.
-    """
+    """Write the files that `from_pretrained` needs next to the weights of a Hugging Face model."""
     model = runtime.model
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)

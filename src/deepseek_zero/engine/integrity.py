@@ -1,21 +1,23 @@
-"""Finds bits that changed where nothing wrote: what several ranks hold alike is compared between
-them, every so many steps, and what rests is compared with itself.
+"""Finds bits that changed although nothing wrote them.
 
-    step n-1 is over -> sums of what this rank holds alone -> ... -> step n, gradients reduced,
-    nothing updated yet: the same sums, and sums of everything that others hold, too -> their
-    digests in the step message (optim/step_message.py) -> where they differ, the sums themselves ->
-    the rank, the state and its parameters, on every rank
+Every few steps, ranks compare states that several of them hold, and each rank compares states at
+rest with their earlier sums:
 
-Held alike are replicated weights, masters, moments and reduced gradients, the copies of a sharded
-weight that ranks have gathered, and the slices of replicas.  Where more than half of at least three
-ranks agree, the others are named.
+    after step n-1: sums of the states that only this rank holds
+    step n, gradients reduced, nothing updated yet: the same sums, and sums of shared states
+    the step message (optim/step_message.py) carries digests of the sums
+    if digests differ: ranks exchange the sums, and every rank reports rank, state and parameters
 
-What rests are slices, masters and moments.  Their sums hold until something writes
-(`StateGuard.writes`), so those of trained states say something of one step in every n, and those of
-frozen ones of all.
+Shared states are replicated weights, main weights, moments and reduced gradients, gathered copies
+of a sharded weight, and the slices of replicas. If more than half of at least three ranks agree,
+the other ranks are reported.
 
-Not found: a gradient that one rank computes wrong before it is summed, which all ranks then have
-alike.
+States at rest are slices, main weights and moments. Their sums are valid until something writes
+(`StateGuard.writes`). So for trained states, one step in every n is checked, and for frozen states,
+all steps.
+
+A gradient that one rank computes wrongly before the reduction is not found, since all ranks then
+hold the same sum.
 """
 
 from __future__ import annotations
@@ -59,11 +61,12 @@ Sums = list[int]  # of each block
 
 @dataclass(frozen=True)
 class State:
-    """Memory that has one state of a group, or a part of one. low: the place of its first element
-    in the layout.
+    """The memory of one state of a group, or of a part of it.
 
-    is_whole: every rank with this piece of the model has the same, not only replicas. rests: only
-    what passes the group's guard writes it.
+    Attributes:
+        low: The place of its first element in the layout.
+        is_whole: All ranks with this piece of the model hold the same, not only replicas.
+        rests: It is only written after a call of the group's guard.
     """
 
     what: str
@@ -79,7 +82,7 @@ class State:
         return f"{self.what} of '{self.group.members[0].name}' from {self.low}"
 
     def names_in(self, block: int) -> str:
-        """Return which parameters a block of this memory is of."""
+        """Return the parameters to which a block of this memory belongs."""
         names = [member.name for member in self.group.members]
         if self.dtype.is_floating_point:  # codes and halves of numbers have no place in the layout
             numel = BLOCK_BYTES // self.dtype.itemsize
@@ -95,7 +98,7 @@ class State:
 
 
 class Integrity:
-    """The comparisons of one engine."""
+    """The checks of one engine."""
 
     def __init__(
         self, runtime: Runtime, optimizer: ShardedOptimizer, mesh: Mesh, settings: IntegritySettings
@@ -114,8 +117,9 @@ class Integrity:
         self._said: set[str] = set()
 
     def after_step(self, step: int) -> None:
-        """Take the sums of what rests, if the next step compares. Local; updates that are still to
-        come run first, and where a disk fails on one rank the others hear of it.
+        """Compute the sums of states at rest, if the next step checks. Local.
+
+        Pending updates run first. If a disk fails on a rank, the error is sent to the other ranks.
         """
         if (step + 1) % self.settings.every:
             return
@@ -130,10 +134,9 @@ class Integrity:
             unit.watch = partial(_note_gathered, self._gathered)
 
     def add_to(self, message: StepMessage, step: int) -> None:
-        """Add digests to the message of a step that compares.
+        """Add digests of shared states to the message of a step that checks.
 
-        The digests are of the states that other ranks hold too. A third field has the number of
-        states at rest that have changed.
+        A third field has the number of states at rest that have changed.
         """
         if step % self.settings.every:
             return
@@ -166,8 +169,15 @@ class Integrity:
     def compare(self, step: int, fields: Fields) -> None:
         """Compare the digests of all ranks of the world, and report the states that differ.
 
-        fields: of the step. Collective if digests differ. Raises `IntegrityError` on every rank if
-        a difference is to end the run.
+        Args:
+            step: The number of the step.
+            fields: The fields of the step message.
+
+        Raises:
+            IntegrityError: States differ and the configuration ends the run; raised on every rank.
+
+        Note:
+            Collective if digests differ.
         """
         if CHANGED not in fields:
             return
@@ -220,8 +230,8 @@ class Integrity:
         return sums if guard is state.group.guard and writes == guard.writes else None
 
     def _states(self) -> Iterator[tuple[State, Tensor]]:
-        """Yield what lies in memory between steps; a disk compares what it brings back itself
-        (tiers/disk.py).
+        """Yield the states that are in memory between steps; tiers/disk.py checks what it reads
+        itself.
         """
         for unit in self._runtime.units:
             for group in unit.groups:
@@ -235,9 +245,7 @@ class Integrity:
                 )
 
     def _gradients(self) -> Iterator[tuple[State, Tensor]]:
-        """Yield reduced gradients that every rank has whole, as none of their programs has changed
-        them.
-        """
+        """Yield reduced gradients that every rank has whole and that no program has changed."""
         for group in self._runtime.trained_groups:
             gradient = group.gradient
             if (
@@ -249,9 +257,7 @@ class Integrity:
 
 
 def _note_gathered(found: dict[str, tuple[State, Tensor]], unit: Unit) -> None:
-    """Take the sums of a unit's weights as this rank has gathered them, the first time in a
-    step.
-    """
+    """Record the sums of a unit's gathered weights, the first time in a step."""
     for group in unit.sharded:
         if group.unsharded is not None:
             values = group.unsharded.memory
@@ -261,7 +267,7 @@ def _note_gathered(found: dict[str, tuple[State, Tensor]], unit: Unit) -> None:
 
 
 def _buffers(group: ParamGroup) -> Iterator[tuple[str, FlatBuffer, bool]]:
-    """Yield the buffers of a group that lie between steps, and whether each rests."""
+    """Yield the buffers of a group that exist between steps, and whether each is at rest."""
     yield "weight", group.weight, not is_exposed(group.plan, group.comm_ctx)
     if group.master is not None and not group.plan.master_is_weight:
         yield "master", group.master.buffer, True
@@ -276,7 +282,11 @@ def _state(
     *,
     rests: bool = False,
 ) -> tuple[State, Tensor]:
-    """Return what memory is, and the memory. start: of its first element on this rank."""
+    """Return the description of a state, and its memory.
+
+    Args:
+        start: The place of its first element on this rank.
+    """
     is_whole = placement is Placement.REPLICATE
     low = start + (0 if is_whole else group.layout.bounds(group.comm_ctx.comm.rank)[0])
     return State(what, group, values.dtype, values.numel(), low, is_whole, rests), values
@@ -285,9 +295,13 @@ def _state(
 def found_in(
     heard: Sequence[tuple[Table, Table, list[str]]], pieces: Partition, replicas: Partition
 ) -> list[str]:
-    """Return what is wrong, a line for each state and set of ranks. heard: by rank, of its world:
-    what all ranks of a piece of the model have, what replicas have, and what changed while it
-    rested.
+    """Return a line for each difference: the state, and the set of ranks.
+
+    Args:
+        heard: For each rank of the world, three results: states shared by all ranks with its piece
+            of the model, states shared by replicas, and states at rest that changed.
+        pieces: The sets of ranks with the same piece of the model.
+        replicas: The sets of ranks that are replicas of each other.
     """
     lines = [
         f"{what} changed on rank {rank} while nothing wrote it"
@@ -302,9 +316,11 @@ def found_in(
 
 
 def differences(tables: Mapping[int, Table]) -> list[str]:
-    """Return what ranks do not hold alike, a line for each state and set of ranks. tables: by rank.
+    """Return a line for each state that differs between ranks. States are compared among the ranks
+    that have them.
 
-    What only some ranks have is compared among these.
+    Args:
+        tables: The sums of each rank.
     """
     lines: dict[tuple[str, str], list[str]] = {}  # by state and ranks
     for key in dict.fromkeys(key for table in tables.values() for key in table):
@@ -320,7 +336,9 @@ def differences(tables: Mapping[int, Table]) -> list[str]:
 
 
 def _who(sums: Mapping[int, int]) -> str:
-    """Return which ranks hold something else than most do. sums: by rank, not all alike."""
+    """Return the ranks whose sum differs from that of most ranks. The sums, by rank, are not all
+    equal.
+    """
     ((most, count),) = Counter(sums.values()).most_common(1)
     if 2 * count <= len(sums):
         return f" differs between {listed_ranks(list(sums))}, of which none is in the majority"

@@ -21,7 +21,7 @@ class Losses:
     """Finds the losses of one engine.
 
     Args:
-        reached: Returns something that differs after a backward through the engine's model.
+        reached: Returns a value that changes with each backward through the engine's model.
         found: Called with each loss, a scalar without a gradient.
     """
 

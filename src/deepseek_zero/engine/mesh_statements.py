@@ -1,9 +1,8 @@
-"""The one mesh of a run, of everything that says something about it.
+"""Makes the mesh of a run from all statements about it.
 
-A caller may name axes in many places: `mesh=`, keys of the configuration, the launcher's command
-line, another library's object.  Each is a `MeshStatement`; `choose_mesh` makes one mesh of them, or
-names the two that disagree. Axes that nobody names take what the others leave of the world
-(dp_shard), or one rank.
+A caller may name axes in several places: `mesh=`, configuration keys, the launcher's command line,
+or an object of another library. Each is a `MeshStatement`. `choose_mesh` combines them, or names
+two that disagree. Axes that are not named get the ranks that are left (dp_shard), or one rank.
 """
 
 from __future__ import annotations
@@ -36,12 +35,15 @@ _MICS = "mics_shard_size"
 
 @dataclass(frozen=True)
 class MeshStatement:
-    """What one place says of the mesh.
+    """One statement about the mesh.
 
-    where: as the reader of an error knows the place.  axes: their sizes, by name; dp_shard may be
-    REST.  data_size: ranks that see different batches.  shard_size: ranks that hold the slices of
-    one state.  places: by rank, where it is on axes or "data".  groups: by axis, the ranks that it
-    says this rank meets there.
+    Attributes:
+        where: The place of the statement, for error messages.
+        axes: The sizes of axes, by name; dp_shard may be REST.
+        data_size: The number of ranks with different batches.
+        shard_size: The number of ranks that hold the slices of one state.
+        places: For each rank, its coordinates on axes or "data".
+        groups: For each axis, the ranks of this rank's group.
     """
 
     where: str
@@ -55,10 +57,16 @@ class MeshStatement:
 def statements_of(
     raw: RawConfig, given: Any = None, others: Iterable[MeshStatement] = (), launched: bool = True
 ) -> tuple[MeshStatement, ...]:
-    """Return everything that is said of the mesh of this process's run.
+    """Return all statements about the mesh of this process's run.
 
-    given: `mesh=`, as `mesh_of` takes it.  others: of the caller's other arguments.  launched:
-    whether the launcher's command line counts.  UsageError where something is no mesh.
+    Args:
+        raw: The configuration.
+        given: `mesh=`, as in `mesh_of`.
+        others: The statements of the caller's other arguments.
+        launched: The launcher's command line counts, too.
+
+    Raises:
+        UsageError: A value is no mesh.
     """
     found = [MeshStatement("mesh=", axes_of(given))] if given is not None else []
     found += others
@@ -96,10 +104,14 @@ def _axes_in(text: str) -> dict[str, int]:
 
 
 def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
-    """Return the one mesh that these statements make of this world, seen by its rank.  Local.
+    """Return the mesh that the statements describe, for this rank of the world. Local.
 
-    world: every rank along dp_shard.  UsageError where two statements disagree, or one does not fit
-    the world.
+    Args:
+        statements: The statements.
+        world: The world, with every rank along dp_shard.
+
+    Raises:
+        UsageError: Two statements disagree, or one does not fit the world.
     """
     for each in statements:
         Mesh(**each.axes)  # raises for what is no size
@@ -164,7 +176,7 @@ def _compare_places(statement: MeshStatement, mesh: Mesh) -> None:
 
 
 def _settled(statements: Sequence[MeshStatement]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the sizes of the axes but the data axes, and who said them first."""
+    """Return the sizes of all axes except the data axes, and the first statement of each."""
     sizes = dict[str, Any]()
     sources = dict[str, str]()
     for axis in _OTHERS:
@@ -180,8 +192,10 @@ def _settled(statements: Sequence[MeshStatement]) -> tuple[dict[str, Any], dict[
 
 
 def _in_groups(statement: MeshStatement, size: int, sizes: Mapping[str, Any], ranks: int) -> Mesh:
-    """Return the mesh whose states are cut within groups of so many ranks.  ranks: of the data axes
-    and sp.
+    """Return a mesh whose states are sharded within groups of `size` ranks.
+
+    Args:
+        ranks: The number of ranks along the data axes and sp.
     """
     sp = sizes.get("sp", 1)
     if ranks * sp % size or size % sp:

@@ -1,6 +1,4 @@
-"""The optimizer that a client passes or a configuration names: its parameter groups, and how slices
-get it.
-"""
+"""The optimizer that a client passes or a configuration names, and its parameter groups."""
 
 from __future__ import annotations
 
@@ -30,13 +28,15 @@ Make = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """The parts of an optimizer. groups: parameter groups, of whole parameters. make: builds it
-    over master shards.
+    """The parts of an optimizer.
 
-    cls: its class; None without an optimizer. granularity: of each group, how finely its state may
-    be cut.
-    planned: the groups by their parameters' names, as the planner needs them. states: those that a
-    client's optimizer has already.
+    Attributes:
+        groups: The parameter groups, of whole parameters.
+        make: Builds the optimizer over shards of main weights.
+        cls: Its class; None without an optimizer.
+        granularity: For each group, how finely its state may be cut.
+        planned: The groups by names of parameters, as the planner needs them.
+        states: The states that a client's optimizer already has.
     """
 
     cls: type[Optimizer] | None = None
@@ -56,12 +56,16 @@ def optimizer_parts(
     is_part: bool = False,
     coordinate: int = 0,
 ) -> OptimizerParts:
-    """Return what the optimizer is made of; nothing where neither the client nor the configuration
-    has one.
+    """Return the parts of the optimizer; empty if neither the client nor the configuration has one.
 
-    params: parameters or parameter groups to train; None: all that require gradients.  is_part: the
-    model has some of a pipeline's stages, and what is trained of others is left out.  coordinate:
-    this rank's along "tp".
+    Args:
+        config: The configuration.
+        model: The model.
+        client: The client's optimizer, or a callable that makes one.
+        params: The parameters or parameter groups to train; None for all that require gradients.
+        is_part: The model has only some stages of a pipeline; parameters of other stages are left
+            out.
+        coordinate: The coordinate of this rank along "tp".
     """
     if is_part:
         params = forget_others(model, client, params)
@@ -109,8 +113,8 @@ def optimizer_parts(
 def forget_others(
     model: nn.Module, optimizer: Any, params: Sequence[Any] | None
 ) -> Sequence[Any] | None:
-    """Leave out of an optimizer's groups, and return without, the parameters that other stages
-    have.
+    """Remove the parameters of other stages from an optimizer's groups, and return `params` without
+    them.
     """
     own = {id(param) for param in model.parameters()}
 
@@ -139,11 +143,17 @@ def planned_groups(
     granularity: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[ParamGroupPlan, ...]:
-    """Return parameter groups as the planner needs them; UsageError where one holds a parameter
-    that the model does not have.
+    """Return parameter groups as the planner needs them.
 
-    defaults: of the hyper-parameters that decide how many moments there are, and whether a kernel
-    updates them.
+    Args:
+        model: The model.
+        groups: The parameter groups.
+        granularity: For each group, how finely its state may be cut.
+        defaults: The defaults of hyper-parameters that decide how many moments there are, and
+            whether a kernel updates them.
+
+    Raises:
+        UsageError: A group has a parameter that the model does not have.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     given = without_twins(groups)
@@ -169,8 +179,9 @@ def granularities(
 
 
 def adopting(client: Optimizer) -> Make:
-    """Keep the client's own object: its groups get slices for parameters, so schedulers bound to it
-    keep working.
+    """Return a function that reuses the client's optimizer, with slices as parameters.
+
+    The object stays the same, so schedulers bound to it keep working.
     """
 
     def adopt(groups: list[dict[str, Any]]) -> Optimizer:
@@ -184,7 +195,7 @@ def adopting(client: Optimizer) -> Make:
 
 
 def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
-    """Return the state that a client's optimizer has for whole parameters; None without any.
+    """Return the state that a client's optimizer has for whole parameters; None if it has none.
 
     Raises:
         UsageError: The state counts steps, or a parameter group holds tensors with elements.
@@ -204,7 +215,9 @@ def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
 
 
 def _refuse_tensors(optimizer: str, number: int, group: Mapping[str, Any]) -> None:
-    """Raise UsageError if a parameter group keeps state itself: only `Optimizer.state` is cut."""
+    """Raise `UsageError` if a parameter group holds state itself, since only `Optimizer.state` is
+    cut.
+    """
     for key, value in group.items():
         values = value.values() if isinstance(value, Mapping) else value
         if key == "params" or not isinstance(values, Iterable) or isinstance(values, (str, Tensor)):
@@ -218,7 +231,7 @@ def _refuse_tensors(optimizer: str, number: int, group: Mapping[str, Any]) -> No
 
 
 def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Parameters or groups, as groups."""
+    """Return parameters or groups as groups."""
     found: list[Any] = (
         list(params)
         if params is not None

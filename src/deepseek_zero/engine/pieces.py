@@ -1,7 +1,6 @@
-"""A model on a mesh that cuts it: what a rank keeps along "tp", "sp" and "pp", before ZeRO shards
-that, and its plan.
+"""Cuts a model along "tp", "sp" and "pp", and plans the cuts, before ZeRO shards the pieces.
 
-Of a run's rank, and of one that is not there.
+The plans can be made for a rank of this run, or for any rank of a planned one.
 """
 
 from __future__ import annotations
@@ -44,27 +43,31 @@ if TYPE_CHECKING:  # as in engine.py
 
 @dataclass(frozen=True)
 class PiecePlans:
-    """What a `Plan` has beside its units, where the model is cut."""
+    """The plans of the axes that cut the model, which a `Plan` contains next to its units."""
 
     pipeline: PipelinePlan | None = None
     tensor: TensorPlan | None = None
     sequence: SequencePlan | None = None
 
     def added_to(self, plan: Plan) -> Plan:
-        """Return the plan with these."""
+        """Return the plan with these plans."""
         return replace(plan, pipeline=self.pipeline, tensor=self.tensor, sequence=self.sequence)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A micro-batch that plans are made for.  words: what it is."""
+    """A micro-batch for which plans are made.
+
+    Attributes:
+        words: Its description.
+    """
 
     micro: pipeline.MicroBatch | None = None
     words: str = ""
 
     @classmethod
     def of(cls, batch: Any) -> Sample:
-        """Read what a model's forward takes; None: nothing is known."""
+        """Read a micro-batch of the model's forward; None if nothing is known."""
         if batch is None:
             return cls()
         micro = pipeline.MicroBatch.of(batch)
@@ -79,7 +82,7 @@ class Sample:
         return cls(micro, words)
 
     def chain_of(self, model: nn.Module) -> pipeline.Chain | None:
-        """Return the chain of blocks of a whole model; None where nothing is known.  Local."""
+        """Return the chain of blocks of a whole model; None if nothing is known. Local."""
         return (
             pipeline.find_chain(model, self.micro.args, self.micro.kwargs)
             if self.micro is not None
@@ -88,8 +91,8 @@ class Sample:
 
     @property
     def tokens(self) -> int | None:
-        """Elements of the first integer tensor, or else rows of the first tensor; None without
-        any.
+        """The elements of the first integer tensor, or else the rows of the first tensor; None
+        without any.
         """
         if self.micro is None:
             return None
@@ -103,8 +106,11 @@ class Sample:
 
 @dataclass
 class Pieces:
-    """What a rank has of a model on a mesh that cuts it.  stages: along "pp"; plans: what its plan
-    says of that.
+    """The part of a model that a rank has, on a mesh that cuts it.
+
+    Attributes:
+        stages: Its stages along "pp".
+        plans: The plans of the axes.
     """
 
     stages: Stages | None
@@ -113,15 +119,17 @@ class Pieces:
 
 @dataclass
 class Stages:
-    """The stages of a model that this rank has, and what they share with others'."""
+    """The pipeline stages of this rank, and what they share with other stages."""
 
     staged: pipeline.StagedModel
     ties: pipeline.Ties
     settings: PipelineSettings
 
     def connect(self, comm: Comm, mesh: Mesh, runtime: Runtime) -> pipeline.PlainLoop:
-        """Make the pipeline, once the stages are wrapped, and the plain loop over it.  Collective
-        in the world.
+        """Build the pipeline over the wrapped stages, and the plain loop over it.
+
+        Note:
+            Collective: every rank of the world must call it.
         """
         said = self.settings
         layers = runtime.model
@@ -150,14 +158,23 @@ def cut_along_axes(
     sequence: parallel.SequenceSettings | None,
     layers: Layers,
 ) -> Pieces:
-    """Leave of a model this rank's piece, in place, with the first rank's values; return its stages
-    where it has some.
+    """Cut a model in place to this rank's piece, with the first rank's values, and return its
+    stages.
 
-    Along "tp" layers are cut, along "sp" the forward is one part of a forward, along "pp" blocks of
-    others become stand-ins.  The chain of blocks is looked for in the whole model.  example,
-    sequence: as `assemble` takes them.
-    layers: as `plan_layers` returned them.  Collective; refusals name the axis and the reason, and
-    come before anything is cut along it.
+    Along "tp" layers are split, along "sp" the forward becomes a part of a forward, and along "pp"
+    blocks of other stages become stand-ins. The chain of blocks is searched in the whole model.
+
+    Args:
+        config: The configuration.
+        model: The model.
+        mesh: The mesh of ranks.
+        comm: The communicator of the world.
+        example: As in `assemble`.
+        sequence: As in `assemble`.
+        layers: The result of `plan_layers`.
+
+    Note:
+        Collective: every rank must call it. It raises before anything is cut along an axis.
     """
     sample = Sample()
     chain = None
@@ -182,7 +199,7 @@ def cut_along_axes(
 
 
 def refuse_auto_on(config: Config, mesh: Mesh) -> None:
-    """Raise NotBuiltError where precision "auto" may lift units of one stage and not of another."""
+    """Raise if precision "auto" may promote units of one stage and not of another."""
     if mesh.pp > 1 and config.precision == "auto" and policy_of(config).compute is not None:
         raise NotBuiltError(
             "precision auto on a mesh with stages (pp).",
@@ -193,8 +210,8 @@ def refuse_auto_on(config: Config, mesh: Mesh) -> None:
 
 
 def refuse_shared_loader(config: Config, mesh: Mesh, what: str) -> None:
-    """Raise where each rank of a pipeline is to have rows of its own.  what: deals the same rows to
-    all of them.
+    """Raise if each rank of a pipeline needs rows of its own, and `what` gives all of them the
+    same.
     """
     if mesh.pp > 1 and pipeline_settings_of(config).has_own_rows:
         raise UsageError(
@@ -243,7 +260,7 @@ def _take_stages(
 
 
 def _take_values(model: nn.Module, comm: Comm) -> None:
-    """Let every rank of the pipeline have the values of its first, before each keeps its part."""
+    """Copy the values of the first pipeline rank to the others, before each keeps its part."""
     for name, param in model.named_parameters():
         if param.is_meta or not param.numel():
             continue
@@ -255,10 +272,14 @@ def _take_values(model: nn.Module, comm: Comm) -> None:
 
 
 def compare_stages(batch: Any, comm: Comm) -> None:
-    """Raise BatchMismatchError, on every rank of a pipeline, where their batches differ.
-    Collective in it.
+    """Raise `BatchMismatchError` on every rank of a pipeline if their batches differ.
 
-    comm: of the ranks along "pp".
+    Args:
+        batch: The batch of this rank.
+        comm: The communicator along "pp".
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     if (found := parallel.difference(batch, comm)) is not None:
         raise BatchMismatchError(
@@ -280,10 +301,13 @@ def plans_of(
     shared: parallel.SequenceTraffic | None,
     sample: Sample,
 ) -> PiecePlans:
-    """Return the plans of one rank.  Local.
+    """Return the plans of one rank for the axes. Local.
 
-    staged: the model, cut along "pp".  trained, traffic, shared: of the whole model's parameters,
-    layers and attention.
+    Args:
+        staged: The model, cut along "pp".
+        trained: For each parameter of the whole model, whether it is trained.
+        traffic: The traffic of the whole model's layers.
+        shared: The traffic of the whole model's attention.
     """
     policy = policy_of(config)
     settings = pipeline_settings_of(config)
@@ -317,7 +341,7 @@ def plans_of(
 
 
 def _is_own(layer: parallel.LayerTraffic, staged: pipeline.StagedModel) -> bool:
-    """Whether one of a rank's stages computes a layer."""
+    """Return whether a stage of the rank computes a layer."""
     first = staged.stages[0]
     if not isinstance(first, pipeline.ModelStage):
         return True  # a list of layers has its own ones alone
@@ -326,8 +350,10 @@ def _is_own(layer: parallel.LayerTraffic, staged: pipeline.StagedModel) -> bool:
 
 
 def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
-    """Return how many of a model's layers of attention one rank computes; None where that is not
-    known.  staged: the model, cut along "pp".
+    """Return how many of a model's attention layers one rank computes; None if that is unknown.
+
+    Args:
+        staged: The model, cut along "pp".
     """
     if staged is None:
         return layers
@@ -342,9 +368,7 @@ def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
 def stages_of(
     settings: PipelineSettings, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh
 ) -> pipeline.StagedModel:
-    """Leave of a model one rank's stages, as `pipeline.cut_model` does by these settings.
-    Local.
-    """
+    """Cut a model to one rank's stages (`pipeline.cut_model`). Local."""
     return pipeline.cut_model(
         model,
         chain,
@@ -358,11 +382,11 @@ def stages_of(
 
 
 def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
-    """Return how a whole model is split along "tp", and what a rank sends for each region of its
-    layers.
+    """Return how a whole model is split along "tp", and the bytes that each region of its layers
+    sends.
 
-    Local; the model stays as it is.  Call it before changes that only the engine's own modules can
-    run (sparse attention): copies of the model's modules are run.
+    Local; it does not change the model. It runs copies of the model's modules, so it must come
+    before changes that only the engine's own modules can run (sparse attention).
     """
     if mesh.tp == 1:
         return None, []
@@ -379,9 +403,7 @@ def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
 def _shared_of(
     config: Config, model: nn.Module, mesh: Mesh, stated: parallel.SequenceSettings | None
 ) -> parallel.SequenceTraffic | None:
-    """Return what a rank sends for attention of a whole model along "sp".  stated: as `assemble`
-    takes it.  Pure.
-    """
+    """Return the bytes that a rank sends for attention of a whole model along "sp". Pure."""
     if mesh.sp == 1:
         return None
     policy = policy_of(config)
@@ -392,11 +414,11 @@ def _shared_of(
 
 
 def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool) -> nn.Module:
-    """Return the model that a rank's plan is of: of a list of layers, the stage that this rank
-    would build.  Pure.
+    """Return the model that the plan of a rank describes: for a list of layers, the rank's stage.
+    Pure.
 
-    is_optimized_by_caller: the caller's optimizer, or parameters, are those of the stage that is
-    built.
+    Args:
+        is_optimized_by_caller: The caller's optimizer or parameters are those of the stage.
     """
     index = mesh.coordinates["pp"]
     if (
@@ -418,10 +440,14 @@ def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool)
 def plan_pieces(
     config: Config, model: nn.Module, mesh: Mesh, example: Any
 ) -> tuple[nn.Module, PiecePlans]:
-    """Return the piece of a model that one rank of a mesh would have, on the meta device, and its
-    plans.  Pure: the model stays as it is.
+    """Return one rank's piece of a model, on the meta device, and its plans. Does not change the
+    model.
 
-    example: a micro-batch; None: the model's `dummy_inputs`, if it has them.
+    Args:
+        config: The configuration.
+        model: The model.
+        mesh: The mesh of ranks.
+        example: A micro-batch; None for the model's `dummy_inputs`, if it has them.
     """
     if example is None:
         example = getattr(model, "dummy_inputs", None)
@@ -447,8 +473,10 @@ def plan_pieces(
 
 
 def no_example(argument: str) -> UsageError:
-    """Return the error that a pipeline's model has no batch to be looked at with.  argument: that
-    could give one.
+    """Return the error that a pipeline has no batch to inspect its model with.
+
+    Args:
+        argument: The argument that could give one.
     """
     return UsageError(
         "a pipeline needs a batch to find the model's blocks by, and none is known.",

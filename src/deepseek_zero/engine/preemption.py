@@ -1,13 +1,12 @@
-"""Saves when the job is asked to end: a signal on one rank becomes one save of all ranks, then one
-exit code.
+"""Saves when the job is asked to end: a signal on one rank leads to one save of all ranks.
 
-a signal on any rank -> noted -> a field of this rank's next step message (optim/step_message.py) ->
-the same decision on every rank, after the same step -> save_checkpoint -> SystemExit(85) out of
-engine.step()
+    signal on any rank -> a field of its next step message (optim/step_message.py) -> the same
+    decision on every rank, after the same step -> save_checkpoint -> SystemExit(85) from
+    engine.step()
 
-It needs no collective and no wait of its own. A rank that has ended sends no message, so the ranks
-that are left never save. When our launcher ends them it marks that first (base/launch.py), and the
-signal then means what it meant before.
+It needs no collective of its own. A rank that has ended sends no message, so the remaining ranks
+never save. If our launcher ends them, it marks that first (base/launch.py), and the signal keeps
+its original meaning.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Preemption:
         message.add(FIELD, [self._asked])
 
     def watch(self) -> None:
-        """Install handlers for the signals; the ones that were there before are called as well."""
+        """Install handlers for the signals; they call the previous handlers, too."""
         numbers = [signal.Signals[name] for name in self.settings.signals]
         self._before = {int(number): signal.getsignal(number) for number in numbers}
         foreign = [
@@ -75,8 +74,8 @@ class Preemption:
         say_that_we_save(self.settings.signals)
 
     def release(self) -> None:
-        """Restore the handlers, except where another one was installed over ours, which still calls
-        it.
+        """Restore the previous handlers, except if a later handler was installed over ours and
+        still calls it.
         """
         self._process = 0
         with suppress(ValueError):  # the garbage collector may run in any thread
@@ -84,7 +83,7 @@ class Preemption:
                 signal.signal(number, self._before[number])
 
     def act(self, engine: Trainer) -> None:
-        """After a step: save and end, if a rank was asked to before it.  Collective then."""
+        """Save and end after a step, if a rank received a signal before it. Collective if so."""
         assert engine.optimizer is not None and engine.optimizer.last is not None
         number = int(max(asked for (asked,) in engine.optimizer.last.verdict.fields[FIELD]))
         if not number:
@@ -120,9 +119,9 @@ class Preemption:
             os.kill(os.getpid(), number)
 
     def _rank_was_asked(self) -> bool:
-        """In a forked worker: whether the signal was for the whole job.
+        """Return whether a signal to a forked worker was meant for the whole job.
 
-        Slurm signals every process of it, and a rank without its data would not come to its next
+        Slurm signals every process. A rank that loses its data workers would not reach its next
         step.
         """
         time.sleep(FORKED_PATIENCE_SECONDS)

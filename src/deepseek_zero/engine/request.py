@@ -1,4 +1,4 @@
-"""What a program passes to one of the APIs, checked."""
+"""The arguments that a program passes to an API, checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .mesh_statements import MeshStatement
 
 @dataclass
 class Request:
-    """All arguments of an API; None for those that were not given."""
+    """The arguments of an API; None for those that were not given."""
 
     model: nn.Module
     optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None
@@ -41,7 +41,7 @@ class Request:
     mpu: Any = None  # an object that tells the sizes of groups
 
     def __post_init__(self) -> None:
-        """Raise where something was given that no engine can be made of."""
+        """Raise if no engine can be made of the arguments."""
         if not isinstance(self.model, nn.Module):
             raise UsageError(
                 f"a model of type {type(self.model).__name__} cannot be wrapped.",
@@ -94,9 +94,7 @@ class Request:
 
 
 def parameters_of(call: str, name: str, given: Any) -> list[Any]:
-    """Parameters, or (name, parameter) pairs, or groups of them, as a list that has been looked
-    through.
-    """
+    """Return parameters, (name, parameter) pairs, or groups of them as a checked list."""
     wanted = "an iterable of parameters, or of groups of them"
     if isinstance(given, Mapping):
         raise refuse(call, name, given, wanted, "write a list around it: [{...}].")

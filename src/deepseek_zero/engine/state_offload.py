@@ -1,7 +1,7 @@
-"""Gives the memory of an engine's states back between two phases of a program, and takes it again.
+"""Frees the memory of an engine's states between two phases of a program, and restores them.
 
-Owns which tensors belong to which of DeepSpeed's kinds of state, and the refusal of every use of a
-state meanwhile. The bytes are tiers/parked.py's.
+It maps tensors to DeepSpeed's kinds of state, and refuses the use of offloaded states.
+tiers/parked.py moves the bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StateOffload:
     """The offloaded states of one engine.
 
     Attributes:
-        offloaded: The kinds of state that are away now.
+        offloaded: The kinds of state that are offloaded now.
     """
 
     runtime: Runtime
@@ -50,11 +50,17 @@ class StateOffload:
     def offload(
         self, kinds: Collection[str], *, pinned: bool, in_file: bool, folder: str | None
     ) -> None:
-        """Move the states of these kinds away and return their memory; those that are away already
+        """Offload the states of these kinds and free their memory; those that are offloaded already
         stay so.
 
-        in_file: to a file, even if there is an accelerator. folder: of the file; None: the system's
-        for temporary files. Collective, between two steps.
+        Args:
+            kinds: The kinds of state.
+            pinned: Page-lock the host memory.
+            in_file: Write to a file, even if there is an accelerator.
+            folder: The folder of the file; None for the system's folder for temporary files.
+
+        Note:
+            Collective: every rank must call it, between two steps.
         """
         new = set(kinds) - self.offloaded
         if not new:
@@ -82,7 +88,7 @@ class StateOffload:
         self._return_memory()
 
     def reload(self) -> None:
-        """Bring back everything that is away. A second call does nothing. Collective."""
+        """Restore all offloaded states. A second call does nothing. Collective."""
         if not self.offloaded:
             return
         self._restore()
@@ -90,11 +96,11 @@ class StateOffload:
         self.runtime.comm.whole.barrier("reload_states")
 
     def release(self) -> None:
-        """Bring everything back for an engine that is destroyed, so that its model can still be
-        read. Local.
+        """Restore all states of an engine that is destroyed, so that its model can still be read.
+        Local.
 
         If there is no memory for the states, or their file cannot be read, they are dropped with a
-        warning. Every use of them then raises.
+        warning, and every use of them raises.
         """
         try:
             self._restore()
@@ -119,14 +125,14 @@ class StateOffload:
         self.offloaded = set()
 
     def refuse(self) -> None:
-        """Raise if anything is away."""
+        """Raise if any state is offloaded."""
         if self.offloaded - {GRAD_BUFFER, LP_GRADS}:
             refuse_offloaded_state()
 
     # -- which tensors
 
     def _is_local(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in the training device's memory, which is returned."""
+        """Return whether a tensor is in the training device's memory, which is freed."""
         return tensor.device.type == self.runtime.comm_ctx.pool.device.type
 
     def _tensors(self, kinds: Collection[str]) -> Iterator[Tensor]:
@@ -212,8 +218,8 @@ class StateOffload:
             self._undo.append(lambda buffer=buffer, before=before: setattr(buffer, "guard", before))  # type: ignore[misc]
 
     def _hide_parameters(self, group: ParamGroup) -> None:
-        """Let parameters that are whole on this rank say that their values are not here, as sharded
-        ones do.
+        """Let parameters that are whole on this rank raise an error when their values are used, as
+        sharded ones do.
         """
         if group.is_sharded:
             return
@@ -230,7 +236,7 @@ class StateOffload:
 
 
 def _in_memory(buffer: FlatBuffer) -> list[Tensor]:
-    """Return the buffer's memory, unless its elements leave it between uses."""
+    """Return the memory of a buffer, unless its elements are in another memory between uses."""
     return [] if buffer.storage.is_offloaded else [buffer.memory]
 
 

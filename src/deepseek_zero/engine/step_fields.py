@@ -1,4 +1,4 @@
-"""What the engine's parts add to the message that ranks exchange at a step."""
+"""The fields that parts of the engine add to the step message."""
 
 from __future__ import annotations
 

@@ -38,11 +38,17 @@ MOSTLY = 0.5  # of the window's seconds
 # Fields of the step message
 OWN_SECONDS = "own seconds"
 WAITS = "seconds of waiting"
-ALL = "all that it does itself"  # who has a part of a core is slow now in one part, now in another
+# All parts together: a rank that shares its core is slow in one part now, in another later
+ALL = "all that it does itself"
 
 
 class Stragglers:
-    """Compares the ranks of one engine.  meter: this rank's. hosts: their names."""
+    """Compares the ranks of one engine.
+
+    Args:
+        meter: The meter of this rank.
+        hosts: The names of the hosts.
+    """
 
     def __init__(self, meter: Meter, hosts: Sequence[str]) -> None:
         self._meter = meter
@@ -122,10 +128,10 @@ class Stragglers:
 
 
 def stragglers_of(mesh: Mesh, comm: Comm) -> Stragglers | None:
-    """Return what compares the ranks of an engine; None if they cannot be compared.
+    """Return the `Stragglers` of an engine; None if its ranks cannot be compared.
 
-    Only ranks that have all layers and all tokens compute the same amount. On a GPU the host runs
-    ahead of the device, so its times say nothing.
+    Only ranks that have all layers and all tokens compute the same amount. On a GPU, the host runs
+    ahead of the device, so its times have no meaning.
     """
     if mesh.device.type != "cpu" or not mesh.pp == mesh.tp == mesh.sp == 1:
         return None

@@ -36,11 +36,11 @@ from .nonfinite import NonFiniteReport
 from .rank_agreement import compare_optimizers, refuse_disagreement, report_idle
 from .shard_set import ShardSet, gradients_are_scaled
 from .step_message import StepMessage
-from .step_settings import StepSettings, clip_factor
+from .step_settings import StepSettings
 from .twins import without_twins
 from .update_policy import UpdatePolicy
 from .updater import Decision, MasterShard, Tiles, hypers_of
-from .verdict import StepResult, agree_on_norm
+from .verdict import StepResult, agree_on_norm, clip_factor
 
 P = TypeVar("P", bound=UpdatePolicy)
 

@@ -22,13 +22,23 @@ TILE_ALIGNMENT = 1 << 12  # elements; tiles end where pages do, whatever the siz
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The settings of a step. tile_numel: elements per optimizer call on the training device
-    (sub_group_size).
-    host_tile_numel: elements per call where the host updates. kernel_tile_numel: the same where a
-    kernel updates states in memory. can_defer: updates of offloaded weights may run after the step,
-    by a policy. by_unit: tiles end where units do, since a policy updates some units in backward.
-    early_on_device: these may be units whose weights are on the training device.
-    undo_bytes: for the log that undoes such updates.
+    """The settings of a step.
+
+    Attributes:
+        max_norm: The largest gradient norm; 0 switches clipping off.
+        tile_numel: The elements of one optimizer call on the training device (sub_group_size).
+        host_tile_numel: The elements of one call if the host updates.
+        kernel_tile_numel: The elements of one call if a kernel updates states in memory.
+        granularity: For each parameter group, how finely its state may be cut; "element" by
+            default.
+        check_finite: Skip a step whose gradient is not finite, even without loss scaling.
+        keep_grads: Keep the gradients after the step.
+        flow: How many tiles are fetched ahead.
+        can_defer: Updates of offloaded weights may run after the step, by a policy.
+        by_unit: Tiles end where units do, since a policy updates some units in backward.
+        early_on_device: These may be units whose weights are on the training device.
+        undo_bytes: The bytes of the log that undoes such updates.
+        kernels: What computes updates that have a kernel: "auto", "numba" or "torch".
     """
 
     max_norm: float = 0.0
@@ -51,15 +61,6 @@ class StepSettings:
         return self.max_norm > 0
 
 
-def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor of gradients that bounds their norm by max_norm; 1.0 if clipping is off (0)
-    or not needed.
-    """
-    if max_norm <= 0.0:
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
-
-
 def update_settings_of(
     settings: StepSettings,
     optimizer: str,
@@ -68,8 +69,14 @@ def update_settings_of(
     scales_grads: bool,
     undoes: bool,
 ) -> UpdateSettings:
-    """Return a step's settings as the planner needs them. optimizer: its class. undoes: some units
-    are updated in backward, with a log to undo that.
+    """Return a step's settings as the planner needs them.
+
+    Args:
+        settings: The settings of the step.
+        optimizer: The name of the optimizer's class.
+        groups: Its parameter groups.
+        scales_grads: Gradients may be clipped or unscaled.
+        undoes: A log undoes the updates of some units in backward.
     """
     undo_bytes = settings.undo_bytes if undoes else 0
     return UpdateSettings(

@@ -203,3 +203,15 @@ def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
         for group in groups
         for number in sorted(group.gradient.sum.absent or ())
     ]
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor of gradients that bounds their norm.
+
+    Args:
+        norm: The norm of the gradients.
+        max_norm: The largest norm; 0 switches clipping off.
+    """
+    if max_norm <= 0.0:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))
