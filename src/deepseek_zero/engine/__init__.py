@@ -13,9 +13,13 @@ if TYPE_CHECKING:
     from .compiling import compile_units, restore
     from .explaining import describe, lines_about_network, lines_about_steps
     from .exporting import export, load_weights
+    from .integrity import Integrity
+    from .preemption import Preemption
     from .whole_steps import evaluate, train_batch
 
 __all__ = [
+    "Integrity",
+    "Preemption",
     "compile_units",
     "describe",
     "evaluate",
@@ -34,6 +38,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
             "compiling": "compile_units restore",
             "explaining": "describe lines_about_network lines_about_steps",
             "exporting": "export load_weights",
+            "integrity": "Integrity",
+            "preemption": "Preemption",
             "whole_steps": "evaluate train_batch",
         },
     )

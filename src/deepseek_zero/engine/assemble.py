@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .. import activations, parallel
+from .. import activations, engine, parallel
 from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
@@ -42,13 +42,11 @@ from .changes import (
 from .determinism import Determinism
 from .dialect import BuildRules
 from .engine import Parts
-from .integrity import Integrity
 from .memories import check_room, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, OptimizerParts, optimizer_parts
 from .pieces import cut_along_axes, plan_layers, refuse_auto_on
 from .planning import plan_run, update_of
-from .preemption import Preemption
 from .saving import Saver
 from .settings import (
     plan_settings_of,
@@ -186,10 +184,10 @@ def assemble(
         schedule = (config.scheduler.type, config.scheduler.params)
     preemption = None
     if run.saving.on_signal is not None:
-        preemption = Preemption(run.saving.on_signal)
+        preemption = engine.Preemption(run.saving.on_signal)
     integrity = None
     if run.integrity is not None and optimizer:
-        integrity = Integrity(runtime, optimizer, mesh, run.integrity)
+        integrity = engine.Integrity(runtime, optimizer, mesh, run.integrity)
     parts = Parts(
         runtime,
         optimizer,

@@ -28,14 +28,12 @@ from ..planner.plan_settings import PlanSettings
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .determinism import Determinism
-from .integrity import Integrity
 from .losses import Losses
 from .memory import plan_of
 from .memory_advice import MemoryAdvice
 from .micro_batches import HeldReductions, has_graph, warn_of_graphless
 from .module_wrapper import StandsForModule
 from .observer import Observer
-from .preemption import Preemption
 from .saving import Saver
 from .settings import RunSettings
 from .step_fields import StepFields
@@ -45,6 +43,8 @@ from .stragglers import stragglers_of
 if TYPE_CHECKING:
     from ..config import Config
     from ..pipeline import Pipeline, PlainLoop
+    from .integrity import Integrity
+    from .preemption import Preemption
 
 
 def _backwards_of(runtime: Runtime, loop: Any) -> object:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_message import StepMessage
-from .integrity import Integrity
-from .preemption import Preemption
 from .stragglers import Stragglers
+
+if TYPE_CHECKING:  # most runs have neither
+    from .integrity import Integrity
+    from .preemption import Preemption
 
 
 @dataclass
