@@ -19,9 +19,9 @@ from ..planner.layout import Slot
 from ..planner.spec import R, S
 from ..precision.policy import cast_master
 from ..sharding.buffer import FlatBuffer
-from ..sharding.group import complete
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
+from ..sharding.whole_values import complete
 from .gathered_parameters import gather_full
 
 
@@ -289,11 +289,11 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
     owner.grad_view.take_assigned()
     with torch.no_grad():
         if local:
-            owner.grad_view.assign_shard(
+            owner.grad_view.edits.assign_shard(
                 number, _part(value, owner.gradient.sum.own_part(slot).numel(), slot.name)
             )
         else:
-            owner.grad_view.assign(number, _flat(value, slot))
+            owner.grad_view.edits.assign(number, _flat(value, slot))
 
 
 # -- whole states

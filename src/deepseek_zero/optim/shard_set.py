@@ -15,7 +15,7 @@ from ..planner.split import split_of
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
 from ..precision.compact import StochasticRounding
 from ..precision.loss_scale import LossScaler
-from ..sharding.group_build import relayout
+from ..sharding.group_rebuild import relayout
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of

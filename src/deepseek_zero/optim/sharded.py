@@ -283,7 +283,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             report_idle(runtime, verdict, self.steps, self._idle_steps)
         with torch.no_grad(), propagate_errors(runtime.comm):
             if verdict.any_edited:
-                for each in [group.gradient.equalise(group.members[0].name) for group in groups]:
+                for each in [
+                    group.grad_view.edits.equalise(group.members[0].name) for group in groups
+                ]:
                     each.wait()
             if any(group.gradient.sum.absent for group in groups):
                 self.shard_set.cut_apart(lambda cover: cover.is_absent)

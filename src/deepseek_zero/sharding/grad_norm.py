@@ -5,7 +5,7 @@ every stage and every rank finds the same bits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,20 +25,6 @@ def squares_now(group: Group, values: Tensor, first: int) -> float:
         return found
     (read,) = squares_on_accelerator([found])
     return read
-
-
-def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return one rank's summand of a norm, and the function that combines the ranks' summands.
-
-    Args:
-        own: The absolute values of this rank's elements, in float64.
-        order: The order of the norm.
-    """
-    if order == float("inf"):
-        return own.max() if own.numel() else own.new_zeros(()), torch.max
-    if order == -float("inf"):
-        return own.min() if own.numel() else own.new_full((), float("inf")), torch.min
-    return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
 
 
 def slice_squares(group: Group, values: Tensor, first: int) -> float | list[Tensor]:

@@ -14,12 +14,11 @@ from torch import Tensor
 from ..base.device import without_torch_function
 from ..comm.pending import DONE, Pending
 from ..planner.spec import P
-from .buffer import FlatBuffer, all_gather
+from .buffer import FlatBuffer
 from .grad_norm import squares_now
 from .grad_reduction import GradReduction
 from .grad_sum import GradState, GradSum
 from .group import Group
-from .sharded_gradient import Part
 from .summand import Summand
 
 
@@ -77,7 +76,7 @@ class Gradient:
 
     def _summand_buffer(self) -> FlatBuffer:
         """Return the memory for a new summand: the sum's if that is not sharded."""
-        self._flush_held()
+        self.flush_held()
         group = self.group
         if self.sum.spec.placement is P:
             buffer = self.sum.ensure()
@@ -95,7 +94,7 @@ class Gradient:
             self.sum.enter(GradState.COLLECTING)
         return buffer
 
-    def _flush_held(self) -> None:
+    def flush_held(self) -> None:
         """Run the update that still needs the sum, before the sum's memory is used again."""
         pending = self.sum.guard.pending
         if self.sum.state is GradState.HELD and pending is not None:
@@ -183,44 +182,6 @@ class Gradient:
 
         self._reduction = pending.then(finish)
         return self._reduction
-
-    # -- what the program reads and changes
-
-    def part_of(self, number: int) -> Part:
-        """Return a member's gradient on this rank, to be changed; zeros if there is none yet.
-
-        Between the micro-batches of a step it is this rank's own sum if that is still to be
-        reduced.
-        """
-        if self.summand.buffer is not None and self.summand.buffer is self.sum.buffer:
-            return Part(self.summand.values(number), 0, is_whole=True)
-        self._ensure_sum()
-        slot = self.group.members[number].slot
-        values = self.sum.own_part(slot)
-        if self.group.plan.sums_to_all:
-            return Part(values, 0, is_whole=True)
-        low = self.group.layout.owned(slot, self.group.comm_ctx.comm.rank)[0] - slot.start
-        return Part(values, low, is_whole=False)
-
-    def _ensure_sum(self) -> None:
-        """Make a reduced gradient, of zeros, if no backward has made one."""
-        self._flush_held()
-        if not self.sum.is_full:
-            self.sum.own().zero_()
-            self.sum.enter(GradState.REDUCED)
-            self.sum.known_squares = None
-
-    def equalise(self, what: str) -> Pending:
-        """Make the copies of a changed gradient equal that several ranks hold. Collective."""
-        is_whole = self.group.plan.sums_to_all
-        if self.reduction.sums_all and not is_whole:
-            return DONE
-        self._ensure_sum()
-        self.reduction.copy_from_first(self.sum.own(), f"changed gradients of {what}")
-        self.sum.known_squares = None
-        if not is_whole:
-            return DONE
-        return all_gather(self.sum.ensure().memory, "reduce", self.group.comm_ctx, what)
 
     # -- the end of a step
 

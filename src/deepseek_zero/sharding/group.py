@@ -101,18 +101,3 @@ def updated_ranges(group: Group) -> Iterator[tuple[int, int]]:
             start = slot.start
         if number + 1 == len(slots) or slots[number + 1].start != slot.stop:
             yield start, slot.stop
-
-
-def complete(full: Tensor, group: Group, slot: Slot, what: str) -> None:
-    """Complete a parameter-sized flat tensor whose owned part each rank has filled in.
-    Collective.
-    """
-    comm = group.comm_ctx.comm
-    if comm.size == 1:
-        return
-    parts = []
-    for rank in range(comm.size):
-        start, stop = group.layout.owned(slot, rank)
-        parts.append(full[start - slot.start : max(start, stop) - slot.start])
-    boxes: list[Tensor | None] = [*parts]
-    comm.exchange([parts[comm.rank]] * comm.size, boxes, "gather", what).wait()

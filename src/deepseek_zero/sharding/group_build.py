@@ -1,4 +1,4 @@
-"""Builds the states of a parameter group, and builds them again in another layout or dtype."""
+"""Builds the states of a parameter group from whole parameters."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..base.device import without_torch_function
 from ..base.memory import trim_heap
 from ..comm.collectives import Comm, scatter
 from ..planner.spec import R
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
-from .buffer import CommContext, FlatBuffer, move
+from .buffer import CommContext, FlatBuffer
 from .group import ParamInfo
-from .main_weight import build_master, weight_shard
+from .main_weight import build_master
 from .param_group import GroupParts, ParamGroup
-from .sharded_parameter import clear_owner, owner_of, set_owner, take_values
+from .sharded_parameter import owner_of, set_owner, take_values
+from .whole_values import restore_params
 
 
 def build_group(
@@ -34,55 +34,11 @@ def build_group(
         ParamInfo(params[slot.name], slot, type(params[slot.name])) for slot in planned.layout.slots
     ]
     group = ParamGroup(members, planned, comm_ctx, parts)
-    _build(group)
+    build_states(group)
     return group
 
 
-def relayout(group: ParamGroup, granularity: str) -> None:
-    """Cut a group anew, keeping the bits of weight and main weight. Collective; gradients are
-    dropped.
-    """
-    full = _whole(group)
-    for member in group.members:
-        member.unshard(full.view(member.slot))
-    group.planned = group.planned.relayout(granularity)
-    group.new_gradient()
-    _build(group)
-
-
-def restore_params(group: ParamGroup) -> None:
-    """Make every member whole and plain again, with the main weight's values (when an engine is
-    destroyed). Collective.
-    """
-    full = _whole(group)
-    for member in group.members:
-        member.unshard(full.view(member.slot).clone())
-        clear_owner(member.param)
-
-
-def promote_to_fp32(group: ParamGroup, what: str) -> None:
-    """Store weight and gradient in fp32 from now on, cut from the main weight. Collective;
-    gradients are dropped.
-    """
-    if group.master is None or group.plan.weight.dtype == torch.float32:
-        return
-    values = group.master.values()
-    group.planned = group.planned.promoted()
-    _store_anew(group, values, what)
-
-
-def demote(group: ParamGroup, what: str) -> None:
-    """Store weight and gradient again as before `promote_to_fp32`, cut from the main weight.
-    Collective; gradients are dropped.
-    """
-    if group.master is None or group.planned.low is None:
-        return
-    values = group.master.values()
-    group.planned = group.planned.demoted()
-    _store_anew(group, values, what)
-
-
-def _build(group: ParamGroup) -> None:
+def build_states(group: ParamGroup) -> None:
     """Lay the members out as planned, take rank 0's values, and shard every parameter.
     Collective.
     """
@@ -90,7 +46,7 @@ def _build(group: ParamGroup) -> None:
         replace(member, slot=slot)
         for member, slot in zip(group.members, group.layout.slots, strict=True)
     ]
-    _set_placeholders(group.members, group.placeholder)
+    set_placeholders(group.members, group.placeholder)
     comm = group.comm_ctx.comm
     plan = group.plan
     name = group.members[0].name
@@ -102,7 +58,7 @@ def _build(group: ParamGroup) -> None:
         own = full.shard(comm.rank) if group.is_sharded else full.memory
         group.gradient.reduction.copy_from_first(own, f"replicas of {name}")
         del own  # the pool never lends a buffer that is still viewed
-    _allocate_weight(group, name)
+    allocate_weight(group, name)
     with group.weight.writing(0, group.weight.numel) as own:
         values = full.memory if plan.weight.placement is R else full.shard(comm.rank)
         cast_master(values, own)
@@ -142,7 +98,7 @@ def _packed(group: ParamGroup, dtype: torch.dtype) -> Tensor:
     return flat
 
 
-def _set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
+def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
     """Expand the placeholder to each member's shape: the data of a sharded parameter."""
     for member in members:
         member.placeholder = placeholder.expand(member.slot.shape)
@@ -158,42 +114,9 @@ def _broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: 
         comm.all_gather(full.memory, "gather", what).wait()
 
 
-def _allocate_weight(group: ParamGroup, name: str) -> None:
+def allocate_weight(group: ParamGroup, name: str) -> None:
     """Allocate the weight. Collective."""
     what = f"the weights of {name}"
     group.weight_gather = group.parts.weight_gather(group, what)
     group.weight = group.weight_gather.allocate(what)
     group.weight.guard = group.guard
-
-
-def _whole(group: ParamGroup) -> FlatBuffer:
-    """Return all values of the main weight, or of the weight if there is none. Collective."""
-    source = group.master.values() if group.master is not None else group.weight
-    device = group.comm_ctx.pool.device
-    memory = torch.empty(group.layout.padded_numel, dtype=source.spec.dtype, device=device)
-    full = FlatBuffer(group.layout, source.spec.gathered(), memory)
-    move(source, full, group.comm_ctx, group.members[0].name).wait()
-    return full
-
-
-def _store_anew(group: ParamGroup, values: FlatBuffer, what: str) -> None:
-    """Store a weight of these values of the main weight as it is planned now. Collective."""
-    assert group.master is not None
-    _allocate_weight(group, what)
-    if group.plan.master_is_split:
-        group.master = build_master(group.weight, group.plan, group.comm_ctx)
-        assert group.master is not None
-        group.master.write_consuming(0, values.memory.numel(), values.memory)
-    else:
-        values.guard = group.guard
-        beneath = None
-        if not group.plan.weight_is_independent:
-            beneath = weight_shard(group.weight, group.plan, group.master.rank)
-        group.master = replace(group.master, buffer=values, weight=beneath, is_split=False)
-        group.master.copy_to_weight(0, values.memory.numel())
-    group.placeholder = group.placeholder.to(group.plan.weight.dtype)
-    _set_placeholders(group.members, group.placeholder)
-    group.new_gradient()
-    with without_torch_function():
-        group.show_own()
-    group.refresh(what).wait()

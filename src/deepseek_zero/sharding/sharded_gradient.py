@@ -45,7 +45,7 @@ class Part:
 
 
 class ShownGradients(Protocol):
-    """The gradients of a parameter group, as the handles of them see it (`GradView`)."""
+    """The gradients of a parameter group, as their handles use them (`GradEdits`)."""
 
     def shown_part(self, param: nn.Parameter) -> Part:
         """Return this rank's part as it is now; AtRestError if the gradient is over."""
@@ -161,7 +161,7 @@ def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, ShownGradients, Part]
             "Each rank held only its slice of it.",
             "take `grad.full_tensor()` while the engine is there.",
         )
-    gradients: ShownGradients = owner.grad_view
+    gradients: ShownGradients = owner.grad_view.edits
     return param, gradients, gradients.shown_part(param) if own is None else own
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..comm.pending import Pending
 from ..planner.units import UnitPlan
 from .group import ParamInfo
-from .group_build import demote, promote_to_fp32
+from .group_rebuild import demote, promote_to_fp32
 from .param_group import ParamGroup
 
 

@@ -286,7 +286,7 @@ def test_an_edit_changes_what_the_step_uses_and_each_slice_is_its_owners(
         params[1].grad = torch.full(SHAPES["b"], 1.0 + rank.index)
         group.grad_view.take_assigned()
         assert gradient.is_edited
-        gradient.equalise("it").wait()
+        group.grad_view.edits.equalise("it").wait()
         found, layout = whole(group), group.layout
         assert torch.equal(
             found["a"], 0.5 * plain_sum([summand(r, 0, "a") for r in range(size)], torch.float32)

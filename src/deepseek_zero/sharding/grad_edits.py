@@ -1,0 +1,216 @@
+"""How a program reads and changes the gradients of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..base.device import without_torch_function
+from ..base.errors import AtRestError, UsageError
+from ..comm.pending import DONE, Pending
+from .buffer import all_gather
+from .grad_sum import GradState
+from .gradient import Gradient
+from .sharded_gradient import Part, ShardedGradient, own_part_of
+from .whole_values import complete
+
+
+class GradEdits:
+    """Reads and changes the gradients of one group for a program.
+
+    Handles call these methods (`ShownGradients` in sharded_gradient.py). Indices are those of the
+    group's members.
+
+    Attributes:
+        handles: The tensors that `.grad` shows, one for each member; empty before the first time.
+    """
+
+    def __init__(self, gradient: Gradient, handles: Sequence[ShardedGradient]) -> None:
+        self.gradient = gradient
+        self.group = gradient.group
+        self.handles = handles
+
+    def part_of(self, number: int) -> Part:
+        """Return a member's gradient on this rank, to be changed; zeros if there is none yet.
+
+        Between the micro-batches of a step it is this rank's own sum if that is still to be
+        reduced.
+        """
+        summand = self.gradient.summand
+        if summand.buffer is not None and summand.buffer is self.gradient.sum.buffer:
+            return Part(summand.values(number), 0, is_whole=True)
+        self._ensure_sum()
+        slot = self.group.members[number].slot
+        values = self.gradient.sum.own_part(slot)
+        if self.group.plan.sums_to_all:
+            return Part(values, 0, is_whole=True)
+        low = self.group.layout.owned(slot, self.group.comm_ctx.comm.rank)[0] - slot.start
+        return Part(values, low, is_whole=False)
+
+    def remove(self, number: int) -> None:
+        """Set a member's gradient to None, so that the member is not updated. Local."""
+        total = self.gradient.sum
+        if total.absent is not None and number not in total.absent:
+            self.part_of(number).values.zero_()
+            total.changed(number)
+            total.absent.add(number)
+
+    def assign(self, number: int, value: Tensor) -> None:
+        """Set a member's gradient.
+
+        Args:
+            number: The index of the member.
+            value: A whole tensor, of which each rank takes its part, or the member's own handle.
+
+        Raises:
+            UsageError: The value is another parameter's handle, or has another size.
+        """
+        part = self.part_of(number)
+        member = self.group.members[number]
+        if isinstance(value, ShardedGradient):
+            theirs, own = own_part_of(value)
+            if theirs is not member.param:
+                raise UsageError(
+                    f"the gradient of '{member.name}' was set to the sharded gradient of another "
+                    "parameter.",
+                    "Ranks hold different elements of the two.",
+                    "assign a whole tensor: `other.grad.full_tensor()`, taken on all ranks.",
+                )
+            mine = self.shown_part(member.param).values if own is None else own.values
+        else:
+            flat = (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
+            mine = flat[part.start : part.start + part.values.numel()]
+        self.assign_shard(number, mine)
+
+    def assign_shard(self, number: int, mine: Tensor) -> None:
+        """Set this rank's part of a member's gradient, flat."""
+        gradient = self.gradient
+        part = self.part_of(number)
+        name = self.group.members[number].name
+        if mine.numel() != part.values.numel():
+            raise UsageError(
+                f"the gradient of '{name}' was set to one of {mine.numel()} elements where "
+                f"{part.values.numel()} are held.",
+                "It was calculated before the ranks' gradients were added up.",
+                "assign to `.grad` what is calculated from it after the same backward.",
+            )
+        self._refuse_partial_sum(name)
+        part.values.copy_(mine)
+        gradient.sum.changed(number)
+        gradient.is_edited = True
+        if gradient.sum.absent is not None:
+            gradient.sum.absent.discard(number)
+        if self.gradient.is_shown:
+            with without_torch_function():
+                self.group.members[number].param.grad = self.handles[number]
+
+    def shown_part(self, param: nn.Parameter) -> Part:
+        """Return this rank's part of the gradient that a handle shows.
+
+        Raises:
+            AtRestError: A step has used the gradient, or the next backward has begun.
+        """
+        number = self.group.index[id(param)]
+        if not self.gradient.is_shown:
+            raise AtRestError(
+                f"the gradient of '{self.group.members[number].name}' is over.",
+                "It was seen before, and a step has used it or the next backward has begun.",
+                "take `param.grad` anew after each backward; keep a copy with `grad.clone()`.",
+            )
+        return self.part_of(number)
+
+    def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
+        """Return the elements of the weight at the places of a part."""
+        slot = self.group.members[self.group.index[id(param)]].slot
+        start, _, place = self.group.weight.local_range(slot, self.group.comm_ctx.comm.rank)
+        low = place + part.start - start
+        return self.group.weight.write(low, low + part.values.numel())
+
+    def edited(self, param: nn.Parameter, *, alike: bool) -> None:
+        """Note that a handle's part was changed in place.
+
+        Args:
+            param: The parameter.
+            alike: The change is the same on all ranks.
+        """
+        number = self.group.index[id(param)]
+        self._refuse_partial_sum(self.group.members[number].name)
+        self.gradient.sum.changed(number)
+        if not alike:
+            self.gradient.is_edited = True
+
+    def norm(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
+        """Return the norm of a member's gradient. Collective unless the part is whole."""
+        own = part.values.double().abs()
+        mine, together = norm_summand(own, order)
+        if not part.is_whole:
+            name = self.group.members[self.group.index[id(param)]].name
+            comm = self.group.comm_ctx.comm
+            rows = comm.all_gather_rows(mine.cpu().reshape(1), f"norm of {name}")
+            mine = together(rows)
+        if order not in (0.0, float("inf"), -float("inf")):
+            mine = mine.pow(1.0 / order)
+        return mine.to(own.device, torch.float32)
+
+    def whole(self, param: nn.Parameter, part: Part) -> Tensor:
+        """Return all elements of a part, in the parameter's shape. Collective unless the part is
+        whole.
+        """
+        slot = self.group.members[self.group.index[id(param)]].slot
+        device = self.group.comm_ctx.pool.device
+        full = torch.empty(slot.numel, dtype=part.values.dtype, device=device)
+        full[part.start : part.start + part.values.numel()].copy_(part.values)
+        if not part.is_whole:
+            complete(full, self.group, slot, f"gradient of {slot.name}")
+        return full.view(slot.shape)
+
+    def equalise(self, what: str) -> Pending:
+        """Make the copies of a changed gradient equal that several ranks hold. Collective."""
+        is_whole = self.group.plan.sums_to_all
+        if self.gradient.reduction.sums_all and not is_whole:
+            return DONE
+        self._ensure_sum()
+        self.gradient.reduction.copy_from_first(
+            self.gradient.sum.own(), f"changed gradients of {what}"
+        )
+        self.gradient.sum.known_squares = None
+        if not is_whole:
+            return DONE
+        return all_gather(self.gradient.sum.ensure().memory, "reduce", self.group.comm_ctx, what)
+
+    def _ensure_sum(self) -> None:
+        """Make a reduced gradient, of zeros, if no backward has made one."""
+        self.gradient.flush_held()
+        if not self.gradient.sum.is_full:
+            self.gradient.sum.own().zero_()
+            self.gradient.sum.enter(GradState.REDUCED)
+            self.gradient.sum.known_squares = None
+
+    def _refuse_partial_sum(self, name: str) -> None:
+        """Raise `UsageError` while only some ranks' gradients are summed: a change would be added
+        once for each of these sums.
+        """
+        if self.gradient.sum.state is GradState.PARTIAL:
+            raise UsageError(
+                f"the gradient of '{name}' was changed between the micro-batches of a step, on a "
+                "mesh with replicas.",
+                "Until the last backward of a step each replica has its own sum, to which a change "
+                "would be added.",
+                "change `.grad` after the last backward of the step.",
+            )
+
+
+def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return one rank's summand of a norm, and the function that combines the ranks' summands.
+
+    Args:
+        own: The absolute values of this rank's elements, in float64.
+        order: The order of the norm.
+    """
+    if order == float("inf"):
+        return own.max() if own.numel() else own.new_zeros(()), torch.max
+    if order == -float("inf"):
+        return own.min() if own.numel() else own.new_full((), float("inf")), torch.min
+    return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
