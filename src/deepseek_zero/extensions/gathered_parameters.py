@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..base.device import version_of, without_torch_function
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, propagate_errors, scatter
-from ..planner.spec import S
+from ..planner.spec import R, S
 from ..planner.split import Split
 from ..sharding.buffer import FlatBuffer, move
 from ..sharding.param_group import ParamGroup
@@ -207,7 +207,7 @@ class GatheredParameters:
                 f"changed {group.members[0].name}",
                 self.modifier_rank,
             )
-            group.set_full_values(copy)
+            set_full_values(group, copy)
 
     def _refuse_changes(self) -> None:
         held = zip(self.groups, self._copies, self._marks, strict=True)
@@ -294,3 +294,31 @@ def member_names(group: ParamGroup) -> str:
     """Return the names of a group's first parameters, for messages."""
     names = [member.name for member in group.members]
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def set_full_values(group: ParamGroup, full: Tensor) -> None:
+    """Write new values of a whole group into this rank's part of its weight and main weight. Local.
+
+    Unchanged elements of the main weight keep their bits.
+
+    Args:
+        group: The group.
+        full: The values, flat, in the dtype of the weight.
+    """
+    group.guard.before_write()
+    group.weight_gather.changed()
+    rank = group.comm_ctx.comm.rank
+    low, high = group.layout.bounds(rank)
+    old = group.weight.shard(rank)
+    mine = full[low:high].to(old.device)
+    master = group.master
+    if master is not None and not group.plan.master_is_weight:
+        is_whole = master.placement is R
+        before = group.weight.memory if is_whole else old
+        after = full if is_whole else mine
+        master.take_changed(before != after, after)
+    if group.is_sharded:
+        with group.weight.writing(0, mine.numel()) as weight:
+            weight.copy_(mine)
+    elif full.data_ptr() != group.weight.memory.data_ptr():
+        group.weight.write(0, full.numel()).copy_(full)

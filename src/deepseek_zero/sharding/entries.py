@@ -12,7 +12,6 @@ A node belongs to the forward during which autograd numbered it.  Numbers count 
 from __future__ import annotations
 
 import threading
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -162,13 +161,3 @@ class _ScaleEdges:
             if grad is not None and factor is not None and factor != 1.0:
                 grads[place] = grad * factor
         return tuple(grads)
-
-
-def factor_from(reference: weakref.ref[Any]) -> Factor:
-    """Return the `at_output` of a `LossFactor` as a function that holds it weakly."""
-
-    def factor() -> float | None:
-        owner = reference()
-        return None if owner is None else owner.at_output()
-
-    return factor

@@ -10,12 +10,18 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..base.device import ends_recomputation, in_torch_func, next_node_number, outside_torch_func
+from ..base.device import (
+    ends_recomputation,
+    in_torch_func,
+    next_node_number,
+    outside_torch_func,
+)
 from ..base.errors import NotBuiltError
 from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, tensors_in
 from ..precision.policy import Policy
 from .backward import Backward
+from .group import frozen_or_unfrozen
 from .hooks import weak_hook
 from .model_changes import Structure
 from .param_group import ParamGroup
@@ -156,7 +162,8 @@ class Forward:
         walk = self.executor.schedule.inference
         if torch.is_grad_enabled():
             self.loss_factor.forward_begins()
-            follow_requires_grad(self.model)
+            if frozen_or_unfrozen(self.model.groups):
+                follow_requires_grad(self.model)
             walk = self.executor.schedule.forward
         self.executor.gathers.begin(walk)
 

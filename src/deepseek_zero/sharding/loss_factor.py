@@ -38,7 +38,7 @@ from ..base.errors import UsageError
 from ..base.nested import map_inputs, map_tensors, tensors_in
 from ..precision.loss_scale import LossScaler
 from ..precision.policy import LOW_PRECISION
-from .entries import Factor, factor_from, record_forward, scale_entries
+from .entries import Factor, record_forward, scale_entries
 from .hooks import Hook, weak_hook
 from .param_group import ParamGroup
 from .sharded_parameter import owner_of
@@ -104,7 +104,7 @@ class LossFactor:
         )
         self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
         self.is_carried = False  # gradients that come in have the factor (`carried`)
-        self.at_entry = factor_from(weakref.ref(self))
+        self.at_entry = _factor_from(weakref.ref(self))
         _FACTORS.add(self)
         self._watch_backwards()
 
@@ -331,4 +331,14 @@ def factor_of_leaf(leaf: Tensor) -> Factor | None:
     if runtime is None or runtime.step.active:
         return None
     factor: Factor = runtime.loss_factor.at_entry
+    return factor
+
+
+def _factor_from(reference: weakref.ref[Any]) -> Factor:
+    """Return the `at_output` of a `LossFactor` as a function that holds it weakly."""
+
+    def factor() -> float | None:
+        owner = reference()
+        return None if owner is None else owner.at_output()
+
     return factor

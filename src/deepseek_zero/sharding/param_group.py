@@ -280,27 +280,6 @@ class ParamGroup:
         """Return this rank's slice of the weight, flat."""
         return self.weight.shard(self.comm_ctx.comm.rank)
 
-    def set_full_values(self, full: Tensor) -> None:
-        """Write new whole values (flat, weight's dtype) into this rank's part of weight and master;
-        unchanged elements of the master keep their bits.
-        """
-        self.guard.before_write()
-        self.weight_gather.changed()
-        rank = self.comm_ctx.comm.rank
-        low, high = self.layout.bounds(rank)
-        old = self.weight.shard(rank)
-        mine = full[low:high].to(old.device)
-        if self.master is not None and not self.plan.master_is_weight:
-            whole = self.master.placement is R
-            before = self.weight.memory if whole else old
-            after = full if whole else mine
-            self.master.take_changed(before != after, after)
-        if self.is_sharded:
-            with self.weight.writing(0, mine.numel()) as weight:
-                weight.copy_(mine)
-        elif full.data_ptr() != self.weight.memory.data_ptr():
-            self.weight.write(0, full.numel()).copy_(full)
-
     def refuse_offloaded_weight(self) -> None:
         """Raise `UsageError` if `engine.offload_states` has moved the weight away."""
         if isinstance(self.weight.guard, OffloadedGuard):

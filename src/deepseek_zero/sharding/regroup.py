@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 
-from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from ..comm.agreement import agree
 from ..comm.collectives import Comm, propagate_errors
@@ -24,7 +23,7 @@ from ..planner.plan_settings import PlanSettings
 from ..planner.units import plan_group
 from .buffer import CommContext
 from .executor import Executor
-from .group import ParamInfo
+from .group import ParamInfo, frozen_or_unfrozen
 from .group_build import build_group
 from .group_rebuild import promote_to_fp32
 from .param_group import ParamGroup
@@ -54,27 +53,16 @@ class Regrouped(Protocol):
     def replan(self) -> None: ...
 
 
-def _changed_among(groups: Sequence[ParamGroup]) -> list[ParamInfo]:
-    """Return the members whose `requires_grad` is not what it was when all ranks compared it
-    last.
-    """
-    with without_torch_function():
-        return [
-            member
-            for group in groups
-            for member in group.members
-            if member.param.requires_grad is member.is_frozen
-        ]
-
-
 def follow_requires_grad(runtime: Regrouped) -> None:
-    """Let the groups of a model follow `requires_grad`.  Collective if it changed; no forward is
-    under way.
+    """Let the groups of a model follow `requires_grad`. No forward may be under way.
 
     Raises:
-        UsageError: A parameter without a place for its gradient was unfrozen within a step.
+        UsageError: A parameter without memory for its gradient was unfrozen within a step.
+
+    Note:
+        Collective if a parameter was frozen or unfrozen: every rank must call it.
     """
-    changed = _changed_among(runtime.groups)
+    changed = frozen_or_unfrozen(runtime.groups)
     if not changed:
         return
     if not runtime.step.is_between_steps:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepseek_zero.extensions.gathered_parameters import set_full_values
 from deepseek_zero.planner.spec import R, S
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.sharding.buffer import FlatBuffer, move
@@ -154,7 +155,7 @@ def test_new_whole_values_reach_weight_and_master(policy: Policy, stage: int, si
         group.reshard()
         slot = group.layout.slots[1]
         whole[slot.start : slot.stop] = 77.0
-        group.set_full_values(whole)
+        set_full_values(group, whole)
         expected = torch.cat(
             [
                 torch.full((1999,), 77.0) if name == "b" else FIRST[name].reshape(-1)
