@@ -10,19 +10,21 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ..base.device import without_torch_function
-from ..base.errors import brief
+from ..base.errors import UsageError, brief
 from ..base.log import logger
 from ..base.memory import trim_heap
 from ..optim.sharded import ShardedOptimizer
 from ..report.measure import moments_of
-from ..sharding.buffer import FlatBuffer, OffloadedGuard, StateGuard, refuse_offloaded_state
+from ..sharding.buffer import FlatBuffer
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
+from ..sharding.state_guard import StateGuard
 from ..tiers.parked import ParkedStorages
 
 OPTIM_STATES = "optim_states"
@@ -242,3 +244,24 @@ def _in_memory(buffer: FlatBuffer) -> list[Tensor]:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+class OffloadedGuard(StateGuard):
+    """The guard of a state that is moved away: every access raises."""
+
+    is_offloaded = True
+
+    def before_read(self) -> None:
+        refuse_offloaded_state()
+
+    def before_write(self) -> None:
+        refuse_offloaded_state()
+
+
+def refuse_offloaded_state() -> NoReturn:
+    """Raise the error for the use of a state that is moved away."""
+    raise UsageError(
+        "a state is used that engine.offload_states() has moved away.",
+        "Its memory was returned.",
+        "call engine.reload_states() on all ranks before the next forward, step, save or load.",
+    )

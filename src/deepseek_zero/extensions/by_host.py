@@ -19,7 +19,8 @@ from ..comm.pending import Pending
 from ..comm.transports.base import Use
 from ..planner.messages import message_rooms
 from ..precision.codecs import Blocks
-from ..sharding.buffer import CommContext, Message, MessageRoom, Route, boxes_in
+from ..sharding.buffer import CommContext, MessageRoom, Route, boxes_in
+from ..sharding.message import Message
 
 
 class TwoHops(Route):
@@ -117,9 +118,13 @@ class TwoHopRoom(MessageRoom):
         wire = self.arriving.wire
         sent = inboxes.pop(0) if isinstance(wire, Blocks) else sums
         near_inbox = None if near.reads_in_place else inboxes.pop(0)
-        near_boxes = boxes_in(near_inbox, near, length, across.size)
+        near_boxes = [boxes_in(None, near, length)] * across.size
+        if near_inbox is not None:
+            numel_of_host = (near.size - 1) * length
+            inboxes_of_hosts = torch.split(near_inbox[: across.size * numel_of_host], numel_of_host)
+            near_boxes = [boxes_in(each, near, length) for each in inboxes_of_hosts]
         far_length = wire.length(numel)
-        (far_boxes,) = boxes_in(inboxes[0] if inboxes else None, across, far_length)
+        far_boxes = boxes_in(inboxes[0] if inboxes else None, across, far_length)
         # Ranks that read in place may still read the previous range
         across.wait_until_read(sent)
         of_hosts = torch.split(sums[: across.size * numel], numel)

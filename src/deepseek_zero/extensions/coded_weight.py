@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..comm.pending import Pending
 from ..precision.codecs import Blocks, work_room
-from ..sharding.buffer import FlatBuffer, Message, gather_message
+from ..sharding.buffer import FlatBuffer, gather_message
+from ..sharding.coded_message import CodedMessage
 from ..sharding.weight_gather import WeightGather
 from ..tiers.tier import Storage
 
@@ -95,9 +96,9 @@ class CodedWeight(WeightGather):
         comm = comm_ctx.comm
         codes = self.group.weight.memory
         if comm.size == 1:
-            message = Message(self._codec, codes, comm_ctx.pool, is_lent=False)
+            message = CodedMessage(self._codec, codes, comm_ctx.pool)
         else:
-            message = Message.of(whole, self._codec, comm_ctx.pool)
+            message = CodedMessage.of(whole.memory, self._codec, comm_ctx.pool)
             numel = self.group.layout.slice_numel
             message.piece(comm.rank * numel, (comm.rank + 1) * numel).copy_(codes)
         return gather_message(message, whole, comm_ctx, what)

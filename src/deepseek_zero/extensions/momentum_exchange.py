@@ -21,7 +21,7 @@ from ..planner.extras import with_momenta_exchanged
 from ..planner.spec import ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.codecs import Signs
-from ..sharding.buffer import CommContext, FlatBuffer, boxes_in, lend_scratch
+from ..sharding.buffer import CommContext, FlatBuffer, boxes_in
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.group import Group
 from ..sharding.param_group import ParamGroup
@@ -113,9 +113,9 @@ class Momentum:
         length = self._length
         sent = pool.take(comm.size * length, SIGNS.dtype)
         room = None if comm.reads_in_place else pool.take((comm.size - 1) * length, SIGNS.dtype)
-        (boxes,) = boxes_in(room, comm, length)
+        boxes = boxes_in(room, comm, length)
         pieces = sent.split(length)
-        scratch = lend_scratch(pool)
+        scratch = pool.take_scratch()
         # The weight of this rank's gradient in its new momentum; the mean divides by `comm.size`
         weight = (1 - self.beta1) * comm.size / self.comm_ctx.divisor / loss_scale
         for rank in range(comm.size):
@@ -130,7 +130,7 @@ class Momentum:
         pool.give(scratch)
 
         def add_mean(received: Sequence[Tensor]) -> None:
-            working = lend_scratch(pool)
+            working = pool.take_scratch()
             ordered_sum(
                 received,
                 self.server,
@@ -200,7 +200,7 @@ class Momentum:
     def _send_mean(self, message: Tensor, what: str) -> None:
         """Send the signs of this rank's means to all ranks, and wait for theirs."""
         comm = self.comm_ctx.comm
-        scratch = lend_scratch(self.comm_ctx.pool)
+        scratch = self.comm_ctx.pool.take_scratch()
         self._clear_padding(self.server, comm.rank)
         self._sign(self.server, self._piece(message, comm.rank), comm.rank, scratch)
         self.comm_ctx.pool.give(scratch)

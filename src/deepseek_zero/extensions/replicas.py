@@ -11,8 +11,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..comm.collectives import scatter
-from ..comm.pending import Pending
-from ..sharding.buffer import FlatBuffer, all_gather, all_reduce, move
+from ..comm.pending import DONE, Pending
+from ..planner.layout import FlatLayout
+from ..planner.spec import P, R, Spec
+from ..sharding.buffer import CommContext, FlatBuffer, all_gather, move
 from ..sharding.grad_reduction import GradReduction, own_slice
 from ..sharding.group import Group
 
@@ -53,3 +55,38 @@ class SumOverReplicas(GradReduction):
     def copy_from_first(self, values: Tensor, what: str) -> None:
         comm = self.outer.comm
         scatter(comm, [values] * comm.size, values, what)
+
+
+def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
+    """Replace flat values by their sum over the ranks, in fp32 in rank order, rounded once.
+
+    Args:
+        values: One-dimensional, of one length on every rank, on any device. It may be neither read
+            nor written before `wait()`.
+        comm_ctx: The ranks.
+        what: The name of the values, for messages.
+
+    Note:
+        Collective: every rank must call it.
+    """
+    comm = comm_ctx.comm
+    pool = comm_ctx.pool
+    if comm.size == 1 or not values.numel():
+        return DONE
+    numel = -(-values.numel() // comm.size) * comm.size
+    lent = None
+    if numel != values.numel() or values.device != pool.device:
+        lent = pool.take(numel, values.dtype)
+        lent[: values.numel()].copy_(values)
+        lent[values.numel() :].zero_()
+    layout = FlatLayout((), numel // comm.size, comm.size)
+    travels = values if lent is None else lent
+    partial = FlatBuffer(layout, Spec(P, values.dtype), travels)
+    pending = move(partial, FlatBuffer(layout, Spec(R, values.dtype), travels), comm_ctx, what)
+
+    def put_back() -> None:
+        if lent is not None:
+            values.copy_(lent[: values.numel()])
+            pool.give(lent)
+
+    return pending.then(put_back)

@@ -42,9 +42,9 @@ from ..optim.updater import (
     hypers_of,
 )
 from ..precision.loss_scale import LossScaler
-from ..sharding.buffer import has_pages_to_return
 from ..sharding.grad_norm import squares_of
 from ..sharding.param_group import ParamGroup
+from ..sharding.pool import has_pages_to_return
 from ..sharding.runtime import Runtime
 from ..sharding.step_state import Phase
 from ..sharding.unit import Unit

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..comm.pending import DONE, Pending
 from ..planner.layout import Slot
 from ..precision.policy import cast_master
-from ..sharding.buffer import CommContext, FlatBuffer, Message, all_gather
+from ..sharding.buffer import CommContext, FlatBuffer, all_gather
+from ..sharding.coded_message import CodedMessage
 from ..sharding.group import Group
 from ..sharding.weight_gather import WeightGather
 
@@ -80,7 +81,8 @@ def send_differences(
     numel = target.layout.slice_numel
     if not numel:
         return DONE
-    message = Message.of(target, target.spec.wire, pool)
+    assert target.spec.wire is not None
+    message = CodedMessage.of(target.memory, target.spec.wire, pool)
     lacking = pool.take(numel, torch.float32)
     lacking.copy_(source.read(0, numel)).sub_(target.shard(comm.rank))
     message.encode(lacking, comm.rank * numel)

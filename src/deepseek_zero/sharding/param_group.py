@@ -23,14 +23,7 @@ from ..planner.spec import R, S, ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
 from ..tiers.tier import Storage
-from .buffer import (
-    CommContext,
-    FlatBuffer,
-    OffloadedGuard,
-    PendingUpdate,
-    Route,
-    StateGuard,
-)
+from .buffer import CommContext, FlatBuffer, Route
 from .grad_reduction import GradReduction
 from .grad_sum import GradSum
 from .grad_view import GradView
@@ -38,6 +31,7 @@ from .gradient import Gradient
 from .group import Group, ParamInfo
 from .main_weight import MasterWeight
 from .model_changes import error_of_lost_values
+from .state_guard import PendingUpdate, StateGuard
 from .weight_gather import WeightGather
 
 
@@ -282,7 +276,7 @@ class ParamGroup:
 
     def refuse_offloaded_weight(self) -> None:
         """Raise `UsageError` if `engine.offload_states` has moved the weight away."""
-        if isinstance(self.weight.guard, OffloadedGuard):
+        if self.weight.guard.is_offloaded:
             self.weight.guard.before_read()
 
     # -- what handles ask (sharding/sharded_parameter.py, Owner)

@@ -21,10 +21,11 @@ from ..planner.pool_estimate import scratch_numel
 from ..planner.row_of_group import predivide_of
 from ..planner.units import GroupKey
 from ..tiers.tier import Tiers
-from .buffer import CommContext, Pool
+from .buffer import CommContext
 from .grad_reduction import GradReduction
 from .group_build import build_group
 from .param_group import GroupParts, ParamGroup
+from .pool import Pool
 from .rules import ModelRules
 from .runtime import Runtime
 from .unit import Unit

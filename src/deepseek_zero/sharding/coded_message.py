@@ -1,0 +1,124 @@
+"""Messages of a flat buffer in another encoding than its own; codecs on the wire are used here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ..comm.collectives import ordered_sum
+from ..planner.layout import BLOCK
+from ..planner.messages import hop_wires
+from ..precision.codecs import Blocks, Cast, Codec, LeftOut
+from .message import Message
+from .pool import Pool
+
+
+@dataclass(frozen=True)
+class CodedMessage(Message):
+    """The codes of a flat buffer, in lent memory.
+
+    The slice of a rank is one message, or several if it is cut.
+
+    Attributes:
+        errors: The errors of earlier codes, which are added to the next elements; None: they are
+            lost.
+    """
+
+    errors: LeftOut | None = None
+
+    @classmethod
+    def of(cls, values: Tensor, wire: Codec, pool: Pool) -> CodedMessage:
+        """Return the message of a whole buffer, with nothing written yet.
+
+        Args:
+            values: The elements of the buffer, flat, padding included.
+            wire: The codec. With the dtype of the elements they are sent from where they are.
+            pool: Lends the memory.
+        """
+        if wire == Cast(values.dtype):
+            return cls(wire, values, pool)
+        codes = pool.take(wire.length(values.numel()), wire.dtype)
+        return cls(wire, codes, pool, is_lent=True)
+
+    def encode(self, values: Tensor, low: int) -> None:
+        """Write elements from the flat index `low` on. Local."""
+        self.write(values, self.piece(low, low + values.numel()), low)
+
+    def write(self, values: Tensor, piece: Tensor, place: int) -> None:
+        scratch = self.pool.take_scratch()
+        if self.errors is None:
+            self.wire.encode(values, piece, scratch)
+        else:
+            self.errors.encode(self.wire, values, piece, place, scratch)
+        self.pool.give(scratch)
+
+    def decode(self, low: int, out: Tensor) -> None:
+        """Write the elements from the flat index `low` on to `out`. Local."""
+        scratch = self.pool.take_scratch()
+        self.wire.decode(self.piece(low, low + out.numel()), 0, out.numel(), out, scratch)
+        self.pool.give(scratch)
+
+    def decode_slices(self, slices: Sequence[Tensor]) -> None:
+        """Write all elements to the slices of the ranks, and return the lent memory. Local.
+
+        This rank's slice is decoded too, so that all ranks compute with the same bits.
+        """
+        low = 0
+        for values in slices:
+            self.decode(low, values)
+            low += values.numel()
+        self.arrived()
+
+    def add(self, low: int, out: Tensor) -> None:
+        """Add the elements from the flat index `low` on to `out`, in fp32, rounded once. Local."""
+        scratch = self.pool.take_scratch()
+        piece = self.piece(low, low + out.numel())
+        half = scratch.numel() // 2
+        for start in range(0, out.numel(), half):
+            stop = min(start + half, out.numel())
+            self.wire.decode(piece, start, stop, scratch[: stop - start], scratch[half:])
+            # No name may keep a view of lent memory
+            out[start:stop].copy_(scratch[: stop - start].add_(out[start:stop]))
+        self.pool.give(scratch)
+
+    def sum(self, received: Sequence[Tensor], into: Tensor, *, divisor: float, add: bool) -> None:
+        wire = self.wire
+        if not isinstance(wire, Blocks):
+            super().sum(received, into, divisor=divisor, add=add)
+            return
+        scratch = self.pool.take_scratch()
+        end = 2 * (int(scratch.numel() / (2 + wire.decode_scratch)) // BLOCK * BLOCK)
+
+        def decode(piece: Tensor, start: int, stop: int, out: Tensor) -> None:
+            wire.decode(piece, start, stop, out, scratch[end:])
+
+        ordered_sum(received, into, scratch[:end], divisor=divisor, add=add, decode=decode)
+        self.pool.give(scratch)
+
+
+def summand_messages(
+    values: Tensor,
+    wire: Codec,
+    near: int,
+    wire_inside: Codec | None,
+    errors: LeftOut | None,
+    pool: Pool,
+) -> tuple[CodedMessage, CodedMessage]:
+    """Return the message that a rank sends first, and the message that it receives last.
+
+    They are one object if messages travel directly.
+
+    Args:
+        values: The summand of this rank, flat, padding included.
+        wire: The codec of the plan.
+        near: The number of ranks whose summands are added up first (`Route.near`).
+        wire_inside: The codec among these ranks; None for that of the plan.
+        errors: The errors of earlier codes, to be added; None without any.
+        pool: Lends the memory.
+    """
+    first, last = hop_wires(wire, values.dtype, near, wire_inside)
+    message = CodedMessage.of(values, first, pool)
+    arriving = replace(message, wire=last, errors=errors)
+    return (arriving, arriving) if near == 1 else (message, arriving)
