@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import deepseek_zero as dz
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.extensions.param_states import full_master
-from deepseek_zero.sharding.whole_values import restore_params
+from deepseek_zero.sharding.group_build import restore_params
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,

@@ -14,7 +14,7 @@ from ..base.mesh import Mesh
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan_settings import PlanSettings
 from ..precision.loss_scale import LossScaleSettings
-from ..sharding.rules import ModelRules
+from ..sharding.model_changes import ModelRules
 from .data import ShardedLoader
 from .engine import Engine, Parts
 from .request import Request

@@ -43,11 +43,10 @@ from ..comm.context import Partition
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_message import Fields, StepMessage
 from ..planner.spec import Placement
-from ..sharding.buffer import FlatBuffer
+from ..sharding.buffer import FlatBuffer, StateGuard
 from ..sharding.main_weight import is_exposed
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
-from ..sharding.state_guard import StateGuard
 from ..sharding.unit import Unit
 from .settings import IntegritySettings
 

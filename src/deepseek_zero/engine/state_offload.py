@@ -21,10 +21,9 @@ from ..base.log import logger
 from ..base.memory import trim_heap
 from ..optim.sharded import ShardedOptimizer
 from ..report.measure import moments_of
-from ..sharding.buffer import FlatBuffer
+from ..sharding.buffer import FlatBuffer, StateGuard
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
-from ..sharding.state_guard import StateGuard
 from ..tiers.parked import ParkedStorages
 
 OPTIM_STATES = "optim_states"

@@ -19,9 +19,9 @@ from ..planner.layout import Slot
 from ..planner.spec import R, S
 from ..precision.policy import cast_master
 from ..sharding.buffer import FlatBuffer
+from ..sharding.grad_edits import complete
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
-from ..sharding.whole_values import complete
 from .gathered_parameters import gather_full
 
 

@@ -6,13 +6,15 @@ A `FlatBuffer` has a layout, a spec and memory. `move` follows TRANSITIONS (plan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..base.memory import parts_in_lock_ranges
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, OrderedIssueQueue, Pending
 from ..comm.transports.base import Use
@@ -23,9 +25,66 @@ from ..precision.codecs import Cast, Codec, LeftOut
 from ..tiers.tier import CopyEngine, Storage, Tier, Tiers, copy_engine_for
 from .coded_message import CodedMessage, summand_messages
 from .message import Message
-from .offloaded_gather import fetch_and_gather
 from .pool import Pool
-from .state_guard import StateGuard
+
+
+class PendingUpdate(Protocol):
+    """An update that runs after its step, or that ran before its step was over."""
+
+    def flush_group(self, group: Any) -> None:
+        """Bring the states of this `ParamGroup` to the values that its last step leaves.
+
+        Other groups are updated only if that is necessary.
+        """
+
+    def flush(self) -> None:
+        """Bring the states of every group to the values that the last step leaves.
+
+        Raises:
+            StorageError: A disk failed.
+            UsageError: An earlier update failed.
+        """
+
+
+@dataclass(eq=False)
+class StateGuard:
+    """Guards the states of one group: every read and every write passes it first.
+
+    Views for writing come from `FlatBuffer.write` and `FlatBuffer.writing`, `MasterWeight` and
+    `Moments`, which all call `before_write`. Nothing else writes a state.
+
+    Attributes:
+        pending: An update that must run before a read. The optimizer that defers it sets and clears
+            it.
+        reader: Is called before a write. A save in the background copies the old values in it.
+        writes: The number of writes; a state with an unchanged number was not written.
+        refusal: Raises while states of the group are moved away by `engine.offload_states`.
+    """
+
+    # The values were moved away, so that every access raises (engine/state_offload.py)
+    is_offloaded = False
+
+    pending: PendingUpdate | None = None
+    reader: Callable[[], None] | None = None
+    writes: int = 0
+    refusal: Callable[[], None] | None = None
+
+    def refuse_offloaded(self) -> None:
+        """Raise `UsageError` if a state of the group was moved away by `engine.offload_states`."""
+        if self.refusal is not None:
+            self.refusal()
+
+    def before_read(self) -> None:
+        """Flush the pending updates of all groups: a reader may hold views of several."""
+        if self.pending is not None:
+            self.pending.flush()
+
+    def before_write(self) -> None:
+        """Let a save in the background copy the old values, and count the write."""
+        self.refuse_offloaded()
+        self.writes += 1
+        if self.reader is not None:
+            self.reader()
 
 
 class FlatBuffer:
@@ -272,13 +331,7 @@ def move(
         case Movement.ALL_GATHER:
             if not source.storage.on_device:
                 source.guard.before_read()
-                return fetch_and_gather(
-                    source.storage,
-                    lambda: target.shard(comm_ctx.comm.rank),
-                    lambda own: _all_gather(own, target, comm_ctx, what),
-                    comm_ctx.issue_queue,
-                    comm_ctx.copy_engine,
-                )
+                return _fetch_and_gather(source.storage, target, comm_ctx, what)
             return _all_gather(source.load(), target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
             own = target.load()
@@ -292,6 +345,32 @@ def move(
         case Movement.NOTHING:
             target.load().copy_(source.load())
     return DONE
+
+
+def _fetch_and_gather(
+    storage: Storage, target: FlatBuffer, comm_ctx: CommContext, what: str
+) -> Pending:
+    """Fetch this rank's slice, gather it in its turn, and evict it after it was copied."""
+    numel = storage.memory.numel()
+
+    def start() -> Pending:
+        here = storage.read(0, numel)
+        own = target.shard(comm_ctx.comm.rank)
+        with comm_ctx.copy_engine.h2d(storage) as copy_event:
+            for part in parts_in_lock_ranges(here):
+                own[part].copy_(here[part], non_blocking=True)
+            pending = _all_gather(own, target, comm_ctx, what)
+
+        def leave() -> None:
+            copy_event.wait_stream()
+            storage.evict(0, numel)
+
+        if not copy_event.is_done():
+            return pending.then(leave)
+        leave()
+        return pending
+
+    return comm_ctx.issue_queue.add(storage.fetch(0, numel), start)
 
 
 def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:

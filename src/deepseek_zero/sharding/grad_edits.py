@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from ..base.device import without_torch_function
 from ..base.errors import AtRestError, UsageError
 from ..comm.pending import DONE, Pending
+from ..planner.layout import Slot
 from .buffer import all_gather
 from .grad_sum import GradState
 from .gradient import Gradient
+from .group import Group
 from .sharded_gradient import Part, ShardedGradient, own_part_of
-from .whole_values import complete
 
 
 class GradEdits:
@@ -214,3 +215,16 @@ def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], 
     if order == -float("inf"):
         return own.min() if own.numel() else own.new_full((), float("inf")), torch.min
     return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
+
+
+def complete(full: Tensor, group: Group, slot: Slot, what: str) -> None:
+    """Gather a flat tensor of which each rank has filled in the part that it owns. Collective."""
+    comm = group.comm_ctx.comm
+    if comm.size == 1:
+        return
+    parts = []
+    for rank in range(comm.size):
+        start, stop = group.layout.owned(slot, rank)
+        parts.append(full[start - slot.start : max(start, stop) - slot.start])
+    boxes: list[Tensor | None] = [*parts]
+    comm.exchange([parts[comm.rank]] * comm.size, boxes, "gather", what).wait()

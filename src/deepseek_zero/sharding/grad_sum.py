@@ -11,10 +11,9 @@ from ..base.memory import private_pages, return_pages
 from ..planner.layout import Slot
 from ..planner.spec import S, Spec
 from ..tiers.tier import StagedTile, Tier
-from .buffer import FlatBuffer
+from .buffer import FlatBuffer, StateGuard
 from .group import Group
 from .pool import has_pages_to_return
-from .state_guard import StateGuard
 
 
 class GradState(Enum):

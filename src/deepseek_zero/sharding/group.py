@@ -12,10 +12,9 @@ from ..base.device import without_torch_function
 from ..planner.layout import FlatLayout, Slot
 from ..planner.spec import ShardPlan
 from ..planner.units import GroupPlan
-from .buffer import CommContext, FlatBuffer
+from .buffer import CommContext, FlatBuffer, StateGuard
 from .main_weight import MasterWeight
 from .sharded_parameter import ShardedParameter
-from .state_guard import StateGuard
 
 
 @dataclass(eq=False)

@@ -13,12 +13,11 @@ from ..comm.collectives import Comm, scatter
 from ..planner.spec import R
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
-from .buffer import CommContext, FlatBuffer
+from .buffer import CommContext, FlatBuffer, move
 from .group import ParamInfo
 from .main_weight import build_master
 from .param_group import GroupParts, ParamGroup
-from .sharded_parameter import owner_of, set_owner, take_values
-from .whole_values import restore_params
+from .sharded_parameter import clear_owner, owner_of, set_owner, take_values
 
 
 def build_group(
@@ -120,3 +119,21 @@ def allocate_weight(group: ParamGroup, name: str) -> None:
     group.weight_gather = group.parts.weight_gather(group, what)
     group.weight = group.weight_gather.allocate(what)
     group.weight.guard = group.guard
+
+
+def restore_params(group: ParamGroup) -> None:
+    """Make every member a plain parameter again, with the values of the main weight. Collective."""
+    full = whole_values(group)
+    for member in group.members:
+        member.unshard(full.view(member.slot).clone())
+        clear_owner(member.param)
+
+
+def whole_values(group: ParamGroup) -> FlatBuffer:
+    """Return all values of the main weight, or of the weight if there is none. Collective."""
+    source = group.master.values() if group.master is not None else group.weight
+    device = group.comm_ctx.pool.device
+    memory = torch.empty(group.layout.padded_numel, dtype=source.spec.dtype, device=device)
+    full = FlatBuffer(group.layout, source.spec.gathered(), memory)
+    move(source, full, group.comm_ctx, group.members[0].name).wait()
+    return full

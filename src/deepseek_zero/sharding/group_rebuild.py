@@ -8,10 +8,9 @@ import torch
 
 from ..base.device import without_torch_function
 from .buffer import FlatBuffer
-from .group_build import allocate_weight, build_states, set_placeholders
+from .group_build import allocate_weight, build_states, set_placeholders, whole_values
 from .main_weight import build_master, weight_shard
 from .param_group import ParamGroup
-from .whole_values import whole_values
 
 
 def relayout(group: ParamGroup, granularity: str) -> None:

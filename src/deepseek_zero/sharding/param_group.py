@@ -23,7 +23,7 @@ from ..planner.spec import R, S, ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
 from ..tiers.tier import Storage
-from .buffer import CommContext, FlatBuffer, Route
+from .buffer import CommContext, FlatBuffer, PendingUpdate, Route, StateGuard
 from .grad_reduction import GradReduction
 from .grad_sum import GradSum
 from .grad_view import GradView
@@ -31,7 +31,6 @@ from .gradient import Gradient
 from .group import Group, ParamInfo
 from .main_weight import MasterWeight
 from .model_changes import error_of_lost_values
-from .state_guard import PendingUpdate, StateGuard
 from .weight_gather import WeightGather
 
 

@@ -24,13 +24,12 @@ from ..planner.units import plan_group
 from .buffer import CommContext
 from .executor import Executor
 from .group import ParamInfo, frozen_or_unfrozen
-from .group_build import build_group
+from .group_build import build_group, restore_params
 from .group_rebuild import promote_to_fp32
 from .param_group import ParamGroup
 from .reduce_lane import Updates
 from .step_state import StepState
 from .unit import Unit
-from .whole_values import restore_params
 
 
 class Regrouped(Protocol):

@@ -22,9 +22,8 @@ from .buffer import CommContext
 from .executor import Executor
 from .forward import Forward
 from .loss_factor import LossFactor
-from .model_changes import Structure
+from .model_changes import ModelRules, Structure
 from .param_group import ParamGroup
-from .rules import ModelRules
 from .step_state import Phase, StepState
 from .unit import Unit
 

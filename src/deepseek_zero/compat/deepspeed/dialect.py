@@ -29,8 +29,8 @@ from ...engine.dialect import BuildRules
 from ...engine.engine import Engine, Parts
 from ...engine.request import Request
 from ...extensions import zero_init
+from ...sharding.model_changes import ModelRules
 from ...sharding.param_group import ParamGroup
-from ...sharding.rules import ModelRules
 from ...sharding.sharded_parameter import owner_of
 from . import defaults, groups
 from .accelerate_ranks import (
