@@ -39,8 +39,8 @@ from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.sharding.buffer import CommContext
 from deepseek_zero.sharding.group_build import build_group
+from deepseek_zero.sharding.message import Pool
 from deepseek_zero.sharding.param_group import ParamGroup
-from deepseek_zero.sharding.pool import Pool
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import wrap_model
 from tests.reference import MakeOptimizer

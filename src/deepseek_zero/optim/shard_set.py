@@ -15,8 +15,8 @@ from ..planner.split import split_of
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
 from ..precision.compact import StochasticRounding
 from ..precision.loss_scale import LossScaler
-from ..sharding.group_rebuild import relayout
 from ..sharding.param_group import ParamGroup
+from ..sharding.regroup import relayout
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from .initial_states import InitialStates, makes_states, states_at_construction

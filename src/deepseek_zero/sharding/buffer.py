@@ -24,8 +24,7 @@ from ..planner.spec import TRANSITIONS, Movement, R, S, Spec
 from ..precision.codecs import Cast, Codec, LeftOut
 from ..tiers.tier import CopyEngine, Storage, Tier, Tiers, copy_engine_for
 from .coded_message import CodedMessage, summand_messages
-from .message import Message
-from .pool import Pool
+from .message import Message, Pool
 
 
 class PendingUpdate(Protocol):

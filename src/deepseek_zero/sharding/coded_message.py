@@ -11,8 +11,7 @@ from ..comm.collectives import ordered_sum
 from ..planner.layout import BLOCK
 from ..planner.messages import hop_wires
 from ..precision.codecs import Blocks, Cast, Codec, LeftOut
-from .message import Message
-from .pool import Pool
+from .message import Message, Pool
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..planner.spec import S, Spec
 from ..tiers.tier import StagedTile, Tier
 from .buffer import FlatBuffer, StateGuard
 from .group import Group
-from .pool import has_pages_to_return
+from .message import has_pages_to_return
 
 
 class GradState(Enum):

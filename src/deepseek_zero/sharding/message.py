@@ -1,15 +1,100 @@
-"""The bytes that ranks exchange of a flat buffer: by default its elements."""
+"""Messages, which ranks exchange of flat buffers, and the pool that lends their memory."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from ..comm.collectives import ordered_sum
+from ..base.device import storage_users
+from ..base.memory import return_pages
+from ..comm.collectives import Comm, ordered_sum
+from ..planner.messages import SUM_TILE_NUMEL
 from ..precision.codecs import Codec
-from .pool import Pool
+from ..tiers.budget import DeviceBudget
+
+# Bytes; the pages of a smaller buffer are not worth the cost of new ones
+WORTH_RETURNING = 1 << 20
+
+
+def has_pages_to_return(tensor: Tensor) -> bool:
+    """Return whether a tensor is a large one on the CPU, so that `return_pages` pays."""
+    return tensor.device.type == "cpu" and tensor.nbytes >= WORTH_RETURNING
+
+
+@dataclass
+class Pool:
+    """Lends flat tensors by dtype and size and takes them back.
+
+    Attributes:
+        device: The device of the tensors.
+        comm: The communicator of all ranks, which allocates the tensors.
+        budget: Counts the memory of the tensors.
+        scratch_numel: The size of `take_scratch`; None for the size that sums need.
+        keeps_pages: Idle tensors keep their pages after a step. A step over several hosts uses more
+            buffers, and would have to get all of these pages again.
+        allocated_bytes: The size of all tensors of the pool, lent or idle.
+    """
+
+    device: torch.device
+    comm: Comm
+    budget: DeviceBudget = field(default_factory=DeviceBudget)
+    scratch_numel: int | None = None
+    keeps_pages: bool = False
+    _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    allocated_bytes: int = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor with arbitrary contents."""
+        idle = self._idle[dtype, numel]
+        if idle:
+            tensor = idle.pop(0)  # the one that came back first: other ranks have read it by now
+            self.comm.wait_until_read(tensor)
+            return tensor
+        self.budget.reserve(numel * dtype.itemsize, "a buffer of a unit or a message")
+        tensor = self.comm.empty(numel, dtype)
+        self.allocated_bytes += tensor.nbytes
+        return tensor
+
+    def take_scratch(self) -> Tensor:
+        """Return lent memory in which sums and codecs work, of fp32."""
+        return self.take(self.scratch_numel or SUM_TILE_NUMEL.on(self.device), torch.float32)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take a tensor back.
+
+        A tensor of which a view is still alive leaves the pool, so that it is never written again.
+        """
+        if storage_users(tensor) > 1:
+            self._uncount(tensor.nbytes)
+        else:
+            self._idle[tensor.dtype, tensor.numel()].append(tensor)
+
+    def idle(self) -> list[Tensor]:
+        """Return the tensors that are not lent."""
+        return [tensor for tensors in self._idle.values() for tensor in tensors]
+
+    def return_pages(self) -> None:
+        """Return the pages of large idle tensors of the CPU to the system after a step."""
+        if self.keeps_pages:
+            return
+        for tensor in filter(has_pages_to_return, self.idle()):
+            self.comm.wait_until_read(tensor)
+            return_pages(tensor)
+
+    def clear(self) -> None:
+        """Free the idle tensors."""
+        self._uncount(sum(tensor.nbytes for tensor in self.idle()))
+        self._idle.clear()
+
+    def _uncount(self, nbytes: int) -> None:
+        self.allocated_bytes -= nbytes
+        self.budget.release(nbytes)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""Lets the groups of a wrapped model follow `requires_grad_`, between two steps.
+"""Changes the groups of a wrapped model between two steps.
 
-A parameter that is frozen keeps its place, its main weight and its moments.  A group whose members
-are all frozen is not reduced.  A parameter that was frozen when the model was wrapped has a weight
-only.  When it is unfrozen, its group
-is divided: the unfrozen members form a group that is trained.  All ranks compare what changed
-before a group changes.
+`follow_requires_grad` follows parameters that are frozen or unfrozen. A frozen parameter keeps its
+place, its main weight and its moments, and a group whose members are all frozen is not reduced. A
+parameter that was frozen when the model was wrapped has only a weight. When it is unfrozen, its
+group is divided, and the unfrozen members form a group that is trained. All ranks compare what
+changed before a group changes.
+
+The other functions build the states of a group again, in another layout or dtype.
 """
 
 from __future__ import annotations
@@ -15,17 +17,25 @@ from typing import Protocol
 
 import torch
 
+from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from ..comm.agreement import agree
 from ..comm.collectives import Comm, propagate_errors
 from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
 from ..planner.units import plan_group
-from .buffer import CommContext
+from .buffer import CommContext, FlatBuffer
 from .executor import Executor
 from .group import ParamInfo, frozen_or_unfrozen
-from .group_build import build_group, restore_params
-from .group_rebuild import promote_to_fp32
+from .group_build import (
+    allocate_weight,
+    build_group,
+    build_states,
+    restore_params,
+    set_placeholders,
+    whole_values,
+)
+from .main_weight import build_master, weight_shard
 from .param_group import ParamGroup
 from .reduce_lane import Updates
 from .step_state import StepState
@@ -163,3 +173,63 @@ def _divide(
             )
             found.append(build_group(planned, params, group.comm_ctx, group.parts))
     return found
+
+
+# -- groups in another layout or dtype
+
+
+def relayout(group: ParamGroup, granularity: str) -> None:
+    """Cut a group anew, keeping the bits of weight and main weight. Collective; gradients are
+    dropped.
+    """
+    full = whole_values(group)
+    for member in group.members:
+        member.unshard(full.view(member.slot))
+    group.planned = group.planned.relayout(granularity)
+    group.new_gradient()
+    build_states(group)
+
+
+def promote_to_fp32(group: ParamGroup, what: str) -> None:
+    """Store weight and gradient in fp32 from now on, cut from the main weight. Collective;
+    gradients are dropped.
+    """
+    if group.master is None or group.plan.weight.dtype == torch.float32:
+        return
+    values = group.master.values()
+    group.planned = group.planned.promoted()
+    _store_anew(group, values, what)
+
+
+def demote(group: ParamGroup, what: str) -> None:
+    """Store weight and gradient again as before `promote_to_fp32`, cut from the main weight.
+    Collective; gradients are dropped.
+    """
+    if group.master is None or group.planned.low is None:
+        return
+    values = group.master.values()
+    group.planned = group.planned.demoted()
+    _store_anew(group, values, what)
+
+
+def _store_anew(group: ParamGroup, values: FlatBuffer, what: str) -> None:
+    """Store a weight of these values of the main weight as it is planned now. Collective."""
+    assert group.master is not None
+    allocate_weight(group, what)
+    if group.plan.master_is_split:
+        group.master = build_master(group.weight, group.plan, group.comm_ctx)
+        assert group.master is not None
+        group.master.write_consuming(0, values.memory.numel(), values.memory)
+    else:
+        values.guard = group.guard
+        beneath = None
+        if not group.plan.weight_is_independent:
+            beneath = weight_shard(group.weight, group.plan, group.master.rank)
+        group.master = replace(group.master, buffer=values, weight=beneath, is_split=False)
+        group.master.copy_to_weight(0, values.memory.numel())
+    group.placeholder = group.placeholder.to(group.plan.weight.dtype)
+    set_placeholders(group.members, group.placeholder)
+    group.new_gradient()
+    with without_torch_function():
+        group.show_own()
+    group.refresh(what).wait()

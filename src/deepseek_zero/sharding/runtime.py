@@ -24,6 +24,7 @@ from .forward import Forward
 from .loss_factor import LossFactor
 from .model_changes import ModelRules, Structure
 from .param_group import ParamGroup
+from .regroup import demote, promote_to_fp32
 from .step_state import Phase, StepState
 from .unit import Unit
 
@@ -127,15 +128,17 @@ class Runtime:
         self.structure.follow(self.groups)
 
     def promote_to_fp32(self, unit: Unit) -> None:
-        """Compute a unit in fp32 from now on.  Collective; raises if the unit is not sharded."""
-        unit.promote_to_fp32()
+        """Compute a sharded unit in fp32 from now on. Collective."""
+        unit.is_promoted = True
+        for group in unit.trained:
+            promote_to_fp32(group, unit.name)
         self.forward.any_promoted = True
 
     def demote(self, unit: Unit) -> None:
-        """Compute a promoted unit in 16 bits again.  Collective; raises if the unit is not
-        sharded.
-        """
-        unit.demote()
+        """Compute a promoted, sharded unit in 16 bits again. Collective."""
+        unit.is_promoted = False
+        for group in unit.trained:
+            demote(group, unit.name)
         self.forward.any_promoted = any(each.is_promoted for each in self.units)
 
     @property

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from ..base.device import backward_id
-from .nonfinite import NonFiniteDetector
 from .unit import Unit, UnitState
 
 
@@ -51,6 +51,19 @@ class ForwardFrame:
         self.has_returned = False
 
 
+class FiniteRecords(Protocol):
+    """Records which inputs, outputs and gradients of units are finite (optim/nonfinite.py)."""
+
+    def record(self, what: str, unit: int, value: Any) -> None:
+        """Record a value ("input", "output" or "grad") of a unit, without waiting for it."""
+
+    def origin_in_forward(self, order: Sequence[int]) -> int | None:
+        """Return the first unit that made a number that is not finite of finite ones."""
+
+    def origin_in_backward(self, order: Sequence[int], sick_gradients: set[int]) -> int | None:
+        """Return the first unit with such a gradient and a finite incoming one."""
+
+
 class StepState:
     """The state of one step of a wrapped model.
 
@@ -74,7 +87,7 @@ class StepState:
         self.is_boundary = True
         self.has_gradients = False
         self.is_graphless = False
-        self.nonfinite: NonFiniteDetector | None = None
+        self.nonfinite: FiniteRecords | None = None
 
     @property
     def phase(self) -> Phase:

@@ -12,7 +12,6 @@ from torch import nn
 from ..comm.pending import Pending
 from ..planner.units import UnitPlan
 from .group import ParamInfo
-from .group_rebuild import demote, promote_to_fp32
 from .param_group import ParamGroup
 
 
@@ -126,18 +125,6 @@ class Unit:
 
     def members(self) -> list[ParamInfo]:
         return [member for group in self.groups for member in group.members]
-
-    def promote_to_fp32(self) -> None:
-        """Compute in fp32 from now on. Collective; the unit must be sharded."""
-        self.is_promoted = True
-        for group in self.trained:
-            promote_to_fp32(group, self.name)
-
-    def demote(self) -> None:
-        """Compute in 16 bits again. Collective; the unit must be sharded."""
-        self.is_promoted = False
-        for group in self.trained:
-            demote(group, self.name)
 
     # -- weights
 

@@ -24,9 +24,9 @@ from ..tiers.tier import Tiers
 from .buffer import CommContext
 from .grad_reduction import GradReduction
 from .group_build import build_group
+from .message import Pool
 from .model_changes import ModelRules
 from .param_group import GroupParts, ParamGroup
-from .pool import Pool
 from .runtime import Runtime
 from .unit import Unit
 from .weight_gather import WeightGather

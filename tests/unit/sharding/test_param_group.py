@@ -16,8 +16,8 @@ from deepseek_zero.planner.spec import R, S
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.sharding.buffer import FlatBuffer, move
 from deepseek_zero.sharding.group_build import restore_params
-from deepseek_zero.sharding.group_rebuild import demote, promote_to_fp32, relayout
 from deepseek_zero.sharding.param_group import ParamGroup
+from deepseek_zero.sharding.regroup import demote, promote_to_fp32, relayout
 from deepseek_zero.sharding.sharded_parameter import ShardedParameter
 from tests.in_process import CPU, Rank, build_one, run_ranks
 from tests.models import Odd
