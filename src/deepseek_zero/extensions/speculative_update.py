@@ -42,7 +42,7 @@ from ..optim.updater import (
     hypers_of,
 )
 from ..precision.loss_scale import LossScaler
-from ..sharding.grad_norm import squares_of
+from ..sharding.grad_sum import squares_of
 from ..sharding.message import has_pages_to_return
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime

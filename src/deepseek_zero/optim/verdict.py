@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 
 from ..comm.collectives import Comm
-from ..sharding.grad_norm import squares_of
+from ..sharding.grad_sum import squares_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from .step_message import Fields, StepMessage, all_set, any_set

@@ -2,7 +2,7 @@
 
 A rank's own gradient is its `Summand`, the sum over the ranks is a `GradSum`, and `Gradient` brings
 the one into the other. How ranks sum is `GradReduction`; what a program sees as `.grad` is
-`GradView`; norms are in grad_norm.py.
+`GradView`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from ..base.device import without_torch_function
 from ..comm.pending import DONE, Pending
 from ..planner.spec import P
 from .buffer import FlatBuffer
-from .grad_norm import squares_now
 from .grad_reduction import GradReduction
-from .grad_sum import GradState, GradSum
+from .grad_sum import GradState, GradSum, squares_now
 from .group import Group
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepseek_zero.base.errors import AtRestError
 from deepseek_zero.precision.policy import Policy
-from deepseek_zero.sharding.grad_norm import squares_of
+from deepseek_zero.sharding.grad_sum import squares_of
 from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.sharded_gradient import ShardedGradient
 from tests.in_process import Rank, build_one, run_ranks
