@@ -217,7 +217,7 @@ def test_zero_optimizer_uses_what_the_program_has_made_of_grad(stage: int) -> No
 SOME = [nothing, assign_a_tensor, assign_none, assign_none_to_all, add_noise, clip_by_norm]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_edits_hold_at_the_end_of_an_accumulation_and_with_states_elsewhere(stage: int) -> None:
     for edit in SOME:
         compare(edit, ByEngine(stage, 2), Plainly(2), f"{edit.__name__}, accumulation 2")

@@ -41,7 +41,6 @@ if not is_full():
         ("copies_of_a_step", 1),
         ("random_schedules", 1),
         ("faults_of_other_systems", 1),
-        ("stages_and_tiers", 1),
         ("kernels_on_the_device", 1),
         ("activations_and_memory", 2),
         ("planned_on_shapes", 2),
