@@ -117,7 +117,7 @@ def test_folders_of_their_own_are_refused_where_files_are_made_of_several_ranks(
         engine.save_checkpoint(tmp_path / str(dist.get_rank()))
     (tmp_path / f"file {dist.get_rank()}" / "tag").mkdir(parents=True)
     (tmp_path / f"file {dist.get_rank()}" / "tag" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="exists already and is not a checkpoint"):
         build(3).save_checkpoint(tmp_path / f"file {dist.get_rank()}", tag="tag")
 
 

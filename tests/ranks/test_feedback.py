@@ -303,7 +303,7 @@ def test_errors_are_saved_and_a_run_goes_on_bit_by_bit_and_another_mesh_drops_th
         if group.planned.key.is_coded
     ]
     assert held and not any(errors.any() for errors in held)
-    assert len(said) == 1 and "what these had left out of gradients is dropped" in said[0]
+    assert len(said) == 1 and "error feedback of its gradients is dropped" in said[0]
 
 
 @pytest.mark.ranks(2)

@@ -115,7 +115,7 @@ def test_one_host_has_the_same_bits_where_the_order_is_stated(
         engine.load_checkpoint(tmp_path)
         assert not said
         start(replace(run, ranks_per_host=1)).load_checkpoint(tmp_path)
-        assert "sums over 2 neighbours first, this run has 1" in said[0]
+        assert "sums over 2 neighbours first, and this run with 1" in said[0]
 
 
 @pytest.mark.ranks(RANKS, hosts=2)

@@ -772,7 +772,7 @@ def test_ranks_that_saved_and_left_are_no_failure_though_they_leave_one_by_one(
 
 @pytest.mark.parametrize(
     ("other", "patience", "code", "story"),
-    [("sys.exit(3)", 30.0, 3, "no traceback"), ("time.sleep(100)", 0.5, 85, "did not follow")],
+    [("sys.exit(3)", 30.0, 3, "no traceback"), ("time.sleep(100)", 0.5, 85, "kept running")],
 )
 def test_a_rank_that_saved_and_left_is_the_failure_only_where_the_others_stay(
     tmp_path: Path,

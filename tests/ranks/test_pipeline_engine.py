@@ -177,7 +177,7 @@ def test_what_any_stage_does_not_train_can_be_left_out_of_the_whole_state_dict(s
 @pytest.mark.ranks(2)
 def test_what_a_stage_cannot_do_is_refused_by_name() -> None:
     engine = engine_of(llama(), {"pp": 2}, config_of(1, "fp32"))
-    with pytest.raises(UsageError, match="called by itself"):
+    with pytest.raises(UsageError, match="called directly"):
         engine.module(**next(batches_of(0, 0)))
     with pytest.raises(
         BatchMismatchError, match="ranks of a pipeline were given different batches"

@@ -410,7 +410,7 @@ def _first_good(
             f"none of the {len(passed_over)} checkpoint(s) in {directory} is good. "
             + ". ".join(passed_over)
             + ".",
-            fix="bring the files back from a copy; to start anew, name another directory.",
+            fix="restore the files from a copy; to start from scratch, name another directory.",
         )
     return None
 

@@ -288,7 +288,7 @@ def tag_to_save(tag: Any) -> str:
     if text in RESERVED_TAGS:
         raise _invalid_tag(
             tag,
-            f"'{text}' has a meaning of its own beside the checkpoints of a directory.",
+            f"'{text}' is a reserved name in a directory of checkpoints.",
             "name another.",
         )
     if text != text.strip():

@@ -435,7 +435,7 @@ class WeightsReader:
         Raises:
             CheckpointError: Always.
         """
-        raise CheckpointError(f"'{name}' has no state '{key}': an export holds weights alone.")
+        raise CheckpointError(f"'{name}' has no state '{key}': an export contains only weights.")
 
     def of_rank(self, name: str, rank: int) -> Tensor:
         """Return a tensor, flat; it is the same for every rank.

@@ -137,9 +137,9 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
     here = contents.runtime.settings.ranks_per_host or 1
     if manifest.world_size == comm.size and manifest.ranks_per_host != here:
         log_first(
-            f"{tag} was trained with sums over {manifest.ranks_per_host} neighbours first, this "
-            f"run has {here}: its bits are another run's; ranks_per_host = "
-            f"{manifest.ranks_per_host} would go on with the same"
+            f"{tag} was trained with sums over {manifest.ranks_per_host} neighbours first, and "
+            f"this run with {here}: results differ in their last bits; ranks_per_host = "
+            f"{manifest.ranks_per_host} continues with the same bits"
         )
     if manifest.world_size == comm.size:
         repeat_codes(manifest, contents.runtime)
@@ -253,8 +253,8 @@ def _restore_own_states(
         known += len(keys)
     if not known or known < len(own):
         log_first(
-            f"{folder.name} was saved on another mesh or with other codes: what these had left out "
-            "of gradients is dropped"
+            f"{folder.name} was saved on another mesh or with another quantization: the error "
+            "feedback of its gradients is dropped"
         )
 
 

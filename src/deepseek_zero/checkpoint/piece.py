@@ -141,8 +141,8 @@ def refuse_same_names(model: nn.Module) -> None:
     """
     if names := model.__dict__.get(SAME_NAMES):
         raise NotBuiltError(
-            f"'{names[0]}' is a parameter of several stages, of which each trains its own: it "
-            "cannot be saved.",
+            f"'{names[0]}' is a parameter of several stages, and each stage trains its own copy: "
+            "it cannot be saved.",
             "Its TiedLayerSpec ties other weights than this one, and a checkpoint has one value "
             "for a name.",
             "name it in tied_weight_attr too, or build the layer without it.",

@@ -270,8 +270,9 @@ class CheckpointReader:
             raise CheckpointError(
                 f"the optimizer's state '{key}' of '{name}' was saved of {_described(*saved)}, not "
                 f"of {_described(part)}.",
-                "It has a shape of its own, which follows how the parameter is split along tp.",
-                "load with as many tp ranks as saved it, or with load_optimizer_states=False.",
+                "Its shape differs from the parameter's, and depends on the split along tp.",
+                "load with the number of tp ranks that saved it, or with "
+                "load_optimizer_states=False.",
             )
         chunk = saved[part][0]
         return self._file(chunk).whole(chunk.tensor_name)

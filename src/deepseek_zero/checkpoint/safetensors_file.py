@@ -229,13 +229,13 @@ def read_header(path: Path) -> SafetensorsHeader:
     for offset in sorted(places.values(), key=lambda each: (each.start, each.stop)):
         if offset.start != reached or offset.num_bytes != offset.numel * offset.dtype.itemsize:
             raise damaged_file(
-                path, "has a header whose tensors do not lie end to end: it was overwritten"
+                path, "has a header whose tensors are not contiguous: it was overwritten"
             )
         reached = offset.stop
     end = max((offset.stop for offset in places.values()), default=begin)
     if end != length:
         how = "it was cut short" if length < end else "something was added to it"
-        raise damaged_file(path, f"is {length:,} bytes long, its header says {end:,}: {how}")
+        raise damaged_file(path, f"is {length:,} bytes long instead of {end:,}: {how}")
     return header
 
 

@@ -110,8 +110,8 @@ class PendingSave:
             if NOW in ways:
                 if not settings.wait:
                     log_first(
-                        "wait=False: states that rest on a disk belong to the thread that trains; "
-                        "all is written now."
+                        "wait=False: states on a disk cannot be read by another thread, so the "
+                        "checkpoint is written now."
                     )
                 run_and_gather(self._comm, "saving: this rank's slices", self._write)
             else:
@@ -287,8 +287,8 @@ class PendingSave:
                 f"{self.hidden}.",
                 "All ranks that name one directory write into it, and the first of them completes "
                 "it.",
-                "save to a file system that every rank shares, or give each rank a directory of "
-                "its own and put them together afterwards.",
+                "save to a file system that every rank shares, or give each rank its own directory "
+                "and merge them afterwards.",
             )
 
     def _finish(self, indexes: list[str]) -> str:
@@ -333,9 +333,8 @@ def refuse_foreign_files(final: Path) -> None:
         and not (final.is_dir() and not any(final.iterdir()))
     ):
         raise CheckpointError(
-            f"'{final}' is there already and is no checkpoint.",
-            "A checkpoint takes the place of the one before under its tag, not that of something "
-            "else.",
+            f"'{final}' exists already and is not a checkpoint.",
+            "A checkpoint replaces the previous one with its tag, and no other file.",
             "name another tag, or move it away.",
         )
 

@@ -135,7 +135,7 @@ class StagedOutput:
                 raise CheckpointError(
                     f"'{self.path}' is being written by another job.",
                     "Two jobs write under one name into one directory.",
-                    "give each job a directory of its own.",
+                    "give each job its own directory.",
                 ) from None
             except OSError:  # a file system without locks
                 return

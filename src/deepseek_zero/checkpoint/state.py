@@ -395,7 +395,7 @@ def _scalar(key: str, value: Any, name: str) -> dict[str, Any]:
         f"optimizer state '{key}' of '{name}' is a {kind.__name__} of {kind.__module__}.",
         "Checkpoints hold plain values and tensors, so that reading one never runs code.",
         "if the optimizer is your own, keep that state as tensors or numbers. If it is another "
-        "library's, its state cannot be saved: save the weights alone (engine.export, or "
+        "library's, its state cannot be saved: save only the weights (engine.export, or "
         "save_16bit_model), or use another optimizer.",
     )
 

@@ -97,7 +97,7 @@ def load_mapped(
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing.",
-            "Every rank writes files of its own.",
+            "Every rank writes its own files.",
             "copy the whole folder, or load another tag.",
         ) from None
     except Exception as error:  # a damaged pickle can raise any exception
@@ -243,9 +243,7 @@ class MappedCheckpoint:
         Raises:
             CheckpointError: Always.
         """
-        raise CheckpointError(
-            f"'{name}' has no state '{key}' with a shape of its own in {self.folder}."
-        )
+        raise CheckpointError(f"'{name}' has no state '{key}' with another shape in {self.folder}.")
 
     def of_rank(self, name: str, rank: int) -> Tensor:
         """Return the buffer that a rank saved, as a flat tensor.

@@ -243,7 +243,7 @@ def _check_header(
     file_run = header.metadata.get("run")
     if own_run and file_run and own_run != file_run:
         return None, [
-            Fault(path.name, f"is of another save: it says {file_run}, the manifest {own_run}")
+            Fault(path.name, f"is of another save: it has {file_run}, the manifest {own_run}")
         ]
     saved = manifest.extra.get("heads", {}).get(path.name)
     faults = []

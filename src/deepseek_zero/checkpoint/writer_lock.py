@@ -98,7 +98,7 @@ def _lock(directory: Path) -> _HeldLock:
                     f"another job writes into '{directory}': {_describe_owner(owner)}.",
                     "One directory has one `latest`, and jobs would remove each other's "
                     "checkpoints.",
-                    "give each job a directory of its own, or end the other one.",
+                    "give each job its own directory, or end the other one.",
                 ) from None
             if (
                 owner
@@ -107,7 +107,7 @@ def _lock(directory: Path) -> _HeldLock:
             ):
                 log_once(
                     f"another job may be writing into {directory}: {_describe_owner(owner)}. Its "
-                    f"file system knows no locks ({error.strerror}), so nobody can tell. One "
+                    f"file system has no locks ({error.strerror}), so this is not certain. One "
                     "directory should have one job.",
                     logging.WARNING,
                 )

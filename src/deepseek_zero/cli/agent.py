@@ -176,9 +176,10 @@ class Meeting(RendezvousHandler):
         host = listening_address(plan.num_nodes == 1, plan.master_addr)
         if plan.num_nodes > 1 and reached_at(plan.master_addr) == sought != host:
             raise UsageError(
-                f"The other nodes would come to {sought}, and the store listens at {host} "
+                f"The other nodes would connect to {sought}, and the store listens at {host} "
                 "(--interface).",
-                why=f"{plan.master_addr}, where all meet, is another address of this machine.",
+                why=f"{plan.master_addr}, the rendezvous address, is another address of this "
+                "machine.",
                 fix=(
                     f"Say --master_addr={host} on every machine (MASTER_ADDR under Slurm), or name "
                     "that interface."
@@ -560,8 +561,8 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
         if not ranks.saved:
             return Outcome()
         logger.info(
-            f"all ranks saved and ended (exit code {SAVED_EXIT_CODE}); the same command again goes "
-            "on from there"
+            f"all ranks saved and ended (exit code {SAVED_EXIT_CODE}); run the same command again "
+            "to continue"
         )
         return Outcome(SAVED_EXIT_CODE)
     death = ranks.cause()

@@ -97,7 +97,7 @@ def convert_command(
     tag: Annotated[
         str | None,
         typer.Option(
-            "--tag", help="Which checkpoint. Default: the one `latest` names.", show_default=False
+            "--tag", help="The checkpoint. Default: that of the file `latest`.", show_default=False
         ),
     ] = None,
     json: AsJson = False,
@@ -124,18 +124,21 @@ def prune_command(
         typer.Option(
             "--keep-last",
             min=1,
-            help="Keep so many of the newest. Default: all.",
+            help="Keep this many of the newest. Default: all.",
             show_default=False,
         ),
     ] = None,
     keep_every: Annotated[
         int | None,
         typer.Option(
-            "--keep-every", min=1, help="Also keep multiples of so many steps.", show_default=False
+            "--keep-every",
+            min=1,
+            help="Also keep multiples of this many steps.",
+            show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")
+        bool, typer.Option("--dry-run", help="List what would be removed, remove nothing.")
     ] = False,
     json: AsJson = False,
 ) -> None:

@@ -65,7 +65,8 @@ def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
     entry = _entries(where, tag)[0]
     if entry.manifest is None:
         raise CheckpointError(
-            f"{entry.folder}: {entry.faults[0]}.", fix="look at the other checkpoints beside it."
+            f"{entry.folder}: {entry.faults[0]}.",
+            fix="look at the other checkpoints in the same directory.",
         )
     facts = _facts(entry)
     tensors = _tensors(entry)

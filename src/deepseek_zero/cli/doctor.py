@@ -141,13 +141,13 @@ def _cpu(machine: NodeMachine) -> Iterator[Finding]:
     meaning = (
         "all of them"
         if present == machine.cores
-        else f"of {present}; the rest are not allowed to this process"
+        else f"of {present}; this process may not use the others"
     )
     yield Finding("CPU cores", str(machine.cores), meaning)
     kept = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     if kept:
         yield Finding(
-            "threads", ", ".join(kept), "set by you, so `run` leaves it alone", Severity.NOTE
+            "threads", ", ".join(kept), "set by you, so `run` does not change it", Severity.NOTE
         )
 
 
@@ -263,7 +263,7 @@ def _spaces() -> Iterator[Finding]:
         yield _space("shared memory", SHM, MIN_SHM_GIB, shared)
     else:
         yield Finding("shared memory", "no /dev/shm", shared, Severity.BAD)
-    yield _space("disk here", Path.cwd(), MIN_DISK_GIB, "checkpoints go here unless told otherwise")
+    yield _space("disk here", Path.cwd(), MIN_DISK_GIB, "checkpoints are saved here by default")
     yield _space("disk for scratch", Path(tempfile.gettempdir()), MIN_DISK_GIB, "temporary files")
 
 
@@ -311,15 +311,13 @@ def _grants() -> Iterator[Finding]:
         try:
             disk = Disk(directory)
         except StorageError as error:
-            yield Finding(
-                f"states on '{directory}'", "cannot rest there", str(error), Severity.NOTE
-            )
+            yield Finding(f"states on '{directory}'", "cannot be stored", str(error), Severity.NOTE)
             continue
         found += disk.capabilities()
         disk.close()
     for each in found:
         verdict = Severity.NOTE if each.lacks else Severity.GOOD
-        yield Finding(each.name, each.way, each.lacks or "the fastest way", verdict)
+        yield Finding(each.name, each.way, each.lacks or "the fastest method", verdict)
 
 
 def _default_launch(machine: NodeMachine) -> Iterator[Finding]:
@@ -335,9 +333,9 @@ def _default_launch(machine: NodeMachine) -> Iterator[Finding]:
         yield Finding("`run` joins", "nothing", str(error), Severity.BAD)
         return
     if said is not None and said.num_nodes > 1:
-        where = f"nodes meet at {said.address}" if said.address else "--master-addr is needed"
+        where = f"rendezvous at {said.address}" if said.address else "--master-addr is needed"
         here = f"node {'?' if said.node_rank is None else said.node_rank} of {said.num_nodes}"
-        yield Finding("`run` joins", here, f"source: {said.source}; {where}; options beat it")
+        yield Finding("`run` joins", here, f"source: {said.source}; {where}; options override it")
 
 
 def show(*, as_json: bool = False) -> None:

@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "autotuning": (
         "Autotuning is not planned.",
-        'Set a key to "auto": docs/reference/config.md says what it becomes.',
+        'Set a key to "auto": docs/reference/config.md has the resulting values.',
     ),
     "elastic_training": ELASTIC,
     "min_elastic_nodes": ELASTIC,
@@ -70,11 +70,11 @@ class LauncherOptions:
         str | None,
         _option("--launcher", text="Without effect on one machine; refused for several."),
     ] = None
-    launcher_args: Annotated[str, _option("--launcher-args", text="Likewise.")] = ""
+    launcher_args: Annotated[str, _option("--launcher-args", text="As --launcher.")] = ""
     no_ssh: Annotated[
         bool, _option("--no-ssh", text="Without effect: nothing is started over ssh.")
     ] = False
-    no_ssh_check: Annotated[bool, _option("--no-ssh-check", text="Likewise.")] = False
+    no_ssh_check: Annotated[bool, _option("--no-ssh-check", text="As --no-ssh.")] = False
     save_pid: Annotated[
         bool,
         _option(
@@ -82,11 +82,9 @@ class LauncherOptions:
         ),
     ] = False
     log_level: Annotated[
-        str | None, _option("--log-level", text=f"What the launcher says: {', '.join(LEVELS)}.")
+        str | None, _option("--log-level", text=f"Log level of the launcher: {', '.join(LEVELS)}.")
     ] = None
-    quiet: Annotated[
-        bool, _option("--quiet", "-q", text="The launcher says only what goes wrong.")
-    ] = False
+    quiet: Annotated[bool, _option("--quiet", "-q", text="The launcher logs errors only.")] = False
     force_multi: Annotated[bool, _option("--force-multi", text=NOT_HERE)] = False
     ssh_port: Annotated[int | None, _option("--ssh-port", text=NOT_HERE)] = None
     venv_script: Annotated[str | None, _option("--venv-script", text=NOT_HERE)] = None
@@ -106,7 +104,7 @@ def refuse_options(options: LauncherOptions) -> None:
     """
     for name, (why, fix) in REFUSED.items():
         if getattr(options, name):
-            raise NotBuiltError(f"--{name} of the deepspeed command is not here.", why, fix)
+            raise NotBuiltError(f"--{name} of the deepspeed command is not supported.", why, fix)
     if options.log_level is not None and options.log_level not in LEVELS:
         raise NotBuiltError(
             f"--log_level {options.log_level} is not known.", "", f"use {', '.join(LEVELS)}."

@@ -90,9 +90,9 @@ class Lifeline:
         if needs_input:
             if not is_connected(INPUT):
                 raise UsageError(
-                    "--end-with-input: standard input is no connection.",
-                    "It is a file, a terminal or closed, and will not end with whoever started "
-                    "this command.",
+                    "--end-with-input: standard input is not a connection.",
+                    "It is a file, a terminal or closed, so it does not end when the process that "
+                    "started this command ends.",
                     "start it with a pipe, as `ssh host deepseek-zero run ...` does, or leave the "
                     "option out.",
                 )

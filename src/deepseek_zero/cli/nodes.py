@@ -152,7 +152,7 @@ def _plan_without_hostfile(asked: Asked, machine: NodeMachine) -> NodePlan:
     if node_rank is None or asked.master_addr is None:
         raise UsageError(
             f"{num_nodes} nodes need --node_rank and --master_addr (or a hostfile).",
-            why="This machine cannot know which of the nodes it is, nor where they meet.",
+            why="The command does not know the number of this node or the rendezvous address.",
             fix=START_EACH,
         )
     _check_node_rank(node_rank, num_nodes)
@@ -185,7 +185,7 @@ def _check(asked: Asked) -> None:
     if clash:
         raise UsageError(
             f"--include and --exclude are mutually exclusive with {' and '.join(clash)}.",
-            why="The filter already says which slots run.",
+            why="The filter already selects the slots.",
             fix="Give the filter or the number.",
         )
 
@@ -207,7 +207,7 @@ def _own_place(names: list[str], node_rank: int | None, own_names: Collection[st
     if len(places) != 1:
         found = f"{len(places)} times" if places else "not at all"
         raise UsageError(
-            f"The hostfile names this machine {found}, so it cannot tell which node it is.",
+            f"The hostfile names this machine {found}, so its node number is unknown.",
             why=(
                 f"Its hosts: {', '.join(names)}. This machine is known as: "
                 f"{', '.join(sorted(own_names))}."
@@ -286,7 +286,7 @@ def _instead_of_gpus(option: str, wanted: int, machine: NodeMachine) -> NodeShar
     More than two ranks run only if each has a core.
     """
     nproc = min(wanted, max(2, machine.cores))
-    asks = f"{option} asks for {_count(wanted, 'GPU')} and this machine has none"
+    asks = f"{option} requests {_count(wanted, 'GPU')} and this machine has none"
     running = f"running {_count(nproc, 'CPU rank')} instead on {_count(machine.cores, 'core')}"
     return NodeShare(nproc, note=f"{asks}: {running} (--nproc N sets another number)")
 

@@ -25,12 +25,12 @@ FAREWELL_SECONDS = 2.0
 """How long a launcher stays after its own failure, so that the others can read the message."""
 
 LOST_STORY = (
-    "It lost its power or its network, or this host did. --dead-after says how long a host may be "
+    "It lost its power or its network, or this host did. --dead-after sets how long a host may be "
     "silent."
 )
 ENDED_STORY = (
-    "Its launcher was killed or asked to end, or that machine was shut down; what it wrote says "
-    "more."
+    "Its launcher was killed or terminated, or that machine was shut down; see the output of that "
+    "launcher."
 )
 FAILED_KEY = "deepseek_zero/failed"
 FINISHED_KEY = "deepseek_zero/finished"

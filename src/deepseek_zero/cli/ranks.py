@@ -341,15 +341,15 @@ class Ranks:
 
 
 NO_TRACEBACK = {
-    signal.SIGKILL: "Nobody can catch SIGKILL, so there is no traceback. If nobody sent it, the "
-    "machine probably ran out of memory: look at `dmesg`, and at a smaller batch or a higher ZeRO "
+    signal.SIGKILL: "SIGKILL cannot be caught, so there is no traceback. If nobody sent it, the "
+    "machine probably ran out of memory: look at `dmesg`, and try a smaller batch or a higher ZeRO "
     "stage.",
-    signal.SIGTERM: "Somebody asked this process to end (SIGTERM), so there is no traceback.",
+    signal.SIGTERM: "The process was terminated (SIGTERM), so there is no traceback.",
 }
 CRASH = "It crashed in native code."
 SAVED = (
-    "It saved a checkpoint and left, as ranks do that are asked to end; the other ranks did not "
-    "follow."
+    "It saved a checkpoint and ended, as ranks do after a request to end; the other ranks kept "
+    "running."
 )
 SILENT_EXIT = "It left no traceback: it ended by sys.exit(code) or os._exit(code)."
 

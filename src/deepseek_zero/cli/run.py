@@ -49,10 +49,10 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")
 HELP = f"""Run a script as one process per GPU (without GPUs: one per pair of CPU cores).
 
 Everything after the script's name belongs to the script. \
-Every option may be written with - or _ between its words.
+Every option may be written with - or _.
 
 Several machines: {START_EACH} \
-Under Slurm (srun), SkyPilot, dstack, or with PET_* set, their variables say so.
+Under Slurm (srun), SkyPilot, dstack, or with PET_* set, environment variables are used.
 
 Started over ssh, --end-with-input ends everything here when that connection does."""
 
@@ -177,15 +177,13 @@ class RunOptions(LauncherOptions):
     ] = False
     no_python: Annotated[
         bool,
-        _option(
-            "--no-python", text="The script is a program of its own, not Python source.", panel=WHAT
-        ),
+        _option("--no-python", text="The script is an executable, not Python source.", panel=WHAT),
     ] = False
     no_local_rank: Annotated[
         bool,
         _option(
             "--no-local-rank",
-            text="Never pass --local_rank=N (else: where the script knows it).",
+            text="Never pass --local_rank=N (default: if the script has that option).",
             panel=WHAT,
         ),
     ] = False
@@ -416,7 +414,7 @@ def _said(asked: Asked) -> Nodes | None:
         if said is None and asked.num_nodes is None and (outer := discover(os.environ)).size > 1:
             logger.warning(
                 f"this launcher was itself started as rank {outer.rank} of {outer.size} "
-                f"({outer.source}): every one of them starts a training of its own"
+                f"({outer.source}): each of them starts a separate training"
             )
     return said
 
@@ -470,9 +468,7 @@ def _source(kind: Target, target: str) -> Path | None:
     path = Path(target)
     if not path.exists():
         hint = (
-            " `run` starts Python itself, so leave that word out."
-            if target.startswith("python")
-            else ""
+            " `run` starts Python itself, so leave it out." if target.startswith("python") else ""
         )
         raise UsageError(
             f"There is no script {target!r} here.{hint}",

@@ -102,8 +102,8 @@ class Chain:
 
 
 REMEDY = (
-    "write the model as a PipelineModule: a list of layers, of which each takes what the one "
-    "before returns."
+    "write the model as a PipelineModule: a list of layers, in which each takes the output of the "
+    "previous one."
 )
 
 
@@ -278,8 +278,8 @@ class _FakeRun(TorchFunctionMode):
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.is_inside or self.now != number - 1:
                 raise self._refused(
-                    f"{self._called(number)} is called behind {self._called(self.now)}.",
-                    "The blocks of a chain are called one after the other, each once.",
+                    f"{self._called(number)} is called after {self._called(self.now)}.",
+                    "The blocks of a chain are called in order, each once.",
                 )
             given = [*args, *kwargs.values()]
             if not given or not isinstance(given[0], Tensor):

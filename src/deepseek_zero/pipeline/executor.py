@@ -174,7 +174,7 @@ class PipelineExecutor:
             raise UsageError(
                 f"{len(micro_batches)} micro-batches for a schedule of {many}.",
                 "Every rank of a pipeline runs the same number.",
-                "give as many micro-batches as the schedule was made for.",
+                f"pass {many} micro-batches.",
             )
         factors = (
             [1.0 / many if scale is None else scale] * many

@@ -107,7 +107,7 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
             ]
         }
     raise UsageError(
-        f"a {type(value).__name__} in a batch of rows that each pipeline rank has of its own.",
+        f"a {type(value).__name__} is in a batch, and each pipeline rank has different rows.",
         "Its rows go to the other ranks, as tensors and plain values in lists, tuples and mappings "
         "with names.",
         "pass its tensors, or let all ranks of a pipeline have the same rows (pipeline.rows: "

@@ -107,7 +107,7 @@ class Labelled(NamedTuple):
         raise UsageError(
             "a micro-batch of a list of layers is a pair (inputs, labels).",
             "The first layer takes the inputs, the loss the labels.",
-            "let the data iterator yield pairs.",
+            "make the data iterator yield pairs.",
         )
 
 
@@ -358,8 +358,8 @@ class LayersStage:
         if strangers:
             raise UsageError(
                 f"the last layer of stage {self.index} returns {article(strangers[0])}.",
-                "What flows from stage to stage is a tensor, or a tuple of tensors.",
-                "return tensors alone.",
+                "Stages send each other a tensor, or a tuple of tensors.",
+                "return only tensors.",
             )
         return outputs
 

@@ -64,9 +64,9 @@ class StageOutput(dict[str, Any]):
 
 def _elsewhere(name: str) -> str:
     return (
-        f"'{name}' stays on the last stage of the pipeline; other ranks have the loss alone.  In "
-        "training no rank has more; engine.eval() with engine(batch) returns all on the ranks of "
-        "the last stage (engine.mesh)."
+        f"'{name}' stays on the last stage of the pipeline; other ranks have only the loss. In "
+        "training every rank has only the loss; engine.eval() with engine(batch) returns all "
+        "outputs on the ranks of the last stage (engine.mesh)."
     )
 
 
@@ -338,9 +338,9 @@ class PlainLoop:
             idle = (ranks - 1) / (ranks - 1 + virtual)
             log_once(
                 f"engine(batch) sends a batch through {ranks} pipeline ranks as one micro-batch: "
-                f'each idles {idle:.0%} of the time.  "pipeline": '
-                '{"micro_batches": k} cuts each batch by rows into k parts that follow each '
-                "other; train_batch lets the micro-batches of a step do so."
+                f'each idles {idle:.0%} of the time. "pipeline": '
+                '{"micro_batches": k} splits each batch by rows into k micro-batches; train_batch '
+                "runs all micro-batches of a step in the pipeline."
             )
 
     # -- backward and step
@@ -365,9 +365,9 @@ class PlainLoop:
             raise UsageError(
                 f"engine.backward got {what} that was not made from a loss = engine(batch) whose "
                 "backward is due.",
-                "Over stages a backward is known by the loss that the call has returned.",
-                "pass that loss, or what was computed from it with gradients on; of what is no "
-                "tensor its `.loss`.",
+                "With pipeline stages, the loss of a call identifies its backward.",
+                "pass that loss, or a tensor computed from it with gradients on; from an output "
+                "that is not a tensor, pass `.loss`.",
             )
 
     @torch.no_grad()
@@ -419,7 +419,7 @@ class PlainLoop:
     def _rescale(self, call: _Call, applied: float) -> None:
         if self._added > 1:
             raise UsageError(
-                f"a loss was multiplied by {applied:g}, and {call.factor:g} was assumed (beside "
+                f"a loss was multiplied by {applied:g}, and {call.factor:g} was assumed (without "
                 "the loss scale).",
                 "The gradients of other calls of this step are in the same sums already.",
                 "multiply all losses of a step by the same factor; it is assumed from the first "
@@ -453,10 +453,10 @@ class PlainLoop:
             self.runtime.backward.discard_step()
             raise UsageError(
                 "a step before the backward of a loss = engine(batch).",
-                "In training the call has computed gradients; what they count is known once it is "
-                "differentiated.",
-                "call engine.backward(loss) first, or compute what is not learnt from under "
-                "torch.no_grad().",
+                "In training the call has computed gradients, and their factor is known only after "
+                "backward.",
+                "call engine.backward(loss) first, or use torch.no_grad() for calls without "
+                "backward.",
             )
 
     def refuse_own_rows(self, what: str) -> None:

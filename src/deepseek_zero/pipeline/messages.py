@@ -348,7 +348,7 @@ def _packed(form: MessageForm, device: torch.device) -> Tensor:
     if len(numbers) > HEADER_NUMEL:
         raise UsageError(
             f"a stage passes on {len(form)} tensors.",
-            f"Their description has room for {HEADER_NUMEL} numbers.",
+            f"Their description has at most {HEADER_NUMEL} numbers.",
             "pass fewer tensors between stages: pack them into one.",
         )
     return torch.tensor(

@@ -198,8 +198,8 @@ def breadth_first(
     if size < min(ranks, micro_batches) and virtual > 1:
         raise UsageError(
             f"breadth_first in groups of {size} micro-batches over {ranks} pipeline ranks.",
-            "A group smaller than the number of ranks leaves ranks waiting for its first "
-            "micro-batch to come round.",
+            "With a group smaller than the number of ranks, ranks wait until its first "
+            "micro-batch returns to them.",
             f"take a group of {ranks} at least.",
         )
     if size == micro_batches:

@@ -200,7 +200,7 @@ class StandIn(nn.Module):
         except AttributeError:
             raise _AbsentError(
                 f"a block of another pipeline stage has no attribute '{name}' on this rank.",
-                "Each rank has its own blocks. Of the others it has plain attributes: strings, "
+                "Each rank has its own blocks, and only plain attributes of the others: strings, "
                 "numbers and flags.",
                 "keep what the forward reads outside the blocks, or write the model as a "
                 "PipelineModule.",
@@ -300,8 +300,8 @@ class _StageForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_due:
             raise UsageError(
-                "the model was called by itself, and this rank has a stage of it only.",
-                "What leaves a stage goes on to another rank, by the schedule.",
+                "the model was called directly, and this rank has only a stage of it.",
+                "The schedule sends the outputs of a stage to another rank.",
                 "call what initialize or DeepSeekZeRO3 returned; generate needs the whole model: "
                 "export the weights.",
             )

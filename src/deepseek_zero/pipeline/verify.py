@@ -215,13 +215,13 @@ def _check_program(
             )
     if gathered:
         raise _fail(
-            f"pipeline rank {rank}: stage {min(gathered)} stays gathered behind the step.", ""
+            f"pipeline rank {rank}: stage {min(gathered)} stays gathered after the step.", ""
         )
     if trains and reduced != own:
         missing = ", ".join(map(str, sorted(own - reduced)))
         raise _fail(
             f"pipeline rank {rank}: stage {missing} is not reduced in the step.",
-            "The optimizer would use gradients of this rank alone.",
+            "The optimizer would use only the gradients of this rank.",
         )
 
 

@@ -114,7 +114,7 @@ def what_moved(links: Sequence[MemoryLink]) -> list[str]:
 
 
 def _carried(link: MemoryLink) -> list[str]:
-    rest = f"{link.name}: {format_bytes(link.resting_bytes)} rest there"
+    rest = f"{link.name}: {format_bytes(link.resting_bytes)} stored there"
     if not link.moved_bytes:
         return [rest]
     return [
@@ -131,7 +131,7 @@ def _is_too_slow(link: MemoryLink) -> bool:
     return link.needed_seconds > link.working_seconds
 
 
-_LINK_BOUND = "cannot be hidden: more tokens per step give it more work to hide behind"
+_LINK_BOUND = "cannot be hidden: more tokens per step add compute that overlaps with it"
 _COULD_HIDE = (
     "could be hidden: a larger offload_optimizer.buffer_count lets updates run further ahead, a "
     "larger stage3_prefetch_bucket_size gathers"
@@ -153,7 +153,7 @@ def _advice(lane: str, advice: Advice) -> str:
             "gradients travel slower than backward makes them; fewer micro-batch boundaries would "
             "send fewer"
         )
-    return "another rank comes later; give ranks equal batches and equal machines"
+    return "another rank is slower; give ranks equal batches and equal machines"
 
 
 # -- recorded communication

@@ -133,9 +133,9 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
         panel.set_yticks([])
     panel.set_xlim(-0.6, max(widest + 0.6, 3.0))
     panel.set_ylim(rows[-1] + 0.6, -0.65 - 0.5 * len(right))
-    add_titles(panel, "Who stands where", f"{mesh}; rank {mesh.rank} is marked")
+    add_titles(panel, "Ranks in the mesh", f"{mesh}; rank {mesh.rank} is marked")
     if len(places) < mesh.world_size:
-        panel.set_xlabel("of longer axes the first places and the last", fontsize=9, color=INK)
+        panel.set_xlabel("long axes show their first and last places", fontsize=9, color=INK)
 
 
 def _write_columns(

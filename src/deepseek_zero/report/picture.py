@@ -155,7 +155,7 @@ def draw_plan(
     left, right = above.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
     _draw_bytes(left, [places[unit] for unit in order])
     _draw_times(right, places, schedule)
-    add_titles(left, "What rests where", f"on each rank: {_sums(places)}")
+    add_titles(left, "Memory of states", f"on each rank: {_sums(places)}")
     add_titles(right, "When it is used", f"{about}; one column per use")
     _legend(left, *_named_colours(places))
     _legend(right, TIMES, 3)

@@ -145,8 +145,7 @@ def overwrite_a_header(folder: Path) -> None:
     [
         (
             cut,
-            r"rank_00000.safetensors is [\d,]+ bytes long, its header says [\d,]+: "
-            r"it was cut short",
+            r"rank_00000.safetensors is [\d,]+ bytes long instead of [\d,]+: it was cut short",
         ),
         (cut_to_nothing, "rank_00000.safetensors ends inside its header, at 0 bytes"),
         (lengthen, "something was added to it"),
@@ -231,7 +230,7 @@ def test_a_shard_of_another_save_is_recognised(
     assert verify.check_headers(folder)[1] == []
     save_file(load_file(folder / RANK_0), folder / RANK_0, metadata={"run": "that one"})
     (fault,) = verify.verify(folder)
-    assert str(fault) == f"{RANK_0} is of another save: it says that one, the manifest this one"
+    assert str(fault) == f"{RANK_0} is of another save: it has that one, the manifest this one"
 
 
 def test_a_read_error_names_file_and_tensor(

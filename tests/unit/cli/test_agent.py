@@ -31,7 +31,7 @@ def test_a_store_that_would_listen_where_the_others_do_not_come_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(INTERFACE, "127.0.0.2")
-    said = r"(?s)come to 127\.0\.0\.1, .* listens at 127\.0\.0\.2.*--master_addr=127\.0\.0\.2"
+    said = r"(?s)connect to 127\.0\.0\.1, .* listens at 127\.0\.0\.2.*--master_addr=127\.0\.0\.2"
     with pytest.raises(UsageError, match=said):
         meeting(0, free_port()).next_rendezvous()
     found = meeting(0, port := free_port(), "127.0.0.2")

@@ -121,7 +121,7 @@ def test_the_world_and_its_source_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     joins = told()["`run` joins"]
     assert (joins.value, joins.meaning) == (
         "node 1 of 2",
-        "source: dstack; nodes meet at 10.0.0.6; options beat it",
+        "source: dstack; rendezvous at 10.0.0.6; options override it",
     )
     monkeypatch.setenv("PET_NNODES", "1:4")
     assert told()["`run` joins"].verdict is doctor.Severity.BAD

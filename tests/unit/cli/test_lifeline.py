@@ -79,7 +79,7 @@ def test_what_a_launcher_hangs_on(monkeypatch: pytest.MonkeyPatch) -> None:
         connected.remove(2)
         assert Lifeline.of_this_process(needs_input=False).streams == (), "standard error is a file"
         connected.remove(0)
-        with pytest.raises(UsageError, match="standard input is no connection"):
+        with pytest.raises(UsageError, match="standard input is not a connection"):
             Lifeline.of_this_process(needs_input=True)
     finally:
         signal.signal(signal.SIGHUP, before)

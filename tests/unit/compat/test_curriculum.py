@@ -466,7 +466,7 @@ def test_an_engine_whose_epochs_are_over_says_so(tmp_path: Path) -> None:
     engine = engine_of(metrics)
     engine.training_dataloader.data_sampler.consumed_samples = 4 * MANY
     assert len(list(engine.training_dataloader)) == 1
-    with pytest.raises(UsageError, match="given all its epochs"):
+    with pytest.raises(UsageError, match="all its epochs were used"):
         list(engine.training_dataloader)
     engine.destroy()
 

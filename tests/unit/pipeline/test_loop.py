@@ -483,9 +483,9 @@ def _begun(here: Loop) -> None:
         (_differs, "differ in their backward"),
         (_wants_input_gradients, "requires a gradient"),
         (_uneven, "2 rows cannot be cut into pipeline.micro_batches = 3"),
-        (_by_itself, "called by itself"),
+        (_by_itself, "called directly"),
         (_begun, "train_batch in a step"),
-        (_odd_rows, "a object in a batch of rows that each pipeline rank has of its own"),
+        (_odd_rows, "a object is in a batch, and each pipeline rank has different rows"),
         (_whole_step, "train_batch with pipeline.rows = own"),
     ],
 )

@@ -59,9 +59,9 @@ def test_before_there_are_two_steps_it_says_so() -> None:
             "stage3_max_live_parameters of 15.0M elements",
         ),
         ("gather", Advice(10_000_000, 15_000_000, 5_000_000, False), "a larger micro-batch"),
-        ("gather", Advice(0, 9**9, 5_000_000, True), "another rank comes later"),
+        ("gather", Advice(0, 9**9, 5_000_000, True), "another rank is slower"),
         ("reduce", Advice(0, 0, 0, False), "gradients travel slower"),
-        ("rows", Advice(0, 0, 0, False), "another rank comes later"),
+        ("rows", Advice(0, 0, 0, False), "another rank is slower"),
     ],
 )
 def test_a_wait_that_matters_comes_with_advice(lane: str, advice: Advice, sentence: str) -> None:
@@ -109,8 +109,8 @@ DISK = MemoryLink("disk", 3 << 30, 2 << 30, 1 << 30, 3.0, 0.75, 2e9, 2.5, 4.0)
 
 def test_a_link_is_told_by_bytes_speed_what_was_hidden_and_its_bound() -> None:
     assert what_moved([DISK]) == [
-        "disk: 3.00 GiB rest there; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, 75% of "
-        "that time hidden, 750 ms waited for",
+        "disk: 3.00 GiB stored there; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, 75% "
+        "of that time hidden, 750 ms waited for",
         "  bound 2.50 s a step, 62% of it reached: the disk at its best (2.00 GB/s) needs 1.61 s, "
         "the work 2.50 s",
         "  waiting for the disk could be hidden: a larger offload_optimizer.buffer_count lets "
@@ -123,12 +123,12 @@ def test_advice_is_about_the_link_that_is_waited_for_most_and_only_if_it_matters
     lines = what_moved([host, DISK])
     assert len(lines) == 5
     assert lines[-1] == (
-        "  waiting for the host cannot be hidden: more tokens per step give it more work to hide "
-        "behind"
+        "  waiting for the host cannot be hidden: more tokens per step add compute that "
+        "overlaps with it"
     )
     assert len(what_moved([replace(DISK, waited_seconds=0.08)])) == 2
 
 
 def test_a_link_that_carried_nothing_is_told_by_what_rests_there() -> None:
-    assert what_moved([MemoryLink("host", 3 << 30)]) == ["host: 3.00 GiB rest there"]
+    assert what_moved([MemoryLink("host", 3 << 30)]) == ["host: 3.00 GiB stored there"]
     assert what_moved([]) == []

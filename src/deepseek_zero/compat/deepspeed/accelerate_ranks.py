@@ -52,8 +52,8 @@ def refuse_miscount() -> None:
     noun = "process" if counted == 1 else "processes"
     raise UsageError(
         f"accelerate counted {counted} {noun}, and this world has {size}.",
-        "Its batch sizes would not fit, and every rank would be given the same batches.  On CPUs "
-        "it counts 1 unless it is told how they talk.",
+        "Its batch sizes would not fit, and every rank would get the same batches. On CPUs it "
+        "counts 1 unless a backend is set.",
         f'set {CPU_RANKS}=1, pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to '
         "Accelerator, or start one process; docs/how-to/accelerate.md and trainer.md have programs "
         "that run.",

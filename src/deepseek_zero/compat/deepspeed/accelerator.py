@@ -123,8 +123,8 @@ class Accelerator:
         if name.startswith("_"):
             raise AttributeError(name)
         raise UnknownNameError(
-            f"get_accelerator().{name} is not here.",
-            fix=f"what there is: {', '.join(sorted({*SHARED, *own}))}.",
+            f"get_accelerator().{name} does not exist.",
+            fix=f"use one of: {', '.join(sorted({*SHARED, *own}))}.",
         )
 
     def __dir__(self) -> list[str]:

@@ -74,7 +74,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
     if contiguous and deepspeed_config is None:
         raise UsageError(
             "Must specify the number of layers with contiguous memory checkpointing",
-            "DeepSpeed allocates for so many.",
+            "DeepSpeed allocates memory for this number.",
             "pass num_checkpoints=the number of layers, or leave contiguous_checkpointing out.",
         )
     checkpointing.configure(mpu_, deepspeed_config, **words)

@@ -319,7 +319,7 @@ def __getattr__(name: str) -> Any:
     if (missing := missing_names("deepspeed.comm").get(name)) is not None:
         raise UnknownNameError(
             f"deepspeed.comm.{name} is not built: {missing.reason}.",
-            fix="what is there: every name of torch.distributed, and init_distributed.",
+            fix="use a name of torch.distributed, or init_distributed.",
         )
     if name.startswith("_") or not hasattr(dist, name):
         raise AttributeError(f"module {MODULE!r} has no attribute {name!r}")

@@ -163,7 +163,7 @@ def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
         raise CheckpointError(
             "zero_force_ds_cpu_optimizer is on, and the offloaded optimizer is a "
             f"{type(optimizer).__name__}.",
-            "The key asks for an optimizer of DeepSpeed's for CPUs.",
+            "The key requires one of DeepSpeed's CPU optimizers.",
             "pass deepspeed.ops.adam.DeepSpeedCPUAdam, or leave the key out: any optimizer is fast "
             "here.",
         )

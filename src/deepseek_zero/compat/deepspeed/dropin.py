@@ -107,14 +107,14 @@ def _refuse_what_was_imported() -> None:
         raise UsageError(
             "deepspeed is imported already, from "
             f"{getattr(sys.modules['deepspeed'], '__file__', 'somewhere')}.",
-            "Objects of two libraries under one name would meet in this process.",
+            "Objects of two libraries under one name would mix in this process.",
             "call deepseek_zero.install_as_deepspeed() before anything imports deepspeed.",
         )
     early = [name for name in CLIENTS if name in sys.modules]
     if early:
         raise UsageError(
             f"{', '.join(early)} is imported already.",
-            "It asked at its import whether DeepSpeed is there, and remembers the answer.",
+            "At its import it checks whether DeepSpeed is installed, and caches the result.",
             "call deepseek_zero.install_as_deepspeed() first of all, or start the script by "
             "`deepseek-zero exec`.",
         )

@@ -134,18 +134,18 @@ def _refuse(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
         raise ElasticityConfigError(
             f"elasticity.micro_batch_sizes has {max(section['micro_batch_sizes'])}, which exceeds "
             f"max_train_batch_size {section['max_train_batch_size']}.",
-            fix="raise the one or leave out the other.",
+            fix="increase max_train_batch_size, or remove that micro-batch size.",
         )
     if section["model_parallel_size"] != 1:
         raise NotBuiltError(
             f"elasticity.model_parallel_size {section['model_parallel_size']} is not built.",
-            "Tensor parallelism comes with a later part.",
+            "Elastic batches do not support tensor parallelism.",
             "set it to 1.",
         )
     stated = [key for key in BATCH_KEYS if key in ds_config]
     if stated and not section["ignore_non_elastic_batch_info"]:
         raise ElasticityConfigError(
-            f"{', '.join(stated)} stands beside `elasticity`, which computes the batch.",
+            f"{', '.join(stated)} cannot be combined with `elasticity`, which computes the batch.",
             fix="leave it out, or set elasticity.ignore_non_elastic_batch_info to true.",
         )
 

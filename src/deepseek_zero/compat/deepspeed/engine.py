@@ -392,8 +392,8 @@ class DeepSpeedEngine(ZeroEngine):
             raise NotBuiltError(
                 f"deepspeed_io(num_local_io_workers={num_local_io_workers}) is not built yet.",
                 "Batches are made in this process, one ahead of the step.",
-                "pass your own DataLoader's batches to the engine, with as many workers as you "
-                "like.",
+                "pass the batches of your own DataLoader, with any number of workers, to the "
+                "engine.",
             )
         refuse_shared_loader(self.config, self.mesh, "deepspeed_io")
         if route == "train":
@@ -586,6 +586,6 @@ def _refuse_graphless(engine: Any, leaf: nn.Module, args: Any, kwargs: Any) -> N
             f"the leaf module {type(leaf).__name__} got no input that requires a gradient.",
             "DeepSpeed reduces a leaf's gradients when backward reaches its inputs, and refuses "
             "this.",
-            "let an input require a gradient, or take the mark off (unset_z3_leaf_modules): "
-            "nothing here needs it.",
+            "make an input require a gradient, or call unset_z3_leaf_modules: this library does "
+            "not need leaf modules.",
         )

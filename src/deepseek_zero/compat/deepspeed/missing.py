@@ -38,15 +38,15 @@ class MissingName:
 ENGINE = "DeepSpeedEngine"  # key of the engine's attributes
 PAGE = "docs/reference/deepspeed-names.md"
 
-PIPELINE = "engines over pipelines are a later part"
-SEQUENCE = "of sequence parallelism this is a later part"
+PIPELINE = "it is planned as a later part of pipeline parallelism"
+SEQUENCE = "it is planned as a later part of sequence parallelism"
 TILES = "one kernel does both products and the softmax (`deepseek_zero.attention`)"
 MOE = "every rank has all experts, and their states are sharded as those of other layers"
 INFERENCE = "inference engines are not planned; a stage 3 engine's eval() and generate() serve"
 KERNELS = "compiled kernels are not planned: nothing here needs a compiler"
-GATHERS = "gathering is the engine's business; zero.GatheredParameters is the way in"
-COMPRESSED = "zero_quantized_weights and zero_quantized_gradients are the way in"
-ONE_BIT = "`optimizer.type` OneBitAdam is the way in; DeepSpeed has removed the other two"
+GATHERS = "the engine gathers parameters; use zero.GatheredParameters"
+COMPRESSED = "use zero_quantized_weights and zero_quantized_gradients"
+ONE_BIT = "use `optimizer.type` OneBitAdam; DeepSpeed has removed the other two"
 UNIVERSAL = (
     "every checkpoint loads at any number of ranks and any stage, so there is nothing to convert"
 )
@@ -56,12 +56,12 @@ ROUTING = "dropping tokens at random is not planned: every layer computes all of
 DYNAMIC = (
     "batches by tokens are not planned; DeepSpeed's engine leaves the key to this function, too"
 )
-OLD_DATASETS = "MMapIndexedDataset is the one that a curriculum reads"
+OLD_DATASETS = "a curriculum reads MMapIndexedDataset"
 TIERS = (
     "engine.offload_states and reload_states serve; the functions below them are DeepSpeed's own"
 )
 REPORT = "`ds_report` and `deepseek-zero doctor` look at the machine"
-LOGGED = "engine.explain() and the records say what was sent"
+LOGGED = "engine.explain() and the records show the messages"
 SHED = "`offload_*` and `vertical_micro_batches` serve"
 LOW_LEVEL = "it links DeepSpeed's inner tensors; safe_get_* and safe_set_* serve"
 
@@ -96,7 +96,7 @@ MISSING: dict[str, Rows] = {
         (N, REPORT, "env_report"),
     ),
     "deepspeed.accelerator": (
-        (N, "CUDA GPUs and CPUs are what is served", "cuda_accelerator cpu_accelerator"),
+        (N, "only CUDA GPUs and CPUs are supported", "cuda_accelerator cpu_accelerator"),
     ),
     "deepspeed.checkpoint": (
         (
@@ -119,7 +119,7 @@ MISSING: dict[str, Rows] = {
             "`deepseek-zero run --max-restarts` starts ranks again",
             "DSElasticAgent elastic_agent",
         ),
-        (N, "the batch is computed from the section alone", "ensure_immutable_elastic_config"),
+        (N, "the batch is computed only from the section", "ensure_immutable_elastic_config"),
     ),
     "deepspeed.ops": (
         (N, KERNELS, "transformer fp_quantizer quantizer random_ltd deepspeed4science compile gds"),
@@ -183,7 +183,7 @@ MISSING: dict[str, Rows] = {
         (N, GATHERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride parameter_offload"),
         (
             N,
-            "a layer that returns its bias beside its output is not tiled",
+            "a layer that returns its bias with its output is not tiled",
             "TiledLinearReturnBias",
         ),
         (N, TIERS, "offload_states"),
@@ -316,7 +316,7 @@ def package_name_missing(name: str) -> UnknownNameError | None:
         return None
     return UnknownNameError(
         f"deepseek_zero.{name} is DeepSpeed's and is not built: {reason}.",
-        fix="what is there: dir(deepseek_zero), and the rooms zero, utils, comm, checkpointing.",
+        fix="use a name in dir(deepseek_zero), or in its modules zero, utils, comm, checkpointing.",
     )
 
 
@@ -330,5 +330,5 @@ def engine_name_missing(name: str, there: list[str]) -> UnknownNameError:
     near = difflib.get_close_matches(name, there, n=4, cutoff=0.5)
     return UnknownNameError(
         f"engine.{name} is DeepSpeed's and is not built: {missing_names(ENGINE)[name].reason}.",
-        fix=f"what is there: {', '.join(near or there[:20])} ({PAGE} lists every name).",
+        fix=f"use one of: {', '.join(near or there[:20])} ({PAGE} lists every name).",
     )

@@ -146,10 +146,9 @@ def placeholder(module: str, name: str) -> Any:
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotBuiltError(
-            f"{module}.{name} is not provided by deepseek_zero, which stands in for DeepSpeed "
-            "here.",
+            f"{module}.{name} is not provided by deepseek_zero, which replaces DeepSpeed here.",
             why_missing(module, name),
-            "see docs/reference/deepspeed-names.md for what serves instead.",
+            "see docs/reference/deepspeed-names.md for alternatives.",
         )
 
     if kinds(module)[name] == "class":

@@ -97,7 +97,7 @@ def muon_update(
             raise ConfigError(
                 f"Per-head Muon cannot divide a weight of shape {tuple(update.shape)} into "
                 f"{num_heads} heads.",
-                fix="give a matrix whose rows are a multiple of num_heads.",
+                fix="pass a matrix with a multiple of num_heads rows.",
             )
         matrices = matrices.reshape(num_heads, -1, matrices.shape[-1])
     direction = orthogonalize(matrices, ns_method, ns_steps) * factor_of(matrices)

@@ -62,7 +62,7 @@ class LossScaleView:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in SCALE_WORDS:
             raise AttributeError(
-                f"{name} of a loss scale is not to be set; what is: {', '.join(SCALE_WORDS)}"
+                f"{name} of a loss scale cannot be set; these can: {', '.join(SCALE_WORDS)}"
             )
         setattr(self.scaler, SCALE_WORDS[name], value)
 

@@ -117,7 +117,7 @@ class PipelineModule(LayerStages):
             if world_size % stages:
                 raise UsageError(
                     f"num_stages ({stages}) must divide distributed world size ({world_size})",
-                    "Every stage has as many ranks as the others.",
+                    "All stages have the same number of ranks.",
                     "start a number of ranks that is a multiple of num_stages.",
                 )
             topology = PipeDataParallelTopology(num_pp=stages, num_dp=world_size // stages)

@@ -23,7 +23,7 @@ class PipelineError(DeepSeekZeroError):
 def _refused() -> PipelineError:
     return PipelineError(
         "Only train_batch() is accessible in pipeline mode.",
-        "A step's micro-batches go through the stages one behind the other.",
+        "The micro-batches of a step run through the stages in a pipeline.",
         "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to "
         "evaluate.",
     )

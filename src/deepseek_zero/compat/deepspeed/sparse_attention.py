@@ -79,8 +79,8 @@ class SparsityConfig:
         if self.KIND is None:
             raise NotBuiltError(
                 f"{type(self).__name__} makes no layout.",
-                "It is what the kinds of layouts have in common.",
-                "take one of them, such as FixedSparsityConfig, or override make_layout.",
+                "It is the base class of the layouts.",
+                "use a subclass, such as FixedSparsityConfig, or override make_layout.",
             )
         return self.layout_for(seq_len).table(self.num_heads, seq_len).to(torch.int64)
 

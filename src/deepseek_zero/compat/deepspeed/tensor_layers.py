@@ -636,7 +636,7 @@ def subparam_sizes(whole: Sequence[int], shape: tuple[Any, ...], dim: int) -> tu
     if len(shape) != len(whole):
         raise NotBuiltError(
             f"a fused weight of shape {tuple(whole)} is described by {shape}.",
-            "Its parts lie in one of its own dimensions.",
+            "It is split along one of its dimensions.",
             "write a number or a tuple for that dimension, and -1 for the others.",
         )
     stated = shape[dim]
@@ -645,7 +645,7 @@ def subparam_sizes(whole: Sequence[int], shape: tuple[Any, ...], dim: int) -> tu
         raise UsageError(
             f"parts {stated} of a fused weight do not make up its {whole[dim]} rows of dimension "
             f"{dim}.",
-            fix="let them add up to the dimension.",
+            fix="pass widths that add up to the dimension.",
         )
     return sizes
 

@@ -113,6 +113,6 @@ def _contradicting_single_rank_pg_error(
     ):
         return None
     return (
-        f"zero.Init would shard among one rank, and the launcher says WORLD_SIZE={said}: every "
-        "process would keep the whole model.  Call init_distributed() first."
+        f"zero.Init would shard over one rank, and the launcher sets WORLD_SIZE={said}: every "
+        "process would keep the whole model. Call init_distributed() first."
     )

@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--safe_serialization", action="store_true", help="write safetensors, not torch files"
     )
     parser.add_argument(
-        "-t", "--tag", default=None, help="which checkpoint; what `latest` names if left out"
+        "-t", "--tag", default=None, help="the checkpoint (default: that of the file `latest`)"
     )
     parser.add_argument(
         "--exclude_frozen_parameters", action="store_true", help="leave out what was not trained"

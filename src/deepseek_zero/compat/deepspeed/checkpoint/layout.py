@@ -85,8 +85,8 @@ class DeepSpeedLayout(EngineLayout):
             if read_deepspeed(path).manifest.run:
                 return ""
         return (
-            "torch's CRC-32 of each record is all these files have: one of another rank or save is "
-            "not told apart"
+            "these files have only torch's CRC-32 of each record: a file of another rank or save "
+            "is not detected"
         )
 
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
@@ -270,7 +270,10 @@ def unsupported_reason(contents: Contents) -> str:
                 and not is_scalar_state(value, shard.param)
                 and value.shape != shard.param.shape
             ):
-                return f"the optimizer's state '{key}' of '{shard.names[0]}' has a shape of its own"
+                return (
+                    f"the optimizer's state '{key}' of '{shard.names[0]}' does not have the "
+                    "parameter's shape"
+                )
     return ""
 
 

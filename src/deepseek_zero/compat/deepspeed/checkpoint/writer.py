@@ -178,8 +178,8 @@ def _groups(source: OpenCheckpoint) -> list[list[str]]:
     rows = [name for group in groups for name in group if source.values.keys(WHOLE, name)]
     if rows:
         raise CheckpointError(
-            f"the optimizer's states of '{rows[0]}' have shapes of their own.",
-            "DeepSpeed's layout cuts every state as its parameter is cut.",
+            f"the optimizer's states of '{rows[0]}' do not have the parameter's shape.",
+            "DeepSpeed's layout shards every state as it shards the parameter.",
             "save it in our own layout.",
         )
     return groups
@@ -213,10 +213,10 @@ def convert_to_deepspeed(
         found = layout_of(source.folder)
         if found is not None and not found.has_states:
             raise CheckpointError(
-                f"{source.folder} holds weights alone.",
-                "DeepSpeed's layout is of masters and moments, and DeepSpeed does not load it "
+                f"{source.folder} contains only weights.",
+                "DeepSpeed's layout has main weights and moments, and DeepSpeed does not load it "
                 "without them.",
-                "convert the checkpoint that these weights are of, or load them with "
+                "convert the checkpoint from which these weights were exported, or load them with "
                 "engine.load_weights and save.",
             )
         layout = DeepSpeedTarget.of(source, stage, ranks)

@@ -137,6 +137,6 @@ def _refuse_odd_lists(schedule: Mapping[str, Any]) -> None:
     if not ends or len(levels) != len(ends) + 1:
         raise UsageError(
             f"fixed_discrete has {len(levels)} difficulties and {len(ends)} values of max_step.",
-            "The last difficulty holds for all steps behind the last max_step.",
+            "The last difficulty is used for all steps after the last max_step.",
             "give one difficulty more than values of max_step, and at least one of these.",
         )

@@ -403,8 +403,8 @@ class DeepSpeedDataSampler:
         self.batch = []
         if "clusters" not in state_dict:
             log_once(
-                "DeepSpeed's own checkpoint does not hold the order of samples: the curriculum "
-                "goes on in a new one.",
+                "DeepSpeed's own checkpoint does not contain the order of samples: the curriculum "
+                "continues with a new order.",
                 logging.WARNING,
             )
             self.current_difficulties = {}

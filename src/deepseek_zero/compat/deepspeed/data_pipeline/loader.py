@@ -83,8 +83,8 @@ class CurriculumLoader(ShardedLoader):
     def __iter__(self) -> Iterator[Any]:
         if self.data_sampler.consumed_samples > len(self.data_sampler):
             raise UsageError(
-                "the curriculum has given all its epochs.",
-                fix=f"raise num_epochs beside {WHERE.rsplit('.', 1)[1]}.",
+                "the curriculum has ended: all its epochs were used.",
+                fix=f"increase num_epochs in {WHERE.rsplit('.', 1)[0]}.",
             )
         for batch in self.loader:
             if self.post_process_func is not None:
