@@ -1,7 +1,7 @@
-"""Deferred updates: a step leaves the update of offloaded weights to the next forward, so that
-their states travel between memories while units compute.
+"""Deferred updates: run updates of offloaded weights during the next forward.
 
-Every read of a deferred state runs its update first, so no result changes.
+The states of these weights then travel between memories while units compute. Every read of a
+deferred state runs its update first, so no result changes.
 """
 
 from __future__ import annotations

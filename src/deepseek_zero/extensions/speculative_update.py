@@ -1,17 +1,19 @@
-"""Updates in backward: a unit is updated when its gradient has been reduced, while backward goes on
-to earlier units. An update that does not agree with its step's decision is undone bit by bit.
+"""Updates of units during backward, before the decision of the step is known.
 
-Two decisions are assumed before the step is over. A speculative step (SuperOffload) assumes that
-there is neither clipping nor overflow, before the norm is known. A delayed one (delayed_update.py)
-uses the decision and the gradient of the step before. Updates are also undone if a program reads
-what they changed before the step is over, so a program never sees them. Only units that the host
-updates and whose weights are sharded take part: a read of such a weight needs a gather, which
-undoes the update first. If a gather makes no copy, a unit is updated after it has been resharded,
-because backward may still read its weight.
+A unit is updated after its gradient has been reduced, while backward computes earlier units. If
+the update does not agree with the decision of the step, it is undone bit by bit.
 
-`UndoLog` holds a copy of every byte that an update writes. Copies, not arithmetic: an update cannot
-be calculated backwards without rounding, and not at all once a number is not finite. The log is one
-buffer on the host.
+Two kinds of decisions are known or assumed early. A speculative step (SuperOffload) assumes that
+there is neither clipping nor overflow. A delayed step (delayed_update.py) uses the decision and
+the gradient of the previous step. If a program reads an updated state before the step is over,
+all early updates are undone first, so a program never sees them.
+
+Only units that the host updates and whose weights are sharded take part. A read of such a weight
+needs a gather, and the gather undoes the update first. If a gather makes no copy, the unit is
+updated only after it has been resharded, because backward may still read its weight.
+
+`UndoLog` holds a copy of every byte that an update writes. An update cannot be computed backwards,
+because arithmetic rounds and numbers may not be finite. The log is one buffer on the host.
 """
 
 from __future__ import annotations
@@ -58,7 +60,12 @@ BY_SHARD = frozenset(
 
 @dataclass
 class SpeculationStats:
-    """updated: units, in backward.  undone: of these."""
+    """Counts of updates in backward.
+
+    Attributes:
+        updated: Units that were updated in backward.
+        undone: Updates among these that were undone.
+    """
 
     updated: int = 0
     undone: int = 0
@@ -76,12 +83,11 @@ class Delay(Protocol):
 
 
 class SpeculativeUpdate(UpdatePolicy):
-    """The updates of one optimizer that came before their step's decision.
+    """Policy of one optimizer that updates units before the decision of their step.
 
     Attributes:
-        budget: Bytes of the log.
-        units: The tiles of each unit that may be updated in backward, by number of the unit, the
-            first units first.
+        budget: Size of the undo log in bytes.
+        units: Tiles of the units that may be updated in backward, by unit number, ascending.
         stats: Counts of updates.
     """
 
@@ -92,9 +98,9 @@ class SpeculativeUpdate(UpdatePolicy):
         """Build the policy.
 
         Args:
-            delay: The policy that knows the decision before the step, if there is one.
-            budget: Bytes of the log.
-            speculates: A decision that is not known is assumed.
+            delay: Policy that knows the decision before the step, if there is one.
+            budget: Size of the undo log in bytes.
+            speculates: Assume a decision if none is known.
         """
         self.budget = budget
         self.units: Mapping[int, Sequence[Tile]] = {}
@@ -119,7 +125,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self.tiles_changed(optimizer.tiles)
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """Take the tiles of all units but the root, whose gradient is the last."""
+        """Use the new tiles of all units except the root, whose gradient is reduced last."""
         root = self.runtime.root.number
         self.units = {number: each for number, each in tiles.later.items() if number != root}
 
@@ -127,8 +133,9 @@ class SpeculativeUpdate(UpdatePolicy):
         refuse_joining_beside_log(what, fix)
 
     def _expected(self) -> Decision | None:
-        """Return the decision that this step will carry out, or is assumed to. An assumed one
-        neither clips nor skips.
+        """Return the known or assumed decision of this step, or None.
+
+        An assumed decision neither clips nor skips.
         """
         if not self.updater.has_run:  # the states that the log must have room for do not exist
             return None
@@ -140,7 +147,7 @@ class SpeculativeUpdate(UpdatePolicy):
         return Decision(1.0 / scale, self.updater.updates + 1, hypers_of(self.updater.inner))
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update the reduced units whose weight is not in use any more. Local."""
+        """Update the reduced units whose weight is no longer in use. Local."""
         self._reduced.append(unit)
         in_use = [each for each in self._reduced if _is_in_use(each)]
         free = [each for each in self._reduced if each not in in_use]
@@ -178,12 +185,12 @@ class SpeculativeUpdate(UpdatePolicy):
             group.set_pending(self)
 
     def chosen(self) -> frozenset[int]:
-        """Return the units whose bytes before the update fit the budget together, the first ones
-        first.
+        """Return the first units whose undo copies fit the budget together.
 
-        Backward makes their gradients last, when most activations are gone and their room is free
-        for the log; and the next forward needs them first, when there is nothing yet to hide their
-        update behind. The others are updated when that forward comes to them.
+        The first units are preferred for two reasons. Backward computes their gradients last, when
+        most activations have been freed and there is memory for the log. The next forward needs
+        them first, when no computation can hide their update yet. The remaining units are updated
+        when that forward reaches them.
         """
         if self._chosen is None:
             found = set()
@@ -198,7 +205,11 @@ class SpeculativeUpdate(UpdatePolicy):
         return self._chosen
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
-        """Return the units whose update agrees with the step's decision. Undo the others."""
+        """Return the units whose early updates are valid, and undo all others.
+
+        Args:
+            due: Decision of the step. None undoes all early updates.
+        """
         if self._decision is None or due is None or not self._decision.agrees(due):
             self.undo()
         stands = frozenset(self._done)
@@ -215,15 +226,15 @@ class SpeculativeUpdate(UpdatePolicy):
         self.conclude(None)
 
     def flush(self) -> None:
-        """Undo all updates, since a program reads a state before the step is over."""
+        """Undo all early updates, because a program reads a state before the step is over."""
         self.undo()
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Undo all updates, as `flush`."""
+        """Undo all early updates, as `flush` does."""
         self.undo()
 
     def undo(self) -> None:
-        """Restore every byte that was updated before its step."""
+        """Restore every byte that was written before the decision of the step."""
         if not self._done:
             return
         self._is_off = True
@@ -234,7 +245,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self._close()
 
     def explain(self) -> list[str]:
-        """Return the lines of `engine.explain` about it."""
+        """Return the lines for `engine.explain`."""
         if not self.units:
             return [
                 "updates in backward: none, since the host updates no unit but the root with a "
@@ -255,8 +266,9 @@ class SpeculativeUpdate(UpdatePolicy):
 
 
 def works_by_shard(cls: type[Optimizer]) -> bool:
-    """Return whether an update of one shard can be undone without the others: true of the classes
-    that are listed.
+    """Return whether the update of one shard can be undone without the other shards.
+
+    This is true for the classes of PyTorch and of this library that `BY_SHARD` lists.
     """
     is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
     return is_known and cls.__name__ in BY_SHARD
@@ -273,7 +285,7 @@ def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
 
 
 def refuse_joining_beside_log(what: str, fix: str) -> None:
-    """Raise `UsageError`: no parameter can join an optimizer with an undo log.
+    """Raise `UsageError` because parameters cannot join an optimizer with an undo log.
 
     Args:
         what: The event that makes parameters join.
@@ -288,10 +300,14 @@ def refuse_joining_beside_log(what: str, fix: str) -> None:
 
 @dataclass
 class Before:
-    """A copy of one shard's states before its update. places, powers: ranges or scales, and their
-    copy.
+    """Copies of the states of one shard from before its update.
 
-    state: the optimizer's entry, counters as numbers; None if there was none.
+    Attributes:
+        shard: The shard.
+        places: Ranges of states, each with a copy of its bytes.
+        powers: Scales of 8-bit moments, each with its copy.
+        state: Copy of the optimizer's state dict of the shard; None if it had no state.
+        counters: Values of the 0-dimensional tensors in `state`.
     """
 
     shard: MasterShard
@@ -302,7 +318,7 @@ class Before:
 
 
 class UndoLog:
-    """Copies of shards before their updates, latest last."""
+    """Copies of shards from before their updates, in the order of the updates."""
 
     def __init__(self, inner: Optimizer, moments: Moments, scratch: Scratch) -> None:
         self._inner = inner
@@ -313,20 +329,22 @@ class UndoLog:
         self._used = 0
 
     def bytes_of(self, shard: MasterShard) -> int:
-        """Return the bytes that `note` will take."""
+        """Return how many bytes `note` needs for a shard."""
         places = sum(stretch.itemsize for stretch in self._written(shard)) * shard.numel
         return places + sum(
             powers.nbytes for _, powers in self._moments.storages(shard) if powers is not None
         )
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate the buffer; raise `OutOfMemoryError` if memory_budget.device does not allow
-        it.
+        """Allocate the buffer.
+
+        Raises:
+            OutOfMemoryError: memory_budget.device does not allow the allocation.
         """
         self._memory = self._scratch.take("undo", torch.uint8, CPU, nbytes)
 
     def note(self, shard: MasterShard) -> None:
-        """Copy the states of a shard that is about to be updated."""
+        """Copy the states of a shard before it is updated."""
         before = Before(shard)
         self._entries.append(before)
         for stretch in self._written(shard):
@@ -340,7 +358,7 @@ class UndoLog:
             before.counters = {key: value.item() for key, value in counters.items()}
 
     def undo(self) -> None:
-        """Restore every shard that was noted."""
+        """Restore all noted shards, last one first."""
         for before in reversed(self._entries):
             before.shard.group.guard.before_write()
             for stretch, copy in before.places:
@@ -351,8 +369,9 @@ class UndoLog:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the copies; on the CPU the buffer's pages are returned to the system until it is
-        used again.
+        """Drop all copies.
+
+        On a CPU the pages of the buffer are returned to the system until the next use.
         """
         self._entries = []
         self._used = 0
@@ -370,9 +389,7 @@ class UndoLog:
             before.state[key].fill_(number)
 
     def _written(self, shard: MasterShard) -> Iterator[StagedState]:
-        """Yield every range outside the optimizer's own counters that an update of this shard
-        writes.
-        """
+        """Yield every range that an update of this shard writes, except counters."""
         yield from (stretch for stretch in shard.storage_ranges() if stretch.changes)
         yield from (stretch for stretch in shard.staged_ranges() if stretch.changes)
         yield from (stretch for stretch, _ in self._moments.storages(shard))

@@ -1,8 +1,8 @@
-"""Updates shards in one pass over memory, by the kernels of `kernels/`.
+"""Updates of shards in one pass over memory by the kernels in `kernels/`.
 
-A shard is updated so if its optimizer has a rule and its states are stored as a kernel reads them
-(`UpdatePlan.has_kernel`). The optimizer's own step updates all other shards, in PyTorch operations.
-Both give the same bits.
+A kernel updates a shard if there is a rule for its optimizer and the storage formats of its states
+fit the kernel (`UpdatePlan.has_kernel`). Otherwise the optimizer's own step runs PyTorch
+operations. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ _COLUMNS = 5  # arrays of a kernel
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a shard that belongs to one parameter. element: of the parameter, the first of the
-    range.
+    """A range of a shard that belongs to one parameter.
+
+    Attributes:
+        name: Name of the parameter.
+        start: First element of the range in the shard.
+        stop: End of the range in the shard.
+        element: First element of the range in the parameter.
     """
 
     name: str
@@ -51,9 +56,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the update of a shard reads and writes, flat, on the device that updates it.
+    """Flat tensors for the update of a shard, on the device of the update.
 
-    main, other: see `MasterWeight.for_kernel`. states: in the order of the variant.
+    Attributes:
+        gradient: The gradient.
+        main: First tensor that `MasterWeight.for_kernel` returns.
+        other: Second tensor that `MasterWeight.for_kernel` returns, or None.
+        states: Optimizer states in the order of the kernel variant.
     """
 
     gradient: Tensor
@@ -152,8 +161,9 @@ class OnePass:
         return None if held else group.first
 
     def is_exact(self, variant: Variant, layout: Layout, device: torch.device) -> bool:
-        """Return whether the kernel for a layout has the bits of the definition on a device.
-        Compiles it.
+        """Return whether a kernel gives the same bits as its definition on a device.
+
+        This compiles the kernel.
         """
         is_exact = (
             self._cpu.is_exact(variant, layout)
@@ -245,9 +255,7 @@ class OnePass:
             counter.version = version_of(counter.tensor)
 
     def settle(self, param: Tensor, group: GroupUpdate | None) -> None:
-        """Write the canonical NaN for every NaN that PyTorch's step has left in a shard and its
-        states, on a CPU.
-        """
+        """Replace every NaN in a shard and its states by the canonical NaN, on a CPU."""
         is_settled = param.device == CPU and param.dtype == torch.float32
         if group is None or param.grad is None or not is_settled:
             return

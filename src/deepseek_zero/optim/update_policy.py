@@ -112,12 +112,14 @@ class UpdatePolicy:
         """
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
-        """Return whether the policy has removed the cause of an overflow, so that the loss scale
-        stays. Collective.
+        """Return whether the loss scale can stay because an overflow's cause is removed.
 
         Args:
-            result: The result of the step.
-            origin: The unit where numbers stopped being finite, if it is known.
+            result: Result of the step.
+            origin: First unit with nonfinite numbers, if it is known.
+
+        Note:
+            Collective.
         """
         return False
 

@@ -1,17 +1,15 @@
-"""Runs the inner optimizer over tiles of master shards, whatever memory their states lie in and
-whenever they are due.
+"""Run the inner optimizer over tiles of main weight shards.
 
-The path of one update: `Tiles` are lists of `MasterShard`s, cut by planner/update.py;
-`TilePrefetcher` fetches the states of the next tiles while one is updated, and stores those of the
-last ones behind it; `MasterShard` brings the master into `Scratch`, where it is not updated in
-place, `Moments` brings the optimizer's own states; `Updater` calls the inner optimizer and has
-everything stored again. An update_policy.py says which tiles are not updated in the step.
+An update takes these steps. planner/update.py cuts the shards into `Tiles`, which are lists of
+`MasterShard`. `TilePrefetcher` fetches the states of the next tiles during the update of a tile,
+and stores the states of earlier tiles in the background. `MasterShard` copies the main weight to
+`Scratch` if it is not updated in place, and `Moments` loads the optimizer's states. `Updater` calls
+the inner optimizer and stores the results. The policies in update_policy.py choose which tiles are
+not updated in the step itself.
 
-Moments may lie in another memory, in fewer bits, or both: one storage per group and kind of moment.
-Any torch optimizer
-will do: every state it makes in its first step with as many elements as a shard is taken over;
-counters and states of another shape stay where they are.
-
+Moments may be stored in another memory, in fewer bits, or both, in one storage per group and kind
+of moment. This works with every PyTorch optimizer: a state is stored this way if the first step
+creates it with as many elements as the shard. Counters and states of other shapes are left alone.
 """
 
 from __future__ import annotations
@@ -55,17 +53,22 @@ GradSource = Callable[[ParamGroup], GradSum]  # the gradient that a group is upd
 
 
 def collected(group: ParamGroup) -> GradSum:
-    """Return the gradient of the last backward."""
+    """Return the gradient sum of the last backward."""
     return group.gradient.sum
 
 
 @dataclass
 class Scratch:
-    """grads: gradients cast, unscaled and clipped. masters: masters joined from their halves
-    (precision/policy.py).
+    """Buffers that all tiles share during updates.
 
-    device: the training device, whose memory is counted in `budget`. numel: elements of the fullest
-    tile of each device that updates some.
+    The buffer "grads" holds gradients that are cast, unscaled and clipped. The buffer "masters"
+    holds main weights that are joined from their two halves (precision/policy.py).
+
+    Attributes:
+        device: The training device. Its buffers are counted in `budget`.
+        numel: Elements of the largest tile, by device that runs updates.
+        budget: Memory budget of the training device.
+        kept: Allocated buffers by name and device.
     """
 
     device: torch.device
@@ -76,8 +79,16 @@ class Scratch:
     def take(
         self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None
     ) -> Tensor:
-        """Return the buffer of that name on the update's device, with arbitrary contents; allocated
-        on first use.
+        """Return a named buffer with arbitrary contents; allocate it on first use.
+
+        Args:
+            what: Name of the buffer.
+            dtype: Data type. A buffer of another type is replaced.
+            home: Device that runs the update.
+            numel: Number of elements; by default those of the largest tile.
+
+        Raises:
+            OutOfMemoryError: The budget of the training device does not allow the allocation.
         """
         found = self.kept.get((what, home))
         if found is None or found.dtype != dtype:
@@ -89,8 +100,12 @@ class Scratch:
         return found
 
     def grow(self, fullest: Mapping[torch.device, int]) -> None:
-        """Make room for tiles of so many elements; a buffer that is too small is allocated anew on
-        its next use.
+        """Make room for larger tiles.
+
+        Buffers that are too small are freed, and allocated again on their next use.
+
+        Args:
+            fullest: Elements of the largest tile by device.
         """
         for home, numel in fullest.items():
             if numel <= self.numel.get(home, 0):
@@ -102,12 +117,18 @@ class Scratch:
                 self._count(home, -self.kept.pop(key).nbytes, "")
 
     def drop(self, what: str) -> None:
-        """Free the buffers of that name."""
+        """Free all buffers with this name."""
         for key in [key for key in self.kept if key[0] == what]:
             self._count(key[1], -self.kept.pop(key).nbytes, "")
 
     def placeholder(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
-        """Return a tensor of that shape without values: NaN, of 4 bytes in all."""
+        """Return a tensor of this shape without values: one NaN, expanded.
+
+        Args:
+            shape: Shape of the tensor.
+            dtype: Data type of the NaN if it is not allocated yet.
+            home: Device of the tensor.
+        """
         key = "nothing", home
         if key not in self.kept:
             self._count(home, dtype.itemsize, "what stands for values that are elsewhere")
@@ -115,7 +136,7 @@ class Scratch:
         return self.kept[key].expand(shape)
 
     def is_placeholder(self, value: object) -> bool:
-        """Return whether this is a placeholder for values that are stored elsewhere."""
+        """Return whether a value is a placeholder for values that are stored elsewhere."""
         if not isinstance(value, Tensor) or is_subclass(value):
             return False
         nothing = self.kept.get(("nothing", value.device))
@@ -128,11 +149,19 @@ class Scratch:
 
 @dataclass(eq=False)
 class MasterShard:
-    """A range of one group's master that the inner optimizer treats as one parameter.
+    """A range of a group's main weight that the inner optimizer sees as one parameter.
 
-    start, stop: elements of the master (and of the reduced gradient) on this rank. names: the
-    parameters it covers. If the master is split, `param` holds values during a step only, and NaN
-    between steps.
+    If the main weight is copied for updates (`MasterWeight.is_copied_for_update`), `param` has
+    values only during an update, and NaN between updates.
+
+    Attributes:
+        group: The parameter group.
+        start: First element in this rank's main weight and reduced gradient.
+        stop: End of the range.
+        param: The parameter that the inner optimizer updates.
+        names: Names of the parameters that the range covers.
+        at: Offset of the shard in the scratch buffers of its tile, in elements.
+        has_kernel: The storage formats allow an update in one pass (one_pass.py).
     """
 
     group: ParamGroup
@@ -151,7 +180,7 @@ class MasterShard:
 
     @property
     def planned(self) -> ShardRange:
-        """Return the shard as data."""
+        """Return the plan's description of the shard."""
         return ShardRange(
             self.group.planned, self.start, self.stop, self.names, tuple(self.param.shape)
         )
@@ -166,15 +195,16 @@ class MasterShard:
         return self.group.comm_ctx.comm.rank
 
     def grad(self, source: GradSource) -> Tensor | None:
-        """Return the gradient to update from, in `param`'s shape; None without one."""
+        """Return the gradient in the shape of `param`, or None if there is none."""
         if self.is_absent(source):
             return None
         part = source(self.group).read(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
 
     def storage_ranges(self, source: GradSource = collected) -> Iterator[StorageRange]:
-        """Yield the storage ranges of master, weight and gradient that the update of this shard
-        reads or writes.
+        """Yield the storage ranges that the update of this shard reads or writes.
+
+        They belong to main weights, weights and gradients outside the training device.
         """
         for storage in self.master.offloaded():
             yield StorageRange(storage, self.start, self.stop)
@@ -185,12 +215,11 @@ class MasterShard:
     def staged_ranges(
         self, source: GradSource = collected, after: CopyEvent = COMPLETED
     ) -> Iterator[StagedRange]:
-        """Yield the ranges of weight and gradient that the training device holds and the host
-        updates or reads.
+        """Yield the ranges on the training device that the host updates or reads.
 
         Args:
-            source: The gradient of a group.
-            after: The event of the device after which it does not change them.
+            source: Returns the gradient sum of a group.
+            after: Event of the device after which it does not change the ranges.
         """
         if self.master.staged is not None:
             yield StagedRange(self.master.staged, self.start, self.stop, after)
@@ -199,7 +228,7 @@ class MasterShard:
             yield StagedRange(staged, self.start, self.stop, after, changes=False)
 
     def overlaps(self) -> Iterator[ParamOverlap]:
-        """Return the range of each parameter that the shard covers."""
+        """Yield the range of each parameter that the shard covers."""
         low = 0 if self.master.placement is R else self.group.layout.bounds(self.rank)[0]
         first = low + self.start
         last = low + self.stop
@@ -222,14 +251,20 @@ class MasterShard:
         ]
 
     def is_absent(self, source: GradSource) -> bool:
-        """Return whether no parameter of the shard has a gradient (all frozen or dropped): its
-        update is skipped.
+        """Return whether no parameter of the shard has a gradient, so that it is skipped.
+
+        Parameters without a gradient are frozen, or their gradients were dropped.
         """
         absent = source(self.group).absent or set()
         return bool(absent) and all(cover.number in absent for cover in self.overlaps())
 
     def chance(self, chance: StochasticRounding, state: str) -> Tensor:
-        """Return random bits for each element: int16, flat."""
+        """Return random bits for stochastic rounding: one int16 per element, flat.
+
+        Args:
+            chance: Random bits of this update.
+            state: Name of the state that is rounded.
+        """
         parts = [
             chance.of(f"{state} of {cover.slot.name}", cover.start, cover.stop - cover.start)
             for cover in self.overlaps()
@@ -237,7 +272,7 @@ class MasterShard:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def load_values(self, scratch: Scratch) -> None:
-        """Load the master values into `param`, where the optimizer changes them."""
+        """Load the main weights into `param` before the optimizer changes them."""
         self.group.guard.before_write()
         values = self.master.in_place_view(self.start, self.stop)
         home = self.master.update_device
@@ -252,7 +287,13 @@ class MasterShard:
         self.param.data = values.view(self.param.shape)
 
     def store_values(self, scratch: Scratch, chance: StochasticRounding, *, keep: bool) -> None:
-        """Undo `load_values`. keep: first write the values of `param` into the master."""
+        """Take the values out of `param` again after an update.
+
+        Args:
+            scratch: Provides the placeholder for main weights that are not updated in place.
+            chance: Random bits for weights that are stored with stochastic rounding.
+            keep: First write the values of `param` to the main weight. False after an error.
+        """
         if keep and self.master.in_place_view(self.start, self.stop) is None:
             random = self.chance(chance, "weight") if self.master.is_rounded else None
             self.master.write_consuming(self.start, self.stop, self.param.data.reshape(-1), random)
@@ -266,9 +307,15 @@ class MasterShard:
 
 @dataclass(frozen=True)
 class ParamOverlap:
-    """Elements [start, stop) of one parameter that a shard covers, from `offset` of the shard on.
+    """The elements of one parameter that a shard covers.
 
-    number: of the parameter in its group.
+    Attributes:
+        slot: Place of the parameter in its group.
+        start: First covered element of the parameter.
+        stop: End of the covered elements.
+        shard: The shard.
+        offset: First covered element in the shard.
+        number: Index of the parameter in its group.
     """
 
     slot: Slot
@@ -280,11 +327,11 @@ class ParamOverlap:
 
     @property
     def is_absent(self) -> bool:
-        """Return whether the parameter has no gradient in the last step."""
+        """Return whether the parameter got no gradient in the last step."""
         return self.number in (self.shard.group.gradient.sum.absent or ())
 
     def of(self, state: Tensor) -> Tensor:
-        """Return the covered elements of a state as long as the shard: a flat view."""
+        """Return the covered elements of a state of the shard's size, as a flat view."""
         return state.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
@@ -293,10 +340,11 @@ Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, s
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of an optimizer, in the order of `UpdatePlan.order`.
+    """The tiles of an optimizer in the order of `UpdatePlan.order`.
 
-    now: updated at the step, before it returns. later: may be updated at other times, by number of
-    the unit.
+    Attributes:
+        now: Tiles that are updated in the step, before it returns.
+        later: Tiles that may be updated at other times, by unit number.
     """
 
     now: list[Tile]
@@ -304,7 +352,12 @@ class Tiles:
 
     @classmethod
     def of(cls, plan: UpdatePlan, shards_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:
-        """Return the tiles of shards that were made of the plan's, in the same order."""
+        """Build the tiles of a plan from its shards.
+
+        Args:
+            plan: The plan of the updates.
+            shards_by_group: Shards that were made from `plan.shards`, in the same order.
+        """
         shard_of = {
             id(planned): shard
             for ranges, shards in zip(plan.shards, shards_by_group, strict=True)
@@ -327,8 +380,13 @@ class Tiles:
 
 
 def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
-    """Return the ranges of a shard whose parameters agree in `apart`: one if all do, or if it is a
-    whole tensor.
+    """Return the ranges of a shard within which all parameters have the same key.
+
+    The whole shard is returned if all keys are equal or if it is a whole tensor.
+
+    Args:
+        shard: The shard.
+        apart: Returns the key of a parameter's range.
     """
     covers = list(shard.overlaps())
     runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
@@ -345,7 +403,14 @@ def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[Sh
 
 @dataclass(frozen=True)
 class StorageRange:
-    """Elements [low, high) of one state.  changes: the update writes them."""
+    """Elements [low, high) of one storage.
+
+    Attributes:
+        storage: The storage.
+        low: The first element.
+        high: The end of the elements.
+        changes: The update writes the elements.
+    """
 
     storage: Storage
     low: int
@@ -354,18 +419,18 @@ class StorageRange:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of one element."""
+        """Return the size of one element in bytes."""
         return self.storage.memory.itemsize
 
     def fetch(self) -> Work:
         return self.storage.fetch(self.low, self.high)
 
     def values(self) -> Tensor:
-        """Return the fetched elements, to be read only."""
+        """Return the fetched elements as a read-only view."""
         return self.storage.read(self.low, self.high)
 
     def restore(self, values: Tensor) -> None:
-        """Write earlier bytes of the elements, and store them."""
+        """Overwrite the elements with earlier bytes, and store them."""
         self.storage.write(self.low, self.high).view(torch.uint8).copy_(values)
         self.release()
 
@@ -378,10 +443,14 @@ class StorageRange:
 
 @dataclass(frozen=True)
 class StagedRange:
-    """Elements [low, high) of a tensor of the training device that the host works on.
+    """Elements [low, high) of a tensor on the training device that the host works on.
 
-    changes: the update writes them. after: the event of the device after which it does not change
-    them.
+    Attributes:
+        mirror: Copies the elements between the device and the host.
+        low: The first element.
+        high: The end of the elements.
+        after: Event of the device after which it does not change the elements.
+        changes: The update writes the elements.
     """
 
     mirror: StagedTile
@@ -392,20 +461,20 @@ class StagedRange:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of one element."""
+        """Return the size of one element in bytes."""
         return self.mirror.on_device.itemsize
 
     def fetch(self) -> Work:
         return self.mirror.fetch(self.low, self.high, self.after)
 
     def values(self) -> Tensor:
-        """Return the fetched elements, to be read only."""
+        """Return the fetched elements as a read-only view."""
         found = self.mirror.view(self.low, self.high)
         assert found is not None, "read before it was fetched"
         return found
 
     def restore(self, values: Tensor) -> None:
-        """Write earlier bytes of the elements, and copy them to the device."""
+        """Overwrite the elements with earlier bytes, and copy them to the device."""
         self.mirror.fetch(self.low, self.high, COMPLETED).wait()
         self.values().view(torch.uint8).copy_(values)
         self.release()
@@ -422,10 +491,14 @@ StagedState = StorageRange | StagedRange  # fetched before a tile is updated, st
 
 @dataclass(eq=False)
 class Moment:
-    """One kind of moment of one group. kept: its storage format; None: as the optimizer has it.
+    """One kind of moment of one group.
 
-    powers: the scales of 8-bit blocks, by id of the shard; they stay on the device. is_fresh:
-    elements that no shard's state has yet are zeros, as they were reserved.
+    Attributes:
+        storage: Holds the elements between updates.
+        dtype: Data type in which the optimizer works.
+        kept: Storage format; None if the elements are stored in `dtype`.
+        powers: Scales of 8-bit blocks, by id of the shard. They stay on the device of the update.
+        is_fresh: Elements that no shard uses yet are still zero.
     """
 
     storage: Storage
@@ -436,7 +509,7 @@ class Moment:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether the optimizer sees no values between steps."""
+        """Return whether the optimizer sees a placeholder between updates."""
         return self.kept is not None or self.storage.is_offloaded
 
 
@@ -451,24 +524,24 @@ class Moments:
         self._counted: set[int] = set()  # id of shards whose moments the optimizer keeps itself
 
     def offloaded(self) -> Iterable[Storage]:
-        """Return the storages of moments outside the training device."""
+        """Return the storages of moments that are not on the training device."""
         storages = (moment.storage for moment in self._found.values())
         return (storage for storage in storages if not storage.on_device)
 
     def on_device(self) -> Iterator[Tensor]:
-        """Return the moments on the training device."""
+        """Yield the tensors of moments on the training device."""
         for moment in self._found.values():
             yield from moment.powers.values()
             if moment.storage.on_device:
                 yield moment.storage.memory
 
     def storage_ranges(self, shard: MasterShard) -> Iterator[StorageRange]:
-        """Yield the storage ranges of moments that a shard's update reads and writes."""
+        """Yield the storage ranges of moments that the update of a shard reads and writes."""
         for name in self._names.get(id(shard.group), ()):
             yield StorageRange(self._found[id(shard.group), name].storage, shard.start, shard.stop)
 
     def storages(self, shard: MasterShard) -> Iterator[tuple[StorageRange, Tensor | None]]:
-        """Yield the storage of each moment of a shard, and the scales of its blocks."""
+        """Yield the storage range of each moment of a shard, and its scales if it has any."""
         state = self._inner.state.get(shard.param, {})
         for name in self._names.get(id(shard.group), ()):
             if name in state:
@@ -479,8 +552,9 @@ class Moments:
                 )
 
     def resting(self, shard: MasterShard) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moments of a shard as they lie in memory between steps, by name; a disk's are
-        not there.
+        """Yield names and tensors of a shard's moments as they are stored between steps.
+
+        Moments on a disk are left out.
         """
         for name, value in self._inner.state.get(shard.param, {}).items():
             if is_subclass(value):
@@ -494,8 +568,11 @@ class Moments:
                 yield name, moment.storage.read(shard.start, shard.stop)
 
     def load(self, shard: MasterShard, *, working: bool = True) -> None:
-        """Load a shard's moments into the optimizer's state. working: for one tile's update, into
-        buffers that tiles share.
+        """Load the moments of a shard into the optimizer's state.
+
+        Args:
+            shard: The shard.
+            working: Decode into the buffers that all tiles share, for the update of one tile.
         """
         shard.group.guard.before_write()
         if shard.param not in self._inner.state:
@@ -514,8 +591,13 @@ class Moments:
             state[name] = values.view(shard.param.shape)
 
     def read(self, shard: MasterShard, name: str) -> Tensor:
-        """Return one moment as fp32 (or as the optimizer has it), whatever is deferred: a view or a
-        copy.
+        """Return one moment as fp32, or in the data type of the optimizer.
+
+        The result is a view or a copy. Deferred updates do not run.
+
+        Args:
+            shard: The shard.
+            name: Name of the moment.
         """
         value: Tensor = self._inner.state[shard.param][name]
         moment = self._found.get((id(shard.group), name))
@@ -529,11 +611,14 @@ class Moments:
         return moment.kept.decode(values, moment.powers.get(id(shard)), None)
 
     def store(self, shard: MasterShard, chance: StochasticRounding, *, keep: bool) -> None:
-        """Store the optimizer's state of a shard; values that are stored in another form are NaN
-        until the next `load`.
+        """Store the optimizer's state of a shard.
 
-        chance: random bits for values that are stored in fewer bits. keep: False after an update
-        that failed.
+        Values that are stored in another form are replaced by placeholders until the next `load`.
+
+        Args:
+            shard: The shard.
+            chance: Random bits for values that are stored in fewer bits.
+            keep: Encode the new values. False after an update that failed.
         """
         shard.group.guard.before_write()
         state = self._inner.state.get(shard.param, {})
@@ -561,10 +646,14 @@ class Moments:
             state[name] = self._seen(shard, moment, own, value.shape)
 
     def in_place(self, shard: MasterShard, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """Return a shard's moments as they are stored, flat, for an update in place; those that are
-        missing are zeros.
+        """Return a shard's stored moments as flat tensors for an update in place.
 
-        names: of all its moments. Between updates the optimizer sees the same as after `store`.
+        Missing moments are created as zeros. Between updates the optimizer sees the same state as
+        after `store`.
+
+        Args:
+            shard: The shard.
+            names: Names of all its moments.
         """
         shard.group.guard.before_write()
         state = self._inner.state[shard.param]
@@ -587,19 +676,20 @@ class Moments:
         return tuple(found)
 
     def forget(self) -> None:
-        """Let a state that is missing from now on begin with zeros, whatever its memory holds."""
+        """Zero the memory of all states that are created from now on."""
         for moment in self._found.values():
             moment.is_fresh = False
 
     def _seen(self, shard: MasterShard, moment: Moment, own: Tensor, shape: torch.Size) -> Tensor:
-        """Return what the optimizer sees of a moment between updates."""
+        """Return the tensor that the optimizer's state holds between updates."""
         if moment.is_stored:
             return self._scratch.placeholder(shape, moment.dtype, shard.master.update_device)
         return own.view(shape)
 
     def refuse_cut(self, shard: MasterShard) -> None:
-        """Raise if a shard's moments cannot be cut: in 8 bits, blocks of neighbours share an
-        exponent.
+        """Raise `UsageError` if a shard's moments cannot be cut.
+
+        8-bit moments cannot be cut, because neighbouring elements of a block share an exponent.
         """
         if any(id(shard) in moment.powers for moment in self._found.values()):
             raise UsageError(
@@ -611,7 +701,12 @@ class Moments:
             )
 
     def cut(self, shard: MasterShard, into: Sequence[MasterShard]) -> None:
-        """Give the optimizer's state of a shard to the ranges it was cut into."""
+        """Divide the optimizer's state of a shard among the ranges into which it was cut.
+
+        Args:
+            shard: The shard that was cut.
+            into: The new shards.
+        """
         # A checkpoint that is written meanwhile reads it by this shard
         shard.group.guard.before_write()
         state = self._inner.state.pop(shard.param, None)
@@ -633,15 +728,13 @@ class Moments:
                     own[name] = value.view(-1)[low:high].view(part.param.shape)
 
     def _shared(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the buffer, shared by the shards of all tiles, in which a shard's moment is
-        updated.
-        """
+        """Return the buffer for a moment during an update, which all tiles share."""
         return self._scratch.take(name, dtype, shard.master.update_device)[
             shard.at : shard.at + shard.numel
         ]
 
     def offload(self, shard: MasterShard, chance: StochasticRounding) -> None:
-        """Store moments that a checkpoint has loaded, and evict them to their tier."""
+        """Store moments that were loaded from a checkpoint, and move them to their tier."""
         self.store(shard, chance, keep=True)
         for left in [stretch.release() for stretch in self.storage_ranges(shard)]:
             if left is not None:
@@ -682,7 +775,7 @@ class Moments:
         return self._found[key]
 
     def _count(self, shard: MasterShard, state: dict[str, Any]) -> None:
-        """Count what the optimizer allocates itself against the training device's budget."""
+        """Count the optimizer's own allocations against the budget of the training device."""
         if state and id(shard) not in self._counted:
             self._counted.add(id(shard))
             rest = shard.group.plan.moments_external
@@ -697,8 +790,11 @@ class Moments:
 
 @dataclass(frozen=True)
 class PrefetchSettings:
-    """ahead: tiles that are fetched before their turn. behind: tiles that may still be stored when
-    the next is updated.
+    """Limits of a `TilePrefetcher`.
+
+    Attributes:
+        ahead: Tiles that are fetched before their turn.
+        behind: Tiles that may still be stored when the next tile is updated.
     """
 
     ahead: int = 2
@@ -706,10 +802,10 @@ class PrefetchSettings:
 
 
 class TilePrefetcher(Generic[T]):
-    """Yields tiles in order, each with its states in place: `next` returns one to update, `release`
-    stores it.
+    """Fetches tiles in order before their updates, and stores them afterwards.
 
-    Stores of the last tiles may still be under way after the end.
+    `next` returns a tile to update, and `release` stores it. The last stores may still be in
+    progress when `next` returns None.
     """
 
     def __init__(
@@ -725,7 +821,7 @@ class TilePrefetcher(Generic[T]):
         self._going: deque[list[Work | None]] = deque()
 
     def next(self) -> T | None:
-        """Return the next tile with its states fetched; None after the last."""
+        """Return the next tile with its states fetched, or None after the last tile."""
         for early in islice(self._upcoming, self._settings.ahead + 1 - len(self._coming)):
             self._coming.append((early, [stretch.fetch() for stretch in self._touched(early)]))
         if not self._coming:
@@ -736,7 +832,7 @@ class TilePrefetcher(Generic[T]):
         return tile
 
     def release(self, tile: T) -> None:
-        """Store what the update of a tile has changed."""
+        """Start to store the changed states of a tile."""
         self._going.append([stretch.release() for stretch in self._touched(tile)])
         while len(self._going) > self._settings.behind:
             for left in self._going.popleft():
@@ -746,11 +842,14 @@ class TilePrefetcher(Generic[T]):
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of a step about its gradients. factor: they are multiplied by it. number: of the
-    update, which seeds random rounding.
+    """The decision of a step about its gradients.
 
-    hypers: hyper-parameters that hold for it; None: those in force. source: the gradient of each
-    group.
+    Attributes:
+        factor: Factor by which gradients are multiplied.
+        number: Number of the update, which seeds stochastic rounding.
+        hypers: Hyper-parameters of the update; None for the current ones.
+        source: Returns the gradient sum of each group.
+        groups: Values that the shards of a parameter group share during the update, by its index.
     """
 
     factor: float
@@ -770,12 +869,12 @@ class Decision:
 
 
 def tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
-    """Return how many of these tiles have a part of each group."""
+    """Return the number of tiles that contain a part of each group."""
     return Counter(group for tile in tiles for group in {shard.group for _, shard in tile})
 
 
 def hypers_of(optimizer: Optimizer) -> Hypers:
-    """Return a copy of the hyper-parameters in force."""
+    """Return a copy of the current hyper-parameters."""
     return [
         {key: _own(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -823,8 +922,14 @@ class Updater:
     def step_now(
         self, tiles: Sequence[Tile], decision: Decision
     ) -> Generator[set[ParamGroup], None, None]:
-        """Update these tiles one after another; yield, behind each, the groups whose tiles have all
-        been updated.
+        """Update tiles one after another.
+
+        Args:
+            tiles: The tiles.
+            decision: The decision of the step.
+
+        Yields:
+            After each tile, the groups whose tiles have all been updated.
         """
         self.expect_first(tiles, decision)
         flow = self.prefetcher(tiles, decision.source)
@@ -857,9 +962,13 @@ class Updater:
     def prefetcher(
         self, tiles: Sequence[Tile], source: GradSource = collected
     ) -> TilePrefetcher[Tile]:
-        """Return a prefetcher of the states that the updates of these tiles read and write.
+        """Return a prefetcher for the states that the updates of tiles use.
 
-        The training device must not change these states after what it has been asked for by now.
+        Work that is given to the training device after this call must not change these states.
+
+        Args:
+            tiles: The tiles.
+            source: Returns the gradient sum of each group.
         """
         after: CopyEvent = COMPLETED
         if tiles:
@@ -869,7 +978,13 @@ class Updater:
     def step_early(
         self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]
     ) -> None:
-        """Update these tiles before their step is decided; pass each shard to `note` first."""
+        """Update tiles before the decision of their step is known.
+
+        Args:
+            tiles: The tiles.
+            decision: The expected decision.
+            note: Called with each shard before its update.
+        """
         flow = self.prefetcher(tiles, decision.source)
         with self.guard_mixture():
             while (tile := flow.next()) is not None:
@@ -880,8 +995,10 @@ class Updater:
 
     @contextmanager
     def guard_mixture(self) -> Iterator[None]:
-        """Open a block after which, if it raises, some states have taken a step and some have not:
-        training cannot go on.
+        """Run a block that must not fail halfway.
+
+        If the block raises, some states have been updated and others have not. `refuse_mixture`
+        then raises, because training cannot continue.
         """
         before = self.clock.enter("optimizer")
         already = self._ended_halfway
@@ -894,7 +1011,7 @@ class Updater:
             self.clock.enter(before)
 
     def refuse_mixture(self) -> None:
-        """Raise `UsageError` if an earlier update failed when some states had been updated."""
+        """Raise `UsageError` if an earlier update failed after it had updated some states."""
         if self._ended_halfway and not self.is_busy:
             raise UsageError(
                 "an earlier step ended with an error while states were being updated.",
@@ -914,7 +1031,12 @@ class Updater:
             yield from self.moments.storage_ranges(shard)
 
     def update(self, tile: Tile, decision: Decision) -> None:
-        """Update one tile whose states have been fetched. Local."""
+        """Update one tile whose states have been fetched. Local.
+
+        Args:
+            tile: The tile.
+            decision: The decision of the step.
+        """
         rest = Tile()  # what the optimizer's own step updates
         shown = list[MasterShard]()
         chance = StochasticRounding(decision.number)
@@ -953,7 +1075,7 @@ class Updater:
                 self._first_update.finish()
 
     def _hypers_of(self, number: int, decision: Decision) -> dict[str, Any]:
-        """Return the hyper-parameters of a parameter group that hold for a decision."""
+        """Return the hyper-parameters of a parameter group for a decision."""
         return (
             decision.hypers[number]
             if decision.hypers is not None
@@ -961,7 +1083,7 @@ class Updater:
         )
 
     def _group(self, number: int, decision: Decision) -> GroupUpdate | None:
-        """Return how kernels update a parameter group by a decision; None if PyTorch has to."""
+        """Return the kernel settings of a parameter group, or None without a kernel."""
         if number not in decision.groups:
             hypers = self._hypers_of(number, decision)
             decision.groups[number] = self.one_pass.group(hypers)
@@ -970,8 +1092,10 @@ class Updater:
     def _update_in_one_pass(
         self, number: int, shard: MasterShard, grad: Tensor, decision: Decision
     ) -> bool:
-        """Update a shard by a kernel; return False, with nothing changed, if there is none for its
-        hyper-parameters.
+        """Update a shard with a kernel.
+
+        Returns:
+            False if there is no kernel for its hyper-parameters. Nothing has changed then.
         """
         group = self._group(number, decision)
         variant = None if group is None else self.one_pass.variant(shard.param, group)
@@ -994,8 +1118,13 @@ class Updater:
         return True
 
     def expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
-        """Count the tiles of the first update, which touches the memory of states for the first
-        time.
+        """Add these tiles to the progress report of the first update.
+
+        The first update is slow, because it touches the memory of the states for the first time.
+
+        Args:
+            tiles: Tiles that will be updated.
+            decision: The decision for these tiles.
         """
         if self._first_number is None:
             self._first_number = decision.number
@@ -1017,8 +1146,10 @@ class Updater:
         return torch.mul(grad, factor, out=into) if is_alike else into.copy_(grad).mul_(factor)
 
     def _alike(self, tile: Tile, shown: Sequence[MasterShard]) -> list[Tile]:
-        """Split a tile in two if some shards have states and others (unfrozen since) have not:
-        torch's fused SGD refuses a mixture.
+        """Split a tile into shards with and without optimizer state.
+
+        Shards that were unfrozen later have no state yet. PyTorch's fused SGD does not accept both
+        in one call.
         """
         new = {id(shard) for shard in shown if not self.inner.state.get(shard.param)}
         if not new or len(new) == len(shown):
@@ -1028,11 +1159,14 @@ class Updater:
         ]
 
     def state_of_first_step(self, shard: MasterShard, number: int) -> dict[str, Any]:
-        """Return the state that the inner optimizer makes for a shard of a group in its first step.
-        Local.
+        """Return the state that the inner optimizer creates for a shard in its first step.
 
-        The step runs over a parameter of zeros in the shard's place, and changes neither weights
-        nor groups.
+        The step runs on a parameter of zeros in place of the shard. It changes neither weights nor
+        parameter groups. Local.
+
+        Args:
+            shard: The shard.
+            number: Index of its parameter group.
         """
         twin = nn.Parameter(torch.zeros_like(shard.param, device=shard.master.update_device))
         twin.grad = torch.zeros_like(twin)
@@ -1049,7 +1183,7 @@ class Updater:
                 group.update(before)
 
     def _step_inner(self, tile: Tile, hypers: Hypers | None) -> None:
-        """Call the inner optimizer once, over the shards of a tile."""
+        """Call the inner optimizer once for the shards of a tile."""
         everything = self.inner.param_groups
         held = [dict(group) for group in everything]
         try:

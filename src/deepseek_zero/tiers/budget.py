@@ -1,7 +1,6 @@
-"""The part of the training device's memory that an engine may take, and what it has taken.
+"""Memory budget of the training device.
 
-On a CPU the device's memory and the host's are the same chips, so this budget is also what tells
-them apart.
+On a CPU, this budget is the only difference between the device's memory and the host's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NO_LIMIT = 2**63 - 1
 
 
 class DeviceBudget:
-    """A number of bytes, and how many of them are taken."""
+    """A limit in bytes and the number of bytes in use."""
 
     def __init__(self, limit_bytes: int = NO_LIMIT) -> None:
         self.limit_bytes = limit_bytes
@@ -25,8 +24,14 @@ class DeviceBudget:
         self.most_bytes = 0
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Count bytes that are about to be allocated; raise `OutOfMemoryError` if that is more than
-        allowed.
+        """Count bytes that are about to be allocated.
+
+        Args:
+            nbytes: Number of bytes.
+            what: Name of the allocation for the error message.
+
+        Raises:
+            OutOfMemoryError: The limit would be exceeded.
         """
         if self.taken_bytes + nbytes > self.limit_bytes:
             raise OutOfMemoryError(
@@ -45,7 +50,16 @@ class DeviceBudget:
         self.taken_bytes -= nbytes
 
     def reserve_for(self, owner: T, nbytes: int, what: str) -> T:
-        """Count bytes as taken for as long as an object lives."""
+        """Count bytes as used until an object is deleted, and return the object.
+
+        Args:
+            owner: The object.
+            nbytes: Number of bytes.
+            what: Name of the allocation for the error message.
+
+        Raises:
+            OutOfMemoryError: The limit would be exceeded.
+        """
         self.reserve(nbytes, what)
         weakref.finalize(owner, self.release, nbytes).atexit = False
         return owner

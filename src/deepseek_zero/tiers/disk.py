@@ -1,9 +1,9 @@
-"""A disk as a tier: one unnamed file per rank, moved in chunks by a few threads, past the page
-cache where possible.
+"""A disk as a tier: one unnamed file per rank.
 
-The file has no name (or loses it at once): no other process can open it, and a killed job leaves
-nothing behind. Every chunk that comes back is compared with the sum of the bytes that were written.
-A storage's memory is address space; a chunk has pages only while it is used.
+A few threads transfer chunks of the file, with O_DIRECT if the file system supports it. The file
+never has a name, or loses it at once. No other process can open it, and a killed job leaves nothing
+behind. Every chunk that is read is compared with the checksum of the written bytes. The memory of a
+storage is address space, and a chunk has pages only while it is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECTOR = 512  # the least that a disk reads or writes
 
 
 class ChunkState(Enum):
-    """The place of a chunk's bytes: memory, the file, or on the way."""
+    """The place of a chunk's bytes: in memory, in the file, or in transfer."""
 
     HERE = "here"  # at their address; the file may have older ones
     LEAVING = (
@@ -65,7 +65,12 @@ MOVES = {
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """threads: transfers at once. block_bytes: the largest single request."""
+    """Settings of a disk.
+
+    Attributes:
+        threads: Number of concurrent transfers.
+        block_bytes: Size of the largest single request in bytes.
+    """
 
     threads: int = 4
     block_bytes: int = 8 << 20
@@ -102,7 +107,12 @@ class Disk:
         return [Capability(name, "past the page cache")]
 
     def check_room(self, nbytes: int, sharers: int) -> None:
-        """Raise `StorageError` if `sharers` ranks cannot have so many bytes each."""
+        """Raise `StorageError` if the disk has no room for the states of all ranks.
+
+        Args:
+            nbytes: Bytes for each rank.
+            sharers: Number of ranks that use this disk.
+        """
         free = self.free_bytes(self.directory)
         if nbytes * sharers > free:
             raise StorageError(
@@ -116,8 +126,9 @@ class Disk:
 
     @staticmethod
     def free_bytes(directory: Path) -> int:
-        """Return the bytes this user can have of the disk under a directory, which need not exist
-        yet; 0 without a disk.
+        """Return the bytes that this user can write to the disk of a directory.
+
+        The directory need not exist. The result is 0 if the disk cannot be queried.
         """
         try:
             found = os.statvfs(
@@ -130,8 +141,17 @@ class Disk:
     def reserve(
         self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
     ) -> HostStorage:
-        """Return a zeroed storage with its place in the file; raise `StorageError` if the disk is
-        full.
+        """Return a zeroed storage with its place in the file.
+
+        Args:
+            numel: Number of elements.
+            dtype: Data type.
+            chunk_numel: Elements that are transferred together.
+            what: Name of the state for error messages.
+            is_copied: Not used here.
+
+        Raises:
+            StorageError: The disk is full.
         """
         if not numel:
             return HostStorage(torch.empty(0, dtype=dtype))
@@ -144,10 +164,10 @@ class Disk:
         return DiskStorage(self, numel, dtype, range(start, start + padded, chunk), what)
 
     def commit(self, sharers: int) -> None:
-        """Return at once: the file system sets room aside in `reserve`."""
+        """Do nothing: `reserve` has already allocated the file."""
 
     def close(self) -> None:
-        """Wait for transfers under way and close the file."""
+        """Wait for all transfers, and close the file."""
         self._pool.shutdown(wait=True)
         self._end()
 
@@ -182,8 +202,9 @@ class Disk:
 
 
 class Chunk:
-    """A stretch of a storage that is moved as a whole: its bytes in memory, and their place in the
-    file.
+    """A part of a storage that is transferred as a whole.
+
+    It has an address in memory and an offset in the file.
     """
 
     def __init__(self, disk: Disk, piece: Tensor, offset: int, what: str) -> None:
@@ -207,7 +228,7 @@ class Chunk:
         return self._job is None or self._job[0].done()
 
     def fetch(self) -> bool:
-        """Bring the chunk to memory; return True if that takes time."""
+        """Read the chunk into memory. Return whether a transfer is in progress."""
         if self.state is ChunkState.LEAVING and not self._hold():
             self.wait()
         if self.state is ChunkState.AWAY:
@@ -215,7 +236,7 @@ class Chunk:
         return self.state is ChunkState.ARRIVING
 
     def mark_dirty(self) -> None:
-        """Note that the chunk is about to be written."""
+        """Prepare the chunk for a write to its memory."""
         if self.state is ChunkState.LEAVING:
             self.wait()  # what is on its way must not change
         self.is_changed = True
@@ -225,7 +246,7 @@ class Chunk:
         self._is_kept = True
 
     def store(self) -> bool:
-        """Send the chunk to the file; return True if that takes time."""
+        """Write the chunk to the file. Return whether a transfer is in progress."""
         if self.state is ChunkState.ARRIVING:
             self.wait()
         if self.state is ChunkState.HERE:
@@ -236,7 +257,7 @@ class Chunk:
         return self.state is ChunkState.LEAVING
 
     def evict(self) -> None:
-        """Free the pages, after storing what changed."""
+        """Free the pages, after the chunk has been stored if it was changed."""
         self._is_kept = False
         if self.state is ChunkState.ARRIVING:
             self.wait()
@@ -278,7 +299,7 @@ class Chunk:
         self._enter(state)
 
     def _start(self, state: ChunkState) -> None:
-        """Give the transfer to a thread."""
+        """Submit the transfer to a thread."""
         self._enter(state)
         is_read = state is ChunkState.ARRIVING
         event = self.disk.traffic.request(self.what, self.piece.nbytes, is_read=is_read)
@@ -286,13 +307,13 @@ class Chunk:
         self._job = self.disk.submit(partial(work, event)), event
 
     def _hold(self) -> bool:
-        """Keep a chunk that is leaving; return False if it is too late for that."""
+        """Keep the pages of a chunk that is being stored; return False if it is too late."""
         with self.disk.lock:
             self._is_wanted |= not self._is_let_go
             return self._is_wanted
 
     def _let_leave(self) -> None:
-        """Undo `_hold`, if there was one."""
+        """Undo a previous `_hold`, so that the pages are freed after the transfer."""
         with self.disk.lock:
             is_late = self._is_wanted and self._is_let_go
             self._is_wanted &= is_late
@@ -330,12 +351,20 @@ class Chunk:
 
 
 class DiskStorage(HostStorage):
-    """One state in a rank's file."""
+    """A state in the file of a rank."""
 
     is_offloaded = True
 
     def __init__(self, disk: Disk, numel: int, dtype: torch.dtype, place: range, what: str) -> None:
-        """place: byte offsets in the file where its chunks begin, up to its end."""
+        """Reserve address space for the state.
+
+        Args:
+            disk: The disk.
+            numel: Number of elements.
+            dtype: Data type.
+            place: Byte offsets in the file where the chunks begin, up to the end of the state.
+            what: Name of the state for error messages.
+        """
         memory = private_pages(place.stop - place.start, torch.uint8)
         super().__init__(memory.view(dtype)[:numel])
         self._chunk_numel = place.step // dtype.itemsize
@@ -345,7 +374,7 @@ class DiskStorage(HostStorage):
 
     @property
     def here_bytes(self) -> int:
-        """Bytes that have, or may have, pages now."""
+        """Return the bytes of all chunks that may have pages in memory."""
         return sum(
             chunk.piece.nbytes for chunk in self.chunks if chunk.state is not ChunkState.AWAY
         )
@@ -388,7 +417,7 @@ class DiskStorage(HostStorage):
 
 @dataclass(frozen=True)
 class Transfer:
-    """Chunks on their way."""
+    """Chunks that are being transferred."""
 
     chunks: Sequence[Chunk]
 
@@ -405,11 +434,11 @@ class Transfer:
 
 
 def sum_of(piece: Tensor) -> int:
-    """Return the checksum of a chunk: each sector's sum of 8-byte words times an odd number of its
-    place, modulo 2^64.
+    """Return the checksum of a chunk.
 
-    It differs after any change of one word, and where sectors or pages have changed places. A disk
-    moves nothing smaller.
+    The 8-byte words of each sector are added, and each sum is multiplied by an odd number that
+    depends on the sector's position, modulo 2^64. Every change of one word changes the checksum,
+    and so do sectors or pages that are swapped. A disk never transfers less than a sector.
     """
     sectors = piece.numpy().view(np.uint64).reshape(-1, SECTOR // 8)
     return int(np.einsum("ij->i", sectors) @ _odd_numbers(len(sectors)))
@@ -417,7 +446,7 @@ def sum_of(piece: Tensor) -> int:
 
 @cache
 def _odd_numbers(count: int) -> npt.NDArray[np.uint64]:
-    """Odd numbers without a pattern (splitmix64)."""
+    """Return odd numbers without a pattern (splitmix64)."""
     mixed = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -429,8 +458,10 @@ def _view(piece: Tensor) -> memoryview:
 
 
 def _open_unnamed(directory: Path) -> tuple[int, bool]:
-    """Open a file without a name in a directory, which is made if need be; return (descriptor, is
-    it past the page cache).
+    """Open an unnamed file in a directory, which is created if necessary.
+
+    Returns:
+        The file descriptor, and whether the file bypasses the page cache.
     """
     try:
         _make_private(directory)
@@ -453,8 +484,9 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory and its missing parents for this user alone; leave an existing one as it
-    is.
+    """Create a directory and its missing parents with access for this user only.
+
+    Existing directories are not changed.
     """
     for path in [
         path for path in (*reversed(directory.absolute().parents), directory) if not path.exists()
@@ -477,7 +509,7 @@ def _unnamed(directory: Path, flag: int) -> int:
 
 
 def _allocate(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Make the file longer; return False where the file system cannot set the room aside."""
+    """Extend the file; return False if the file system cannot reserve the space."""
     try:
         os.posix_fallocate(descriptor, offset, nbytes)
     except OSError as error:
@@ -489,7 +521,7 @@ def _allocate(descriptor: int, offset: int, nbytes: int) -> bool:
 
 
 class _named:
-    """Turn an OSError of the disk into a `StorageError` that says what was being done."""
+    """Convert an OSError of the disk to a `StorageError` that names the operation."""
 
     def __init__(self, disk: Disk, what: str) -> None:
         self.disk = disk

@@ -1,9 +1,9 @@
-"""Host memory as a tier: exactly as many bytes as a state has, page-locked where copies of a GPU
-go.
+"""Host memory as a tier, page-locked for the copies of a GPU.
 
-torch's own page-locked tensors take the next power of two; these take whole pages. What a plan
-names is mapped in two slabs, one of which is locked. They get their pages at the end of building an
-engine (`HostMemory.commit`), with several threads, so that no step waits for pages or for locks.
+A state takes its size in whole pages, while PyTorch's own page-locked tensors take the next power
+of two. All planned states are mapped in two slabs, and one of them is locked. Several threads touch
+the pages at the end of building an engine (`HostMemory.commit`), so no step waits for pages or for
+locks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ MOST_THREADS = 8  # that give memory its pages; more gain little
 
 @dataclass(frozen=True)
 class HostPiece:
-    """What a plan reserves of host memory for one state of one group.
+    """Host memory that a plan reserves for one state of one group.
 
-    nbytes: whole pages. is_copied: the training device copies it, from it or to it.
+    Attributes:
+        nbytes: Size in bytes, in whole pages.
+        is_copied: The training device copies the memory, in either direction.
     """
 
     nbytes: int
@@ -45,8 +47,8 @@ class HostMemory:
     """The host tier of one rank.
 
     Args:
-        pinned: Page-lock what the training device copies.
-        pieces: What the plan reserves. Other reservations get memory of their own.
+        pinned: Page-lock memory that the training device copies.
+        pieces: Memory that the plan reserves. Other reservations get memory of their own.
     """
 
     def __init__(self, *, pinned: bool = False, pieces: Sequence[HostPiece] = ()) -> None:
@@ -70,7 +72,12 @@ class HostMemory:
         ]
 
     def check_room(self, nbytes: int, sharers: int) -> None:
-        """Raise `OutOfMemoryError` if `sharers` ranks cannot have so many bytes each."""
+        """Raise `OutOfMemoryError` if the host has no room for the states of all ranks.
+
+        Args:
+            nbytes: Bytes for each rank.
+            sharers: Number of ranks on this host.
+        """
         free = free_host_bytes()
         if nbytes * sharers > free:
             raise OutOfMemoryError(
@@ -85,8 +92,17 @@ class HostMemory:
     def reserve(
         self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
     ) -> HostStorage:
-        """Return a zeroed storage; raise `OutOfMemoryError` if the system or CUDA refuses the
-        pages.
+        """Return a zeroed storage.
+
+        Args:
+            numel: Number of elements.
+            dtype: Data type.
+            chunk_numel: Not used here.
+            what: Not used here.
+            is_copied: The training device copies the storage, in either direction.
+
+        Raises:
+            OutOfMemoryError: The system or CUDA cannot provide the pages.
         """
         if not numel:
             return HostStorage(torch.empty(0, dtype=dtype))
@@ -100,7 +116,7 @@ class HostMemory:
         return HostStorage(memory[:numel])
 
     def _mapped(self) -> dict[bool, Slab]:
-        """Return the slabs, mapped on first use: only after `check_room`."""
+        """Return the slabs, which the first call maps. Call only after `check_room`."""
         if self._slabs is None:
             self._slabs = {}
             for is_locked in (False, True):
@@ -114,13 +130,13 @@ class HostMemory:
         return self._slabs
 
     def commit(self, sharers: int) -> None:
-        """Give pages to everything that is planned, and lock what the training device copies.
+        """Touch the pages of all planned memory, and lock those that a GPU copies.
 
         Args:
-            sharers: The ranks of this host, which do so at the same time.
+            sharers: Number of ranks on this host that call this at the same time.
 
         Raises:
-            OutOfMemoryError: CUDA refuses to lock the pages.
+            OutOfMemoryError: CUDA cannot lock the pages.
         """
         slabs = self._mapped()
         threads = min(MOST_THREADS, threads_for(sharers))
@@ -133,12 +149,14 @@ class HostMemory:
                 slabs[True].lock(work.advance)
 
     def close(self) -> None:
-        """Return at once: memory goes with its tensors."""
+        """Do nothing: the memory is freed with its tensors."""
 
 
 def free_host_bytes() -> int:
-    """Return the bytes this process can have: what the machine has free, or what its control group
-    allows.
+    """Return the bytes of host memory that this process can still allocate.
+
+    This is the smaller one of the machine's available memory and the rest of the control group's
+    limit.
     """
     free = int(psutil.virtual_memory().available)
     try:

@@ -1,8 +1,8 @@
-"""The bytes of whole storages, kept elsewhere while their memory is returned.
+"""Parked storages: their memory is freed, and their bytes are kept elsewhere.
 
-Every view of a storage stays valid: after `restore` it shows the same bits. Between `park` and
-`restore` no view may be used. A storage of an accelerator is kept in host memory and resized to
-nothing. A storage of the CPU is kept in a file without a name, and its pages are returned to the
+All views of a storage stay valid and have the same bits after `restore`. No view may be used
+between `park` and `restore`. The storage of an accelerator is copied to host memory and resized to
+0 bytes. The storage of a CPU is written to an unnamed file, and its pages are returned to the
 system.
 """
 
@@ -27,9 +27,9 @@ class ParkedStorages:
     """Storages that are parked together.
 
     Args:
-        folder: Where the file is made that keeps what does not go to host memory.
-        pinned: Page-lock the host memory, so that a GPU copies faster.
-        in_file: Keep everything in the file, including storages of an accelerator.
+        folder: Directory of the file for storages that are not kept in host memory.
+        pinned: Page-lock the host memory, so that GPU copies are faster.
+        in_file: Write all storages to the file, including those of an accelerator.
     """
 
     def __init__(self, folder: Path, *, pinned: bool = False, in_file: bool = False) -> None:
@@ -45,10 +45,11 @@ class ParkedStorages:
         self.nbytes = 0
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Move the storages of these tensors away, each once, and return their memory.
+        """Move the storages of tensors away, each storage once, and free their memory.
 
         Raises:
-            StorageError: The file cannot be written. What was parked before can be restored.
+            StorageError: The file cannot be written. Storages that were parked before can be
+                restored.
         """
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -75,7 +76,7 @@ class ParkedStorages:
             values.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Bring every storage back. A second call does nothing.
+        """Restore every storage. A second call does nothing.
 
         Raises:
             StorageError: The file cannot be read. The states are lost.
@@ -93,8 +94,9 @@ class ParkedStorages:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what is parked, and close the file. Storages that were not restored have lost
-        their values.
+        """Drop all copies, and close the file.
+
+        Storages that were not restored lose their values.
         """
         if self._file is not None:
             self._file.close()
@@ -132,8 +134,9 @@ class ParkedStorages:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a view of all bytes of a tensor's storage; it stays one while the storage is resized
-    to nothing.
+    """Return a view of all bytes of a tensor's storage.
+
+    The view stays valid when the storage is resized to 0 bytes and back.
     """
     nbytes = tensor.untyped_storage().nbytes()
     with torch.inference_mode(False), torch.no_grad():

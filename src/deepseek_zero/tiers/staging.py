@@ -1,6 +1,4 @@
-"""Page-locked host memory through which tiles of an accelerator's tensors pass while the host
-updates them.
-"""
+"""Page-locked host memory for tensors of an accelerator that the host updates."""
 
 from __future__ import annotations
 
@@ -19,19 +17,23 @@ ALIGNMENT = 256  # bytes; rooms begin at multiples of it
 
 
 class Copy(Protocol):
-    """A copy from or to a room."""
+    """A copy from or to a room of the ring."""
 
     def wait(self) -> None:
-        """Wait until the copy is over."""
+        """Wait until the copy is complete."""
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return at once."""
+        """Return whether the copy is complete, so that `wait` returns at once."""
 
 
 @dataclass(eq=False)
 class _Room:
-    """Bytes [start, stop) of the ring that are in use. copy_event: of the last copy; None: the user
-    has them.
+    """Bytes [start, stop) of the ring that are in use.
+
+    Attributes:
+        start: The first byte.
+        stop: The end of the bytes.
+        copy_event: The last copy from or to the room; None before the room is given back.
     """
 
     start: int
@@ -40,10 +42,10 @@ class _Room:
 
 
 class StagingRing:
-    """A ring of bytes that is handed out in order and comes back in about the same order.
+    """A ring buffer whose rooms are taken in order and given back in a similar order.
 
-    A room that was given back is used again when its copy is over. If the ring is full, `take`
-    waits for the oldest copy. What does not fit gets a spare room outside of the ring.
+    A room that was given back can be reused when its last copy is complete. If the ring is full,
+    `take` waits for the oldest copy. Requests that do not fit get a spare room outside the ring.
     """
 
     def __init__(self, *, is_locked: bool) -> None:
@@ -56,12 +58,16 @@ class StagingRing:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the ring."""
+        """Return the size of the ring in bytes."""
         return self._memory.numel()
 
     def reserve(self, nbytes: int) -> None:
-        """Make the ring at least so large, up to `LOCK_BYTES`; wait for copies under way. Only
-        between updates.
+        """Enlarge the ring to at least this size, up to `LOCK_BYTES`.
+
+        This waits for copies in progress, and must be called between updates only.
+
+        Args:
+            nbytes: Size in bytes.
         """
         nbytes = min(nbytes, LOCK_BYTES)
         if nbytes <= self.nbytes:
@@ -72,7 +78,12 @@ class StagingRing:
         self._memory = private_pages(nbytes, torch.uint8, locked=self._is_locked)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return so many elements, flat, with arbitrary contents, until `give`."""
+        """Return a flat room with arbitrary contents. It can be used until `give`.
+
+        Args:
+            numel: Number of elements.
+            dtype: Data type.
+        """
         nbytes = numel * dtype.itemsize
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         while (start := self._place_for(size)) is None:
@@ -88,7 +99,12 @@ class StagingRing:
         return found
 
     def give(self, room: Tensor, copy_event: Copy) -> None:
-        """Take a room back, to be used again when a copy is over."""
+        """Give a room back.
+
+        Args:
+            room: The tensor that `take` returned.
+            copy_event: The room can be reused when this copy is complete.
+        """
         known = self._taken.pop(room.data_ptr(), None)
         if known is not None:
             known.copy_event = copy_event
@@ -105,7 +121,7 @@ class StagingRing:
         return room
 
     def _place_for(self, size: int) -> int | None:
-        """Return where so many bytes are free; None: nowhere now."""
+        """Return the offset of a free range of this size, or None if there is none now."""
         while self._rooms and (done := self._rooms[0].copy_event) is not None and done.is_done():
             self._rooms.popleft()
         if not self._rooms:
@@ -122,7 +138,7 @@ class StagingRing:
 def _wait_for_all(
     rooms: Iterable[_Room], spare: Mapping[int, Iterable[tuple[Copy, Tensor]]]
 ) -> None:
-    """Wait for every copy under way: memory must not be freed before."""
+    """Wait for every copy in progress, because memory must not be freed before."""
     copies = [room.copy_event for room in rooms]
     copies += [copy_event for given in spare.values() for copy_event, _ in given]
     for copy_event in copies:

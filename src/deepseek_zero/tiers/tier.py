@@ -1,15 +1,15 @@
-"""Memories that hold states outside the training device's own, and the copies between them and the
-device.
+"""Memories that hold states outside the training device, and copies between them.
 
-`Storage` is an extension point of the core: a flat tensor at one address for as long as it lives,
-and where its bytes are between uses. `TierMemory` reserves storages, `Tiers` opens memories. A user
-calls `fetch` before a use, `store` after a change and `evict` after a read; a view that was not
-fetched is waited for. `TransferMeter` counts transfers, and records each of them on demand.
+`Storage` is an extension point of the core. It is a flat tensor whose address does not change, and
+whose bytes may be elsewhere between uses. `TierMemory` reserves storages, and `Tiers` groups the
+memories of a rank. A user calls `fetch` before a use, `store` after a change, and `evict` after a
+read. Access to a range that was not fetched waits for the transfer. `TransferMeter` counts
+transfers, and can record each of them.
 
-On a CPU `CopyEngine` has nothing to copy across: every call has done its work on return.  Beside an
-accelerator each direction has a stream of its own, so that a copy runs while the device computes.
-Two rules keep that safe: the device waits for a `CopyEvent` before it uses the result, and the host
-leaves a storage alone until its copy is over (`Storage.wait_for_copy`).
+On a CPU, `CopyEngine` has nothing to copy, and every call is complete when it returns. With an
+accelerator, each direction has its own stream, so that copies run while the device computes. Two
+rules keep this safe. The device waits for a `CopyEvent` before it uses the result. The host does
+not touch a storage until its copy is complete (`Storage.wait_for_copy`).
 """
 
 from __future__ import annotations
@@ -46,35 +46,33 @@ class Tier(Enum):
 
 
 class Work(Protocol):
-    """A transfer under way."""
+    """A transfer in progress."""
 
     def wait(self) -> None:
-        """Wait until the transfer is over; raise `StorageError` if it failed."""
+        """Wait until the transfer is complete; raise `StorageError` if it failed."""
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return at once."""
+        """Return whether the transfer is complete, so that `wait` returns at once."""
 
 
 class CopyEvent(Work, Protocol):
     """A copy to or from the training device."""
 
     def wait_stream(self) -> None:
-        """Order what the device is asked for from now on behind this copy; the host does not
-        wait.
-        """
+        """Make later work of the device wait for this copy. The host does not wait."""
 
 
 class CompletedWork:
-    """A transfer that had nothing to move."""
+    """A transfer without anything to move."""
 
     def wait(self) -> None:
-        """Return at once: there is nothing to wait for."""
+        """Return at once."""
 
     def is_done(self) -> bool:
         return True
 
     def wait_stream(self) -> None:
-        """Return at once: there is nothing to order."""
+        """Return at once."""
 
 
 COMPLETED = CompletedWork()
@@ -82,10 +80,18 @@ COMPLETED = CompletedWork()
 
 @dataclass(eq=False, slots=True)
 class TransferEvent:
-    """One transfer on this rank, in seconds of time.perf_counter; 0.0: not yet, or never.
+    """One transfer of this rank. Times are in seconds of time.perf_counter.
 
-    issued: when it was asked for.  began, ended: when its bytes moved.  waited: from when to when
-    this rank did nothing else than wait for it.
+    A time of 0.0 means "not yet" or "never".
+
+    Attributes:
+        what: Name of the state.
+        nbytes: Number of bytes.
+        is_read: The bytes move to memory.
+        issued: Time of the request.
+        began: Time when the bytes began to move.
+        ended: Time when all bytes had moved.
+        waited: Start and end of the time in which this rank only waited for the transfer.
     """
 
     what: str
@@ -98,16 +104,21 @@ class TransferEvent:
 
     @property
     def under_way(self) -> tuple[float, float]:
-        """Return the seconds during which the bytes moved."""
+        """Return the times when the bytes began and stopped to move."""
         return self.began, self.ended
 
 
 class TransferMeter:
-    """Counts since `reset`, and a list of transfers while one is recorded.
+    """Counts transfers since `reset`, and lists them while they are recorded.
 
-    seconds: time with a transfer under way. waited_seconds: time in which the rank stood and waited
-    for one. best_rate: bytes a second over the fastest stretch; 0 before there was one. clock: is
-    told of waits.
+    Attributes:
+        clock: Phase clock that is informed of waits.
+        events: The list of transfers; None if they are not recorded.
+        read_bytes: Bytes that were read.
+        written_bytes: Bytes that were written.
+        seconds: Time during which at least one transfer was in progress.
+        waited_seconds: Time during which this rank only waited for transfers.
+        best_rate: Highest measured rate in bytes per second; 0 before the first measurement.
     """
 
     def __init__(self) -> None:
@@ -119,7 +130,7 @@ class TransferMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Reset all counts to zero."""
         with self._lock:
             self.read_bytes = self.written_bytes = 0
             self.seconds = self.waited_seconds = self.best_rate = 0.0
@@ -127,7 +138,13 @@ class TransferMeter:
             self._since = time.perf_counter()
 
     def request(self, what: str, nbytes: int, *, is_read: bool) -> TransferEvent:
-        """Note that a transfer is asked for."""
+        """Record the request of a transfer, and return its event.
+
+        Args:
+            what: Name of the state.
+            nbytes: Number of bytes.
+            is_read: The bytes move to memory.
+        """
         event = TransferEvent(what, nbytes, is_read, time.perf_counter())
         if self.events is not None:
             self.events.append(event)
@@ -135,7 +152,7 @@ class TransferMeter:
 
     @contextmanager
     def transfer(self, event: TransferEvent) -> Iterator[None]:
-        """Count a transfer whose bytes move in this block, in any thread."""
+        """Count a transfer whose bytes move in this block. Safe in every thread."""
         with self._lock:
             event.began = self._pass()
             self._active += 1
@@ -151,7 +168,7 @@ class TransferMeter:
 
     @contextmanager
     def waiting(self, event: TransferEvent) -> Iterator[None]:
-        """Count a block in which this rank does nothing but wait for the transfer."""
+        """Count a block in which this rank only waits for the transfer."""
         before = self.clock.enter(AWAY)
         began = time.perf_counter()
         try:
@@ -162,7 +179,7 @@ class TransferMeter:
             self.clock.enter(before)
 
     def _pass(self) -> float:
-        """Advance to now: the time since the last call counts if a transfer was under way."""
+        """Add the time since the last call if a transfer ran, and return the time now."""
         now = time.perf_counter()
         if self._active:
             self.seconds += now - self._since
@@ -178,20 +195,20 @@ class TransferMeter:
 
 
 class Storage:
-    """Where the elements of a flat state are between uses; in this class, always in `memory`, on
-    the device that computes with them.
+    """A flat state and the place of its elements between uses.
 
-    Other memories derive from this class, and a `TierMemory` reserves them. All methods act on this
-    rank alone and change no values. Ranges are elements: [low, high). `fetch`, `read` and `write`
-    raise `StorageError` if bytes do not come back as they were written.
+    In this class the elements are always in `memory`, on the device that computes with them. Other
+    memories derive from this class, and a `TierMemory` reserves their storages. All methods are
+    local and change no values. Ranges are elements [low, high). `fetch`, `read` and `write` raise
+    `StorageError` if the bytes differ from those that were written.
 
     Attributes:
-        memory: The elements, at one address for as long as the storage lives.
-        on_device: The device that computes has them, so that nothing has to be fetched or copied.
-        has_elements: `memory` has the elements themselves; if not, `read` and `write` return
-            copies, and `writing` changes the elements.
-        is_offloaded: `memory` shows nothing between `store` and `fetch`.
-        copy_event: The copy that is under way between `memory` and the training device.
+        memory: The elements. The address never changes.
+        on_device: The elements are on the device that computes, so no fetch or copy is needed.
+        has_elements: `memory` has the elements themselves. Otherwise `read` and `write` return
+            copies, and only `writing` changes the elements.
+        is_offloaded: `memory` has no values between `store` and `fetch`.
+        copy_event: The copy in progress between `memory` and the training device.
     """
 
     on_device = True
@@ -204,35 +221,40 @@ class Storage:
 
     @property
     def numel(self) -> int:
-        """Return how many elements there are."""
+        """Return the number of elements."""
         return self.memory.numel()
 
     def wait_for_copy(self) -> None:
-        """Wait until every copy to or from the training device is over."""
+        """Wait until every copy to or from the training device is complete."""
         copy_event = self.copy_event
         self.copy_event = COMPLETED
         copy_event.wait()
 
     def fetch(self, low: int, high: int) -> Work:
-        """Start to bring elements [low, high) to their address; return a completed `Work` if they
-        are there.
+        """Start to bring elements [low, high) into `memory`.
+
+        Returns:
+            The transfer, which is complete if the elements are there already.
         """
         return COMPLETED
 
     def pin(self) -> None:
-        """Keep elements at their address after `store`, until `evict`: a fetch of the whole storage
-        follows soon.
+        """Keep the elements in memory after `store` until `evict`.
+
+        This saves a transfer if the whole storage is fetched again soon.
         """
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return a read-only view of elements [low, high), valid until `store` or `evict`; it waits
-        for their fetch.
+        """Return a read-only view of elements [low, high) after they have been fetched.
+
+        The view is valid until `store` or `evict`.
         """
         return self.memory[low:high]
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Return a view as `read` does; safe from another thread if the elements never leave
-        `memory`.
+        """Return a read-only view of elements [low, high).
+
+        Other threads may call this if the elements never leave `memory`.
         """
         self.copy_event.wait()
         if self.is_offloaded:
@@ -240,25 +262,26 @@ class Storage:
         return self.memory[low:high]
 
     def write(self, low: int, high: int) -> Tensor:
-        """Return a view as `read` does, and mark the elements as changed."""
+        """Return a view of elements [low, high), and mark the elements as changed."""
         return self.read(low, high)
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Open a block that writes elements [low, high) in the tensor that it is given."""
+        """Yield a tensor through which the block writes elements [low, high)."""
         yield self.write(low, high)
 
     def store(self, low: int, high: int) -> Work:
-        """Send changed elements to the tier; they are not needed for a while."""
+        """Start to move changed elements to the tier, because they are not needed soon."""
         return COMPLETED
 
     def evict(self, low: int, high: int) -> None:
-        """Free the pages of elements that are not needed for a while; changed ones are stored
-        first.
+        """Free the pages of elements that are not needed soon.
+
+        Changed elements are stored first.
         """
 
     def discard(self, low: int, high: int) -> None:
-        """Drop the values: the next ones are written before they are read."""
+        """Drop the values. They are written again before they are read."""
 
     def landing(
         self,
@@ -270,21 +293,21 @@ class Storage:
         *,
         add: bool,
     ) -> Landing:
-        """Return where the training device forms a sum of elements [low, high).
+        """Return the memory in which the training device sums elements [low, high).
 
         Args:
             low: The first element.
             high: The end of the elements.
-            numel: The most elements of any sum, so that all can use one lent buffer.
+            numel: Elements of the largest sum, so that all sums can use one buffer.
             pool: Lends memory of the training device.
-            copy_engine: Copies between it and this memory.
-            add: The sum is added to the values that are here.
+            copy_engine: Copies between the device and this memory.
+            add: Add the sum to the current values.
         """
         return Landing(self.memory[low:high])
 
 
 class HostStorage(Storage):
-    """Elements in host memory, which the training device copies."""
+    """Elements in host memory that the training device copies."""
 
     on_device = False
 
@@ -321,25 +344,25 @@ class Lender(Protocol):
         """Return a flat tensor with arbitrary contents."""
 
     def give(self, tensor: Tensor) -> None:
-        """Take a tensor back."""
+        """Accept a tensor that is returned."""
 
 
 class Landing:
-    """The elements of a sum that is formed where they are kept."""
+    """Memory for a sum that is formed where its elements are stored."""
 
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept
 
     def values(self) -> Tensor:
-        """Return the elements to write, or to add to."""
+        """Return the elements that are written or added to."""
         return self.kept
 
     def send(self) -> None:
-        """Start to bring the written sum to its place."""
+        """Start to copy the written sum to its storage."""
 
 
 class StagedLanding(Landing):
-    """A lent buffer of the training device for a sum that is kept on the host."""
+    """A buffer on the training device for a sum that is stored on the host."""
 
     def __init__(
         self,
@@ -377,40 +400,54 @@ class StagedLanding(Landing):
 
 
 class TierMemory(Protocol):
-    """One tier of one rank."""
+    """The memory of one tier for one rank."""
 
     traffic: TransferMeter
     reserved_bytes: int
 
     def capabilities(self) -> list[Capability]:
-        """Describe how bytes come and go here, and what a faster way would need."""
+        """Describe how bytes are transferred, and what a faster transfer would need."""
 
     def check_room(self, nbytes: int, sharers: int) -> None:
-        """Raise if each of `sharers` ranks of this host cannot have so many bytes; reserve
-        nothing.
+        """Raise if the ranks of this host cannot have so many bytes each; reserve nothing.
+
+        Args:
+            nbytes: Bytes for each rank.
+            sharers: Number of ranks on this host.
         """
 
     def reserve(
         self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
     ) -> Storage:
-        """Return a zeroed storage, moved in chunks of so many elements.
+        """Return a zeroed storage.
 
-        is_copied: the training device copies it, from it or to it.
+        Args:
+            numel: Number of elements.
+            dtype: Data type.
+            chunk_numel: Elements that are transferred together.
+            what: Name of the state for error messages.
+            is_copied: The training device copies the storage, in either direction.
         """
 
     def commit(self, sharers: int) -> None:
-        """Give planned memory its pages; `sharers` ranks of this host do so."""
+        """Allocate the pages of planned memory.
+
+        Args:
+            sharers: Number of ranks on this host that call this at the same time.
+        """
 
     def close(self) -> None:
-        """Release everything; storages must not be used any more."""
+        """Release all memory. Its storages must not be used any more."""
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """The memories beside the training device's that one rank's states may be kept in.
+    """The memories of one rank for states outside the training device.
 
-    chunk_numel: elements that are moved, and updated, together. budget: counts what is taken of the
-    training device.
+    Attributes:
+        memories: The memories by tier.
+        chunk_numel: Elements that are transferred and updated together.
+        budget: Memory budget of the training device.
     """
 
     memories: Mapping[Tier, TierMemory] = field(default_factory=dict)
@@ -418,77 +455,98 @@ class Tiers:
     budget: DeviceBudget = field(default_factory=DeviceBudget)
 
     def start_counting(self) -> None:
-        """Count from zero: bytes moved so far are left out."""
+        """Reset the transfer counts of all memories."""
         for memory in self.memories.values():
             memory.traffic.reset()
 
     def capabilities(self) -> list[Capability]:
-        """Describe how bytes come and go in each memory."""
+        """Describe how bytes are transferred in each memory."""
         return [each for memory in self.memories.values() for each in memory.capabilities()]
 
     def record(self, events: list[TransferEvent] | None) -> None:
-        """Add an entry to this list for every transfer from now on; None stops that."""
+        """Append every later transfer to this list; None stops the recording."""
         for memory in self.memories.values():
             memory.traffic.events = events
 
     def reserve(
         self, tier: Tier, numel: int, dtype: torch.dtype, what: str, *, is_copied: bool = True
     ) -> Storage:
-        """Return a zeroed storage on a tier. is_copied: as `TierMemory.reserve` takes it."""
+        """Return a zeroed storage on a tier.
+
+        Args:
+            tier: The tier.
+            numel: Number of elements.
+            dtype: Data type.
+            what: Name of the state for error messages.
+            is_copied: The training device copies the storage, in either direction.
+        """
         return self.memories[tier].reserve(
             numel, dtype, self.chunk_numel, what, is_copied=is_copied
         )
 
 
 class CopyEngine:
-    """The copy engine of a device without memory of its own: a copy is over when its call returns.
+    """Copy engine of a device without separate memory: calls return after the copy.
 
-    overlaps: whether it pays to ask for a copy before its result is needed.
+    Attributes:
+        overlaps: Copies should start before their result is needed.
     """
 
     overlaps = False
 
     @contextmanager
     def h2d(self, storage: Storage) -> Iterator[CopyEvent]:
-        """Open a block whose non_blocking copies read a storage, to send it to other ranks; yield
-        their `CopyEvent`.
+        """Run a block whose non_blocking copies read a storage.
+
+        Args:
+            storage: The storage.
+
+        Yields:
+            The event of the copies.
         """
         yield COMPLETED
 
     @contextmanager
     def d2h(self, storage: Storage, finish: Callable[[], None]) -> Iterator[None]:
-        """Open a block whose non_blocking copies write a storage; call `finish` when their source
-        is free again.
+        """Run a block whose non_blocking copies write a storage.
+
+        Args:
+            storage: The storage.
+            finish: Called when the source of the copies can be reused.
         """
         yield
         finish()
 
     def synchronize(self) -> None:
-        """Free the sources of all copies to the host: no more go out for a while."""
+        """Release the sources of all copies to the host, because no more follow soon."""
 
     def now(self) -> CopyEvent:
-        """Return the event after all that the device has been asked for so far."""
+        """Return an event after all work that the device has been given so far."""
         return COMPLETED
 
     def staged_tile(self, there: Tensor, *, is_read: bool) -> StagedTile | None:
-        """Return a `StagedTile` through which the host works on a tensor of the device; None if it
-        can do so directly.
+        """Return a `StagedTile` through which the host works on a tensor of the device.
 
-        is_read: the host also reads the tensor.
+        Args:
+            there: The tensor.
+            is_read: The host also reads the tensor.
+
+        Returns:
+            None if the host can access the tensor directly.
         """
         return None
 
     def reserve_staging(self, nbytes: int) -> None:
-        """Reserve the memory through which staged tiles pass."""
+        """Reserve the page-locked memory for staged tiles."""
 
     def to_host(self, values: Tensor) -> Tensor:
-        """Return a copy of a flat tensor of the device in host memory."""
+        """Return a copy of a flat device tensor in host memory."""
         return values.cpu()
 
 
 @dataclass(frozen=True)
 class RecordedEvent:
-    """The work that a stream had been given when `event` was recorded."""
+    """All work that a stream had been given when `event` was recorded."""
 
     event: torch.Event
     device: torch.device
@@ -504,7 +562,7 @@ class RecordedEvent:
 
 
 class StreamCopyEngine(CopyEngine):
-    """The copy engine of an accelerator: one stream for each direction."""
+    """Copy engine of an accelerator, with one stream for each direction."""
 
     overlaps = True
 
@@ -523,8 +581,10 @@ class StreamCopyEngine(CopyEngine):
 
     @contextmanager
     def d2h(self, storage: Storage, finish: Callable[[], None]) -> Iterator[None]:
-        """Copy as `CopyEngine.d2h`; the source stays taken until the next copy has begun, since
-        waiting at once would stop the device.
+        """Run a block whose non_blocking copies write a storage.
+
+        The source is released when the next copy begins. To wait for this copy at once would block
+        the device.
         """
         with self.on_side_stream(is_inward=False) as copy_event:
             yield
@@ -553,12 +613,15 @@ class StreamCopyEngine(CopyEngine):
     def on_side_stream(
         self, *, is_inward: bool, after: CopyEvent | None = None
     ) -> Iterator[CopyEvent]:
-        """Open a block whose copies run on the stream of their direction.
+        """Run a block whose copies use the stream of their direction.
 
         Args:
             is_inward: The copies go to the device.
-            after: They wait for this event of the device; by default for all that the device has
-                been asked for so far.
+            after: Event of the device for which the copies wait; by default all work that the
+                device has been given so far.
+
+        Yields:
+            The event of the copies.
         """
         stream = self._h2d if is_inward else self._d2h
         if isinstance(after, RecordedEvent):
@@ -600,12 +663,12 @@ class StreamCopyEngine(CopyEngine):
 
 @dataclass(frozen=True)
 class _Staged:
-    """A range of a tensor of the device in page-locked memory.
+    """A range of a device tensor in page-locked memory.
 
     Attributes:
         room: The memory on the host.
         copied: The copy to `room`.
-        after: The event of the device after which it does not change the range.
+        after: Event of the device after which it does not change the range.
     """
 
     room: Tensor
@@ -614,8 +677,9 @@ class _Staged:
 
 
 class StagedTile:
-    """A tensor of the device that the host works on through page-locked memory: tiles are copied in
-    early and copied back late.
+    """A device tensor that the host works on through page-locked memory.
+
+    Tiles are copied to the host early, and copied back late.
     """
 
     def __init__(self, there: Tensor, copy_engine: StreamCopyEngine, is_read: bool) -> None:
@@ -630,8 +694,8 @@ class StagedTile:
         Args:
             low: The first element.
             high: The end of the elements.
-            after: The event of the device after which it does not change the elements. Neither
-                this copy nor that of `store` waits for what the device was asked for later.
+            after: Event of the device after which it does not change the elements. Neither this
+                copy nor that of `store` waits for later work of the device.
         """
         staged = self._staged.get((low, high))
         if staged is None:
@@ -644,7 +708,7 @@ class StagedTile:
         return staged.copied
 
     def view(self, low: int, high: int) -> Tensor | None:
-        """Return the fetched elements, to be written until `store`; None if nothing was fetched."""
+        """Return the fetched elements, writable until `store`; None if there are none."""
         staged = self._staged.get((low, high))
         if staged is None:
             return None
@@ -652,7 +716,7 @@ class StagedTile:
         return staged.room
 
     def store(self, low: int, high: int) -> Work:
-        """Copy the elements back; the device's next work sees them."""
+        """Copy the elements back to the device. Its later work uses the new values."""
         held = self.view(low, high)
         assert held is not None, "stored before it was fetched"
         after = self._staged[low, high].after
@@ -663,12 +727,12 @@ class StagedTile:
         return copy_event
 
     def discard(self, low: int, high: int) -> None:
-        """Release the elements without copying them back: they have not changed."""
+        """Release elements that have not changed, without copying them back."""
         if self.view(low, high) is not None:
             self._release(low, high, COMPLETED)
 
     def clear(self) -> None:
-        """Drop all that was fetched: an update ended with an error."""
+        """Release everything that was fetched, after an update failed."""
         for low, high in list(self._staged):
             self.discard(low, high)
 
@@ -677,7 +741,7 @@ class StagedTile:
 
 
 def locks_pages(device: torch.device) -> bool:
-    """Return whether copies of a device are faster from and to page-locked memory."""
+    """Return whether copies of a device are faster with page-locked memory."""
     return device.type == "cuda"
 
 

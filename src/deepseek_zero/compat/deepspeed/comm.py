@@ -45,6 +45,7 @@ __all__ = [
 
 @wraps(distributed.init_distributed)
 def init_distributed(*args: Any, **kwargs: Any) -> None:
+    """Initialize torch.distributed, and set a missing backend in accelerate's state."""
     distributed.init_distributed(*args, **kwargs)
     let_accelerate_count()
 

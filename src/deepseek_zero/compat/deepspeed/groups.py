@@ -180,10 +180,12 @@ def get_data_parallel_group() -> Any:
 
 
 def get_data_parallel_world_size() -> int:
+    """Return the number of data-parallel ranks."""
     return mesh().data_size
 
 
 def get_data_parallel_rank() -> int:
+    """Return this rank's index among the data-parallel ranks."""
     return mesh().data_index
 
 
@@ -192,14 +194,17 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def get_tensor_model_parallel_group() -> Any:
+    """Return the process group of the tensor-parallel ranks."""
     return group_of(*TENSOR)
 
 
 def get_tensor_model_parallel_world_size() -> int:
+    """Return the number of tensor-parallel ranks."""
     return mesh().tp
 
 
 def get_tensor_model_parallel_rank() -> int:
+    """Return this rank's index among the tensor-parallel ranks."""
     return mesh().coordinates["tp"]
 
 
@@ -235,14 +240,17 @@ def _get_sequence_data_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_group() -> Any:
+    """Return the process group of the pipeline stages."""
     return group_of(*PIPE)
 
 
 def get_pipeline_model_parallel_world_size() -> int:
+    """Return the number of pipeline stages."""
     return mesh().pp
 
 
 def get_pipeline_model_parallel_rank() -> int:
+    """Return this rank's pipeline stage."""
     return mesh().coordinates["pp"]
 
 

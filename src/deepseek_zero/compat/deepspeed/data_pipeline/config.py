@@ -25,14 +25,17 @@ def get_data_efficiency_config(param_dict: Given) -> dict[str, Any]:
 
 
 def get_data_efficiency_enabled(param_dict: Given) -> bool:
+    """Return whether data efficiency is enabled; False by default."""
     return bool(_part(param_dict, "data_efficiency").get("enabled", False))
 
 
 def get_data_efficiency_seed(param_dict: Given) -> int:
+    """Return the random seed of data efficiency; 1234 by default."""
     return int(_part(param_dict, "data_efficiency").get("seed", 1234))
 
 
 def get_data_sampling(param_dict: Given) -> dict[str, Any]:
+    """Return the section about data sampling with its defaults."""
     given = _part(param_dict, "data_sampling")
     return {
         **given,
@@ -46,18 +49,22 @@ def get_data_sampling(param_dict: Given) -> dict[str, Any]:
 
 
 def get_data_sampling_enabled(param_dict: Given) -> bool:
+    """Return whether data sampling is enabled; False by default."""
     return bool(_part(param_dict, "data_sampling").get("enabled", False))
 
 
 def get_data_sampling_num_epochs(param_dict: Given) -> int:
+    """Return the number of epochs; 1000 by default."""
     return int(_part(param_dict, "data_sampling").get("num_epochs", 1000))
 
 
 def get_data_sampling_num_workers(param_dict: Given) -> int:
+    """Return the number of workers of the data loader; 0 by default."""
     return int(_part(param_dict, "data_sampling").get("num_workers", 0))
 
 
 def get_data_sampling_pin_memory(param_dict: Given) -> bool:
+    """Return whether the data loader pins memory; False by default."""
     return bool(_part(param_dict, "data_sampling").get("pin_memory", False))
 
 
@@ -80,10 +87,12 @@ def get_curriculum_learning(param_dict: Given) -> dict[str, Any]:
 
 
 def get_curriculum_learning_enabled(param_dict: Given) -> bool:
+    """Return whether curriculum learning is enabled; False by default."""
     return bool(_part(param_dict, "curriculum_learning").get("enabled", False))
 
 
 def get_curriculum_learning_params(param_dict: Given) -> dict[str, Any]:
+    """Return the section about curriculum learning without "enabled"."""
     return {
         name: value
         for name, value in _part(param_dict, "curriculum_learning").items()
@@ -116,15 +125,18 @@ def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
 
 
 def get_data_routing(param_dict: Given) -> dict[str, Any]:
+    """Return the section about data routing with its defaults."""
     given = _part(param_dict, "data_routing")
     return {"enabled": get_data_routing_enabled(param_dict), "random_ltd": get_random_ltd(given)}
 
 
 def get_data_routing_enabled(param_dict: Given) -> bool:
+    """Return whether data routing is enabled; False by default."""
     return bool(_part(param_dict, "data_routing").get("enabled", False))
 
 
 def get_random_ltd(param_dict: Given) -> dict[str, Any]:
+    """Return the section about random layer token dropping with its defaults."""
     found: dict[str, Any] = {"enabled": False, "layer_token_lr_schedule": {"enabled": False}}
     if get_random_ltd_enabled(param_dict):
         found |= {"enabled": True, **get_random_ltd_params(param_dict)}
@@ -132,10 +144,12 @@ def get_random_ltd(param_dict: Given) -> dict[str, Any]:
 
 
 def get_random_ltd_enabled(param_dict: Given) -> bool:
+    """Return whether random layer token dropping is enabled; False by default."""
     return bool(_part(param_dict, "random_ltd").get("enabled", False))
 
 
 def get_random_ltd_params(param_dict: Given) -> dict[str, Any]:
+    """Return the section about random layer token dropping without "enabled"."""
     return {
         name: value for name, value in _part(param_dict, "random_ltd").items() if name != "enabled"
     }

@@ -29,10 +29,12 @@ CODES: dict[int, Any] = dict(enumerate(_DTYPES, 1))
 
 
 def data_file_path(prefix_path: str) -> str:
+    """Return the path of the data file."""
     return f"{prefix_path}.bin"
 
 
 def index_file_path(prefix_path: str) -> str:
+    """Return the path of the index file."""
     return f"{prefix_path}.idx"
 
 
