@@ -680,7 +680,6 @@ def split_as_saved(
         keys: Returns the names of a parameter's moments.
         optimizer: The optimizer.
     """
-
     piece = ModelPiece.of(optimizer.runtime)
 
     def saved(overlap: ParamOverlap) -> tuple[dict[str, Any], frozenset[str]]:

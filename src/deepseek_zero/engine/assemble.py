@@ -293,6 +293,8 @@ def _recompute_for(
     """Configure `checkpointing.checkpoint`, if the configuration has settings for it.
 
     Args:
+        settings: The settings for recomputation.
+        comm: The communicator of the world.
         shards_tokens: Activations between layers are sharded over tokens along "tp".
     """
     if settings == RecomputeSettings():

@@ -1,5 +1,6 @@
-"""Changes of a model that a configuration asks for. They are made in place, before the model is
-planned.
+"""Changes of a model that a configuration asks for.
+
+They are made in place, before the model is planned.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ def changes_of_piece(config: Config) -> list[Change]:
 
 
 def _attend(model: nn.Module, sparse: attention.SparseAttention) -> None:
-    """Let a model of transformers use sparse attention; other models call
-    `engine.sparse_attention`.
+    """Let a model of transformers use sparse attention.
+
+    Other models call `engine.sparse_attention`.
     """
     if attention.is_of_transformers(model):
         attention.attend_sparsely(model, sparse)
@@ -100,8 +102,9 @@ def _cut_large_layers(model: nn.Module, config: Config) -> None:
 
 
 def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -> OptimizerParts:
-    """Cut a copy of a model on the meta device, and return the optimizer's parts with the new
-    names.
+    """Cut a copy of a model, and return the optimizer's parts with the new names.
+
+    The copy is on the meta device.
     """
     choice = _choose_tiles(config, model)
     wholes = choice.cut()
@@ -140,8 +143,7 @@ def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None
 
 
 def refuse_split_states(parts: OptimizerParts, model: nn.Module) -> None:
-    """Raise `NotBuiltError` if an optimizer needs a whole tensor that is split over the ranks along
-    "tp".
+    """Raise `NotBuiltError` if an optimizer needs whole tensors split along "tp".
 
     Args:
         parts: The optimizer.

@@ -98,8 +98,9 @@ class ClientStates:
         return found
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return what parameters must have in common to share a shard: the kinds of state, and
-        scalar values.
+        """Return what parameters must have in common to share a shard.
+
+        These are the kinds of state and the scalar values.
         """
         state = self._state_of(overlap)
         if state is None:
@@ -169,8 +170,9 @@ class ClientStates:
         return found.view(shard.param.shape)
 
     def _flat_of(self, overlap: ParamOverlap, value: Tensor) -> Tensor:
-        """Return this rank's part of a state as a flat tensor, for a state of the whole parameter
-        or of the part.
+        """Return this rank's part of a state as a flat tensor.
+
+        The state may belong to the whole parameter or to this part.
         """
         param = _param_of(overlap)
         flat = value.detach().reshape(-1)

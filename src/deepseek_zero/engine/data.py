@@ -33,14 +33,13 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 class StepOrder:
-    """Yields the samples of this rank's micro-batches; a step has the same samples at any number of
-    ranks.
+    """Yields the samples of this rank's micro-batches.
 
-    The order of an epoch is a permutation of the samples, seeded with the epoch's number, or their
-    own order (shuffles=False). Step s takes places [s * step_samples, (s + 1) * step_samples) of
-    it. Blocks of `batch_size` places go to the shares in turn. The last step is filled from the
-    beginning of the order, or dropped (drop_last). `step_samples` is a multiple of batch_size *
-    shares.
+    A step has the same samples at any number of ranks. The order of an epoch is a permutation of
+    the samples, seeded with the epoch's number, or their own order (shuffles=False). Step s takes
+    places [s * step_samples, (s + 1) * step_samples) of it. Blocks of `batch_size` places go to the
+    shares in turn. The last step is filled from the beginning of the order, or dropped (drop_last).
+    `step_samples` is a multiple of batch_size * shares.
     """
 
     def __init__(
@@ -106,8 +105,9 @@ class StepOrder:
 
 
 class _From:
-    """The indices of a sampler from `first` on, so that a resumed epoch does not load skipped
-    samples.
+    """The indices of a sampler from `first` on.
+
+    A resumed epoch does not load the samples that it skips.
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
@@ -185,8 +185,9 @@ class ShardedLoader:
         )
 
     def state_dict(self, again: int = 0) -> dict[str, int]:
-        """Return the epoch, the samples that all ranks have taken from it, and a description of its
-        order.
+        """Return the position in the epoch and a description of the epoch's order.
+
+        The position is the epoch and the number of samples that all ranks have taken from it.
 
         Args:
             again: The number of last batches that count as not taken, since their step is not over.
@@ -258,9 +259,7 @@ class ShardedLoader:
         self.epoch, self.samples, self._samples_before = self.epoch + 1, 0, self.samples
 
     def _rest_of_epoch(self) -> Iterable[Any]:
-        """Return the batches of the epoch that are left; skipped samples of a sampler are not
-        loaded.
-        """
+        """Return the remaining batches of the epoch, without loading skipped samples."""
         over = self.samples // self.dealt
         if isinstance(self.sampler, StepOrder):
             self.sampler.first = self.samples

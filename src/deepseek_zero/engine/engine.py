@@ -356,8 +356,9 @@ class Engine(StandsForModule):
         return "\n".join(self.current_plan().explain())
 
     def current_plan(self) -> Plan:
-        """Return the current plan of this rank, with the message and micro-batch sizes of the last
-        step.
+        """Return the current plan of this rank.
+
+        It has the message and micro-batch sizes of the last step.
         """
         return plan_of(
             self.runtime, self.optimizer, self.parts.pipeline, self.observer.micro_tokens

@@ -230,8 +230,9 @@ class Integrity:
         return sums if guard is state.group.guard and writes == guard.writes else None
 
     def _states(self) -> Iterator[tuple[State, Tensor]]:
-        """Yield the states that are in memory between steps; tiers/disk.py checks what it reads
-        itself.
+        """Yield the states that are in memory between steps.
+
+        States on a disk are left out, because tiers/disk.py checks what it reads.
         """
         for unit in self._runtime.units:
             for group in unit.groups:
@@ -284,8 +285,7 @@ def _state(
 ) -> tuple[State, Tensor]:
     """Return the description of a state, and its memory.
 
-    Args:
-        start: The place of its first element on this rank.
+    `start` is the place of its first element on this rank.
     """
     is_whole = placement is Placement.REPLICATE
     low = start + (0 if is_whole else group.layout.bounds(group.comm_ctx.comm.rank)[0])
@@ -316,8 +316,9 @@ def found_in(
 
 
 def differences(tables: Mapping[int, Table]) -> list[str]:
-    """Return a line for each state that differs between ranks. States are compared among the ranks
-    that have them.
+    """Return a line for each state that differs between ranks.
+
+    States are compared among the ranks that have them.
 
     Args:
         tables: The sums of each rank.
@@ -336,8 +337,9 @@ def differences(tables: Mapping[int, Table]) -> list[str]:
 
 
 def _who(sums: Mapping[int, int]) -> str:
-    """Return the ranks whose sum differs from that of most ranks. The sums, by rank, are not all
-    equal.
+    """Return the ranks whose sum differs from that of most ranks.
+
+    The sums, by rank, are not all equal.
     """
     ((most, count),) = Counter(sums.values()).most_common(1)
     if 2 * count <= len(sums):

@@ -195,6 +195,9 @@ def _in_groups(statement: MeshStatement, size: int, sizes: Mapping[str, Any], ra
     """Return a mesh whose states are sharded within groups of `size` ranks.
 
     Args:
+        statement: The statement of the configuration that sets the size of a group.
+        size: The number of ranks in a group.
+        sizes: The sizes of the axes.
         ranks: The number of ranks along the data axes and sp.
     """
     sp = sizes.get("sp", 1)

@@ -118,8 +118,9 @@ class Observer:
         return self.timers.timed(name) if self.timers is not None else nullcontext()
 
     def profiled(self, engine: Observed) -> AbstractContextManager[Any]:
-        """Count the operations of one forward on rank 0, after as many steps as `flops_profiler`
-        sets.
+        """Count the operations of one forward on rank 0.
+
+        `flops_profiler` sets the number of steps before it.
         """
         wanted = self.settings.flops
         due = (
@@ -150,8 +151,9 @@ class Observer:
                 )
 
     def saw(self, args: tuple[Any, ...]) -> None:
-        """Count the tokens of a micro-batch: the elements of the first integer tensor among the
-        arguments.
+        """Count the tokens of a micro-batch.
+
+        They are the elements of the first integer tensor among the arguments.
         """
         for value in args:
             if isinstance(value, Tensor) and not value.is_floating_point():

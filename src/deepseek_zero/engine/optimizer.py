@@ -113,8 +113,10 @@ def optimizer_parts(
 def forget_others(
     model: nn.Module, optimizer: Any, params: Sequence[Any] | None
 ) -> Sequence[Any] | None:
-    """Remove the parameters of other stages from an optimizer's groups, and return `params` without
-    them.
+    """Remove the parameters of other stages from an optimizer's groups.
+
+    Returns:
+        `params` without these parameters.
     """
     own = {id(param) for param in model.parameters()}
 
@@ -215,8 +217,9 @@ def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
 
 
 def _refuse_tensors(optimizer: str, number: int, group: Mapping[str, Any]) -> None:
-    """Raise `UsageError` if a parameter group holds state itself, since only `Optimizer.state` is
-    cut.
+    """Raise `UsageError` if a parameter group holds state itself.
+
+    Only the state in `Optimizer.state` is cut.
     """
     for key, value in group.items():
         values = value.values() if isinstance(value, Mapping) else value

@@ -91,8 +91,10 @@ class Sample:
 
     @property
     def tokens(self) -> int | None:
-        """The elements of the first integer tensor, or else the rows of the first tensor; None
-        without any.
+        """Return the number of tokens, or None if the sample has no tensor.
+
+        This is the number of elements of the first integer tensor. Without one, it is the number of
+        rows of the first tensor.
         """
         if self.micro is None:
             return None
@@ -158,11 +160,11 @@ def cut_along_axes(
     sequence: parallel.SequenceSettings | None,
     layers: Layers,
 ) -> Pieces:
-    """Cut a model in place to this rank's piece, with the first rank's values, and return its
-    stages.
+    """Cut a model in place to this rank's piece, and return its stages.
 
-    Along "tp" layers are split, along "sp" the forward becomes a part of a forward, and along "pp"
-    blocks of other stages become stand-ins. The chain of blocks is searched in the whole model.
+    The piece gets the first rank's values. Along "tp" layers are split, along "sp" the forward
+    becomes a part of a forward, and along "pp" blocks of other stages become stand-ins. The chain
+    of blocks is searched in the whole model.
 
     Args:
         config: The configuration.
@@ -210,8 +212,12 @@ def refuse_auto_on(config: Config, mesh: Mesh) -> None:
 
 
 def refuse_shared_loader(config: Config, mesh: Mesh, what: str) -> None:
-    """Raise if each rank of a pipeline needs rows of its own, and `what` gives all of them the
-    same.
+    """Raise if each rank of a pipeline needs rows of its own, but all get the same.
+
+    Args:
+        config: The configuration.
+        mesh: The mesh of ranks.
+        what: What gives all ranks the same rows, for the message.
     """
     if mesh.pp > 1 and pipeline_settings_of(config).has_own_rows:
         raise UsageError(
@@ -304,10 +310,13 @@ def plans_of(
     """Return the plans of one rank for the axes. Local.
 
     Args:
+        config: The configuration.
+        mesh: The mesh of ranks.
         staged: The model, cut along "pp".
         trained: For each parameter of the whole model, whether it is trained.
         traffic: The traffic of the whole model's layers.
         shared: The traffic of the whole model's attention.
+        sample: A micro-batch of the model.
     """
     policy = policy_of(config)
     settings = pipeline_settings_of(config)
@@ -350,10 +359,14 @@ def _is_own(layer: parallel.LayerTraffic, staged: pipeline.StagedModel) -> bool:
 
 
 def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
-    """Return how many of a model's attention layers one rank computes; None if that is unknown.
+    """Return how many of a model's attention layers one rank computes.
 
     Args:
+        layers: The number of attention layers of the model.
         staged: The model, cut along "pp".
+
+    Returns:
+        None if the number is unknown.
     """
     if staged is None:
         return layers
@@ -382,11 +395,16 @@ def stages_of(
 
 
 def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
-    """Return how a whole model is split along "tp", and the bytes that each region of its layers
-    sends.
+    """Return how a whole model is split along "tp", and the bytes its layers send.
 
-    Local; it does not change the model. It runs copies of the model's modules, so it must come
-    before changes that only the engine's own modules can run (sparse attention).
+    The bytes are counted for each region of its layers. Local; it does not change the model. It
+    runs copies of the model's modules, so it must come before changes that only the engine's own
+    modules can run (sparse attention).
+
+    Args:
+        config: The configuration.
+        model: The model.
+        mesh: The mesh of ranks.
     """
     if mesh.tp == 1:
         return None, []
@@ -414,10 +432,13 @@ def _shared_of(
 
 
 def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool) -> nn.Module:
-    """Return the model that the plan of a rank describes: for a list of layers, the rank's stage.
-    Pure.
+    """Return the model that the plan of a rank describes.
+
+    For a list of layers this is the rank's stage. Pure.
 
     Args:
+        model: The model.
+        mesh: The mesh of ranks.
         is_optimized_by_caller: The caller's optimizer or parameters are those of the stage.
     """
     index = mesh.coordinates["pp"]
@@ -440,8 +461,9 @@ def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool)
 def plan_pieces(
     config: Config, model: nn.Module, mesh: Mesh, example: Any
 ) -> tuple[nn.Module, PiecePlans]:
-    """Return one rank's piece of a model, on the meta device, and its plans. Does not change the
-    model.
+    """Return one rank's piece of a model, on the meta device, and its plans.
+
+    This does not change the model.
 
     Args:
         config: The configuration.

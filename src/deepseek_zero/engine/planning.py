@@ -145,8 +145,9 @@ def with_chosen_codes(
 
 
 def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
-    """Log that codecs do not adapt to their errors, although the precision of units adapts to
-    gradients.
+    """Log that codecs do not adapt to their errors.
+
+    This is logged if the precision of units adapts to gradients.
     """
     asked = settings.compression
     if config.precision == "auto" and any(
@@ -160,8 +161,9 @@ def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
 
 
 def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
-    """Measure how many elements per second this rank encodes and decodes. Takes some milliseconds.
-    Local.
+    """Measure how many elements per second this rank encodes and decodes.
+
+    This takes some milliseconds. Local.
     """
     numel = MEASURED_NUMEL.on(device)
     values = torch.randn(numel, device=device)
@@ -298,8 +300,9 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
 def with_order_of_sums(
     settings: PlanSettings, mesh: Mesh, counted: int, optimizer: type[Optimizer] | None
 ) -> PlanSettings:
-    """Return the settings with the number of ranks per host that sums follow, configured or
-    counted.
+    """Return the settings with the number of ranks per host that the sums follow.
+
+    The number is configured or counted.
 
     Args:
         settings: The settings of the plan.

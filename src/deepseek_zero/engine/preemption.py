@@ -74,8 +74,9 @@ class Preemption:
         say_that_we_save(self.settings.signals)
 
     def release(self) -> None:
-        """Restore the previous handlers, except if a later handler was installed over ours and
-        still calls it.
+        """Restore the previous signal handlers.
+
+        A handler is not restored if a later handler was installed over ours and still calls it.
         """
         self._process = 0
         with suppress(ValueError):  # the garbage collector may run in any thread

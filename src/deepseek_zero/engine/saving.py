@@ -153,8 +153,9 @@ class Saver:
         self._writer_lock.release()
 
     def commit_if_written(self) -> None:
-        """Publish the checkpoint in progress if every rank has written its file; called between two
-        steps.
+        """Publish the checkpoint in progress if every rank has written its file.
+
+        This is called between two steps.
 
         Raises:
             CheckpointError: A rank could not write; raised on every rank.
@@ -431,6 +432,7 @@ def _warn_of_nothing(folder: Path, *, is_expected: bool) -> None:
     """Log that a folder has no checkpoint, and which ones may be meant.
 
     Args:
+        folder: The folder.
         is_expected: The program asks for the newest checkpoint at each start, so it finds none at
             first.
     """
@@ -496,8 +498,9 @@ def _factors(train: int, micro: int, accumulation: int) -> str:
 
 
 def _without_implementation_options(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return hyper-parameters without those that choose an implementation; these are the running
-    program's.
+    """Return hyper-parameters without those that choose an implementation.
+
+    The running program chooses the implementation.
     """
     if state is None or "hypers" not in state:
         return state

@@ -141,8 +141,10 @@ class PipelineSettings:
     recomputed: int = 0
 
     def row_parts(self, stages: int) -> int:
-        """Return into how many micro-batches one call cuts its rows, on a mesh with `stages` along
-        "pp".
+        """Return the number of micro-batches into which one call cuts its rows.
+
+        Args:
+            stages: Number of stages along "pp".
         """
         return (self.parts or 1) * (stages if self.has_own_rows else 1)
 
@@ -242,8 +244,9 @@ EXACT_INSIDE = 16  # inside_bits that ask for no codes, whatever dtype gradients
 
 
 def compression_of(config: Config) -> Compression:
-    """Return how matrices are compressed: our section, then DeepSpeed's keys for what it leaves
-    out.
+    """Return how matrices are compressed.
+
+    Our own section comes first. DeepSpeed's keys apply to what it leaves out.
     """
     zero = config.zero_optimization
     weights = zero.compression.weights
@@ -324,8 +327,9 @@ def _left_open(config: Config, weight_bits: int | None, grad_bits: int | None) -
 
 
 def choices_of(config: Config) -> dict[str, tuple[Blocks, ...]]:
-    """Return the codecs that `compression.auto` chooses among, by state, with the configured
-    blocks.
+    """Return the codecs that `compression.auto` chooses among, by state.
+
+    The codecs use the configured blocks.
     """
     codes = config.zero_optimization.compression
     gradients = tuple(
@@ -436,6 +440,13 @@ def scaler_of(
 def step_settings_of(
     config: Config, granularity: tuple[str, ...], device: torch.device
 ) -> StepSettings:
+    """Return the settings of a step.
+
+    Args:
+        config: The configuration.
+        granularity: How finely the state of each parameter group may be cut.
+        device: The training device.
+    """
     zero = config.zero_optimization
     offload = zero.offload_optimizer
 
@@ -572,8 +583,9 @@ def _saving_settings(config: Config) -> SavingSettings:
 
 
 def recompute_settings_of(config: Config) -> RecomputeSettings:
-    """Return where the inputs of checkpoints are offloaded to; defaults if the configuration has no
-    setting.
+    """Return where the inputs of checkpoints are offloaded to.
+
+    Defaults are returned if the configuration has no setting.
     """
     section = config.activation_checkpointing
     plain = RecomputeSettings()
@@ -672,6 +684,7 @@ def sparse_attention_of(config: Config, mesh: Mesh) -> attention.SparseAttention
 
 
 def pipeline_settings_of(config: Config) -> PipelineSettings:
+    """Return the settings of the pipeline."""
     section = config.pipeline
     return PipelineSettings(
         partition=section.partition,

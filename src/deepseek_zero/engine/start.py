@@ -169,8 +169,9 @@ def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
 
 
 def example_of(request: Request) -> Any:
-    """Return a micro-batch for the model's forward, from the training data or the model's
-    `dummy_inputs`.
+    """Return a micro-batch for the model's forward.
+
+    It comes from the training data or from the model's `dummy_inputs`.
     """
     if request.training_data is not None and hasattr(request.training_data, "__getitem__"):
         return (request.collate_fn or default_collate)([request.training_data[0]])
@@ -180,8 +181,9 @@ def example_of(request: Request) -> Any:
 
 
 def _schedule(parts: Parts, request: Request) -> Any:
-    """Return the learning-rate schedule: the caller's (an object, or a callable), or the
-    configuration's.
+    """Return the learning-rate schedule of the caller or of the configuration.
+
+    The caller passes an object or a callable.
     """
     given = request.lr_scheduler
     if given is None and parts.schedule is None:

@@ -51,8 +51,9 @@ class StateOffload:
     def offload(
         self, kinds: Collection[str], *, pinned: bool, in_file: bool, folder: str | None
     ) -> None:
-        """Offload the states of these kinds and free their memory; those that are offloaded already
-        stay so.
+        """Offload the states of these kinds, and free their memory.
+
+        States that are offloaded already stay so.
 
         Args:
             kinds: The kinds of state.
@@ -97,11 +98,10 @@ class StateOffload:
         self.runtime.comm.whole.barrier("reload_states")
 
     def release(self) -> None:
-        """Restore all states of an engine that is destroyed, so that its model can still be read.
-        Local.
+        """Restore all states of an engine that is destroyed, to keep its model readable.
 
         If there is no memory for the states, or their file cannot be read, they are dropped with a
-        warning, and every use of them raises.
+        warning, and every use of them raises. Local.
         """
         try:
             self._restore()
@@ -219,8 +219,9 @@ class StateOffload:
             self._undo.append(lambda buffer=buffer, before=before: setattr(buffer, "guard", before))  # type: ignore[misc]
 
     def _hide_parameters(self, group: ParamGroup) -> None:
-        """Let parameters that are whole on this rank raise an error when their values are used, as
-        sharded ones do.
+        """Make parameters that are whole on this rank raise if their values are used.
+
+        Sharded parameters do this anyway.
         """
         if group.is_sharded:
             return

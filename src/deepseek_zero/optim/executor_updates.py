@@ -47,8 +47,9 @@ class ExecutorUpdates:
             )
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """Update the parameters of these groups too, each in the parameter group it was given
-        in.
+        """Update the parameters of these groups, too.
+
+        Each stays in the parameter group in which it was given.
         """
         self._shards.finish()
         new = {id(group) for group in groups if group.trainable}
@@ -68,8 +69,10 @@ class ExecutorUpdates:
             )
 
     def add_group(self, param_group: dict[str, Any]) -> None:
-        """Update more parameters of the wrapped model, with hyper-parameters of their own. Every
-        rank, between steps.
+        """Update more parameters of the wrapped model, with their own hyper-parameters.
+
+        Note:
+            Collective: every rank must call it, between steps.
         """
         shards = self._shards
         given = param_group["params"]

@@ -18,8 +18,9 @@ def are_updated_on_cpu(runtime: Runtime) -> bool:
 
 
 def prefer_fused(optimizer: Optimizer, *, on_cpu: bool) -> None:
-    """Choose torch's fused kernels if the class has one and the user left the choice open: one pass
-    over memory instead of many.
+    """Choose PyTorch's fused kernels unless the user has made a choice.
+
+    Fused kernels need one pass over memory instead of many. Nothing changes if the class has none.
 
     Args:
         optimizer: The inner optimizer.

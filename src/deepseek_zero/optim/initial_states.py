@@ -23,14 +23,16 @@ class InitialStates(Protocol):
         ...
 
     def release_trained(self) -> None:
-        """Drop the state of parameters that require a gradient, after it was cut for their
-        shards.
+        """Drop the state of parameters that require a gradient.
+
+        Call it after the state was cut for their shards.
         """
         ...
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return what parameters must have in common to share a shard: kinds of state, and numbers
-        of them.
+        """Return what parameters must have in common to share a shard.
+
+        These are the kinds of state and the scalar values.
         """
         ...
 
@@ -44,8 +46,9 @@ class InitialStates(Protocol):
 
 
 def makes_states(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer that was just built has made state, or would have if this rank
-    had a slice.
+    """Return whether an optimizer that was just built has made state.
+
+    A rank without a slice returns whether it would have made state.
     """
     if optimizer.state or any(group["params"] for group in optimizer.param_groups):
         return bool(optimizer.state)
@@ -61,8 +64,13 @@ def makes_states(optimizer: Optimizer) -> bool:
 def states_at_construction(
     optimizer: Optimizer, group: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Return the state that a class makes at construction for a group's parameters, with an
-    optimizer's arguments.
+    """Return the state that an optimizer's class creates at construction for a group.
+
+    The class is built with the optimizer's arguments.
+
+    Args:
+        optimizer: The optimizer.
+        group: The parameter group.
 
     Raises:
         UsageError: The class cannot be built from the optimizer's defaults.

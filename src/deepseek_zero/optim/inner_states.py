@@ -53,8 +53,11 @@ def load_saved_states(shards: ShardSet, state: dict[str, Any]) -> None:
 
 
 def load_inner(shards: ShardSet, state: dict[str, Any]) -> None:
-    """Load states into the inner optimizer, and offload them to their tiers; shards without an
-    entry keep theirs.
+    """Load states into the inner optimizer, and move them to their tiers.
+
+    Args:
+        shards: The shards of the optimizer. Shards without an entry keep their states.
+        state: The states to load.
     """
     kept = dict(shards.inner.state)
     with undecorated():

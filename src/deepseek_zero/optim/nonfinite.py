@@ -27,8 +27,10 @@ LATER = "If the next step is like it, the unit where it begins is named."
 
 
 class NonFiniteReport:
-    """Reports steps in a row whose gradient was not finite. watches: also where a moving loss scale
-    makes them usual.
+    """Reports consecutive steps whose gradient was not finite.
+
+    Attributes:
+        watches: Also report if a dynamic loss scale makes such steps usual.
     """
 
     def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
@@ -41,11 +43,18 @@ class NonFiniteReport:
     def after_step(
         self, squares: Sequence[float], *, is_finite: bool, skipped: bool, step: int
     ) -> Unit | None:
-        """Return the unit that non-finite numbers begin in, if known. Collective from the second
-        such step in a row on.
+        """Return the unit in which nonfinite numbers begin, if it is known.
 
-        To be called after a step that was not finite, and after the first that was again. squares:
-        of each trained group, the sum of its gradient's squares.
+        Call it after every nonfinite step, and after the first finite step that follows.
+
+        Args:
+            squares: Sum of the gradient's squares of each trained group.
+            is_finite: The gradients of the step were finite.
+            skipped: The step was skipped.
+            step: Number of the step.
+
+        Note:
+            Collective from the second consecutive nonfinite step on.
         """
         watcher = self.runtime.step.nonfinite
         self.runtime.step.nonfinite = None
@@ -107,8 +116,10 @@ class NonFiniteReport:
         }
 
     def _unit_named(self, squares: Sequence[float], watcher: FiniteRecords) -> Unit | None:
-        """Return the unit where non-finite numbers begin, on the rank that saw it first.
-        Collective.
+        """Return the unit where nonfinite numbers begin, on the rank that saw it first.
+
+        Note:
+            Collective.
         """
         runtime = self.runtime
         forward = runtime.executor.schedule.forward.order
@@ -131,8 +142,9 @@ class NonFiniteReport:
 
 
 class NonFiniteDetector:
-    """Records whether each unit's inputs, outputs and incoming gradients were finite in the current
-    step.
+    """Records which values of each unit were finite in the current step.
+
+    These are the inputs, the outputs and the incoming gradients.
     """
 
     def __init__(self) -> None:
@@ -155,8 +167,9 @@ class NonFiniteDetector:
         return found is not None and bool(found)
 
     def origin_in_forward(self, order: Sequence[int]) -> int | None:
-        """The first unit, in forward order, that made something non-finite of finite inputs; the
-        root for what blocks were given.
+        """Return the first unit in forward order that made a nonfinite output.
+
+        Its inputs were finite. The root is returned if the inputs of blocks were not finite.
         """
         root, *blocks = order
         for unit in blocks:
@@ -167,8 +180,9 @@ class NonFiniteDetector:
         return root if self.has_nonfinite("output", root) else None
 
     def origin_in_backward(self, order: Sequence[int], sick_gradients: set[int]) -> int | None:
-        """The first unit, in backward order, whose parameters got non-finite gradients from a
-        finite incoming one.
+        """Return the first unit in backward order that made nonfinite gradients.
+
+        Its incoming gradient was finite, and the gradients of its parameters were not.
         """
         root, *blocks = order
         for unit in blocks:

@@ -62,8 +62,7 @@ class ShardSet:
         planned: UpdatePlan | None,
         policies: Sequence[UpdatePolicy],
     ) -> None:
-        """Cut the parameter groups into shards. Collective if there is no plan and a group needs
-        whole tensors.
+        """Cut the parameter groups into shards.
 
         Args:
             runtime: The runtime of the wrapped model.
@@ -72,6 +71,9 @@ class ShardSet:
             scaler: The loss scaler, if losses are scaled.
             planned: The plan of the shards; by default they are planned here.
             policies: The policies of the optimizer.
+
+        Note:
+            Collective if there is no plan and a group needs whole tensors.
         """
         self.runtime = runtime
         self.settings = settings
@@ -130,8 +132,9 @@ class ShardSet:
         return self._planned(type(self.inner).__name__, self.inner.param_groups)
 
     def finish(self) -> None:
-        """Bring every state to where the last step leaves it: updates that are still to come run,
-        and those that came before their step are undone. Local.
+        """Bring every state to its value after the last step. Local.
+
+        Deferred updates run, and updates from before their step are undone.
         """
         self.updater.refuse_mixture()
         for policy in self.policies:
@@ -184,8 +187,10 @@ class ShardSet:
     def _cut(
         self, params: Iterable[nn.Parameter], uncut: bool, settings: UpdateSettings
     ) -> list[MasterShard]:
-        """Cut one parameter group into shards: neighbours merged, cut into tiles; whole tensors if
-        the optimizer needs them.
+        """Cut one parameter group into shards.
+
+        Neighbours are merged, then cut into tiles. If the optimizer needs whole tensors, each is
+        one shard.
         """
         wanted: dict[int, tuple[ParamGroup, list[int]]] = {}
         known = {id(group) for group in self.runtime.groups}
@@ -228,8 +233,9 @@ class ShardSet:
         states.release_trained()
 
     def _with_initial_states(self, shards: Sequence[MasterShard]) -> list[MasterShard]:
-        """Return new shards, cut where counters differ, after they got the state of the client's
-        optimizer. Local.
+        """Return new shards with the state of the client's optimizer. Local.
+
+        Shards are cut where counters differ.
         """
         states = self._initial_states
         if states is None:
@@ -245,9 +251,7 @@ class ShardSet:
         return found
 
     def _add_missing_states(self, number: int, shards: Sequence[MasterShard]) -> None:
-        """Create the state of these shards of a group if the class creates state at construction.
-        Local.
-        """
+        """Create the state of shards if the class creates state at construction. Local."""
         without = [shard.param for shard in shards if not self.inner.state.get(shard.param)]
         if self._has_states_at_construction and without:
             group = {**self.inner.param_groups[number], "params": without}
@@ -281,10 +285,10 @@ class ShardSet:
         )
 
     def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:
-        """Cut shards whose parameters differ in `apart`, so that each part has its own counters and
-        may be updated alone.
+        """Cut shards whose parameters differ in `apart`.
 
-        Local; values and moments keep their bits.
+        Each part then has its own counters and can be updated alone. Values and moments keep their
+        bits. Local.
         """
         cuts = {shard: spans for shard in self.all() if len(spans := cuts_of(shard, apart)) > 1}
         if not cuts:
@@ -299,8 +303,9 @@ class ShardSet:
         self.replan()
 
     def cut_as(self, stretches: list[list[tuple[str, int, int]]] | None) -> None:
-        """Cut shards as a state dict has them: some were cut, and have counters of their own. No
-        state may be there yet.
+        """Cut shards as in a state dict, in which cut shards have their own counters.
+
+        The optimizer must not have any state yet.
         """
         owners = {
             member.name: group for group in self.runtime.trained_groups for member in group.members
@@ -350,13 +355,15 @@ class ShardSet:
 
 
 def gradients_are_scaled(runtime: Runtime) -> bool:
-    """Return whether what is held as gradients is multiplied by the loss scale. Momenta, which some
-    optimizers exchange in place of gradients, are not.
+    """Return whether the stored gradients are multiplied by the loss scale.
+
+    Momenta, which some optimizers exchange instead of gradients, are not multiplied by it.
     """
     return all(group.gradient.reduction.is_scaled for group in runtime.trained_groups)
 
 
 def unknown_parameter(param: torch.Tensor) -> UsageError:
+    """Return the error for a parameter that is not in the wrapped model."""
     return UsageError(
         f"the optimizer holds a parameter of shape {tuple(param.shape)} that the wrapped model "
         "does not have.",
@@ -368,8 +375,9 @@ def unknown_parameter(param: torch.Tensor) -> UsageError:
 
 
 def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
-    """Return the names of the parameters that are updated, in the optimizer's order; the same on
-    every rank.
+    """Return the names of the parameters that are updated, in the optimizer's order.
+
+    The result is the same on every rank.
     """
     owners = [(owner_of(param), param) for param in params]
     return [
@@ -380,8 +388,9 @@ def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
 
 
 def refuse_parts(optimizer: str, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise NotBuiltError if tensor parallelism has split a parameter that the optimizer needs as a
-    whole tensor.
+    """Raise `NotBuiltError` if the optimizer needs whole tensors that are split.
+
+    Tensor parallelism splits parameters over ranks.
 
     Args:
         optimizer: The name of the optimizer's class, for the message.

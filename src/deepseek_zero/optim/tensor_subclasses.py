@@ -1,5 +1,6 @@
-"""Optimizer states that are tensor subclasses made of plain tensors (torchao's 8-bit and 4-bit
-states).
+"""Optimizer states that are tensor subclasses made of plain tensors.
+
+Examples are torchao's 8-bit and 4-bit states.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 
 def is_subclass(value: Any) -> bool:
-    """Return whether a value is a tensor that wraps others: its elements cannot be viewed or
-    cut.
+    """Return whether a value is a tensor that wraps others.
+
+    Its elements cannot be viewed or cut.
     """
     return (
         isinstance(value, Tensor)
@@ -24,8 +26,9 @@ FLATTEN = "__tensor_flatten__"  # torch's protocol for such classes
 
 
 def inner_tensors(value: Any) -> dict[str, Tensor]:
-    """Return the plain tensors that a subclass is made of, by attribute ("codes"), nested ones by
-    their path.
+    """Return the plain tensors of which a subclass is made, by attribute ("codes").
+
+    The key of a nested tensor is its path.
     """
     found: dict[str, Tensor] = {}
     for name in getattr(value, FLATTEN)()[0]:

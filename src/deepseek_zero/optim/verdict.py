@@ -195,8 +195,9 @@ def _differs_on_owners(
 
 
 def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
-    """Return the names of parameters without a gradient (dropped or frozen): they are not
-    updated.
+    """Return the names of parameters that are not updated for lack of a gradient.
+
+    Their gradients were dropped, or they are frozen.
     """
     return [
         group.members[number].name

@@ -1,3 +1,4 @@
-"""The plan of a run, from names, shapes, dtypes and settings alone: no tensor, no process group, no
-clock.
+"""The plan of a run, made from names, shapes, dtypes and settings alone.
+
+Planning uses no tensor, no process group and no clock.
 """

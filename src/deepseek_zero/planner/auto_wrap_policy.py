@@ -101,8 +101,9 @@ class ModelShape:
 
 
 def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:
-    """Return the shape of a model. It reads names, shapes, dtypes and `requires_grad`, but no
-    value.
+    """Return the shape of a model.
+
+    It has names, shapes, dtypes and `requires_grad`, and no values.
 
     Args:
         model: The model.
@@ -246,10 +247,10 @@ def _search_container(
 def _tiles(
     module: nn.Module, prefix: str, settings: PlanSettings, *, inside: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Return the children of every class that declares them as units, except inside leaf units.
+    """Return the children of every class that declares them as units.
 
-    Args:
-        inside: `module` is a container of such children.
+    Children of leaf units are left out. If `inside` is True, `module` is a container of such
+    children.
     """
     apart = getattr(type(module), "children_are_units", False) or (
         inside and isinstance(module, CONTAINERS)
@@ -291,8 +292,9 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _repeats_inside(module: nn.Module) -> bool:
-    """Return whether there are lists of modules inside; a tiled layer's list of tiles does not
-    count.
+    """Return whether a module contains lists of modules.
+
+    A tiled layer's list of tiles does not count.
     """
     if getattr(type(module), "children_are_units", False):
         return False
@@ -302,11 +304,10 @@ def _repeats_inside(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Return whether sequences of repeated blocks hold all parameters of a module, as in a ResNet's
-    stage.
+    """Return whether sequences of repeated blocks hold all parameters of a module.
 
-    The blocks are then the units. Only nn.Sequential guarantees that its blocks run one after the
-    other; a list may hold experts.
+    An example is a stage of a ResNet. The blocks are then the units. Only nn.Sequential guarantees
+    that its blocks run one after the other; a list may hold experts.
     """
     sequences = [
         child for child in module.children() if isinstance(child, nn.Sequential) and _repeats(child)

@@ -23,8 +23,9 @@ WORTH = 0.9  # of the plain seconds: what codes may take at most to be chosen
 
 @dataclass(frozen=True)
 class CodecRate:
-    """The elements per second that the slowest rank of a host encodes and decodes, while all of
-    them do.
+    """The elements per second that the slowest rank of a host encodes and decodes.
+
+    All ranks of the host do so at the same time.
     """
 
     codec: Blocks

@@ -9,8 +9,9 @@ from .units import UnitPlan
 
 
 def enclosing(names: Sequence[str]) -> dict[int, int]:
-    """Return, for each unit inside another one, the number of the enclosing unit; the root (0) is
-    left out.
+    """Return the number of the enclosing unit for each unit inside another one.
+
+    The root (0) is left out.
 
     Args:
         names: The full names of the modules of the units, in order.

@@ -133,8 +133,9 @@ class PipelinePlan:
         return self.in_flight[self.rank] * max(received, default=0) if self.outputs else 0
 
     def tie_bytes(self, units: Sequence[UnitPlan]) -> int:
-        """Return the bytes of gradients that this rank sends for parameters shared with other
-        stages.
+        """Return the bytes of gradients that this rank sends for shared parameters.
+
+        These parameters are shared with other stages.
         """
         sharers = {
             name: len({self.placement[stage] for stage in stages})

@@ -228,8 +228,9 @@ class Plan:
         ]
 
     def _resting_line(self, groups: list[GroupPlan]) -> list[str]:
-        """Return the bytes that groups kept as codes take on this rank, as codes and as numbers, if
-        there are some.
+        """Return a line about groups that are kept as codes, if there are any.
+
+        It has their bytes on this rank as codes and as numbers.
         """
         if not groups:
             return []
@@ -243,8 +244,9 @@ class Plan:
         ]
 
     def _secondary_line(self) -> list[str]:
-        """Return which ranks gathers use, if groups have a second copy of their weights or were
-        configured to.
+        """Return a line about the ranks that gathers use.
+
+        It is empty unless groups have a second copy of their weights or are configured to have one.
         """
         if self.settings.secondary_ranks == 1:
             return []

@@ -111,8 +111,9 @@ class _StepReplay:
         self._send_differences()
 
     def _send_differences(self) -> None:
-        """Send the coded changes that whole weights follow after an update; coding needs a buffer,
-        too.
+        """Send the coded changes that whole weights follow after an update.
+
+        Coding needs a buffer, too.
         """
         under_way: deque[Size] = deque()
         for group in (
@@ -144,8 +145,9 @@ class _StepReplay:
         self.all_reducing = []
 
     def _outer(self, group: GroupPlan) -> list[Size]:
-        """Return the buffers for the sum of one group's slice: inboxes, and the slice if it does
-        not divide.
+        """Return the buffers for the sum of one group's slice.
+
+        These are the inboxes, and the slice if it cannot be divided evenly.
         """
         assert group.plan.grad is not None
         dtype = group.plan.grad.dtype
@@ -174,8 +176,9 @@ class _StepReplay:
         ]
 
     def _send_weights(self, number: int) -> None:
-        """Send coded weights from a buffer of their own; a single rank decodes its weights in
-        place.
+        """Send coded weights from a buffer of their own.
+
+        A single rank decodes its weights in place.
         """
         coded = [group for group in self.units[number].sharded if _is_coded(group)]
         if coded:
@@ -190,8 +193,9 @@ class _StepReplay:
         self.ledger.give(self.coded.pop(number, []))
 
     def _partials(self, unit: UnitPlan) -> list[Size]:
-        """Return the lent buffers that collect sharded gradients; whole gradients have their own
-        storage.
+        """Return the lent buffers that collect sharded gradients.
+
+        Whole gradients have their own storage.
         """
         return [
             (group.plan.summand_dtype, group.padded_numel)
@@ -286,8 +290,9 @@ class _StepReplay:
         self.ledger.give(reduction.lent)
 
     def _send(self, reduction: _Reduction) -> None:
-        """Form sums and transfer them, message by message; a buffer is free when the next message
-        is under way.
+        """Form sums and transfer them, message by message.
+
+        A buffer is free when the next message is in progress.
         """
         for size, messages, under_way in reduction.staged:
             for number in range(messages):
@@ -300,6 +305,7 @@ class _StepReplay:
 
 
 def gathered_size(group: GroupPlan) -> Size:
+    """Return the size of the buffer for a group's gathered weight."""
     return group.plan.weight.dtype, group.padded_numel
 
 

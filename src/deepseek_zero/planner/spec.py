@@ -187,8 +187,9 @@ class ShardPlan:
 
     @property
     def master_is_split(self) -> bool:
-        """Whether the main weight is the bf16 weight plus a buffer of 16 more bits per element
-        (precision/policy.py).
+        """Whether the main weight is stored in two halves.
+
+        These are the bf16 weight and a buffer of 16 more bits per element (precision/policy.py).
         """
         return self.master is not None and self.master.dtype == torch.int16
 

@@ -128,10 +128,14 @@ def assign_tiers(
 
 
 def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tuple[UnitTiers, ...]:
-    """Return the units whose states stay on the device if only a share of all elements is
-    offloaded.
+    """Return which units stay on the device if a share of all elements is offloaded.
 
     This is DeepSpeed's Twin-Flow.
+
+    Args:
+        units: The units of the plan.
+        weights: The tier of the weights.
+        ratio: The share of elements whose states are offloaded.
     """
     keep = (1.0 - ratio) * sum(group.padded_numel for unit in units for group in unit.trained)
     kept = 0

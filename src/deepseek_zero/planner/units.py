@@ -27,8 +27,9 @@ from .whole_layout import LAYOUTS
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of one group have in common. They share a flat buffer and a row of the
-    table.
+    """The properties that the parameters of one group have in common.
+
+    They share a flat buffer and a row of the table.
 
     Attributes:
         dtype: The dtype with which they were built.
@@ -181,8 +182,9 @@ class GroupPlan:
         return replace(self, plan=replace(self.plan, weight=weight, grad=grad, extras=extras))
 
     def sent_as(self, settings: PlanSettings) -> GroupPlan:
-        """Return the same group with the codecs of other settings, for sharded weights and
-        gradients.
+        """Return the same group with the codecs of other settings.
+
+        The codecs are those for sharded weights and gradients.
         """
         weight = self.plan.weight
         grad = self.plan.grad
@@ -270,11 +272,16 @@ class UnitPlan:
 def coded_names(
     unit: UnitShape, persistent: frozenset[str], settings: PlanSettings, ranks: int
 ) -> frozenset[str]:
-    """Return the names of a unit's parameters that are compressed in messages between `ranks`
-    ranks.
+    """Return the names of a unit's parameters that are compressed between ranks.
 
-    Only matrices are: a norm's weight of 1 in a block would leave only three codes for weights near
-    0.02. One rank sends nothing, but frozen weights are kept as codes even there.
+    Only matrices are compressed. A norm's weight of 1 in a block would leave only three codes for
+    weights near 0.02. One rank sends nothing, but frozen weights are kept as codes even there.
+
+    Args:
+        unit: The unit.
+        persistent: The names of parameters that stay gathered.
+        settings: The settings of the plan.
+        ranks: The number of ranks.
     """
     compression = settings.compression
     found = {

@@ -121,8 +121,9 @@ class UpdateSettings:
 
     @property
     def grain(self) -> int:
-        """Each parameter begins at a multiple of this many elements of its layout; above 1 for
-        fused updates.
+        """The number of elements at whose multiples each parameter of a layout begins.
+
+        It is above 1 for fused updates.
         """
         return GRAIN if self.optimizer in NAMES else 1
 
@@ -134,8 +135,9 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """A shard: elements [start, stop) of a group's main weight that the optimizer treats as one
-    parameter.
+    """A range of a group's main weight that the optimizer treats as one parameter.
+
+    The range is elements [start, stop).
     """
 
     group: GroupPlan
@@ -335,8 +337,9 @@ class UpdatePlan:
 
     @property
     def moments_bytes(self) -> int:
-        """The bytes of the optimizer on the device; only counters and block scales of moments
-        elsewhere.
+        """Return the bytes of the optimizer on the device.
+
+        Only counters and block scales count if the moments are in another memory.
         """
         total = 0
         for options, row, shard in self._rows():
@@ -347,8 +350,9 @@ class UpdatePlan:
         return total
 
     def external_bytes(self) -> Counter[str]:
-        """The bytes of moments that are stored for the optimizer, by memory: whole slices, in whole
-        pages.
+        """Return the bytes of moments that are stored for the optimizer, by memory.
+
+        These are whole slices in whole pages.
         """
         found = Counter[str]()
         for group, count in self.moments_per_group():
@@ -357,9 +361,7 @@ class UpdatePlan:
         return found
 
     def moments_per_group(self) -> list[tuple[GroupPlan, int]]:
-        """The groups of which this rank updates something, with the moments per element that are
-        stored.
-        """
+        """Return the groups that this rank updates, with their stored moments per element."""
         counts = {
             id(shard.group): (shard.group, row.count(options))
             for options, row, shard in self._rows()
@@ -368,8 +370,9 @@ class UpdatePlan:
 
     @property
     def undo_bytes(self) -> int:
-        """The bytes of the log that undoes updates in backward: for as many of the first units as
-        fit.
+        """Return the bytes of the log that undoes updates in backward.
+
+        The log has room for as many of the first units as fit the budget.
         """
         total = 0
         for tiles in self.speculative.values() if self.settings.undo_bytes else ():
@@ -399,8 +402,9 @@ class UpdatePlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """The bytes that a step works in: buffers of the length of the fullest tile, for each
-        device.
+        """Return the bytes of the buffers for a step.
+
+        Each device has buffers of the length of its largest tile.
         """
         return sum(
             self._scratch_bytes(home, fullest) for home, fullest in self.fullest_tiles.items()
@@ -475,8 +479,9 @@ class UpdatePlan:
 
 
 def _is_plain(plan: ShardPlan) -> bool:
-    """Return whether main weight, moments and gradient are stored as a kernel reads them
-    (`kernels.rules.Layout`).
+    """Return whether a kernel can read the states as they are stored.
+
+    These are main weight, moments and gradient (`kernels.rules.Layout`).
     """
     if plan.master is None or plan.moments is None or plan.grad is None:
         return False

@@ -123,8 +123,9 @@ def _inside_hosts(
     settings: PlanSettings,
     pipeline: PipelinePlan | None,
 ) -> int:
-    """Return the bytes of gathers and sums that stay inside a host, if sums are formed host by
-    host.
+    """Return the bytes of gathers and sums that stay inside a host.
+
+    They are counted if sums are formed host by host.
     """
     if not any(group.near > 1 for unit in units for group in unit.groups):
         return 0
@@ -194,6 +195,7 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
     """Return the bytes of one reduction; at stage 0 every rank receives the whole sum.
 
     Args:
+        group: The group.
         inside: Count only the bytes inside a host, if sums are formed host by host.
     """
     plan = group.plan

@@ -21,9 +21,7 @@ from .unit import Unit
 
 
 class Driver(Protocol):
-    """What runs the forwards and backwards of a wrapped model whose root is not called as a
-    whole.
-    """
+    """Runs forwards and backwards of a wrapped model whose root is not called itself."""
 
     def before_step(self) -> None:
         """Finish the gradients of the next step, or raise.  Collective."""
@@ -72,8 +70,12 @@ class Backward:
         return handles
 
     def watch_output(self, unit: int, output: Tensor, *, is_first: bool = True) -> None:
-        """Hook the gradient of a unit's output. Of the outputs of a unit in one forward, backward
-        comes to the first one last (`is_first`).
+        """Hook the gradient of a unit's output.
+
+        Args:
+            unit: The number of the unit.
+            output: The output.
+            is_first: It is the unit's first output in this forward. Backward comes to it last.
         """
         output.register_hook(weak_hook(self, Backward.on_output_grad, unit, is_first))
 
@@ -134,8 +136,10 @@ class Backward:
         self._begin_passes(ends_step=self.step.is_boundary)
 
     def _on_dropped(self, number: int) -> None:
-        """A backward call is over. If it did not come to its end, an exception ended it, which the
-        other ranks wait to hear of.
+        """End a backward call.
+
+        If backward did not come to its end, an exception ended it. The other ranks wait to be
+        informed.
         """
         if self.step.phase is Phase.BACKWARD and self._number == number:
             error = RuntimeError("its backward ended early; its own output tells why")
@@ -195,8 +199,9 @@ class Backward:
     # -- without a backward
 
     def join_skipped_passes(self) -> None:
-        """Take part in a forward and a backward that this rank skipped: gathers are walked,
-        gradients are zeros.
+        """Take part in a forward and a backward that this rank skipped.
+
+        It takes part in all gathers, and its gradients are zeros.
         """
         with torch.no_grad():
             if self.step.forwards == 0:
@@ -206,10 +211,13 @@ class Backward:
             self.end(joined=False)
 
     def reduce_step(self) -> None:
-        """Reduce the gradients of the backwards since the last step, none of which ended it.
-        Collective.
+        """Reduce the gradients of the backwards since the last step.
 
-        For gradients that are changed between a step's last backward and their reduction.
+        None of these backwards ended the step. This is for gradients that are changed between a
+        step's last backward and their reduction.
+
+        Note:
+            Collective.
         """
         with torch.no_grad():
             self._begin_passes(ends_step=True)
@@ -218,8 +226,12 @@ class Backward:
             self._show_grads(joined=False)
 
     def before_step(self) -> None:
-        """Take part in what this rank has skipped, and take over what the program made of `.grad`;
-        what came too late (`ReduceLane.late`) is still to be reduced.  Collective.
+        """Take part in skipped passes, and apply the program's changes of `.grad`.
+
+        Gradients that came too late (`ReduceLane.late`) are still to be reduced.
+
+        Note:
+            Collective.
         """
         self.comm.meter.clock.enter("optimizer")
         if (driver := self.driver()) is not None:
@@ -247,15 +259,17 @@ class Backward:
             self.comm_ctx.pool.return_pages()
 
     def discard_step(self) -> None:
-        """Forget the backwards since the last step and their gradients; local, but all ranks must
-        do it.
+        """Drop the backwards since the last step and their gradients.
+
+        Local, but all ranks must call it.
         """
         self.drop_grads()
         self.step.backwards = 0
 
     def recover(self) -> None:
-        """After a forward or backward that an exception ended: drain, drop the half-made gradients,
-        start clean.
+        """Return to a clean state after an exception in forward or backward.
+
+        Transfers in progress are finished, and incomplete gradients are dropped.
         """
         self.comm.waits.withdraw_error()
         interrupted = self.step.phase

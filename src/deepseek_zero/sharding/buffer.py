@@ -87,18 +87,20 @@ class StateGuard:
 
 
 class FlatBuffer:
-    """One state of one group of parameters on this rank: the whole buffer if replicated or partial,
-    a slice if sharded.
+    """One state of one parameter group on this rank.
+
+    It is the whole buffer if the state is replicated or partial, and a slice if it is sharded.
 
     Attributes:
         layout: The places of the parameters.
         spec: Placement, dtype and memory of the state.
-        memory: The elements, flat, in the spec's dtype, or what the storage keeps in their place.
+        memory: The flat elements in the spec's dtype, or what the storage keeps in their place.
             `load` and `elements` fetch them.
-        storage: Where they are between uses.
+        storage: The place of the elements between uses.
         guard: Every access passes it first.
-        coded_as: The codec of slices that are gathered into this buffer; None: they travel exactly.
-        errors: What earlier codes have left out of summands that travel as codes; None: it is lost.
+        coded_as: The codec of slices that are gathered into this buffer; None if they are sent
+            exactly.
+        errors: The error-feedback buffer of compressed summands; None if the error is dropped.
     """
 
     def __init__(
@@ -136,18 +138,29 @@ class FlatBuffer:
         return self.storage.numel
 
     def elements(self, low: int, high: int) -> Tensor:
-        """Return a flat view of elements [low, high), fetched if they are offloaded; pending
-        updates run first.
+        """Return a flat view of elements [low, high), fetched if they are offloaded.
 
-        Local. Raises `StorageError` if a disk fails.
+        Pending updates run first. Local.
+
+        Args:
+            low: The first element.
+            high: The end of the elements.
+
+        Raises:
+            StorageError: A disk failed.
         """
         self.guard.before_read()
         return self.storage.write(low, high)
 
     def write(self, low: int, high: int) -> Tensor:
-        """Return a view as `elements` does, to be written: a save behind the training has copied
-        the old values by then. Only if the storage has the elements themselves; `writing` writes
-        others.
+        """Return a view of elements [low, high) to be written.
+
+        A save in the background has copied the old values before. This works only if the storage
+        has the elements themselves; otherwise use `writing`.
+
+        Args:
+            low: The first element.
+            high: The end of the elements.
         """
         assert self.storage.has_elements, "what is written to a copy of elements is lost"
         self.guard.before_write()
@@ -167,8 +180,11 @@ class FlatBuffer:
         return self.storage.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Return a view as `read` does, of the values as they are now, whatever update is
-        pending.
+        """Return a read-only view of the current values, without running pending updates.
+
+        Args:
+            low: The first element.
+            high: The end of the elements.
         """
         return self.storage.read_now(low, high)
 
@@ -208,8 +224,14 @@ class FlatBuffer:
         *,
         is_zeroed: bool = True,
     ) -> FlatBuffer:
-        """Allocate a buffer in the memory that other ranks reach best. is_zeroed: otherwise
-        contents are arbitrary.
+        """Allocate a buffer in the memory that other ranks can access best.
+
+        Args:
+            layout: The places of the parameters.
+            spec: Placement, dtype and memory of the state.
+            comm_ctx: The communication context.
+            what: The name of the buffer for error messages.
+            is_zeroed: Fill the buffer with zeros; otherwise its contents are arbitrary.
         """
         memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
         if is_zeroed:
@@ -217,8 +239,14 @@ class FlatBuffer:
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Count this buffer against the training device's budget for as long as it lives, and
-        return it.
+        """Count this buffer against the training device's budget while it exists.
+
+        Args:
+            comm_ctx: The communication context.
+            what: The name of the buffer for error messages.
+
+        Returns:
+            The buffer itself.
         """
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
@@ -237,15 +265,23 @@ class FlatBuffer:
         return self.load()[rank * numel : (rank + 1) * numel]
 
     def view(self, slot: Slot) -> Tensor:
-        """Return a view of a parameter's elements in its own shape. Only of a buffer that holds
-        every element.
+        """Return a view of a parameter's elements in its own shape.
+
+        The buffer must hold every element.
         """
         values = self.load()
         return values.as_strided(slot.shape, slot.strides, values.storage_offset() + slot.start)
 
     def local_range(self, slot: Slot, rank: int) -> tuple[int, int, int]:
-        """Return (start, stop, place): the range of a parameter that this rank's buffer holds, and
-        the place of its first element there.
+        """Return the range of a parameter that this rank's buffer holds.
+
+        Args:
+            slot: The place of the parameter in the layout.
+            rank: This rank.
+
+        Returns:
+            The tuple (start, stop, place). `place` is the position of the first element in the
+                buffer.
         """
         if self.spec.placement is R:
             return 0, slot.numel, slot.start
@@ -266,13 +302,15 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class CommContext:
-    """The means of a move: the ranks among which states are cut, the pool its scratch comes from,
-    message size, divisor of sums.
+    """The ranks and resources that `move` uses.
 
-    tiers: the memories for offloaded states. issue_queue: gathers out of them. copy_engine: copies
-    between them and the
-    device. outer: the ranks that hold the same slices, if there are others, among which sums
-    travel too. route: how messages travel. gather_kind: as what the meter counts gathers.
+    They are the ranks among which states are sharded, the pool of scratch memory, the size of
+    messages and the divisor of sums.
+
+    `tiers` has the memories for offloaded states, and `issue_queue` orders gathers out of them.
+    `copy_engine` copies between these memories and the device. `outer` has the ranks with the same
+    slices, if there are others, because sums are exchanged with them too. `route` is how messages
+    travel. `gather_kind` is the name under which the meter counts gathers.
     """
 
     comm: Comm
@@ -295,8 +333,14 @@ class CommContext:
     def over(
         cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers
     ) -> CommContext:
-        """Make the context of the ranks with one piece of a model, laid out on a mesh. divisor: of
-        the sum over all of them.
+        """Create the context of the ranks with one piece of a model on a mesh.
+
+        Args:
+            comm: The communicator of these ranks.
+            pool: The pool of scratch memory.
+            bucket_numel: Elements of a message.
+            divisor: Divisor of the sum over all of these ranks.
+            tiers: The memories for offloaded states.
         """
         plain = cls(
             comm.shard, pool, bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device)
@@ -304,8 +348,11 @@ class CommContext:
         return plain if comm.outer is None else plain.with_outer(comm.outer, divisor)
 
     def with_outer(self, comm: Comm, divisor: float) -> CommContext:
-        """Return this context with those ranks for the outer sum of each slice. divisor: of the
-        inner and outer sum.
+        """Return this context with ranks for the outer sum of each slice.
+
+        Args:
+            comm: The communicator of these ranks.
+            divisor: Divisor of the inner and outer sum.
         """
         # Sums are divided once, where they are formed first, before they are rounded.
         inner, outer = (divisor, 1.0) if self.comm.size > 1 else (1.0, divisor)
@@ -316,15 +363,27 @@ class CommContext:
 def move(
     source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False
 ) -> Pending:
-    """Bring `source` to `target`'s placement, dtype and memory; `add` sums onto the values of
-    target.
+    """Move `source` to `target`'s placement, dtype and memory.
 
-    An offloaded source is fetched first, pending updates before that, and leaves memory again when
-    it has been copied; sums for an offloaded target are made on the device and sent there. Source
-    and target may share storage (a partial gradient reduced in place). Summands travel as the
-    source's spec says, slices exactly unless `target.coded_as` says how. Neither may be touched
-    before `wait()`, which raises `PeerError` if another rank failed, `StorageError` if a disk did.
-    Collective unless the movement is local: every rank calls it, in the same order within its lane.
+    An offloaded source is fetched first, after pending updates, and evicted when it has been
+    copied. Sums for an offloaded target are formed on the device and copied to it. Source and
+    target may share storage, as a partial gradient that is reduced in place does. Summands are sent
+    as the source's spec says. Slices are sent exactly unless `target.coded_as` has a codec.
+
+    Args:
+        source: The source.
+        target: The target.
+        comm_ctx: The ranks and resources of the move.
+        what: The name of the unit, for messages.
+        add: Add the sum to the values of `target`.
+
+    Returns:
+        A handle. Neither buffer may be used before `wait()` returns. It raises `PeerError` if
+            another
+        rank failed, and `StorageError` if a disk failed.
+
+    Note:
+        Collective unless the move is local: every rank calls it, in the same order within its lane.
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
@@ -418,13 +477,14 @@ def _reduce_scatter(
     *,
     add: bool,
 ) -> Pending:
-    """Reduce message by message, so that the bytes in flight do not depend on the model's size
-    (ZeRO-R's constant buffers).
+    """Reduce message by message.
+
+    The bytes in transfer then do not depend on the model's size (ZeRO-R's constant buffers).
 
     Args:
         source: The partial gradient.
         own: The elements of this rank's sum.
-        storage: Where they are.
+        storage: The storage of `own`.
         comm_ctx: The ranks that share slices.
         what: The name of the unit, for messages.
         add: Add the sum to the values of `own`.
@@ -494,14 +554,17 @@ def _reduce_scatter(
 
 
 class MessageRoom:
-    """The lent buffers in which one part of a message after another is received, before it is added
-    up.
+    """Lent buffers that receive the parts of a message one after another.
+
+    Each part is summed before the next one is received.
     """
 
     def __init__(self, comm_ctx: CommContext, sizes: Sequence[tuple[torch.dtype, int]]) -> None:
-        """Args:
-        comm_ctx: The ranks that send and receive.
-        sizes: Dtype and elements of each buffer.
+        """Borrow the buffers.
+
+        Args:
+            comm_ctx: The ranks that send and receive.
+            sizes: Dtype and elements of each buffer.
         """
         self.comm_ctx = comm_ctx
         self.lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
@@ -509,15 +572,19 @@ class MessageRoom:
     def exchange(
         self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
     ) -> Pending:
-        """Send pieces[r] to rank r, and call `add_up` with those for this one. Collective within
-        the reduce lane. The room is free for the next part when the wait is over.
+        """Send pieces[r] to rank r, and call `add_up` with the pieces for this rank.
+
+        The buffers can be used for the next part after the wait.
 
         Args:
             pieces: One for each rank.
-            low: The first element of each slice that its piece is of.
+            low: The first element of each slice that its piece has.
             high: The end of these elements.
             what: The name of the unit, for messages.
-            add_up: Adds up the pieces that came.
+            add_up: Sums the received pieces.
+
+        Note:
+            Collective within the reduce lane.
         """
         comm = self.comm_ctx.comm
         room = self.lent[0] if self.lent else None

@@ -31,8 +31,9 @@ Factor = Callable[[], float | None]
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Numbers of the nodes of one outermost forward: [begin, end), and [end, stop) for the aliases
-    of its outputs.
+    """Numbers of the autograd nodes of one outermost forward.
+
+    The forward has nodes [begin, end), and the aliases of its outputs have nodes [end, stop).
     """
 
     begin: int
@@ -56,9 +57,7 @@ class _Forwards(threading.local):
         self.stops.append(recorded.stop)
 
     def around(self, number: int) -> _Recorded | None:
-        """Return the innermost forward that made the node with this number; None if no forward made
-        it.
-        """
+        """Return the innermost forward that made the node with this number, or None."""
         for recorded in self.recorded[bisect_right(self.stops, number) :]:
             if recorded.begin <= number:
                 return recorded
@@ -131,8 +130,9 @@ def scale_entries(
 def _factor_of(
     node: Any, factor_of_leaf: Callable[[Tensor], Factor | None]
 ) -> tuple[Factor | None, bool]:
-    """Return the factor of the engine that a node is inside of, and whether the outside ends at the
-    node.
+    """Return the factor of the engine that contains a node.
+
+    The second value is whether the nodes outside of engines end at this node.
     """
     if (leaf := getattr(node, "variable", None)) is not None:
         return factor_of_leaf(leaf), True
@@ -144,8 +144,9 @@ def _factor_of(
 
 
 class _ScaleEdges:
-    """The hook of a node outside of all engines.  entries: by the place of an edge, the factor
-    behind it.
+    """The hook of a node outside of all engines.
+
+    `entries` has the factors of the engines behind its edges, by position of the edge.
     """
 
     def __init__(self, entries: dict[int, Factor]) -> None:

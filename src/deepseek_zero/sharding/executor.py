@@ -1,10 +1,9 @@
-"""Runs the schedule of a step (planner/schedule.py), when PyTorch's hooks say that its actions may
-run.
+"""Run the schedule of a step (planner/schedule.py) from PyTorch's hooks.
 
-Two lanes carry collectives, each in the schedule's order on every rank: gathers (gather_lane.py)
-and reductions (reduce_lane.py). Every rank runs the whole schedule, also actions of units that it
-skips. Forwards and backwards (F, B) are the model's; if a unit takes micro-batches in turn, it asks
-`forwards` which come next.
+Two lanes run collectives, each in the schedule's order on every rank: gathers (gather_lane.py) and
+reductions (reduce_lane.py). Every rank runs the whole schedule, including the actions of units that
+it skips. The model itself runs forwards and backwards (F, B). A unit that takes micro-batches in
+turn asks `forwards` for the next ones.
 """
 
 from __future__ import annotations
@@ -35,13 +34,15 @@ class Executor:
         queue: OrderedIssueQueue,
         most_reductions: int = 1,
     ) -> None:
-        """Args:
-        units: The units of the model, the root first.
-        settings: The settings of the plan.
-        schedule: The schedule that is run first.
-        comm: The world's communicator.
-        queue: The gathers that wait for another memory.
-        most_reductions: The number of units that may be reduced at the same time.
+        """Build the executor.
+
+        Args:
+            units: The units of the model, the root first.
+            settings: The settings of the plan.
+            schedule: The schedule that is run first.
+            comm: The world's communicator.
+            queue: The gathers that wait for another memory.
+            most_reductions: The number of units that may be reduced at the same time.
         """
         self.units = list(units)
         self.settings = settings
@@ -51,8 +52,12 @@ class Executor:
         self.reductions = ReduceLane(self.units, schedule, settings, comm, most_reductions)
 
     def agree_on_order(self) -> None:
-        """Follow the order of the rank that used most units; the units it did not use come last.
-        Collective. Once agreed, it does nothing.
+        """Adopt the order of the rank that used the most units.
+
+        Units that this rank did not use come last. Nothing happens after the first agreement.
+
+        Note:
+            Collective.
         """
         if self.gathers.order_is_agreed:
             return
@@ -68,8 +73,12 @@ class Executor:
         self._plan(order)
 
     def replan(self, settings: PlanSettings | None = None) -> None:
-        """Go on with other sizes, groups or updates of the units, in the same order; between two
-        steps.
+        """Continue with other sizes, groups or updates of the units, in the same order.
+
+        Call it between two steps.
+
+        Args:
+            settings: The new settings of the plan, if they change.
         """
         self.settings = settings or self.settings
         self._plan(self.schedule.forward.order)
@@ -85,8 +94,9 @@ class Executor:
         self.reductions.follow(self.schedule, self.settings)
 
     def forwards(self, unit: Unit) -> tuple[Action, ...]:
-        """Return the forwards of a unit that the schedule has for a batch that is trained on, in
-        their order: one of the whole batch, or one of each micro-batch. Local.
+        """Return the forwards of a unit in the schedule for a training batch, in order.
+
+        There is one for the whole batch, or one for each micro-batch. Local.
         """
         return self.schedule.forward.computes[unit.number]
 

@@ -168,8 +168,9 @@ class Forward:
         self.executor.gathers.begin(walk)
 
     def _is_first_use(self, tile: Unit) -> bool:
-        """Return whether no layer has used a tile before in this forward; a recomputed use is none
-        of its own.
+        """Return whether no layer has used a tile before in this forward.
+
+        A recomputation does not count as a use.
         """
         if self.step.phase is not Phase.FORWARD:
             return True
@@ -178,8 +179,9 @@ class Forward:
         return is_first
 
     def _is_outermost(self) -> bool:
-        """Return whether autograd records this forward as an outermost one, not inside another
-        forward and not as a recomputation.
+        """Return whether autograd records this forward as an outermost one.
+
+        Forwards inside another forward and recomputations are not outermost ones.
         """
         if self.step.active or self.step.parts or not torch.is_grad_enabled():
             return False
@@ -270,8 +272,12 @@ class Forward:
     # -- parts of the root
 
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before a part of the root.  One that is called by itself, outside any forward, has the
-        root gathered for it. Collective.
+        """Prepare the forward of a part of the root.
+
+        If the part is called by itself, outside of any forward, the root is gathered for it.
+
+        Note:
+            Collective.
         """
         if self.step.active:
             return None
@@ -303,8 +309,9 @@ class Forward:
 
 
 def _parts_of(root: Unit) -> list[nn.Module]:
-    """Return the modules inside the root that own its parameters: a custom generate() may call an
-    embedding by itself.
+    """Return the modules inside the root that own its parameters.
+
+    For example, a custom generate() may call an embedding by itself.
     """
     mine = {id(member.param) for member in root.members()}
     return [

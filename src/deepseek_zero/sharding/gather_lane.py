@@ -72,8 +72,9 @@ class GatherLane:
         )
 
     def _show_first(self, name: str) -> None:
-        """Show the progress of the first forward and the first backward: weights may come from slow
-        memories.
+        """Show the progress of the first forward and the first backward.
+
+        They may be slow, because weights may come from slow memories.
         """
         self._first_pass.finish()
         total = 0
@@ -83,11 +84,12 @@ class GatherLane:
         self._first_pass = LongWork(f"first {name} pass", total, "parameters")
 
     def restrict_to(self, part: frozenset[int] | None) -> None:
-        """Let passes go to these units only, as the forward of a part of the model does. Between
-        two passes, on every rank.
+        """Restrict passes to these units, for the forward of a part of the model.
+
+        Every rank must call it, between two passes.
 
         Args:
-            part: The numbers of the units, the root among them; None for all units.
+            part: The numbers of the units including the root; None for all units.
         """
         self._part = part
 
@@ -124,9 +126,13 @@ class GatherLane:
                 self.unshard(other)
 
     def unshard_apart(self, unit: Unit) -> None:
-        """Have the weights of a tile that several layers share unsharded for the backward of a
-        later use of it, until `end_apart`. Its turn is that of its first use. Collective within
-        the gather lane.
+        """Unshard a tile that several layers share, for the backward of a later use.
+
+        The weights stay until `end_apart`. The tile's turn in the schedule is that of its first
+        use.
+
+        Note:
+            Collective within the gather lane.
         """
         if self._apart is unit:
             return
@@ -143,8 +149,9 @@ class GatherLane:
                 unit.reshard()
 
     def remember_external(self, reader: Unit, owner: Unit) -> None:
-        """`reader`'s forward reads a parameter of `owner`; its backward will too, where autograd
-        saved the parameter itself.
+        """Record that the forward of `reader` uses a parameter of `owner`.
+
+        The backward will use it too if autograd saved the parameter itself.
         """
         known = self._externals.setdefault(reader.number, [])
         if owner not in known and owner is not reader:
@@ -196,8 +203,9 @@ class GatherLane:
                 self.issue_queue.issue_all()
 
     def end(self) -> None:
-        """Run the pass to its end: gather the units that this rank has not come to, release those
-        that the schedule releases.
+        """Run the pass to its end.
+
+        Units that this rank has not reached are gathered, and units are released as scheduled.
         """
         walk = self._walk
         if walk is None:
@@ -228,9 +236,11 @@ class GatherLane:
                 other.reshard()
 
     def _gather_up_to(self, place: int) -> None:
-        """Run G and U up to a place of the pass. Gathers beyond it stop before an update that waits
-        for states: it runs when its unit is used, so that the states of the next tiles travel
-        meanwhile. If only gathers travel, an update runs beside the gathers before it.
+        """Run gathers (G) and updates (U) up to a place of the pass.
+
+        Gathers beyond this place stop before an update that waits for states. The update runs when
+        its unit is used, so that the states of the next tiles are transferred meanwhile. If no
+        states are transferred, the update overlaps with the gathers before it.
         """
         assert self._walk is not None
         for index in range(self._reached, place + 1):

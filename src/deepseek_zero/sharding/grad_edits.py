@@ -156,8 +156,10 @@ class GradEdits:
         return mine.to(own.device, torch.float32)
 
     def whole(self, param: nn.Parameter, part: Part) -> Tensor:
-        """Return all elements of a part, in the parameter's shape. Collective unless the part is
-        whole.
+        """Return all elements of a part in the parameter's shape.
+
+        Note:
+            Collective unless the part is whole.
         """
         slot = self.group.members[self.group.index[id(param)]].slot
         device = self.group.comm_ctx.pool.device
@@ -190,8 +192,9 @@ class GradEdits:
             self.gradient.sum.known_squares = None
 
     def _refuse_partial_sum(self, name: str) -> None:
-        """Raise `UsageError` while only some ranks' gradients are summed: a change would be added
-        once for each of these sums.
+        """Raise `UsageError` if only the gradients of some ranks have been summed.
+
+        A change would be added once for each of these sums.
         """
         if self.gradient.sum.state is GradState.PARTIAL:
             raise UsageError(

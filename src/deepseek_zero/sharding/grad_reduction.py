@@ -24,8 +24,9 @@ class GradReduction:
 
     @property
     def sums_all(self) -> bool:
-        """Whether `reduce` adds up the gradients of all ranks. If not, `complete` is called once a
-        step.
+        """Whether `reduce` sums the gradients of all ranks.
+
+        If not, `complete` is called once per step.
         """
         return True
 
@@ -46,14 +47,18 @@ class GradReduction:
         return move(partial, target, self.group.comm_ctx, what, add=add)
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Start to sum the ranks' partial gradients in the memory of `partial`: all slices if every
-        rank needs the whole sum (stage 0), else this rank's slice (stage 1). Collective within the
-        reduce lane.
+        """Start to sum the ranks' partial gradients in the memory of `partial`.
+
+        The sum has all slices if every rank needs the whole sum (stage 0), and otherwise this
+        rank's slice (stage 1).
 
         Args:
             partial: This rank's gradient of all elements of the group.
             what: The name of the unit, for messages.
             has_earlier_sum: The step has an earlier sum, to which the caller adds this one.
+
+        Note:
+            Collective within the reduce lane.
         """
         group = self.group
         if group.plan.sums_to_all:
@@ -93,8 +98,12 @@ class GradReduction:
         """
 
     def scale(self, factor: float) -> None:
-        """Note that gradients are multiplied by so much more from now on: the loss scale has
-        changed. Local; every rank does so.
+        """Adapt to a changed loss scale.
+
+        Local, but every rank must call it.
+
+        Args:
+            factor: The factor by which gradients grow from now on.
         """
 
     def forget(self) -> None:

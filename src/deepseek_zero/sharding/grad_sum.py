@@ -161,8 +161,9 @@ class GradSum:
         self._staged = None
 
     def discard_values(self) -> None:
-        """Forget the values of a slice; its memory stays for the next. On the CPU its pages are the
-        system's until then.
+        """Drop the values of a slice, and keep its memory for the next sum.
+
+        On the CPU the pages are returned to the system until then.
         """
         buffer = self.buffer
         if buffer is None or buffer.spec.placement is not S:
@@ -196,8 +197,9 @@ class GradSum:
         return self.own() if self.buffer is not None and self.is_full else None
 
     def read(self, low: int, high: int) -> Tensor | None:
-        """Return elements [low, high) of `reduced`, to be read only: offloaded ones are not written
-        a second time.
+        """Return elements [low, high) of `reduced` as a read-only view.
+
+        Offloaded elements are not written to their tier again.
         """
         if self.buffer is None or not self.is_full:
             return None
@@ -225,8 +227,9 @@ class GradSum:
             self.buffer.storage.evict(place, end)
 
     def staged_tile(self) -> StagedTile | None:
-        """Return what brings this rank's slice from the training device to the host that updates;
-        None if nothing must.
+        """Return the staged tile for this rank's slice, or None.
+
+        It copies the slice from the training device to the host if the host runs the update.
         """
         buffer = self.buffer
         group = self.group
@@ -256,10 +259,15 @@ def squares_now(group: Group, values: Tensor, first: int) -> float:
 
 
 def slice_squares(group: Group, values: Tensor, first: int) -> float | list[Tensor]:
-    """Return the sum of squares of those elements [first, ...) of the layout that the optimizer
-    updates; if an accelerator updates them, return these elements.
+    """Return the sum of squares of the elements of a slice that the optimizer updates.
 
-    The device of the update computes it, so that every stage finds the same bits.
+    The device of the update computes it, so that every stage gets the same bits. If this is an
+    accelerator, the elements are returned.
+
+    Args:
+        group: The group.
+        values: The elements of the slice.
+        first: The first element of the slice in the layout.
     """
     assert group.master is not None
     device = group.master.update_device
@@ -297,8 +305,10 @@ def squares_on_accelerator(slices: Sequence[Sequence[Tensor]]) -> list[float]:
 
 
 def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
-    """Return the sums of squares of each group's slices, in rank order; 0.0 for slices that this
-    rank does not hold. Local; the host waits for an accelerator once at most.
+    """Return the sums of squares of each group's slices, in rank order.
+
+    Slices that this rank does not hold have 0.0. Local; the host waits for an accelerator at most
+    once.
     """
     found = [_all_squares(each) for each in sums]
     unread = [squares for of_group in found for squares in of_group if isinstance(squares, list)]
@@ -315,8 +325,9 @@ def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
 
 
 def _all_squares(gradient: GradSum) -> list[float | list[Tensor]]:
-    """Return the sum of squares of each slice, or, if an accelerator has to compute it, the
-    slice's tensors.
+    """Return the sum of squares of each slice.
+
+    If an accelerator has to compute it, the tensors of the slice are returned.
     """
     group = gradient.group
     comm = group.comm_ctx.comm

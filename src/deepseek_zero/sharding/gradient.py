@@ -30,9 +30,11 @@ class Summand:
     """
 
     def __init__(self, group: Group, allocate: Callable[[], FlatBuffer]) -> None:
-        """Args:
-        group: The group.
-        allocate: Returns the buffer to collect in, with arbitrary contents.
+        """Build the summand.
+
+        Args:
+            group: The group.
+            allocate: Returns the buffer to collect in, with arbitrary contents.
         """
         self.group = group
         self.buffer: FlatBuffer | None = None
@@ -81,8 +83,9 @@ class Summand:
             self.values(number).mul_(factor)
 
     def close(self) -> FlatBuffer:
-        """Return the buffer for a sum: missing members and the padding are zeros. What comes next
-        belongs to the next sum.
+        """Return the buffer to be summed, with zeros for missing members and the padding.
+
+        Later gradients belong to the next sum.
         """
         partial = self.open()
         for number, member in enumerate(self.group.members):
@@ -181,10 +184,12 @@ class Gradient:
             pending.flush_group(self.group)
 
     def reduce(self, what: str) -> Pending:
-        """Start to sum the ranks' partial gradients, in fp32 in rank order; missing members and the
-        padding count as zeros.
+        """Start to sum the ranks' partial gradients in fp32 and in rank order.
 
-        Collective within the reduce lane: a rank that skipped the unit calls it too.
+        Missing members and the padding count as zeros.
+
+        Note:
+            Collective within the reduce lane. A rank that skipped the unit calls it too.
         """
         self.sum.known_squares = None
         partial = self.summand.close()
@@ -278,8 +283,10 @@ class Gradient:
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradient (zero_grad, a finished or skipped step) unless an update still needs
-        it; its memory stays for the next. Local.
+        """Drop the gradient unless an update still needs it. Local.
+
+        This is called by zero_grad and after a finished or skipped step. The memory is kept for the
+        next gradient.
         """
         self.clear_shown()
         if self.sum.state is GradState.HELD:
@@ -292,10 +299,10 @@ class Gradient:
         self.sum.discard_values()
 
     def release(self) -> None:
-        """Free the memory of the sum until the next backward, if nothing is in it and this rank
-        alone uses it. Local.
+        """Free the memory of an empty sum until the next backward. Local.
 
-        On a CPU it is kept: its pages would have to come again.
+        Memory that other ranks use is kept. It is also kept on a CPU, because its pages would have
+        to be allocated again.
         """
         comm_ctx = self.group.comm_ctx
         buffer = self.sum.buffer
@@ -306,8 +313,9 @@ class Gradient:
             self.sum.drop()
 
     def drop_buffers(self) -> None:
-        """Free the memory of the sum and of the kept gradients, for others of another dtype; all
-        must be empty.
+        """Free the memory of the sum and of kept gradients, for buffers of another dtype.
+
+        All buffers must be empty.
         """
         assert self.is_empty, "a gradient's memory was dropped with it"
         self.sum.drop()

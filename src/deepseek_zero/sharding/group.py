@@ -19,8 +19,9 @@ from .sharded_parameter import ShardedParameter
 
 @dataclass(eq=False)
 class ParamInfo:
-    """One parameter of a group. param_class: the class it had before wrapping and has while
-    unsharded.
+    """One parameter of a group.
+
+    `param_class` is the class that it had before wrapping, and has while it is unsharded.
     """
 
     param: nn.Parameter
@@ -88,8 +89,9 @@ class Group(Protocol):
 
 
 def updated_ranges(group: Group) -> Iterator[tuple[int, int]]:
-    """Yield the elements [start, stop) of the layout that the optimizer updates, with neighbours
-    joined.
+    """Yield the ranges [start, stop) of the layout that the optimizer updates.
+
+    Adjacent ranges are joined.
     """
     slots = [
         member.slot

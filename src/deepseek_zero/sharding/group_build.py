@@ -26,8 +26,16 @@ def build_group(
     comm_ctx: CommContext,
     parts: GroupParts,
 ) -> ParamGroup:
-    """Build a group as planned, from whole parameters by full name; rank 0's values win.
-    Collective.
+    """Build a planned group from whole parameters, with the values of rank 0.
+
+    Args:
+        planned: The plan of the group.
+        params: The whole parameters by full name.
+        comm_ctx: The communication context.
+        parts: The parts that extensions replace.
+
+    Note:
+        Collective.
     """
     members = [
         ParamInfo(params[slot.name], slot, type(params[slot.name])) for slot in planned.layout.slots
@@ -38,8 +46,10 @@ def build_group(
 
 
 def build_states(group: ParamGroup) -> None:
-    """Lay the members out as planned, take rank 0's values, and shard every parameter.
-    Collective.
+    """Lay out the members as planned with the values of rank 0, and shard them.
+
+    Note:
+        Collective.
     """
     group.members = [
         replace(member, slot=slot)
@@ -78,8 +88,9 @@ def build_states(group: ParamGroup) -> None:
 
 
 def _packed(group: ParamGroup, dtype: torch.dtype) -> Tensor:
-    """Return this rank's own values, flat; each original is dropped as it is copied, so that two
-    never exist side by side.
+    """Return this rank's own values as a flat tensor.
+
+    Each original is dropped as it is copied, so that two copies never exist together.
     """
     flat = group.comm_ctx.pool.take(group.layout.padded_numel, dtype)
     for low, high in group.layout.gaps:
@@ -104,8 +115,9 @@ def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
 
 
 def _broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
-    """Write rank 0's values of a whole buffer to every rank; `only_own`: each rank's slice alone.
-    Collective.
+    """Write rank 0's values of a whole buffer to every rank.
+
+    If `only_own` is True, each rank gets its own slice only. Collective.
     """
     slices = [full.shard(rank) for rank in range(comm.size)]
     scatter(comm, slices, slices[comm.rank], what)

@@ -34,8 +34,10 @@ def _not_copied(operation: str) -> UsageError:
 def weak_hook(
     owner: object, function: Callable[..., Any], *first: Any, raises_if_gone: bool = True
 ) -> Hook:
-    """Return a hook that calls `function(owner, *first, ...)` and holds the owner weakly, so that
-    dropping an engine returns its memory at once.
+    """Return a hook that holds its owner weakly.
+
+    The hook calls `function(owner, *first, ...)`. An engine that is dropped returns its memory at
+    once.
 
     Args:
         owner: A part of the engine.

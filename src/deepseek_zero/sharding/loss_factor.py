@@ -1,20 +1,18 @@
-"""The factor loss scale / accumulation steps of an engine's gradients, and the process-wide state
-of scaled losses.
+"""The factor of an engine's gradients, and the state of scaled losses.
 
-`LossFactor` multiplies every gradient of an engine by loss scale / accumulation steps, once,
-however backward is reached.  Gradients inside an engine's forward carry that factor.  Outside they
-carry what the loss that is differentiated was multiplied by: nothing in a plain `loss.backward()`,
-the factor of the engine whose `scale` or `backward` was called otherwise.  So at the border, where
-an outermost forward returns and where it takes arguments, a gradient is multiplied by what is
-missing, or divided again.  Gradients that enter past the outputs are multiplied as well
-(entries.py).
+`LossFactor` multiplies every gradient of an engine by loss scale / accumulation steps exactly once,
+no matter how backward is started. Gradients inside an engine's forward carry that factor. Outside,
+they carry the factor of the differentiated loss: 1 in a plain `loss.backward()`, and otherwise the
+factor of the engine whose `scale` or `backward` was called. An outermost forward is the border
+between both. There a gradient is multiplied by the missing factor at an output, and divided by it
+at an input. Gradients that enter past the outputs are multiplied as well (entries.py).
 
     differentiated           outside carries           at an output x        at an input x
     plain                    1                         scale / accumulation  accumulation / scale
     engine.scale, .backward  scale' (/ accumulation')  scale / scale'        scale' / scale
 
-with ' for the engine that scaled the loss, which may be another one: a loss over the outputs of
-several engines is divided by the accumulation of the engine that was asked.
+The primes mark the engine that scaled the loss, which may be another one. A loss over the outputs
+of several engines is divided by the accumulation steps of the engine that was called.
 """
 
 from __future__ import annotations
@@ -48,8 +46,9 @@ _SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of those that scale
 
 
 class _UnderWay:
-    """The backward of a scaled loss that runs in this process.  scale: what it was scaled by; None:
-    there is none.
+    """The backward of a scaled loss that runs in this process.
+
+    `scale` is the factor of the loss; None if no such backward runs.
     """
 
     def __init__(self) -> None:
@@ -89,8 +88,12 @@ class LossFactor:
     """One engine's factor."""
 
     def __init__(self, accumulation: Callable[[], int], *, is_strict: bool = False) -> None:
-        """accumulation: Returns the number of micro-batches of a step now; holds the runtime
-        weakly.  is_strict: A loss of the engine's own forward has to be scaled.
+        """Build the factor.
+
+        Args:
+            accumulation: Returns the current number of micro-batches of a step. It must hold the
+                runtime weakly.
+            is_strict: A loss of the engine's own forward has to be scaled.
         """
         self.accumulation = accumulation
         self._scaler: LossScaler | None = None
@@ -134,9 +137,7 @@ class LossFactor:
 
     @property
     def has_border(self) -> bool:
-        """Return whether gradients may have to be multiplied where they enter this engine, or leave
-        it.
-        """
+        """Return whether gradients that enter or leave the engine may need the factor."""
         return self.accumulation() != 1 or bool(_SCALERS)
 
     @property
@@ -145,16 +146,18 @@ class LossFactor:
         return _UNDER_WAY.scale is None and not self.is_carried
 
     def at_output(self) -> float:
-        """What a gradient is multiplied by that comes in through an output; it is divided by it at
-        an input.
+        """Return the factor for gradients that enter through an output.
+
+        Gradients are divided by it at an input.
         """
         applied = self.scale if self.is_carried else _UNDER_WAY.scale
         return self.scale / self.accumulation() if applied is None else self.scale / applied
 
     @contextmanager
     def carried(self) -> Iterator[None]:
-        """Open a block of backwards whose gradients carry this engine's factor already: they come
-        from a later stage of the same model, whose loss was multiplied by it.
+        """Run a block of backwards whose gradients carry this engine's factor already.
+
+        They come from a later stage of the same model, whose loss was multiplied by it.
         """
         before = self.is_carried
         self.is_carried = True
@@ -182,11 +185,10 @@ class LossFactor:
         self._is_of_engine = self._is_entered
 
     def refuse_unscaled(self) -> None:
-        """Raise UsageError if a plain backward begins that differentiates the engine's own forward
-        in fp16.
+        """Raise `UsageError` if a plain backward of the engine's own fp16 forward begins.
 
-        Behind DeepSpeed's name the program scales such a loss. After `engine.module(...)` it does
-        not have to: one loss of several engines cannot be scaled by each of them. The factor is
+        With DeepSpeed's API the program scales such a loss. After `engine.module(...)` it does not
+        have to, because one loss of several engines cannot be scaled by each of them. The factor is
         then applied at the outputs.
         """
         if self._is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
@@ -198,10 +200,10 @@ class LossFactor:
             )
 
     def refuse_gradient_of_gradient(self) -> None:
-        """As a backward begins: UsageError if it is plain and may differentiate an earlier one,
-        which was recorded.
+        """Raise `UsageError` if a plain backward may differentiate an earlier backward.
 
-        Such gradients reach the parameters without having passed an output.
+        This is called when a backward begins, and the earlier one was recorded. Such gradients
+        reach the parameters without passing an output.
         """
         if torch.is_grad_enabled():
             self.is_recorded = True
@@ -233,8 +235,10 @@ class LossFactor:
         return map_inputs(given, alias)
 
     def outside(self, output: Any, begin: int) -> Any:
-        """Return the output of an outermost forward. In backward its gradients are multiplied by
-        the part of the factor that the program has not applied.
+        """Return the output of an outermost forward, with hooks for its gradients.
+
+        In backward they multiply gradients by the part of the factor that the program has not
+        applied.
 
         Args:
             output: What the forward returned.
@@ -291,8 +295,10 @@ class LossFactor:
 
 
 def _alias(tensor: Tensor, hook: Hook) -> Tensor:
-    """Return a view with a hook on its gradient: a hook on the tensor itself would also scale what
-    other uses (a loss computed from logits) send back through it.
+    """Return a view with a hook on its gradient.
+
+    A hook on the tensor itself would also scale gradients of its other uses, such as a loss
+    computed from logits.
     """
     if not tensor.requires_grad:
         return tensor
@@ -302,15 +308,17 @@ def _alias(tensor: Tensor, hook: Hook) -> Tensor:
 
 
 def watch_backwards() -> None:
-    """Hook every backward of this process, to scale gradients that enter an engine past its
-    outputs.
+    """Hook every backward of this process.
+
+    The hook scales gradients that enter an engine past its outputs.
     """
     hook_every_backward(_scale_entries_of)
 
 
 def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
-    """Before a backward: scale what enters an engine past its outputs, if a factor is missing
-    there.
+    """Scale gradients that enter an engine past its outputs, if a factor is missing.
+
+    This is called before a backward.
     """
     factors = list(_FACTORS)
     if any(factor.is_carried for factor in factors):
@@ -323,8 +331,9 @@ def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
 
 
 def factor_of_leaf(leaf: Tensor) -> Factor | None:
-    """Return the factor of the engine that holds a parameter; None inside its forward, whose
-    gradients have none.
+    """Return the factor of the engine that holds a parameter.
+
+    It is None during the engine's forward, whose gradients have no factor.
     """
     owner = owner_of(leaf)
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None

@@ -23,12 +23,14 @@ _WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
 
 @dataclass(eq=False)
 class MasterWeight:
-    """The master of one group. buffer: fp32 values, or int16 remainders if the master `is_split`
-    and `weight` holds the upper halves.
+    """The main weight of one group.
 
-    weight: this rank's part of the live weight, None if the master is that weight, or if that
-    follows it by
-    differences. is_exposed: programs see it between steps and may change it.
+    Attributes:
+        buffer: The fp32 values, or int16 remainders if the main weight `is_split` and `weight`
+            holds the upper halves.
+        weight: This rank's part of the weight. None if it is the main weight itself, or if it
+            follows the main weight by differences.
+        is_exposed: Programs see the main weight between steps and may change it.
     """
 
     buffer: FlatBuffer
@@ -60,8 +62,9 @@ class MasterWeight:
 
     @property
     def is_copied_for_update(self) -> bool:
-        """Return whether the values do not lie in one place on the update's device between
-        steps.
+        """Return whether an update needs a copy of the values.
+
+        It does unless they are in one piece on the update's device between steps.
         """
         return not self.is_updated_in_place or self.buffer.storage.is_offloaded
 
@@ -81,16 +84,28 @@ class MasterWeight:
     # -- values
 
     def in_place_view(self, place: int, end: int) -> Tensor | None:
-        """Return a flat view of the values, to be written; None if they lie in two halves, or are
-        updated elsewhere.
+        """Return a flat writable view of the values, or None.
+
+        There is no view if the values are in two halves or are updated elsewhere.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
         """
         return self.buffer.write(place, end) if self.is_updated_in_place else None
 
     def read(
         self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """Return elements [place, end), flat, in the master's dtype: a view if they lie together, a
-        copy (in `out`) if they are joined.
+        """Return elements [place, end) as a flat tensor in the main weight's dtype.
+
+        The result is a view if the values are in one piece, and otherwise a copy.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
+            out: The tensor for the copy.
+            scratch: Working memory to join two halves.
         """
         lower = self._at_update_device(self.buffer, place, end)
         if not self.is_split or self.weight is None:
@@ -102,8 +117,13 @@ class MasterWeight:
         return out
 
     def read_now(self, place: int, end: int) -> Tensor:
-        """Return the values as `read` does, whatever update is pending: a view or a copy, to be
-        read only.
+        """Return the current values for reading, without running pending updates.
+
+        The result is a view or a copy.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
         """
         lower = self.buffer.read_now(place, end)
         if not self.is_split or self.weight is None:
@@ -130,8 +150,14 @@ class MasterWeight:
     def write_consuming(
         self, place: int, end: int, values: Tensor, chance: Tensor | None = None
     ) -> None:
-        """Write as `write`; `values` (in the master's dtype) are scratch afterwards. chance: random
-        bits, if it `is_rounded`.
+        """Write values as `write` does, and use `values` as scratch memory.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
+            values: The new values in the main weight's dtype. Their contents are arbitrary
+                afterwards.
+            chance: Random bits if the main weight `is_rounded`.
         """
         self.buffer.guard.before_write()
         lower = self._at_update_device(self.buffer, place, end)
@@ -149,12 +175,16 @@ class MasterWeight:
                 own.copy_(half)
 
     def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """Return the main weight, and the other tensor of it that an update writes, flat, on the
-        update's device.
+        """Return the main weight and the second tensor that an update writes.
 
-        A split main weight is its bf16 weight; the other tensor has the remainders. Else the main
-        weight is fp32, and the other tensor is the weight in its own dtype, or None if
-        `copy_to_weight` has to write it: to another device, or in fp32.
+        Both are flat and on the update's device. A split main weight is its bf16 weight, and the
+        second tensor has the remainders. Otherwise the main weight is fp32, and the second tensor
+        is the weight in its own dtype. It is None if `copy_to_weight` has to write the weight,
+        because the weight is on another device or in fp32.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
         """
         self.buffer.guard.before_write()
         own = self._at_update_device(self.buffer, place, end)
@@ -167,8 +197,13 @@ class MasterWeight:
         return own, other if is_published else None
 
     def copy_to_weight(self, place: int, end: int) -> None:
-        """Cast the values into this rank's part of the weight, unless the weight is the master, or
-        half of it.
+        """Cast the values to this rank's part of the weight.
+
+        Nothing happens if the weight is the main weight itself or half of it.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
         """
         if self.weight is not None and not self.is_split:
             self.buffer.guard.before_write()
@@ -180,8 +215,9 @@ class MasterWeight:
                 upper.copy_(near)
 
     def _at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
-        """Return these elements on the update's device: the staged copy of an update under way,
-        else the buffer's.
+        """Return these elements on the update's device.
+
+        During an update they may be a staged copy, and otherwise they are in the buffer.
         """
         came = (
             self.staged.view(place, end)
@@ -256,15 +292,18 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
 
 
 def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
-    """Return whether programs see a group's weight between steps, and may change it past its
-    guard.
+    """Return whether programs see a group's weight between steps.
+
+    They may then change it without the group's guard.
     """
     return plan.weight.placement is not S or comm_ctx.comm.size == 1
 
 
 def staging_like(target: Tensor, values: Tensor) -> Tensor:
-    """Return the buffer through which a tensor is written: itself, or one on the device of the
-    values, so that it is copied across once.
+    """Return the buffer through which a tensor is written.
+
+    It is the tensor itself, or a buffer on the device of the values, so that the values are copied
+    across only once.
     """
     if target.device == values.device:
         return target

@@ -1,9 +1,8 @@
-"""Checks that a wrapped model is still the model that was wrapped, and raises if a change would
-lose values.
+"""Check that a wrapped model has not changed, and raise if values would be lost.
 
-A parameter that joins the model later would train unsynchronised.  If the memory of a whole
-parameter is replaced (a cast, a move, `.data = ...`), the optimizer no longer updates that
-parameter.  If the memory of a gathered parameter is replaced by other values, these values are lost
+A parameter that joins the model later would be trained without synchronization. If the memory of a
+whole parameter is replaced (a cast, a move, `.data = ...`), the optimizer no longer updates that
+parameter. If the memory of a gathered parameter is replaced by other values, these values are lost
 when its group is resharded.
 """
 
@@ -61,8 +60,12 @@ class Structure:
     def __init__(
         self, model: nn.Module, groups: Sequence[WrappedGroup], *, takes_strangers: bool = False
     ) -> None:
-        """takes_strangers: Parameters that join the model later stay as they are, with a
-        warning.
+        """Record the structure of a wrapped model.
+
+        Args:
+            model: The model.
+            groups: The parameter groups.
+            takes_strangers: Parameters that join the model later are left alone, with a warning.
         """
         self.model = model
         self.groups = list(groups)
@@ -77,9 +80,7 @@ class Structure:
         self.groups = list(groups)
 
     def check(self) -> None:
-        """Raise if the model has parameters that no group holds, or if a whole parameter left its
-        buffer.
-        """
+        """Raise if the model has new parameters, or if a whole parameter left its buffer."""
         if not self._seen or any(_holds(module) != held for module, held in self._seen):
             strangers = _strangers_of(self.model, self.groups)
             _refuse_trained(strangers, only_warn=self._takes_strangers)
@@ -111,8 +112,9 @@ def _strangers_of(
 
 
 def _refuse_trained(strangers: Sequence[tuple[str, nn.Parameter]], *, only_warn: bool) -> None:
-    """Raise if a parameter that joined the model later requires a gradient; a frozen one needs no
-    reduction.
+    """Raise if a parameter that joined the model later requires a gradient.
+
+    A frozen parameter needs no reduction.
     """
     new = next((name for name, param in strangers if param.requires_grad), None)
     if new is None:
@@ -152,11 +154,10 @@ def _refuse_moved(groups: Sequence[WrappedGroup]) -> None:
 
 
 def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> UsageError | None:
-    """Return the error for the first member that uses other memory than the gathered buffer `full`,
-    with other values.
+    """Return the error for the first member whose new values would be lost, or None.
 
-    The same values in another dtype do not count: some layers cast their parameters in each
-    forward.
+    Such a member uses other memory than the gathered buffer `full`, with other values. The same
+    values in another dtype do not count, because some layers cast their parameters in each forward.
     """
     start = full.memory.data_ptr()
     step = full.memory.element_size()

@@ -130,8 +130,9 @@ class ParamGroup:
         return self.plan.grad is not None
 
     def follow_optimizer(self, updated: Collection[int]) -> None:
-        """Restrict the gradient norm to members with these parameter ids. Local; every rank must
-        call it.
+        """Restrict the gradient norm to members with these parameter ids.
+
+        Local, but every rank must call it.
         """
         numbers = frozenset(
             number for number, member in enumerate(self.members) if id(member.param) not in updated
@@ -147,17 +148,18 @@ class ParamGroup:
         return found + (self.master.offloaded() if self.master is not None else [])
 
     def follow_frozen(self) -> None:
-        """Note whether there is still a member to train, after some were frozen or unfrozen on all
-        ranks. Local.
+        """Record whether any member is trained, after members were (un)frozen. Local.
 
-        What the reduction has kept is forgotten: nothing of frozen members may come any more.
+        All ranks freeze or unfreeze the same members. Data that the reduction has kept is dropped,
+        because frozen members must not contribute any more.
         """
         self.gradient.reduction.forget()
         self.is_idle = self.trainable and all(member.is_frozen for member in self.members)
 
     def set_grad_dtype(self, dtype: torch.dtype) -> None:
-        """Keep gradients in another dtype from now on, between two steps; every rank does so.
-        Local.
+        """Store gradients in another dtype from now on. Local.
+
+        Every rank must call it, between two steps.
         """
         assert self.plan.grad is not None
         if dtype != self.plan.grad.dtype:
@@ -165,8 +167,9 @@ class ParamGroup:
             self.gradient.drop_buffers()
 
     def send_as(self, settings: PlanSettings) -> None:
-        """Send weights and gradients as other settings have it from now on, between two steps;
-        every rank does so. Local.
+        """Send weights and gradients with the codecs of other settings from now on. Local.
+
+        Every rank must call it, between two steps.
         """
         planned = self.planned.sent_as(settings)
         if planned != self.planned:
@@ -195,14 +198,19 @@ class ParamGroup:
     # -- weights
 
     def gather(self, what: str) -> Pending:
-        """Start to all-gather the weight: (numel,) in the weight's dtype; `point_to_unsharded`
-        shows it after the wait.
+        """Start to all-gather the weight: (numel,) in the weight's dtype.
 
-        A pending update runs first; the executor comes here for others only in their turn, so that
-        states travel meanwhile.
+        After the wait, `point_to_unsharded` makes it visible. A pending update runs first. The
+        executor calls this for other units only in their turn, so that states are transferred
+        meanwhile.
 
-        Collective within the gather lane. The wait raises `PeerError` if another rank failed,
-        `StorageError` if a disk did.
+        Returns:
+            A handle whose wait raises `PeerError` if another rank failed, and `StorageError` if a
+                disk
+            failed.
+
+        Note:
+            Collective within the gather lane.
         """
         if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE
@@ -255,10 +263,16 @@ class ParamGroup:
             raise error
 
     def refresh(self, what: str, *, is_update: bool = False) -> Pending:
-        """Start to bring the weight to its placement after the master changed: an all-gather at
-        stages 1 and 2. Collective.
+        """Start to bring the weight to its placement after the main weight changed.
 
-        is_update: A step has changed it; otherwise it was written.
+        This is an all-gather at stages 1 and 2.
+
+        Args:
+            what: The name of the unit, for messages.
+            is_update: A step has changed the main weight; otherwise it was written.
+
+        Note:
+            Collective.
         """
         if (
             self.master is None
@@ -293,8 +307,13 @@ class ParamGroup:
         return runtime is not None and not runtime.is_destroyed
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Write this rank's part of a whole new value into weight and master. Every rank must do
-        it.
+        """Write this rank's part of a whole new value to weight and main weight.
+
+        Every rank must call it.
+
+        Args:
+            param: The parameter.
+            value: The whole new value.
         """
         self.weight_gather.before_write(self.name_of(param))
         self.weight_gather.changed()

@@ -27,8 +27,9 @@ class Updates(Protocol):
         """Update a unit after its reduction, if the schedule has its update there. Local."""
 
     def refuse_regrouping(self) -> None:
-        """Raise `UsageError` if the optimizer cannot follow parameters into other groups. Nothing
-        has changed yet.
+        """Raise `UsageError` if the optimizer cannot follow parameters into other groups.
+
+        Nothing has changed yet.
         """
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
@@ -88,14 +89,17 @@ class ReduceLane:
 
     @property
     def reduces_now(self) -> bool:
-        """Whether the current backward sums gradients: the one that ends a step does, and every
-        backward if gradients are sharded.
+        """Whether the current backward sums gradients.
+
+        The backward that ends a step does. If gradients are sharded, every backward does.
         """
         return self._ends_step or bool(self.schedule.accumulate.reduces)
 
     def advance(self) -> None:
-        """Reduce the next units of the schedule as far as they are complete, and release them.
-        Collective within the reduce lane.
+        """Reduce and release the next units of the schedule that are complete.
+
+        Note:
+            Collective within the reduce lane.
         """
         while self._reduced < len(self.order) and self.units[self.order[self._reduced]].is_complete:
             unit = self._reduce_next()
@@ -115,8 +119,9 @@ class ReduceLane:
             self._reduce_next()
 
     def reduce_rest(self) -> None:
-        """Reduce what is left, in order, and wait for all of it; then run A where this backward
-        ends a step.
+        """Reduce all remaining units in order, and wait for them.
+
+        If this backward ends a step, A runs afterwards.
         """
         while self._reduced < len(self.order):
             self._reduce_next()
@@ -125,8 +130,10 @@ class ReduceLane:
             self.complete_sums()
 
     def reduce_late(self) -> None:
-        """Before a step: reduce what any rank collected too late.  Collective; where none did,
-        nobody need call.
+        """Reduce, before a step, the gradients that any rank collected too late.
+
+        Note:
+            Collective. It need not be called if no rank has such gradients.
         """
         mask = torch.zeros(len(self.units), dtype=torch.uint8)
         mask[list(self.late)] = 1
@@ -139,8 +146,12 @@ class ReduceLane:
         self.complete_sums()
 
     def complete_sums(self) -> None:
-        """Complete the sums of this step, two units at a time; complete ones are left alone.
-        Collective among the ranks with the same slices.
+        """Complete the sums of this step, two units at a time.
+
+        Sums that are complete are left alone.
+
+        Note:
+            Collective among the ranks with the same slices.
         """
         under_way: deque[Unit] = deque()
         for number in self._completed:
@@ -156,8 +167,9 @@ class ReduceLane:
         self._update(unit)
 
     def refuse_unused(self) -> None:
-        """Raise if a trainable parameter got no gradient in this backward
-        (ignore_unused_parameters: false).
+        """Raise if a trainable parameter got no gradient in this backward.
+
+        This is for ignore_unused_parameters: false.
         """
         members = [
             member for unit in self.units for group in unit.trained for member in group.members
@@ -176,8 +188,9 @@ class ReduceLane:
             )
 
     def update_expected(self) -> None:
-        """Expect next time what arrived this time; a unit that got nothing keeps its
-        expectation.
+        """Expect the gradients next time that arrived this time.
+
+        A unit that got none keeps its expectation.
         """
         for unit in self.units:
             if unit.arrived:

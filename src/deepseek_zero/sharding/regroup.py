@@ -90,8 +90,9 @@ def follow_requires_grad(runtime: Regrouped) -> None:
 
 
 def _refuse_late(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
-    """Within a step a parameter may be frozen, and unfrozen where its gradient still has a
-    place.
+    """Raise if parameters were unfrozen within a step and their gradient has no place.
+
+    Within a step parameters may be frozen.
     """
     ready = {
         id(member)
@@ -179,8 +180,12 @@ def _divide(
 
 
 def relayout(group: ParamGroup, granularity: str) -> None:
-    """Cut a group anew, keeping the bits of weight and main weight. Collective; gradients are
-    dropped.
+    """Lay out a group again with the same bits of weight and main weight.
+
+    Gradients are dropped.
+
+    Note:
+        Collective.
     """
     full = whole_values(group)
     for member in group.members:
@@ -191,8 +196,12 @@ def relayout(group: ParamGroup, granularity: str) -> None:
 
 
 def promote_to_fp32(group: ParamGroup, what: str) -> None:
-    """Store weight and gradient in fp32 from now on, cut from the main weight. Collective;
-    gradients are dropped.
+    """Store weight and gradient in fp32 from now on, copied from the main weight.
+
+    Gradients are dropped.
+
+    Note:
+        Collective.
     """
     if group.master is None or group.plan.weight.dtype == torch.float32:
         return
@@ -202,8 +211,12 @@ def promote_to_fp32(group: ParamGroup, what: str) -> None:
 
 
 def demote(group: ParamGroup, what: str) -> None:
-    """Store weight and gradient again as before `promote_to_fp32`, cut from the main weight.
-    Collective; gradients are dropped.
+    """Store weight and gradient as before `promote_to_fp32`.
+
+    The weight is cast from the main weight. Gradients are dropped.
+
+    Note:
+        Collective.
     """
     if group.master is None or group.planned.low is None:
         return

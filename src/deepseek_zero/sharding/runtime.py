@@ -120,8 +120,9 @@ class Runtime:
             self.hooks += self.backward.watch_grads(unit.number, group)
 
     def replan(self) -> None:
-        """Plan the schedule and the checks again after units got other groups; every rank does so.
-        Local.
+        """Plan the schedule and the checks again after units got other groups. Local.
+
+        Every rank must call it.
         """
         self.comm_ctx.pool.clear()
         self.executor.replan()
@@ -143,8 +144,9 @@ class Runtime:
 
     @property
     def comm_of_units(self) -> Comm:
-        """The ranks whose units are the same ones, whatever part of them each has: all but those of
-        other stages.
+        """Return the communicator of all ranks with the same units.
+
+        Each rank may have another part of the units. Ranks of other stages do not belong to it.
         """
         return self.comm if "pp" in self.comm.along else self.comm.whole
 
@@ -152,8 +154,10 @@ class Runtime:
         return next(unit for unit in self.units if group in unit.groups)
 
     def fetch(self, group: ParamGroup) -> bool:
-        """Gather a group's unit because something reads a parameter at rest; False outside forward
-        and backward.
+        """Gather a group's unit because a sharded parameter is read.
+
+        Returns:
+            False outside forward and backward.
         """
         active = self.step.active
         if self.step.phase is Phase.IDLE and not active and backward_id() == -1:
@@ -165,16 +169,19 @@ class Runtime:
         return True
 
     def fetch_saved(self, group: ParamGroup) -> None:
-        """Gather a group's unit because the backward now running needs a weight that its forward
-        saved.
-        """
+        """Gather a group's unit because backward needs a weight that its forward saved."""
         if self.step.phase is not Phase.BACKWARD and backward_id() != -1:
             self.backward.begin()
         self.fetch(group)
 
     def after_step(self, *, drop: bool = True) -> None:
-        """Forget the gradients (`drop`) and, once, agree on the order units were used in.
-        Collective.
+        """Drop the gradients, and agree once on the order of units.
+
+        Args:
+            drop: Drop the gradients.
+
+        Note:
+            Collective.
         """
         if drop:
             self.backward.drop_grads()
@@ -188,10 +195,9 @@ class Runtime:
             hook(self)
 
     def send_as(self, compression: Compression) -> None:
-        """Send matrices as another compression of the same layout says, between two steps; every
-        rank does so.
+        """Send matrices with another compression of the same layout. Local.
 
-        Local.
+        Every rank must call it, between two steps.
         """
         self.settings = replace(self.settings, compression=compression)
         for group in self.groups:

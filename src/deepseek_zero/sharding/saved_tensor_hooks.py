@@ -31,8 +31,9 @@ Fetch = Callable[[ParamGroup], object]
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """A view of a gathered buffer, by place. fetch(group) gathers the group's unit if backward
-    finds it sharded.
+    """A view of a gathered buffer, saved as its position.
+
+    `fetch(group)` gathers the group's unit if backward finds it sharded.
     """
 
     group: ParamGroup
@@ -44,8 +45,9 @@ class SavedWeight:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Any other tensor, with the version it had: hooks switch autograd's own check for in-place
-    changes off.
+    """Any other tensor, with its version.
+
+    The version is checked here, because hooks disable autograd's own check for in-place changes.
     """
 
     tensor: Tensor
@@ -55,8 +57,9 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedByOthers:
-    """Any other tensor where hooks of others are in force: what they made of it, and how it becomes
-    a tensor again.
+    """Any other tensor if hooks of another package are active.
+
+    It has the result of these hooks, and the function that converts it to a tensor again.
     """
 
     packed: Any
@@ -67,8 +70,9 @@ Saved = SavedWeight | SavedTensor | SavedByOthers
 
 
 class WeightHooks:
-    """The hooks for one forward of a gathered unit. outer: those of the unit around it; others:
-    another package's.
+    """The hooks for one forward of a gathered unit.
+
+    `outer` are the hooks of the enclosing unit, and `others` those of another package.
     """
 
     def __init__(
@@ -133,8 +137,9 @@ def others_see() -> bool:
 
 
 def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
-    """The context for one forward of a gathered unit; does nothing inside the hooks of others, but
-    for a tile's.
+    """Return the context for one forward of a gathered unit.
+
+    It does nothing inside hooks of other packages, except for a tile.
     """
     if others_see() and not unit.is_tile:
         return nullcontext()

@@ -1,10 +1,10 @@
-"""The `.grad` of a sharded gradient: a tensor of the parameter's shape whose operations act on this
-rank's part.
+"""The `.grad` of a sharded parameter.
 
-Element-wise operations act on every rank's part, without communication: in place (`mul_`, `+=`,
-`clamp_`, `torch._foreach_add_`) they change the gradient that the step uses, out of place they
-return another such tensor, which may be assigned to `.grad`. Norms are taken over all ranks. Every
-other operation that would read or change elements raises, and says what to write.
+It is a tensor of the parameter's shape whose operations act on this rank's part. Element-wise
+operations act on every rank's part, without communication. In place (`mul_`, `+=`, `clamp_`,
+`torch._foreach_add_`) they change the gradient that the step uses. Out of place they return another
+such tensor, which may be assigned to `.grad`. Norms are taken over all ranks. Every other operation
+that would read or change elements raises, and the message says what to write instead.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .sharded_parameter import (
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of one gradient that this rank has, flat.  start: place of the first in the
-    parameter.
+    """Flat elements of one gradient that this rank has.
 
-    is_whole: every rank has all elements, so that norms need no other rank.
+    `start` is the position of the first element in the parameter. `is_whole` means that every rank
+    has all elements, so that norms need no other rank.
     """
 
     values: Tensor
@@ -139,8 +139,13 @@ class ShardedGradient(Tensor):
 def sharded_gradient(
     param: nn.Parameter, nothing: Tensor, own: Part | None = None
 ) -> ShardedGradient:
-    """Make a handle. nothing: one element, expanded to the parameter's shape. own: its elements;
-    None: the parameter's gradient at the time of each operation.
+    """Return a handle for the gradient of a sharded parameter.
+
+    Args:
+        param: The parameter.
+        nothing: One element, expanded to the parameter's shape.
+        own: The elements of the handle; None for the parameter's gradient at the time of each
+            operation.
     """
     grad = nothing.as_subclass(ShardedGradient)
     grad.__dict__.update(param=weakref.ref(param), own=own)
@@ -224,7 +229,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _foreach(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """torch's operation over a list, one after another."""
+    """Run PyTorch's operation on each element of a list, one after another."""
     single = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     if single is None or not lists:

@@ -1,9 +1,9 @@
-"""A sharded parameter: it has its true shape, costs four bytes, and explains itself to code that
-reads it.
+"""Sharded parameters: they have their true shape, and cost four bytes.
 
-The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and
-its `.data` change. Unsharded it is a plain Parameter that views a gathered buffer; sharded its
-class is `ShardedParameter` over a stride-0 NaN scalar. Its `.grad` is a `ShardedGradient`
+A read of a sharded parameter raises an error with an explanation. The same `nn.Parameter` object
+lives from before wrapping until after the last step, and only its class and its `.data` change.
+Unsharded it is a plain Parameter that is a view of a gathered buffer. Sharded its class is
+`ShardedParameter`, over a stride-0 NaN scalar. Its `.grad` is a `ShardedGradient`
 (sharded_gradient.py).
 """
 
@@ -29,8 +29,9 @@ class Owner(Protocol):
         ...
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Store this rank's part of a full value (what a loader's copy_ means for a sharded
-        parameter).
+        """Store this rank's part of a full value.
+
+        A loader's copy_ to a sharded parameter does this.
         """
         ...
 
@@ -45,8 +46,12 @@ class ModelBuilder:
     """An owner of parameters of a model that is still being built (extensions/zero_init.py)."""
 
     def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-        """Return the parameter's values, flat, and the class that it has in use, to the group that
-        takes it over.  Collective.
+        """Return the parameter's flat values and the class that it uses.
+
+        The group that takes the parameter over gets them.
+
+        Note:
+            Collective.
         """
         raise NotImplementedError
 
@@ -82,8 +87,9 @@ SAFE = frozenset(
 
 
 def is_safe(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call reads no elements.  `type` tells a dtype, and with an argument
-    converts.
+    """Return whether a call reads no elements.
+
+    `type` returns a dtype, but converts the tensor if it has an argument.
     """
     return name in SAFE and (name != "type" or len(args) + len(kwargs) == 1)
 
@@ -106,11 +112,16 @@ NEEDS_ELEMENTS: Any = object()
 def answer_without_elements(
     function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what a call gives that reads no elements, or would convert its tensor to what it is;
-    else NEEDS_ELEMENTS.
+    """Return the result of a call that needs no elements, else NEEDS_ELEMENTS.
 
-    name: the function's. Every `__torch_function__` of a tensor whose elements are elsewhere asks
-    this first.
+    Such a call reads no elements, or would convert the tensor to what it is already. Every
+    `__torch_function__` of a tensor without elements calls this first.
+
+    Args:
+        function: The function that is called.
+        name: The name of the function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
     if is_safe(name, args, kwargs):
         with without_torch_function():
@@ -129,8 +140,9 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 class OwnerReference:
-    """The one weak back-reference from a parameter to its group; a pickled parameter leaves it
-    behind.
+    """The only back-reference from a parameter to its group, and a weak one.
+
+    It is not pickled with the parameter.
     """
 
     def __init__(self, owner: Owner | None = None) -> None:
@@ -156,8 +168,12 @@ def set_owner(param: Tensor, owner: Owner) -> None:
 
 
 def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-    """Return a parameter's values, flat, and the class that it has in use. A model builder gives
-    it up. Collective if it has one.
+    """Return a parameter's flat values and the class that it uses.
+
+    A model builder gives the parameter up.
+
+    Note:
+        Collective if the parameter has a model builder.
     """
     owner = owner_of(param)
     if isinstance(owner, ModelBuilder):
@@ -243,16 +259,23 @@ def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torc
 
 
 def reshard(param: nn.Parameter, nothing: Tensor) -> None:
-    """Turn an unsharded parameter into a sharded one. nothing: one NaN of its dtype, expanded to
-    its shape.
+    """Turn an unsharded parameter into a sharded one.
+
+    Args:
+        param: The parameter.
+        nothing: One NaN of its dtype, expanded to its shape.
     """
     param.data = nothing
     param.__class__ = ShardedParameter
 
 
 def unshard(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
-    """Turn a sharded parameter into an unsharded one that views `data`; its class becomes what it
-    was before wrapping.
+    """Turn a sharded parameter into an unsharded one that is a view of `data`.
+
+    Args:
+        param: The parameter.
+        kind: The class that it had before wrapping.
+        data: The gathered values.
     """
     param.__class__ = kind
     param.data = data
@@ -267,6 +290,7 @@ def _write(param: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 
 def tensors_among(values: Any) -> list[Tensor]:
+    """Return all tensors in nested values."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -285,6 +309,13 @@ def _is_placeholder(value: Any) -> bool:
 def changes_nothing(
     args: Any, kwargs: Mapping[str, Any], implied: torch.dtype | str | None
 ) -> bool:
+    """Return whether a conversion would leave the tensor as it is.
+
+    Args:
+        args: The positional arguments of the conversion, the tensor first.
+        kwargs: Its keyword arguments.
+        implied: The dtype or device that the name of the conversion implies.
+    """
     param = args[0]
     wanted = [
         value
@@ -305,6 +336,7 @@ def changes_nothing(
 
 
 def name_of(param: Tensor) -> str:
+    """Return the name of a sharded parameter, or "?" if it is unknown."""
     owner = owner_of(param)
     return owner.name_of(param) if owner is not None and isinstance(param, nn.Parameter) else "?"
 

@@ -1,5 +1,6 @@
-"""A unit: parameter groups that are gathered, released and reduced together, such as those of a
-transformer block.
+"""Units: parameter groups that are gathered, released and reduced together.
+
+The parameters of a transformer block are an example.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ MOVES = {
 
 
 class Unit:
-    """Groups of parameters that move together. `module`: its forward needs them; the root unit has
-    the remaining ones.
+    """Parameter groups that are gathered and reduced together.
 
-    is_tile: a unit that exists only to save memory (auto_wrap_policy.py).
+    The forward of `module` needs them. The root unit has all remaining groups. A unit that
+    `is_tile` exists only to save memory (auto_wrap_policy.py).
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class Unit:
 
     @property
     def is_copied(self) -> bool:
-        """Return whether a gather makes copies, which a release frees; else weights are used in the
-        memory they lie in.
+        """Return whether a gather makes copies, which a release frees.
+
+        Otherwise weights are used in the memory in which they are stored.
         """
         return any(group.weight_gather.makes_copies for group in self.sharded)
 
@@ -129,8 +131,10 @@ class Unit:
     # -- weights
 
     def unshard(self) -> None:
-        """Start the all-gathers of its groups; do nothing if they are under way or done. Collective
-        within the gather lane.
+        """Start the all-gathers of its groups, unless they have been started.
+
+        Note:
+            Collective within the gather lane.
         """
         if self._state is UnitState.SHARDED and self.sharded:
             for group in self.sharded:
@@ -139,8 +143,10 @@ class Unit:
             self._gathers = [group.gather(self.name) for group in self.sharded]
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gathers and point the parameters at the gathered weights; raise
-        `PeerError` if a rank failed.
+        """Wait for the all-gathers, and point the parameters at the gathered weights.
+
+        Raises:
+            PeerError: A rank failed.
         """
         if self._state is UnitState.UNSHARDING:
             for pending in self._gathers:
@@ -153,8 +159,9 @@ class Unit:
                 self.watch(self)
 
     def reshard(self) -> None:
-        """Shard the parameters again; a gather under way is waited for first, since the transport
-        still writes its buffer.
+        """Shard the parameters again.
+
+        A gather in progress is waited for first, since the transport still writes its buffer.
         """
         self.wait_for_unshard()
         if self._state is UnitState.UNSHARDED and not self.is_pinned:
@@ -163,8 +170,9 @@ class Unit:
                 group.reshard()
 
     def unpin(self) -> None:
-        """Let the schedule release the unit again, and release it. Called before a step, because
-        what is gathered are the weights before it.
+        """Allow the schedule to release the unit again, and release it.
+
+        This is called before a step, because the gathered weights are those from before the step.
         """
         self.is_pinned = False
         self.reshard()
@@ -187,16 +195,20 @@ class Unit:
         ]
 
     def complete_sums(self) -> None:
-        """Start to complete the sums of one step. Collective among the ranks with the same
-        slices.
+        """Start to complete the sums of one step.
+
+        Note:
+            Collective among the ranks with the same slices.
         """
         self._reduces += [
             group.gradient.complete_sum(self.name) for group in self.trained if not group.is_idle
         ]
 
     def issue_reduces(self) -> None:
-        """Issue the messages of its sums that are still to be issued.  Collective within the reduce
-        lane.
+        """Issue the remaining messages of the unit's sums.
+
+        Note:
+            Collective within the reduce lane.
         """
         for pending in self._reduces:
             pending.issue_all()

@@ -72,8 +72,9 @@ class WeightGather:
         """Wait until no other rank reads this rank's part of the weight. Collective."""
 
     def changed(self) -> None:
-        """Let the next gather bring the weight as it is now. Local; every rank does so, between the
-        same two gathers.
+        """Make the next gather use the current weight. Local.
+
+        Every rank must call it, between the same two gathers.
         """
 
     def buffers(self) -> list[FlatBuffer]:

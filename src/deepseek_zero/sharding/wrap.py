@@ -1,7 +1,7 @@
-"""Turns a model into units on flat buffers, unit by unit, so that the peak is the model plus one
-unit.
+"""Turn a model into units on flat buffers.
 
-Collective: ranks first compare what they are about to shard, then take rank 0's values.
+This is done unit by unit, so that the peak memory is the model plus one unit. Collective: ranks
+first compare what they are about to shard, then take rank 0's values.
 """
 
 from __future__ import annotations
@@ -50,17 +50,19 @@ def wrap_model(
     rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
     materialise: Materialise | None = None,
 ) -> Runtime:
-    """Shard a model in place, as planned, and hook it. Collective: every rank passes the same
-    model and settings.
+    """Shard a model in place as planned, and install hooks.
 
     Args:
         model: The model, whole.
         plan: What to build.
         comm: The world's communicator, laid out on its mesh.
-        tiers: The memories that the plan names beside the training device.
+        tiers: The memories that the plan uses next to the training device.
         make_parts: Returns the parts that extensions replace. Collective.
         rules: What the API lets a program do with the model.
         materialise: Makes values for a model on the meta device; None if it has its values.
+
+    Note:
+        Collective: every rank passes the same model and settings.
     """
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
@@ -105,8 +107,9 @@ def _sharers(key: GroupKey | None) -> int:
 
 
 def _of_all_ranks(wanted: Collection[int], world: Comm) -> list[int]:
-    """Return what any rank wants beyond its own, in one order: pieces of a model differ in it.
-    Collective.
+    """Return all numbers except 1 that any rank wants, sorted.
+
+    The numbers differ between pieces of a model. Collective.
     """
     if world.size == 1:
         return []
@@ -121,8 +124,9 @@ def _as_they_get_values(
     comm: Comm,
     materialise: Materialise | None,
 ) -> Iterator[int]:
-    """Numbers of units whose parameters all have values: of a model on the meta device, as soon as
-    they have.
+    """Yield the numbers of units whose parameters all have values.
+
+    Units of a model on the meta device are yielded as soon as their values have been made.
     """
     lacking = {
         number: {
@@ -158,8 +162,14 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
 
 
 def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
-    """Raise on every rank if ranks differ in parameters (names, shapes, dtypes, order), buffers,
-    units or settings.
+    """Raise on every rank if the ranks are about to shard different models.
+
+    Parameters (names, shapes, dtypes, order), buffers, units and settings are compared.
+
+    Args:
+        model: The model.
+        plan: The plan of this rank.
+        comm: The world's communicator.
     """
     why = (
         "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and "
