@@ -102,7 +102,7 @@ def test_the_elastic_batch_is_deepspeeds() -> None:
         ({"enabled": False}, {}, 0, "elasticity.enabled is false"),
         ({"micro_batch_sizes": [0]}, {}, 0, "micro_batch_sizes is missing or not a list"),
         ({"max_train_batch_size": 4}, {}, 0, "exceeds max_train_batch_size 4"),
-        ({}, {"train_batch_size": 4}, 0, "train_batch_size stands beside"),
+        ({}, {"train_batch_size": 4}, 0, "train_batch_size cannot be combined"),
         ({"max_batch": 1}, {}, 0, "no key max_batch"),
     ],
 )

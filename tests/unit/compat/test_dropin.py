@@ -210,7 +210,7 @@ def test_a_genuine_deepspeed_that_is_imported_stays(monkeypatch: pytest.MonkeyPa
 
 def test_a_client_that_is_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", ModuleType("accelerate"))
-    with pytest.raises(UsageError, match=r"accelerate.* is imported already.*\n.*remembers"):
+    with pytest.raises(UsageError, match=r"accelerate.* is imported already.*\n.*caches"):
         dropin.install_as_deepspeed()
 
 
