@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: train test slow check gpu-dry-run clients bench bench-full bench-growth bench-tiers bench-checkpoint peer-tests clean
+.PHONY: train test slow check docs gpu-dry-run clients bench bench-full bench-growth bench-tiers bench-checkpoint peer-tests clean
 
 train: $(STAMP)  ## train a GPT on real text with ZeRO-3 on two processes
 	@$(BIN)/deepseek-zero run --nproc 2 examples/pretrain_text.py
@@ -16,6 +16,10 @@ slow: $(STAMP)  ## the tests that do not fit into `make test`
 
 check: $(STAMP)  ## style, types, layers, exported names, spelling
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+docs: $(STAMP)  ## the documentation site, in build/site: at most a minute; opens with build/site/index.html
+	@$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs -d build/doctrees . build/site
+	@echo "wrote build/site/index.html"
 
 gpu-dry-run: $(STAMP)  ## scripts/gpu with tiny models on the CPU: at most two minutes
 	@$(BIN)/python scripts/gpu --dry-run --seconds 300

@@ -158,7 +158,7 @@ class ParallelPlan:
     unproven: list[Any] = field(default_factory=list)
 
     def table(self) -> str:
-        """Return the plan as text: a line per kind of layer, with block numbers as *."""
+        """Return the plan as text: a line per kind of layer, with block numbers as `*`."""
         lines: dict[tuple[str, ...], int] = {}
         for choice in self.choices:
             assert choice.part is not None

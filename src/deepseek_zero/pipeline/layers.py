@@ -115,7 +115,7 @@ class LayerStages(nn.Module):
     """The layers of one stage.
 
     Args:
-        layers: The whole list: modules, functions or `LayerSpec`s.
+        layers: The whole list: modules, functions or `LayerSpec` objects.
         stages: Number of stages.
         index: Number of this stage.
         method: Method of `partition`.
