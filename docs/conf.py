@@ -48,6 +48,9 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 
+# The headings of API pages are enough: furo copies all entries into the navigation of each page
+toc_object_entries = False
+
 html_theme = "furo"
 html_title = f"deepseek_zero {release}"
 html_copy_source = False
@@ -59,7 +62,7 @@ API_PAGES = "docs/reference/api/"
 WITH_INHERITED = {"deepseek_zero.DeepSpeedEngine", "deepseek_zero.DeepSeekZeRO3"}
 NOT_FROM = "Module, Optimizer, object"
 
-_LINK_TO_PAGE = re.compile(r"\]\(([^)#:]+)\.md(?:#[^)]*)?\)")
+_LINK_TO_PAGE = re.compile(r"\[([^]]+)\]\(([^)#:]+)\.md(#[^)]*)?\)")
 _API_ROW = re.compile(r"^\| `(?P<name>\w+)` \| (?P<summary>.*) \|$")
 
 
@@ -74,8 +77,8 @@ def _add_to_page(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += _navigation(page, source[0])
     elif page.startswith(API_PAGES):
         source[0] = _with_docstrings(page.removeprefix(API_PAGES), source[0])
-    elif page == "benchmarks/README":
-        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\nresults/*\n```\n"
+    elif page.startswith("benchmarks/results/"):
+        source[0] = "---\norphan: true\n---\n" + source[0]  # Pages link them; too many to navigate
 
 
 def _navigation(page: str, text: str) -> str:
@@ -86,11 +89,11 @@ def _navigation(page: str, text: str) -> str:
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         caption = section.splitlines()[0]
         entries = []
-        for link in _LINK_TO_PAGE.findall(section):
+        for title, link, anchor in _LINK_TO_PAGE.findall(section):
             target = posixpath.normpath(posixpath.join(folder, link))
             if target not in seen and (page == root_doc or target.startswith(folder)):
                 seen.add(target)
-                entries.append(f"/{target}")
+                entries.append(f"{title} </{target}>" if anchor else f"/{target}")
         if entries:
             options = f":hidden:\n:caption: {caption}"
             trees.append("\n".join(["```{toctree}", options, "", *entries, "```"]))
@@ -124,7 +127,7 @@ def _entry(module: str, name: str, summary: str) -> str:
     else:
         kind = "module" if ismodule(value) else "data"
         directive = f".. py:{kind}:: {path}\n\n   {summary}"
-    return f"```{{eval-rst}}\n{directive}\n```\n"
+    return f"## `{name}`\n\n```{{eval-rst}}\n{directive}\n```\n"
 
 
 def _redirect_root(app: Sphinx, error: Exception | None) -> None:
