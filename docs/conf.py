@@ -52,6 +52,8 @@ autodoc_member_order = "bysource"
 toc_object_entries = False
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"deepseek_zero {release}"
 html_copy_source = False
 html_show_sphinx = False
