@@ -17,9 +17,12 @@ slow: $(STAMP)  ## the tests that do not fit into `make test`
 check: $(STAMP)  ## style, types, layers, exported names, spelling
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
-docs: $(STAMP)  ## the documentation site, in build/site: at most a minute; opens with build/site/index.html
+docs: .venv/.installed-docs  ## the documentation site, in build/site: at most a minute; opens with build/site/index.html
 	@$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs -d build/doctrees . build/site
 	@echo "wrote build/site/index.html"
+
+.venv/.installed-docs: $(STAMP)
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]' && touch $@
 
 gpu-dry-run: $(STAMP)  ## scripts/gpu with tiny models on the CPU: at most two minutes
 	@$(BIN)/python scripts/gpu --dry-run --seconds 300
