@@ -1,4 +1,4 @@
-"""The backwards of a wrapped model, and its gradients until they are dropped."""
+"""Backward hooks of a wrapped model, and its gradients until they are dropped."""
 
 from __future__ import annotations
 
@@ -21,19 +21,25 @@ from .unit import Unit
 
 
 class Driver(Protocol):
-    """Runs forwards and backwards of a wrapped model whose root is not called itself."""
+    """A driver of forwards and backwards of a model whose root is not called whole."""
 
     def before_step(self) -> None:
-        """Finish the gradients of the next step, or raise.  Collective."""
+        """Finish the gradients of the next step, or raise. Collective."""
 
     def forget(self) -> None:
-        """Forget gradients that were dropped, or used.  Local."""
+        """Forget gradients that were dropped or used. Local."""
 
 
 class Backward:
-    """Gathers, collects and reduces when autograd's hooks say that a backward has come so far.
+    """Gather weights and reduce gradients as autograd's hooks report progress.
 
     Attributes:
+        units: The units, the root first.
+        executor: Runs the schedule.
+        comm: The world's communicator.
+        comm_ctx: The ranks that share slices.
+        loss_factor: The factor of the gradients.
+        step: The state of the step.
         driver: Returns the driver, or None; it is held weakly.
     """
 
@@ -52,7 +58,7 @@ class Backward:
         self.loss_factor = loss_factor
         self.step = step
         self.driver: Callable[[], Driver | None] = lambda: None
-        self._number = -1  # `backward_id` of the backward under way
+        self._number = -1  # `backward_id` of the current backward
 
     def _trained_groups(self) -> list[ParamGroup]:
         return [group for unit in self.units for group in unit.trained]
@@ -60,7 +66,12 @@ class Backward:
     # -- hooks
 
     def watch_grads(self, unit: int, group: ParamGroup) -> list[Any]:
-        """Hook the gradients of a group's parameters. Returns torch's handles."""
+        """Hook the gradients of a group's parameters, and return torch's handles.
+
+        Args:
+            unit: The number of the group's unit.
+            group: The group.
+        """
         handles: list[Any] = []
         for member in group.members:
             if not member.is_frozen:
@@ -70,17 +81,24 @@ class Backward:
         return handles
 
     def watch_output(self, unit: int, output: Tensor, *, is_first: bool = True) -> None:
-        """Hook the gradient of a unit's output.
+        """Hook the gradient of an output of a unit.
 
         Args:
             unit: The number of the unit.
             output: The output.
-            is_first: It is the unit's first output in this forward. Backward comes to it last.
+            is_first: The output is of the unit's first use in this forward, which backward reaches
+                last.
         """
         output.register_hook(weak_hook(self, Backward.on_output_grad, unit, is_first))
 
     def on_output_grad(self, number: int, is_first: bool, grad: Tensor) -> None:
-        """A gradient reached a unit's output: its weights are about to be needed."""
+        """Unshard a unit, because a gradient has reached its output.
+
+        Args:
+            number: The number of the unit.
+            is_first: The output is of the unit's first use in its forward.
+            grad: The gradient.
+        """
         unit = self.units[number]
         gathers = self.executor.gathers
         reductions = self.executor.reductions
@@ -101,7 +119,12 @@ class Backward:
         gathers.unshard(unit, externals=True)
 
     def on_grad(self, number: int, param: nn.Parameter) -> None:
-        """A parameter's gradient of this backward is complete."""
+        """Collect the complete gradient of a parameter in this backward.
+
+        Args:
+            number: The number of the parameter's unit.
+            param: The parameter.
+        """
         if torch.is_grad_enabled():  # under create_graph
             with torch.no_grad():
                 self.on_grad(number, param)
@@ -120,7 +143,7 @@ class Backward:
     # -- one backward
 
     def begin(self) -> None:
-        """The first gradient of a backward call reached this model."""
+        """Begin a backward, at its first gradient that reaches this model."""
         self.loss_factor.refuse_unscaled()
         self.loss_factor.refuse_gradient_of_gradient()
         if self.step.phase is Phase.BACKWARD:
@@ -130,17 +153,13 @@ class Backward:
         self.comm.meter.clock.enter("backward")
         callback = weak_hook(self, Backward.end)
         queue_backward_callback(callback)
-        # Torch drops the callback unrun if an exception ends the backward.
+        # Torch drops the callback without a call if an exception ends the backward.
         dropped = weak_hook(self, Backward._on_dropped, self._number, raises_if_gone=False)
         weakref.finalize(callback, dropped).atexit = False
         self._begin_passes(ends_step=self.step.is_boundary)
 
     def _on_dropped(self, number: int) -> None:
-        """End a backward call.
-
-        If backward did not come to its end, an exception ended it. The other ranks wait to be
-        informed.
-        """
+        """Post an error to the other ranks if an exception ended a backward call."""
         if self.step.phase is Phase.BACKWARD and self._number == number:
             error = RuntimeError("its backward ended early; its own output tells why")
             self.comm.waits.post_error(error)
@@ -152,7 +171,7 @@ class Backward:
         self.executor.begin_backward(ends_step=ends_step)
 
     def end(self, *, joined: bool = True) -> None:
-        """Every gradient of this backward has been computed on this rank.
+        """End a backward, after this rank has computed every gradient.
 
         Args:
             joined: This rank has run the backward; False if it skipped it.
@@ -160,8 +179,8 @@ class Backward:
         gathers = self.executor.gathers
         reductions = self.executor.reductions
         with torch.no_grad():
-            # A rank that skipped units owes the others gathers and reductions; it waits for none
-            # before it starts all.
+            # A rank that skipped units must still take part in their gathers and reductions. It
+            # starts all of them before it waits for one.
             gathers.gather_for_others()
             if self.executor.settings.unused_is_error:
                 reductions.refuse_unused()
@@ -170,7 +189,7 @@ class Backward:
             gathers.end()
             gathers.reshard_all()
             reductions.update_expected()
-            if self.step.phase is not Phase.IDLE:  # a rank that skipped the backward was not in it
+            if self.step.phase is not Phase.IDLE:  # not entered if this rank skipped the backward
                 self.step.enter(Phase.IDLE)
             self._number = -1
             self.step.forwards = 0
@@ -189,10 +208,10 @@ class Backward:
 
     @property
     def is_in_step(self) -> bool:
-        """Return whether a forward or a backward now belongs to a step.
+        """Return whether the current forward or backward belongs to a step.
 
-        It does not if every parameter is frozen and no backward came before: another model is
-        trained through this one.
+        It does not if every parameter is frozen and no backward came before, for example if another
+        model is trained through this one.
         """
         return bool(self.step.backwards) or any(unit.expected for unit in self.units)
 
@@ -201,7 +220,7 @@ class Backward:
     def join_skipped_passes(self) -> None:
         """Take part in a forward and a backward that this rank skipped.
 
-        It takes part in all gathers, and its gradients are zeros.
+        The rank runs the gathers and contributes zeros as gradients.
         """
         with torch.no_grad():
             if self.step.forwards == 0:
@@ -213,11 +232,11 @@ class Backward:
     def reduce_step(self) -> None:
         """Reduce the gradients of the backwards since the last step.
 
-        None of these backwards ended the step. This is for gradients that are changed between a
-        step's last backward and their reduction.
+        Used if no backward ended the step, because gradients change between its last backward and
+        their reduction.
 
         Note:
-            Collective.
+            Collective: every rank must call it.
         """
         with torch.no_grad():
             self._begin_passes(ends_step=True)
@@ -226,12 +245,13 @@ class Backward:
             self._show_grads(joined=False)
 
     def before_step(self) -> None:
-        """Take part in skipped passes, and apply the program's changes of `.grad`.
+        """Complete the gradients of the step, and adopt assignments to `.grad`.
 
-        Gradients that came too late (`ReduceLane.late`) are still to be reduced.
+        This rank takes part in passes that it skipped. Gradients that came too late
+        (`ReduceLane.late`) still need a reduction.
 
         Note:
-            Collective.
+            Collective: every rank must call it.
         """
         self.comm.meter.clock.enter("optimizer")
         if (driver := self.driver()) is not None:
@@ -243,7 +263,7 @@ class Backward:
             group.grad_view.take_assigned()
 
     def drop_grads(self) -> None:
-        """Forget every gradient; local, but all ranks must do it."""
+        """Drop every gradient. Local, but every rank must call it."""
         self.executor.reductions.wait()
         self.comm_ctx.copy_engine.synchronize()
         self.executor.reductions.late.clear()
@@ -254,22 +274,22 @@ class Backward:
             group.gradient.discard()
         if (driver := self.driver()) is not None:
             driver.forget()
-        # Gathered weights would have their pages again a moment later
+        # If weights are streamed, the pages would be faulted in again at once.
         if not self.executor.settings.streams_weights:
             self.comm_ctx.pool.return_pages()
 
     def discard_step(self) -> None:
         """Drop the backwards since the last step and their gradients.
 
-        Local, but all ranks must call it.
+        Local, but every rank must call it.
         """
         self.drop_grads()
         self.step.backwards = 0
 
     def recover(self) -> None:
-        """Return to a clean state after an exception in forward or backward.
+        """Recover from a forward or backward that an exception ended.
 
-        Transfers in progress are finished, and incomplete gradients are dropped.
+        Collectives in flight are finished, and incomplete gradients are dropped.
         """
         self.comm.waits.withdraw_error()
         interrupted = self.step.phase
@@ -288,12 +308,13 @@ class Backward:
 
 
 class BeforeGrad:
-    """The hook that begins a backward before autograd writes the first `.grad` of a parameter.
+    """The hook that begins a backward before autograd writes a parameter's `.grad`.
 
-    A loss that uses only hidden states or parameters reaches no output.
+    It is needed for a loss that uses only hidden states or parameters, whose backward reaches no
+    output.
     """
 
-    __torch_unserializable__ = True  # torch.save leaves it out without a warning
+    __torch_unserializable__ = True  # torch.save omits it without a warning
 
     def __init__(self, backward: Backward) -> None:
         self._backward = weakref.ref(backward)
@@ -302,6 +323,6 @@ class BeforeGrad:
         backward = self._backward()
         if backward is None or backward.step.phase is Phase.BACKWARD:
             return
-        # Torch.autograd.grad inside a forward writes no `.grad` (tiled_loss.py)
+        # `torch.autograd.grad` inside a forward writes no `.grad` (tiled_loss.py).
         if not backward.step.active:
             backward.begin()

@@ -1,6 +1,6 @@
 """Flat buffers, and `move`, which brings a buffer from one placement to another.
 
-A `FlatBuffer` has a layout, a spec and memory. `move` follows TRANSITIONS (planner/spec.py).
+`move` follows `TRANSITIONS` (planner/spec.py).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .message import Message, Pool
 
 
 class PendingUpdate(Protocol):
-    """An update that runs after its step, or that ran before its step was over."""
+    """An update that runs after its step, or that ran before the end of its step."""
 
     def flush_group(self, group: Any) -> None:
-        """Bring the states of this `ParamGroup` to the values that its last step leaves.
+        """Bring the states of this `ParamGroup` to their values after the last step.
 
-        Other groups are updated only if that is necessary.
+        Other groups are updated only if necessary.
         """
 
     def flush(self) -> None:
-        """Bring the states of every group to the values that the last step leaves.
+        """Bring the states of every group to their values after the last step.
 
         Raises:
             StorageError: A disk failed.
@@ -47,20 +47,21 @@ class PendingUpdate(Protocol):
 
 @dataclass(eq=False)
 class StateGuard:
-    """Guards the states of one group: every read and every write passes it first.
+    """Guard of the states of one group, called before every read and every write.
 
-    Views for writing come from `FlatBuffer.write` and `FlatBuffer.writing`, `MasterWeight` and
-    `Moments`, which all call `before_write`. Nothing else writes a state.
+    Views for writing come from `FlatBuffer.write`, `FlatBuffer.writing`, `MasterWeight` and
+    `Moments`, which all call `before_write`. No other code writes a state.
 
     Attributes:
-        pending: An update that must run before a read. The optimizer that defers it sets and clears
-            it.
-        reader: Is called before a write. A save in the background copies the old values in it.
-        writes: The number of writes; a state with an unchanged number was not written.
-        refusal: Raises while states of the group are moved away by `engine.offload_states`.
+        is_offloaded: The values were moved away, so that every access raises
+            (engine/state_offload.py).
+        pending: An update that must run before a read. The optimizer that defers the update sets
+            and clears it.
+        reader: Called before a write; a background save copies the old values in it.
+        writes: The number of writes. If it is unchanged, the states were not written.
+        refusal: Raises while `engine.offload_states` has moved states of the group away.
     """
 
-    # The values were moved away, so that every access raises (engine/state_offload.py)
     is_offloaded = False
 
     pending: PendingUpdate | None = None
@@ -69,17 +70,20 @@ class StateGuard:
     refusal: Callable[[], None] | None = None
 
     def refuse_offloaded(self) -> None:
-        """Raise `UsageError` if a state of the group was moved away by `engine.offload_states`."""
+        """Raise `UsageError` if `engine.offload_states` has moved a state away."""
         if self.refusal is not None:
             self.refusal()
 
     def before_read(self) -> None:
-        """Flush the pending updates of all groups: a reader may hold views of several."""
+        """Flush the pending updates of all groups.
+
+        All groups are flushed because a reader may hold views of several.
+        """
         if self.pending is not None:
             self.pending.flush()
 
     def before_write(self) -> None:
-        """Let a save in the background copy the old values, and count the write."""
+        """Let a background save copy the old values, and count the write."""
         self.refuse_offloaded()
         self.writes += 1
         if self.reader is not None:
@@ -89,18 +93,19 @@ class StateGuard:
 class FlatBuffer:
     """One state of one parameter group on this rank.
 
-    It is the whole buffer if the state is replicated or partial, and a slice if it is sharded.
+    The buffer has all elements if the state is replicated or partial, and one slice if it is
+    sharded.
 
     Attributes:
-        layout: The places of the parameters.
-        spec: Placement, dtype and memory of the state.
-        memory: The flat elements in the spec's dtype, or what the storage keeps in their place.
-            `load` and `elements` fetch them.
-        storage: The place of the elements between uses.
-        guard: Every access passes it first.
+        layout: The places of the parameters in the buffer.
+        spec: The placement, dtype and memory of the state.
+        memory: The elements, flat, in the spec's dtype; or the storage's substitute for them if
+            they are offloaded or encoded. `load` and `elements` fetch them.
+        storage: The memory in which the elements are kept between uses.
+        guard: Called before every access.
         coded_as: The codec of slices that are gathered into this buffer; None if they are sent
             exactly.
-        errors: The error-feedback buffer of compressed summands; None if the error is dropped.
+        errors: The error feedback of summands that are sent as codes; None if errors are lost.
     """
 
     def __init__(
@@ -122,10 +127,10 @@ class FlatBuffer:
         self.errors: LeftOut | None = None
 
     def load(self) -> Tensor:
-        """Return all elements of this rank, flat: to be read, or to be the target of `move`.
+        """Return all elements of this rank, flat, to be read or as the target of `move`.
 
-        Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes
-        `memory`.
+        Offloaded elements are fetched as in `elements`. Callers that know that the buffer is not
+        offloaded use `memory`.
         """
         if self.storage.on_device and self.storage.has_elements:
             self.guard.before_read()
@@ -134,17 +139,13 @@ class FlatBuffer:
 
     @property
     def numel(self) -> int:
-        """Return how many elements this rank holds."""
+        """Return the number of elements on this rank."""
         return self.storage.numel
 
     def elements(self, low: int, high: int) -> Tensor:
-        """Return a flat view of elements [low, high), fetched if they are offloaded.
+        """Return a flat view of elements [low, high), fetched if offloaded. Local.
 
-        Pending updates run first. Local.
-
-        Args:
-            low: The first element.
-            high: The end of the elements.
+        Pending updates run first.
 
         Raises:
             StorageError: A disk failed.
@@ -153,14 +154,10 @@ class FlatBuffer:
         return self.storage.write(low, high)
 
     def write(self, low: int, high: int) -> Tensor:
-        """Return a view of elements [low, high) to be written.
+        """Return a flat view of elements [low, high) to be written.
 
-        A save in the background has copied the old values before. This works only if the storage
-        has the elements themselves; otherwise use `writing`.
-
-        Args:
-            low: The first element.
-            high: The end of the elements.
+        A background save has copied the old values before this returns. The storage must hold the
+        elements themselves; use `writing` for other storages.
         """
         assert self.storage.has_elements, "what is written to a copy of elements is lost"
         self.guard.before_write()
@@ -168,24 +165,19 @@ class FlatBuffer:
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Open a block that writes elements [low, high), flat, in the tensor that it is given."""
+        """Return a context manager that yields a flat tensor to overwrite [low, high)."""
         self.guard.before_write()
         self.guard.before_read()
         with self.storage.writing(low, high) as values:
             yield values
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return a view as `elements` does, to be read only: a disk need not store it again."""
+        """Return a read-only view as `elements` does; a disk need not store it again."""
         self.guard.before_read()
         return self.storage.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Return a read-only view of the current values, without running pending updates.
-
-        Args:
-            low: The first element.
-            high: The end of the elements.
-        """
+        """Return a view of the current values as `read` does, without a pending update."""
         return self.storage.read_now(low, high)
 
     @classmethod
@@ -203,10 +195,15 @@ class FlatBuffer:
         *,
         is_copied: bool = True,
     ) -> FlatBuffer:
-        """Allocate a state in the memory that its plan names. Local.
+        """Allocate a state in the memory that its spec names. Local.
 
-        is_copied: in another memory than the training device's, that device copies it, from it or
-        to it.
+        Args:
+            layout: The layout of the group.
+            spec: The placement, dtype and memory of the state.
+            comm_ctx: The context that has the pool and the tiers.
+            what: The name of the state, for messages.
+            is_copied: The training device copies the state from or to its memory, if that is
+                another one.
         """
         if spec.tier is Tier.DEVICE:
             return cls.empty(layout, spec, comm_ctx.pool.device).counted(comm_ctx, what)
@@ -224,13 +221,13 @@ class FlatBuffer:
         *,
         is_zeroed: bool = True,
     ) -> FlatBuffer:
-        """Allocate a buffer in the memory that other ranks can access best.
+        """Allocate a buffer in the memory that other ranks access fastest.
 
         Args:
-            layout: The places of the parameters.
-            spec: Placement, dtype and memory of the state.
-            comm_ctx: The communication context.
-            what: The name of the buffer for error messages.
+            layout: The layout of the group.
+            spec: The placement and dtype of the state.
+            comm_ctx: The context whose communicator allocates the memory.
+            what: The name of the state, for messages.
             is_zeroed: Fill the buffer with zeros; otherwise its contents are arbitrary.
         """
         memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
@@ -239,49 +236,39 @@ class FlatBuffer:
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Count this buffer against the training device's budget while it exists.
-
-        Args:
-            comm_ctx: The communication context.
-            what: The name of the buffer for error messages.
-
-        Returns:
-            The buffer itself.
-        """
+        """Count this buffer against the device budget while it lives, and return it."""
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
     def gathered_in(self, memory: Tensor, coded_as: Codec | None = None) -> FlatBuffer:
-        """Return a buffer of all elements in this memory: the target of a gather.
+        """Return a buffer of all elements in `memory`, as the target of a gather.
 
-        coded_as: what slices travel there as; None: exactly.
+        Args:
+            memory: The memory, shape ``(padded_numel,)``.
+            coded_as: The codec in which slices are sent; None to send them exactly.
         """
         return FlatBuffer(self.layout, Spec(R, self.spec.dtype), memory, coded_as=coded_as)
 
     def shard(self, rank: int) -> Tensor:
-        """Return a flat view of the elements that a rank owns."""
+        """Return a flat view of the slice of a rank."""
         if self.spec.placement is S:
             return self.load()
         numel = self.layout.slice_numel
         return self.load()[rank * numel : (rank + 1) * numel]
 
     def view(self, slot: Slot) -> Tensor:
-        """Return a view of a parameter's elements in its own shape.
+        """Return a view of a parameter in its own shape.
 
-        The buffer must hold every element.
+        The buffer must have all elements.
         """
         values = self.load()
         return values.as_strided(slot.shape, slot.strides, values.storage_offset() + slot.start)
 
     def local_range(self, slot: Slot, rank: int) -> tuple[int, int, int]:
-        """Return the range of a parameter that this rank's buffer holds.
-
-        Args:
-            slot: The place of the parameter in the layout.
-            rank: This rank.
+        """Return the range of a parameter that this rank's buffer has, and its place.
 
         Returns:
-            The tuple (start, stop, place). `place` is the position of the first element in the
-                buffer.
+            ``(start, stop, place)``: elements [start, stop) of the parameter, and the index of the
+            first one in the buffer.
         """
         if self.spec.placement is R:
             return 0, slot.numel, slot.start
@@ -294,7 +281,7 @@ class FlatBuffer:
         return self.elements(*self.owned_range(slot, rank))
 
     def owned_range(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Return the range [place, end) of that part in this buffer."""
+        """Return the range [place, end) of `owned_view` in this buffer."""
         start, stop = self.layout.owned(slot, rank)
         low = self.layout.bounds(rank)[0] if self.spec.placement is S else 0
         return start - low, max(start, stop) - low
@@ -302,15 +289,20 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class CommContext:
-    """The ranks and resources that `move` uses.
+    """The communicator, memory and settings that a move uses.
 
-    They are the ranks among which states are sharded, the pool of scratch memory, the size of
-    messages and the divisor of sums.
-
-    `tiers` has the memories for offloaded states, and `issue_queue` orders gathers out of them.
-    `copy_engine` copies between these memories and the device. `outer` has the ranks with the same
-    slices, if there are others, because sums are exchanged with them too. `route` is how messages
-    travel. `gather_kind` is the name under which the meter counts gathers.
+    Attributes:
+        comm: The ranks that share the slices of the states.
+        pool: Lends scratch memory.
+        bucket_numel: The largest message, in elements.
+        divisor: The number that sums are divided by.
+        tiers: The memories for offloaded states.
+        issue_queue: The gathers that wait for their fetch from `tiers`.
+        copy_engine: Copies between `tiers` and the device.
+        outer: The context of the ranks that hold the same slices, over which sums are added up as
+            well; None if there are no others.
+        route: How messages are sent.
+        gather_kind: The name under which the meter counts gathers.
     """
 
     comm: Comm
@@ -333,13 +325,13 @@ class CommContext:
     def over(
         cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers
     ) -> CommContext:
-        """Create the context of the ranks with one piece of a model on a mesh.
+        """Return the context of the ranks that share one piece of a model.
 
         Args:
-            comm: The communicator of these ranks.
-            pool: The pool of scratch memory.
-            bucket_numel: Elements of a message.
-            divisor: Divisor of the sum over all of these ranks.
+            comm: The communicator, laid out on a mesh.
+            pool: Lends scratch memory.
+            bucket_numel: The largest message, in elements.
+            divisor: The divisor of the sum over all ranks of the piece.
             tiers: The memories for offloaded states.
         """
         plain = cls(
@@ -348,13 +340,13 @@ class CommContext:
         return plain if comm.outer is None else plain.with_outer(comm.outer, divisor)
 
     def with_outer(self, comm: Comm, divisor: float) -> CommContext:
-        """Return this context with ranks for the outer sum of each slice.
+        """Return this context with an outer sum of each slice over other ranks.
 
         Args:
-            comm: The communicator of these ranks.
-            divisor: Divisor of the inner and outer sum.
+            comm: The ranks of the outer sum.
+            divisor: The divisor of the inner and outer sum together.
         """
-        # Sums are divided once, where they are formed first, before they are rounded.
+        # The division happens once, in the first sum and before rounding.
         inner, outer = (divisor, 1.0) if self.comm.size > 1 else (1.0, divisor)
         others = CommContext(comm, self.pool, self.bucket_numel, outer, self.tiers)
         return replace(self, divisor=inner, outer=others)
@@ -363,27 +355,27 @@ class CommContext:
 def move(
     source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False
 ) -> Pending:
-    """Move `source` to `target`'s placement, dtype and memory.
+    """Bring `source` to the placement, dtype and memory of `target`.
 
-    An offloaded source is fetched first, after pending updates, and evicted when it has been
-    copied. Sums for an offloaded target are formed on the device and copied to it. Source and
-    target may share storage, as a partial gradient that is reduced in place does. Summands are sent
-    as the source's spec says. Slices are sent exactly unless `target.coded_as` has a codec.
+    A pending update of the source runs first. An offloaded source is then fetched, and evicted
+    after it was copied. Sums for an offloaded target are formed on the device and stored from
+    there.
 
     Args:
-        source: The source.
-        target: The target.
-        comm_ctx: The ranks and resources of the move.
+        source: The buffer to move. Its spec gives the encoding of summands.
+        target: The output; may share storage with `source` (a partial gradient reduced in place).
+            Slices are sent exactly unless `target.coded_as` is set.
+        comm_ctx: The ranks that share slices.
         what: The name of the unit, for messages.
-        add: Add the sum to the values of `target`.
+        add: Add sums to the values of `target`.
 
     Returns:
-        A handle. Neither buffer may be used before `wait()` returns. It raises `PeerError` if
-            another
-        rank failed, and `StorageError` if a disk failed.
+        A handle; neither buffer may be read or written before ``wait()`` returns. ``wait()`` raises
+        `PeerError` if another rank failed, and `StorageError` if a disk failed.
 
     Note:
-        Collective unless the move is local: every rank calls it, in the same order within its lane.
+        Collective unless the movement is local: every rank must call it, in the same order within
+            its lane.
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
@@ -408,7 +400,7 @@ def move(
 def _fetch_and_gather(
     storage: Storage, target: FlatBuffer, comm_ctx: CommContext, what: str
 ) -> Pending:
-    """Fetch this rank's slice, gather it in its turn, and evict it after it was copied."""
+    """Fetch this rank's slice, gather it in its turn, and evict it after the copy."""
     numel = storage.memory.numel()
 
     def start() -> Pending:
@@ -450,9 +442,16 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
 def gather_message(
     message: CodedMessage, target: FlatBuffer, comm_ctx: CommContext, what: str
 ) -> Pending:
-    """Gather a message with this rank's piece, and decode it into the target.
+    """Gather a message that has this rank's piece, and decode it into the target.
 
-    Collective within the gather lane.
+    Args:
+        message: The codes of the whole buffer; only this rank's piece is written.
+        target: The output, with all elements.
+        comm_ctx: The ranks that share slices.
+        what: The name of the unit, for messages.
+
+    Note:
+        Collective within the gather lane.
     """
     comm = comm_ctx.comm
     pending = DONE if comm.size == 1 else all_gather(message.memory, "gather", comm_ctx, what)
@@ -464,7 +463,17 @@ def gather_message(
 
 
 def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-    """Fill `full` from every rank's slice. Collective within the lane."""
+    """Fill `full` with the slices of all ranks.
+
+    Args:
+        full: The output, with this rank's slice in place.
+        lane: The name of the lane.
+        comm_ctx: The ranks that share slices.
+        what: The name of the unit, for messages.
+
+    Note:
+        Collective within the lane.
+    """
     return comm_ctx.route.all_gather(full, lane, comm_ctx, what)
 
 
@@ -477,9 +486,9 @@ def _reduce_scatter(
     *,
     add: bool,
 ) -> Pending:
-    """Reduce message by message.
+    """Reduce message by message into this rank's slice.
 
-    The bytes in transfer then do not depend on the model's size (ZeRO-R's constant buffers).
+    The bytes in flight do not depend on the size of the model (ZeRO-R's constant-size buffers).
 
     Args:
         source: The partial gradient.
@@ -496,7 +505,7 @@ def _reduce_scatter(
     wire = source.spec.wire or Cast(source.spec.dtype)
     route = comm_ctx.route
     pool = comm_ctx.pool
-    # The messages that a rank sends first and receives last
+    # What a rank sends in the first hop and receives in the last hop.
     message = arriving = Message(wire, source.memory, pool)
     if source.spec.wire is not None or route.near > 1:
         message, arriving = summand_messages(
@@ -528,7 +537,7 @@ def _reduce_scatter(
             landing.send()
 
         if comm.size == 1:
-            add_up(pieces)  # the one summand goes where the sum is kept
+            add_up(pieces)  # there is one summand
             return DONE
         return rooms[number % depth].exchange(pieces, low, high, what, add_up)
 
@@ -537,7 +546,7 @@ def _reduce_scatter(
 
     def issue() -> None:
         while others:
-            under_way[0].wait()  # which raises again what it raised: a message is never left out
+            under_way[0].wait()  # which raises again on each call, so no message is skipped
             under_way.append(start(others[0]))
             under_way.popleft()
             others.popleft()
@@ -554,17 +563,14 @@ def _reduce_scatter(
 
 
 class MessageRoom:
-    """Lent buffers that receive the parts of a message one after another.
-
-    Each part is summed before the next one is received.
-    """
+    """Lent buffers that receive the parts of a message one at a time, to be summed."""
 
     def __init__(self, comm_ctx: CommContext, sizes: Sequence[tuple[torch.dtype, int]]) -> None:
-        """Borrow the buffers.
+        """Take the buffers from the pool.
 
         Args:
             comm_ctx: The ranks that send and receive.
-            sizes: Dtype and elements of each buffer.
+            sizes: The dtype and the number of elements of each buffer.
         """
         self.comm_ctx = comm_ctx
         self.lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
@@ -572,13 +578,13 @@ class MessageRoom:
     def exchange(
         self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
     ) -> Pending:
-        """Send pieces[r] to rank r, and call `add_up` with the pieces for this rank.
+        """Send ``pieces[r]`` to rank r, and pass the pieces for this rank to `add_up`.
 
-        The buffers can be used for the next part after the wait.
+        The buffers are free for the next part after ``wait()`` returns.
 
         Args:
-            pieces: One for each rank.
-            low: The first element of each slice that its piece has.
+            pieces: One piece for each rank.
+            low: The first element of each slice that its piece covers.
             high: The end of these elements.
             what: The name of the unit, for messages.
             add_up: Sums the received pieces.
@@ -597,13 +603,13 @@ class MessageRoom:
 
 
 class Route:
-    """How messages travel among the ranks that share slices: directly, by default.
+    """How messages travel among the ranks that share slices; directly by default.
 
     Extensions derive from this class. All ranks use the same class.
 
     Attributes:
-        near: The ranks whose gradients are added up first; the sums travel on. 1: every gradient
-            goes to the owner of its slice.
+        near: The number of nearby ranks whose gradients are summed first; only the sums are sent
+            on. With 1, every gradient goes to the owner of its slice.
     """
 
     near = 1
@@ -613,7 +619,17 @@ class Route:
         return comm, comm
 
     def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-        """Fill `full` from every rank's slice. Collective within the lane."""
+        """Fill `full` with the slices of all ranks; see `all_gather`.
+
+        Args:
+            full: The output, with this rank's slice in place.
+            lane: The name of the lane.
+            comm_ctx: The ranks that share slices.
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective within the lane.
+        """
         return comm_ctx.comm.all_gather(full, lane, what, comm_ctx.gather_kind)
 
     def room(
@@ -624,14 +640,14 @@ class Route:
         numel: int,
         slice_numel: int,
     ) -> MessageRoom:
-        """Return the room for a part of a message.
+        """Return the receive buffers for a part of a message.
 
         Args:
             comm_ctx: The ranks that share slices.
             message: What a rank sends in the first hop.
-            arriving: What comes in the last hop.
-            numel: The most elements that each rank sends to each.
-            slice_numel: The elements of a slice.
+            arriving: What a rank receives in the last hop.
+            numel: The most elements that a rank sends to another one.
+            slice_numel: The number of elements of a slice.
         """
         comm = comm_ctx.comm
         wires = (message.wire, arriving.wire)
@@ -648,12 +664,12 @@ class Route:
 
 
 def boxes_in(room: Tensor | None, comm: Comm, length: int) -> list[Tensor | None]:
-    """Cut a buffer into the places of received pieces, by rank.
+    """Split a buffer into the places of received pieces, by rank.
 
     Args:
         room: The buffer; None if pieces are read in place.
         comm: The ranks.
-        length: The elements of a piece.
+        length: The number of elements of a piece.
 
     Returns:
         A place for the piece of each rank; None for this rank and for pieces that are read in

@@ -1,4 +1,4 @@
-"""Messages of a flat buffer in another encoding than its own; codecs on the wire are used here."""
+"""Messages that encode a flat buffer with a codec."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class CodedMessage(Message):
     The slice of a rank is one message, or several if it is cut.
 
     Attributes:
-        errors: The errors of earlier codes, which are added to the next elements; None: they are
-            lost.
+        errors: The error feedback: errors of earlier codes, which are added to the next elements;
+            None if they are lost.
     """
 
     errors: LeftOut | None = None
 
     @classmethod
     def of(cls, values: Tensor, wire: Codec, pool: Pool) -> CodedMessage:
-        """Return the message of a whole buffer, with nothing written yet.
+        """Return the message of a whole buffer, before elements are written to it.
 
         Args:
-            values: The elements of the buffer, flat, padding included.
-            wire: The codec. With the dtype of the elements they are sent from where they are.
+            values: The elements of the buffer, flat, including the padding.
+            wire: The codec. If it is a cast to the dtype of the elements, they are sent in place.
             pool: Lends the memory.
         """
         if wire == Cast(values.dtype):
@@ -42,7 +42,7 @@ class CodedMessage(Message):
         return cls(wire, codes, pool, is_lent=True)
 
     def encode(self, values: Tensor, low: int) -> None:
-        """Write elements from the flat index `low` on. Local."""
+        """Encode elements from the flat index `low` on. Local."""
         self.write(values, self.piece(low, low + values.numel()), low)
 
     def write(self, values: Tensor, piece: Tensor, place: int) -> None:
@@ -54,13 +54,13 @@ class CodedMessage(Message):
         self.pool.give(scratch)
 
     def decode(self, low: int, out: Tensor) -> None:
-        """Write the elements from the flat index `low` on to `out`. Local."""
+        """Decode the elements from the flat index `low` on into `out`. Local."""
         scratch = self.pool.take_scratch()
         self.wire.decode(self.piece(low, low + out.numel()), 0, out.numel(), out, scratch)
         self.pool.give(scratch)
 
     def decode_slices(self, slices: Sequence[Tensor]) -> None:
-        """Write all elements to the slices of the ranks, and return the lent memory. Local.
+        """Decode all elements into the slices of the ranks, and return lent memory. Local.
 
         This rank's slice is decoded too, so that all ranks compute with the same bits.
         """
@@ -71,14 +71,14 @@ class CodedMessage(Message):
         self.arrived()
 
     def add(self, low: int, out: Tensor) -> None:
-        """Add the elements from the flat index `low` on to `out`, in fp32, rounded once. Local."""
+        """Add elements from the index `low` on to `out`, in fp32, rounded once. Local."""
         scratch = self.pool.take_scratch()
         piece = self.piece(low, low + out.numel())
         half = scratch.numel() // 2
         for start in range(0, out.numel(), half):
             stop = min(start + half, out.numel())
             self.wire.decode(piece, start, stop, scratch[: stop - start], scratch[half:])
-            # No name may keep a view of lent memory
+            # No variable may keep a view of lent memory.
             out[start:stop].copy_(scratch[: stop - start].add_(out[start:stop]))
         self.pool.give(scratch)
 
@@ -105,16 +105,16 @@ def summand_messages(
     errors: LeftOut | None,
     pool: Pool,
 ) -> tuple[CodedMessage, CodedMessage]:
-    """Return the message that a rank sends first, and the message that it receives last.
+    """Return the message that a rank sends first, and the one that it receives last.
 
-    They are one object if messages travel directly.
+    They are the same object if messages travel directly.
 
     Args:
-        values: The summand of this rank, flat, padding included.
+        values: The summand of this rank, flat, including the padding.
         wire: The codec of the plan.
         near: The number of ranks whose summands are added up first (`Route.near`).
-        wire_inside: The codec among these ranks; None for that of the plan.
-        errors: The errors of earlier codes, to be added; None without any.
+        wire_inside: The codec among these ranks; None to use `wire`.
+        errors: The error feedback; None if errors are lost.
         pool: Lends the memory.
     """
     first, last = hop_wires(wire, values.dtype, near, wire_inside)

@@ -1,12 +1,12 @@
-"""Scales gradients that enter an engine's part of the autograd graph past its outputs.
+"""Scales gradients that enter an engine's autograd graph past its outputs.
 
-Gradients inside an engine carry its loss scale / accumulation steps.  The aliases of its outputs
-multiply what enters there.  A tensor that leaves the forward in another way (an attribute, a list,
-a hook) and a parameter that the loss reads directly have no alias.  Before a backward begins,
-`scale_entries` walks the graph outside of all engines and finds the edges into an engine.  A hook
-on the outside node multiplies the gradient of such an edge.
+Gradients inside an engine carry its loss scale / accumulation steps. Aliases of its outputs apply
+this factor. A tensor that leaves the forward in another way (an attribute, a list, a hook) and a
+parameter that the loss reads directly have no alias. Before a backward begins, `scale_entries`
+walks the graph outside of all engines and finds the edges into an engine. A hook on the outside
+node multiplies the gradient of such an edge.
 
-A node belongs to the forward during which autograd numbered it.  Numbers count up per thread.
+A node belongs to the forward during which autograd numbered it. The numbers increase per thread.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 
 from ..base.device import number_of_node
 
-_KEPT = 4096  # forwards that are remembered
+_KEPT = 4096  # the number of remembered forwards
 _MARK = "deepseek_zero.entries"
 
-# What a gradient that enters is multiplied by; None: its engine is gone
+# The factor of gradients that enter an engine; None if the engine is gone.
 Factor = Callable[[], float | None]
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Numbers of the autograd nodes of one outermost forward.
+    """The numbers of the autograd nodes of one outermost forward.
 
-    The forward has nodes [begin, end), and the aliases of its outputs have nodes [end, stop).
+    The forward itself has the nodes [begin, end), and the aliases of its outputs [end, stop).
     """
 
     begin: int
@@ -68,13 +68,13 @@ _FORWARDS = _Forwards()
 
 
 def record_forward(begin: int, end: int, stop: int, factor: Factor) -> None:
-    """Remember which nodes an outermost forward made.
+    """Record which nodes an outermost forward made.
 
     Args:
-        begin: Number of its first node.
-        end: Number after its last node.
-        stop: Number after the aliases of its outputs.
-        factor: What a gradient that enters is multiplied by.
+        begin: The number of its first node.
+        end: The number after its last node.
+        stop: The number after the aliases of its outputs.
+        factor: Returns the factor of gradients that enter the forward.
     """
     _FORWARDS.add(_Recorded(begin, end, stop, factor))
 
@@ -82,13 +82,15 @@ def record_forward(begin: int, end: int, stop: int, factor: Factor) -> None:
 def scale_entries(
     roots: Sequence[Tensor], factor_of_leaf: Callable[[Tensor], Factor | None]
 ) -> list[Tensor]:
-    """Hook the edges by which a backward from `roots` enters an engine past its outputs.
+    """Hook the edges on which a backward enters an engine past its outputs.
 
-    Args: roots: What is differentiated. factor_of_leaf: Returns the factor of the engine that holds
-        a parameter, None for other leaves.
+    Args:
+        roots: The tensors that are differentiated.
+        factor_of_leaf: Returns the factor of the engine that holds a parameter; None for other
+            leaves.
 
     Returns:
-        The roots; one that is itself inside an engine is replaced by an alias outside of it.
+        The roots; a root inside an engine is replaced by an alias outside of it.
     """
     found: list[Tensor] = []
     pending: list[Any] = []
@@ -130,10 +132,7 @@ def scale_entries(
 def _factor_of(
     node: Any, factor_of_leaf: Callable[[Tensor], Factor | None]
 ) -> tuple[Factor | None, bool]:
-    """Return the factor of the engine that contains a node.
-
-    The second value is whether the nodes outside of engines end at this node.
-    """
+    """Return the factor of a node's engine, and whether the outside ends at the node."""
     if (leaf := getattr(node, "variable", None)) is not None:
         return factor_of_leaf(leaf), True
     number = number_of_node(node)
@@ -144,10 +143,7 @@ def _factor_of(
 
 
 class _ScaleEdges:
-    """The hook of a node outside of all engines.
-
-    `entries` has the factors of the engines behind its edges, by position of the edge.
-    """
+    """The hook of a node outside of all engines, with a factor by edge index."""
 
     def __init__(self, entries: dict[int, Factor]) -> None:
         self.entries = entries

@@ -1,9 +1,9 @@
-"""Run the schedule of a step (planner/schedule.py) from PyTorch's hooks.
+"""Runs the schedule of a step (planner/schedule.py), driven by PyTorch's hooks.
 
-Two lanes run collectives, each in the schedule's order on every rank: gathers (gather_lane.py) and
-reductions (reduce_lane.py). Every rank runs the whole schedule, including the actions of units that
-it skips. The model itself runs forwards and backwards (F, B). A unit that takes micro-batches in
-turn asks `forwards` for the next ones.
+Two lanes issue collectives, each in the order of the schedule on every rank: gathers
+(gather_lane.py) and reductions (reduce_lane.py). Every rank runs the whole schedule, including
+actions of units that it skips. The model itself runs the forwards and backwards (F, B). A unit that
+takes micro-batches in turn calls `forwards` to get its order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from .unit import Unit
 
 
 class Executor:
-    """Runs the schedule of one wrapped model."""
+    """Run the schedule of one wrapped model.
+
+    Attributes:
+        gathers: The lane of gathers.
+        reductions: The lane of reductions.
+        schedule: The current schedule.
+    """
 
     def __init__(
         self,
@@ -34,14 +40,14 @@ class Executor:
         queue: OrderedIssueQueue,
         most_reductions: int = 1,
     ) -> None:
-        """Build the executor.
+        """Create the two lanes.
 
         Args:
             units: The units of the model, the root first.
             settings: The settings of the plan.
-            schedule: The schedule that is run first.
+            schedule: The first schedule.
             comm: The world's communicator.
-            queue: The gathers that wait for another memory.
+            queue: The gathers that wait for their fetch from another memory.
             most_reductions: The number of units that may be reduced at the same time.
         """
         self.units = list(units)
@@ -52,12 +58,12 @@ class Executor:
         self.reductions = ReduceLane(self.units, schedule, settings, comm, most_reductions)
 
     def agree_on_order(self) -> None:
-        """Adopt the order of the rank that used the most units.
+        """Adopt the order of the rank that used most units; unused units come last.
 
-        Units that this rank did not use come last. Nothing happens after the first agreement.
+        Nothing is done after the ranks have agreed once.
 
         Note:
-            Collective.
+            Collective: every rank must call it.
         """
         if self.gathers.order_is_agreed:
             return
@@ -65,7 +71,7 @@ class Executor:
         row = torch.full((len(self.units),), -1, dtype=torch.int64)
         row[: len(recorded)] = torch.tensor(recorded, dtype=torch.int64)
         rows = self.comm.all_gather_rows(row, "order of units")
-        fullest = int((rows >= 0).sum(dim=1).argmax())  # the first rank that used most units
+        fullest = int((rows >= 0).sum(dim=1).argmax())  # the first such rank
         seen = [int(number) for number in rows[fullest] if number >= 0]
         order = [0, *(number for number in seen if number)]
         order += [number for number in range(len(self.units)) if number not in order]
@@ -73,12 +79,12 @@ class Executor:
         self._plan(order)
 
     def replan(self, settings: PlanSettings | None = None) -> None:
-        """Continue with other sizes, groups or updates of the units, in the same order.
+        """Plan the schedule again in the same order, between two steps.
 
-        Call it between two steps.
+        Call it after sizes, groups or updates of the units changed.
 
         Args:
-            settings: The new settings of the plan, if they change.
+            settings: The new settings; None to keep the current ones.
         """
         self.settings = settings or self.settings
         self._plan(self.schedule.forward.order)
@@ -94,17 +100,20 @@ class Executor:
         self.reductions.follow(self.schedule, self.settings)
 
     def forwards(self, unit: Unit) -> tuple[Action, ...]:
-        """Return the forwards of a unit in the schedule for a training batch, in order.
+        """Return the scheduled forwards of a unit for a training batch, in order. Local.
 
-        There is one for the whole batch, or one for each micro-batch. Local.
+        There is one for the whole batch, or one for each micro-batch.
         """
         return self.schedule.forward.computes[unit.number]
 
     def begin_backward(self, *, ends_step: bool) -> None:
-        """Start the backward pass. Collective within the gather lane.
+        """Start the backward pass.
 
         Args:
             ends_step: No other backward comes before the step.
+
+        Note:
+            Collective within the gather lane.
         """
         self.reductions.begin(ends_step=ends_step)
         walk = self.schedule.backward if ends_step else self.schedule.accumulate

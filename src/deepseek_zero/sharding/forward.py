@@ -1,4 +1,4 @@
-"""The forwards of the units of a wrapped model."""
+"""Forward hooks of the units of a wrapped model."""
 
 from __future__ import annotations
 
@@ -32,16 +32,25 @@ from .unit import Unit, UnitState
 
 
 class WrappedModel(Regrouped, Protocol):
-    """A wrapped model, as its forwards know it (runtime.py)."""
+    """A wrapped model as seen by its forwards (runtime.py)."""
 
     def fetch_saved(self, group: ParamGroup) -> None: ...
 
 
 class Forward:
-    """Gathers and releases units around their forwards, and prepares their backward.
+    """Gather and release units around their forwards, and prepare their backward.
 
     Attributes:
-        any_promoted: Units differ in compute dtype, so what passes between them is cast.
+        units: The units, the root first.
+        root: The root unit.
+        backward: The backward hooks.
+        step: The state of the step.
+        executor: Runs the schedule.
+        loss_factor: The factor of the gradients.
+        comm: The world's communicator.
+        structure: Checks that the model has not changed.
+        policy: The dtypes of the model.
+        any_promoted: Units differ in compute dtype, so that values passed between them are cast.
     """
 
     def __init__(
@@ -58,26 +67,26 @@ class Forward:
         self.structure = structure
         self.policy = policy
         self.any_promoted = False
-        self._tiles_used: set[int] = set()  # in the forward under way
-        self._begin_of_part = 0  # the number of autograd's first node inside the outermost part
-        self._gathered_for: nn.Module | None = None  # the part that the root was gathered for
+        self._tiles_used: set[int] = set()  # tiles used in the current forward
+        self._begin_of_part = 0  # autograd's first node in the outermost part
+        self._gathered_for: nn.Module | None = None  # the part for which the root was gathered
 
     @property
     def model(self) -> WrappedModel:
         model = self._model()
-        assert model is not None  # hooks call in only while it lives
+        assert model is not None  # hooks run only while the model is alive
         return model
 
     # -- hooks
 
     def install_hooks(self) -> list[Any]:
-        """Hook the forwards of all units. Returns torch's handles."""
+        """Hook the forwards of all units, and return torch's handles."""
         handles: list[Any] = []
         for unit in self.units:
             module = unit.module
             before = weak_hook(self, Forward._before, unit.number)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            # Torch calls it, before the other, only if nothing was raised
+            # Torch calls this hook before the other one, and only if the forward did not raise.
             returned = weak_hook(self, Forward._returned, raises_if_gone=False)
             handles.append(module.register_forward_hook(returned))
             after = weak_hook(self, Forward._after, unit.number, raises_if_gone=False)
@@ -101,7 +110,7 @@ class Forward:
                 "before.",
                 "use loss.backward() or torch.autograd.grad at stage 3, or stages 0 to 2.",
             )
-        # The transform computes its own derivatives, and none of a parameter, so no hook is needed.
+        # The transform computes its own derivatives, but none of a parameter, so no hook is needed.
         with outside_torch_func(), torch.no_grad():
             self._begin(unit, (), {})
         return self._as_computed(unit, args, kwargs)
@@ -113,7 +122,7 @@ class Forward:
         unit = self.units[number]
         if not in_torch_func():
             return self._end(unit, (args, kwargs), output)
-        if unit.sharded:  # refused before it ran
+        if unit.sharded:  # refused in `_before`
             return output
         with outside_torch_func(), torch.no_grad():
             self._end(unit, (), ())
@@ -122,7 +131,7 @@ class Forward:
     # -- one forward of a unit
 
     def _begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Have the unit's weights in use when this returns."""
+        """Unshard the unit, and return the arguments of its forward."""
         step = self.step
         begins = unit is self.root and not step.active and not step.is_in_backward
         if begins:
@@ -142,7 +151,7 @@ class Forward:
             self.structure.check()
             for group in self.model.trained_groups:
                 group.gradient.release()
-        # recomputed: one tile at a time, as in forward
+        # Recompute one tile at a time, as in forward.
         is_recomputed = unit.is_tile and step.phase is Phase.BACKWARD
         self.executor.gathers.unshard(unit, in_turn=not is_recomputed, externals=True)
         if is_border:
@@ -157,7 +166,7 @@ class Forward:
 
     def _begin_pass(self) -> None:
         """Begin the forward of the whole model."""
-        for group in self.model.groups[:1]:  # weights are moved away of all groups or of none
+        for group in self.model.groups[:1]:  # weights of all groups are moved, or of none
             group.refuse_offloaded_weight()
         walk = self.executor.schedule.inference
         if torch.is_grad_enabled():
@@ -168,9 +177,9 @@ class Forward:
         self.executor.gathers.begin(walk)
 
     def _is_first_use(self, tile: Unit) -> bool:
-        """Return whether no layer has used a tile before in this forward.
+        """Return whether this is the first use of a tile in this forward.
 
-        A recomputation does not count as a use.
+        A recomputed use counts as a first one.
         """
         if self.step.phase is not Phase.FORWARD:
             return True
@@ -181,14 +190,14 @@ class Forward:
     def _is_outermost(self) -> bool:
         """Return whether autograd records this forward as an outermost one.
 
-        Forwards inside another forward and recomputations are not outermost ones.
+        It is then neither inside another forward nor a recomputation.
         """
         if self.step.active or self.step.parts or not torch.is_grad_enabled():
             return False
         return not self.step.is_in_backward
 
     def _is_border(self) -> bool:
-        """Return whether gradients enter and leave the engine around a forward here."""
+        """Return whether gradients may be scaled where they enter or leave a forward here."""
         return self._is_outermost() and self.loss_factor.has_border
 
     def _contexts(self, unit: Unit) -> Iterator[Any]:
@@ -196,26 +205,26 @@ class Forward:
         if unit is self.root and autocast is not None:
             device = self.backward.comm_ctx.pool.device
             yield torch.autocast(device.type, dtype=autocast)
-        # Released between forward and backward
+        # The weights are released between forward and backward.
         is_released = unit.is_copied and unit.number not in self.executor.schedule.kept
-        # Recomputed, to be used by backward at once
+        # The forward is recomputed, and backward uses the weights at once.
         again = self.step.phase is Phase.BACKWARD and not unit.is_tile
         if is_released and not again and torch.is_grad_enabled():
             yield weight_hooks(unit, self.model.fetch_saved)
 
     def _end(self, unit: Unit, given: Any, output: Any) -> Any:
-        """After a unit's forward, whether it returned or raised.
+        """Finish a unit's forward, whether it returned or raised.
 
         Args:
             unit: The unit.
-            given: Its arguments, where a unit that returns nothing has left its result.
-            output: What it returned.
+            given: Its arguments, which have the result if the unit returns None.
+            output: The value that the forward returned.
         """
         frame = self.step.active.pop()
         for context in reversed(frame.contexts):
             context.__exit__(None, None, None)
         if not frame.has_returned:
-            # Torch calls this hook while it handles what the forward raised
+            # Torch calls this hook while it handles the exception of the forward.
             error = sys.exception()
             if error is not None and not ends_recomputation(error):
                 self.comm.waits.post_error(error)
@@ -256,7 +265,7 @@ class Forward:
         return torch.float32 if unit.is_promoted else self.policy.compute
 
     def _as_computed(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return a unit's arguments in the dtype that it computes in."""
+        """Cast a unit's arguments to its compute dtype."""
         is_cast = unit is self.root and self.policy.auto_cast
         if not is_cast and not self.any_promoted:
             return args, kwargs
@@ -264,7 +273,7 @@ class Forward:
         return cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
 
     def _as_passed(self, unit: Unit, output: Any) -> Any:
-        """Return a unit's output in the dtype that passes between units."""
+        """Cast a unit's output to the dtype that is passed between units."""
         if not self.any_promoted or unit is self.root:
             return output
         return cast_inputs(output, self._compute_dtype(self.root))
@@ -274,10 +283,8 @@ class Forward:
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Prepare the forward of a part of the root.
 
-        If the part is called by itself, outside of any forward, the root is gathered for it.
-
-        Note:
-            Collective.
+        The root is gathered for a part that the program calls by itself, outside any forward.
+        Collective in this case.
         """
         if self.step.active:
             return None
@@ -311,7 +318,7 @@ class Forward:
 def _parts_of(root: Unit) -> list[nn.Module]:
     """Return the modules inside the root that own its parameters.
 
-    For example, a custom generate() may call an embedding by itself.
+    A program may call such a module by itself, as a custom `generate()` calls an embedding.
     """
     mine = {id(member.param) for member in root.members()}
     return [

@@ -1,8 +1,8 @@
-"""The gather lane of one wrapped model: all-gathers and releases of weights, as scheduled.
+"""The gather lane of a model: scheduled all-gathers and releases of weights.
 
-A model that leaves the schedule is served on demand: a unit that is used before its turn has the
-schedule run up to it, and one that is used again is gathered again. Until the ranks have agreed on
-an order, the order of uses is recorded.
+Uses that leave the schedule are served on demand. If a unit is used before its turn, the schedule
+is run up to it; if it is used again, it is gathered again. The order of uses is recorded until the
+ranks have agreed on an order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from .unit import Unit, UnitState
 
 
 class GatherLane:
-    """Runs the actions G, U before a G, and R of a schedule.
+    """Run the gathers (G), the updates before them (U) and the releases (R).
 
     Attributes:
+        units: The units, the root first.
+        comm: The world's communicator.
+        issue_queue: The gathers that wait for their fetch from another memory.
         order_is_agreed: All ranks have agreed on the order of units; until then it is recorded.
         recorded: The numbers of units in the order of their first use.
     """
@@ -36,28 +39,32 @@ class GatherLane:
         self.order_is_agreed = False
         self.recorded: list[int] = []
         self._externals: dict[int, list[Unit]] = {}
-        self._walk: Pass | None = None  # the pass under way
-        self._part: frozenset[int] | None = None  # the units that passes go to; None: all
+        self._walk: Pass | None = None  # the current pass
+        self._part: frozenset[int] | None = None  # the units that passes visit; None: all
         self._walks_of_parts: dict[tuple[int, frozenset[int]], tuple[Pass, Pass]] = {}
-        self._reached = 0  # the number of places of the pass whose gathers were requested
-        # Units whose gathers were requested and wait for an update
+        self._reached = 0  # the number of places whose gathers were requested
+        # Units whose gathers were requested, but must wait for an update.
         self._to_gather: deque[int] = deque()
         self._resident_before: frozenset[int] = frozenset()
         self._apart: Unit | None = None
         self._passes_begun: set[str] = set()
-        # The progress of a first pass; without a total there is none
+        # The progress of a first pass; a total of 0 disables it.
         self._first_pass = LongWork("", 0)
         self.follow(schedule)
 
     def follow(self, schedule: Schedule) -> None:
-        """Run this schedule from now on; between two passes."""
+        """Use `schedule` from now on; call it between two passes."""
         self.schedule = schedule
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in self.units for group in unit.sharded]
         self._gathers_in_place = any(not group.weight_gather.makes_copies for group in sharded)
 
     def begin(self, walk: Pass) -> None:
-        """Start a pass; the one before must have ended. Collective within the gather lane."""
+        """Start a pass; the previous one must have ended.
+
+        Note:
+            Collective within the gather lane.
+        """
         name = "forward"
         if walk is self.schedule.backward or walk is self.schedule.accumulate:
             name = "backward"
@@ -72,9 +79,9 @@ class GatherLane:
         )
 
     def _show_first(self, name: str) -> None:
-        """Show the progress of the first forward and the first backward.
+        """Show the progress of the first forward and backward.
 
-        They may be slow, because weights may come from slow memories.
+        They may be slow if weights are fetched from slow memories.
         """
         self._first_pass.finish()
         total = 0
@@ -84,12 +91,12 @@ class GatherLane:
         self._first_pass = LongWork(f"first {name} pass", total, "parameters")
 
     def restrict_to(self, part: frozenset[int] | None) -> None:
-        """Restrict passes to these units, for the forward of a part of the model.
+        """Restrict passes to some units, as for the forward of a part of the model.
 
-        Every rank must call it, between two passes.
+        Every rank must call it between the same two passes.
 
         Args:
-            part: The numbers of the units including the root; None for all units.
+            part: The numbers of the units, including the root; None for all units.
         """
         self._part = part
 
@@ -98,26 +105,29 @@ class GatherLane:
             return walk
         key = id(walk), self._part
         known = self._walks_of_parts.get(key)
-        if known is None or known[0] is not walk:  # ids come again
+        if known is None or known[0] is not walk:  # ids are reused
             short = Pass(tuple(action for action in walk.actions if action.unit in self._part))
             known = self._walks_of_parts[key] = walk, short
         return known[1]
 
     def unshard(self, unit: Unit, *, in_turn: bool = True, externals: bool = False) -> None:
-        """Have the unit's weights unsharded when this returns. Collective within the gather lane.
+        """Unshard a unit, and wait until its weights can be used.
 
         Args:
             unit: The unit.
-            in_turn: The pass goes on to it. A tile that backward recomputes is used out of turn,
+            in_turn: Advance the pass to the unit. False for a tile that backward recomputes,
                 because its own turn comes later.
-            externals: Unshard the units whose parameters its forward is known to read, too.
+            externals: Also unshard the units whose parameters its forward is known to read.
+
+        Note:
+            Collective within the gather lane.
         """
         if not self.order_is_agreed and unit.number not in self.recorded:
             self.recorded.append(unit.number)
         with torch.inference_mode(False), torch.no_grad():
             if self._walk is not None and in_turn:
                 self._gather_up_to(self._walk.position[unit.number])
-            unit.unshard()  # not in the pass, or released since: on demand
+            unit.unshard()  # on demand, if it is not in the pass or was released since
             unit.wait_for_unshard()
         if self._first_pass.total and in_turn:
             self._first_pass.advance(unit.numel)
@@ -126,10 +136,9 @@ class GatherLane:
                 self.unshard(other)
 
     def unshard_apart(self, unit: Unit) -> None:
-        """Unshard a tile that several layers share, for the backward of a later use.
+        """Unshard a tile until `end_apart`, for the backward of one of its later uses.
 
-        The weights stay until `end_apart`. The tile's turn in the schedule is that of its first
-        use.
+        Several layers share the tile, and its turn in the schedule is that of its first use.
 
         Note:
             Collective within the gather lane.
@@ -141,7 +150,7 @@ class GatherLane:
         self.unshard(unit, in_turn=False)
 
     def end_apart(self) -> None:
-        """Release what `unshard_apart` has gathered."""
+        """Release the tile that `unshard_apart` has gathered."""
         if self._apart is not None:
             unit = self._apart
             self._apart = None
@@ -149,16 +158,16 @@ class GatherLane:
                 unit.reshard()
 
     def remember_external(self, reader: Unit, owner: Unit) -> None:
-        """Record that the forward of `reader` uses a parameter of `owner`.
+        """Record that the forward of `reader` reads a parameter of `owner`.
 
-        The backward will use it too if autograd saved the parameter itself.
+        The backward of `reader` reads it too if autograd saved the parameter itself.
         """
         known = self._externals.setdefault(reader.number, [])
         if owner not in known and owner is not reader:
             known.append(owner)
 
     def forget_external(self, reader: Unit, owner: Unit) -> None:
-        """Undo `remember_external`; a read that happens after all is found again."""
+        """Undo `remember_external`; a later read is recorded again."""
         known = self._externals.get(reader.number, [])
         if owner in known:
             known.remove(owner)
@@ -166,13 +175,13 @@ class GatherLane:
     def after_forward(
         self, unit: Unit, *, training: bool, recomputes: bool, was_unsharded: bool
     ) -> None:
-        """Release a unit whose forward is over, if the schedule says so.
+        """Release a unit after its forward if the schedule says so.
 
         Args:
             unit: The unit.
             training: Its outputs need gradients.
-            recomputes: Backward runs this forward again. It releases units itself, except a tile
-                that was gathered for this forward only.
+            recomputes: Backward recomputes this forward. Backward releases units itself, except a
+                tile that was gathered only for this forward.
             was_unsharded: Its weights were unsharded before the forward.
         """
         if recomputes:
@@ -180,13 +189,13 @@ class GatherLane:
                 unit.reshard()
             return
         walk = self.schedule.forward if training else self.schedule.inference
-        if unit.number in walk.released and unit.number:  # the root stays until the pass ends
+        if unit.number in walk.released and unit.number:  # the root stays until the end
             unit.reshard()
 
     def gather_for_others(self, before: Unit | None = None) -> None:
-        """Start the gathers that this rank skipped: other ranks may need them to go on.
+        """Start the gathers that this rank skipped, because other ranks may need them.
 
-        It waits for their transfers: a reduction may be next, and ranks that are behind join it
+        It also waits for their fetches. A reduction may be next, and ranks that are behind join it
         only after these gathers.
 
         Args:
@@ -203,10 +212,7 @@ class GatherLane:
                 self.issue_queue.issue_all()
 
     def end(self) -> None:
-        """Run the pass to its end.
-
-        Units that this rank has not reached are gathered, and units are released as scheduled.
-        """
+        """End the pass: gather the skipped units, and release units as scheduled."""
         walk = self._walk
         if walk is None:
             return
@@ -220,14 +226,14 @@ class GatherLane:
                     unit.reshard()
 
     def reshard_all(self) -> None:
-        """Release every unit; gathers under way are waited for."""
+        """Release every unit, after gathers in flight have finished."""
         self._walk = None
         self.comm.shard.in_place.end()
         for unit in self.units:
             unit.reshard()
 
     def reshard_frozen_before(self, unit: Unit) -> None:
-        """Release frozen units before a unit: they have no reduction that would release them."""
+        """Release the frozen units before `unit`, which no reduction would release."""
         if not self._frozen:
             return
         gone = self.schedule.backward.released_before(unit.number)
@@ -236,11 +242,11 @@ class GatherLane:
                 other.reshard()
 
     def _gather_up_to(self, place: int) -> None:
-        """Run gathers (G) and updates (U) up to a place of the pass.
+        """Run the gathers and updates up to a place of the pass.
 
-        Gathers beyond this place stop before an update that waits for states. The update runs when
-        its unit is used, so that the states of the next tiles are transferred meanwhile. If no
-        states are transferred, the update overlaps with the gathers before it.
+        Gathers beyond it stop at an update that waits for states. That update runs when its unit is
+        used, so that the states of the next tiles are fetched meanwhile. An update that waits for
+        no states overlaps with the gathers before it.
         """
         assert self._walk is not None
         for index in range(self._reached, place + 1):
@@ -251,4 +257,4 @@ class GatherLane:
             if unit.waits_for_states and self._walk.position[unit.number] > place:
                 break
             self._to_gather.popleft()
-            unit.unshard()  # which makes the update first
+            unit.unshard()  # runs a pending update first

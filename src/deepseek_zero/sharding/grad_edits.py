@@ -1,4 +1,4 @@
-"""How a program reads and changes the gradients of one group."""
+"""Operations with which a program reads and changes the gradients of one group."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from .sharded_gradient import Part, ShardedGradient, own_part_of
 
 
 class GradEdits:
-    """Reads and changes the gradients of one group for a program.
+    """Read and change the gradients of one group for a program.
 
-    Handles call these methods (`ShownGradients` in sharded_gradient.py). Indices are those of the
-    group's members.
+    Handles call these methods (`ShownGradients` in sharded_gradient.py). Members are identified by
+    their index in the group.
 
     Attributes:
-        handles: The tensors that `.grad` shows, one for each member; empty before the first time.
+        gradient: The gradient.
+        group: The group.
+        handles: The tensors that `.grad` shows, one for each member; empty before they are first
+            shown.
     """
 
     def __init__(self, gradient: Gradient, handles: Sequence[ShardedGradient]) -> None:
@@ -34,9 +37,9 @@ class GradEdits:
         self.handles = handles
 
     def part_of(self, number: int) -> Part:
-        """Return a member's gradient on this rank, to be changed; zeros if there is none yet.
+        """Return a member's gradient on this rank, writable; zeros if there is none yet.
 
-        Between the micro-batches of a step it is this rank's own sum if that is still to be
+        Between the micro-batches of a step it is this rank's own gradient if that is not yet
         reduced.
         """
         summand = self.gradient.summand
@@ -63,10 +66,11 @@ class GradEdits:
 
         Args:
             number: The index of the member.
-            value: A whole tensor, of which each rank takes its part, or the member's own handle.
+            value: A whole tensor, of which each rank takes its part, or a sharded gradient of the
+                same member.
 
         Raises:
-            UsageError: The value is another parameter's handle, or has another size.
+            UsageError: The value is the gradient of another parameter, or has another size.
         """
         part = self.part_of(number)
         member = self.group.members[number]
@@ -86,7 +90,15 @@ class GradEdits:
         self.assign_shard(number, mine)
 
     def assign_shard(self, number: int, mine: Tensor) -> None:
-        """Set this rank's part of a member's gradient, flat."""
+        """Set this rank's part of a member's gradient.
+
+        Args:
+            number: The index of the member.
+            mine: The new values, flat.
+
+        Raises:
+            UsageError: The number of elements is wrong, or only some ranks' gradients are summed.
+        """
         gradient = self.gradient
         part = self.part_of(number)
         name = self.group.members[number].name
@@ -123,14 +135,19 @@ class GradEdits:
         return self.part_of(number)
 
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
-        """Return the elements of the weight at the places of a part."""
+        """Return a flat view of the weight at the elements of a part.
+
+        Args:
+            param: A member of the group.
+            part: The part.
+        """
         slot = self.group.members[self.group.index[id(param)]].slot
         start, _, place = self.group.weight.local_range(slot, self.group.comm_ctx.comm.rank)
         low = place + part.start - start
         return self.group.weight.write(low, low + part.values.numel())
 
     def edited(self, param: nn.Parameter, *, alike: bool) -> None:
-        """Note that a handle's part was changed in place.
+        """Record that a handle's part was changed in place.
 
         Args:
             param: The parameter.
@@ -143,7 +160,16 @@ class GradEdits:
             self.gradient.is_edited = True
 
     def norm(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
-        """Return the norm of a member's gradient. Collective unless the part is whole."""
+        """Return the norm of a member's gradient, an fp32 scalar.
+
+        Args:
+            param: A member of the group.
+            part: This rank's part of the gradient.
+            order: The order of the norm.
+
+        Note:
+            Collective unless the part is whole.
+        """
         own = part.values.double().abs()
         mine, together = norm_summand(own, order)
         if not part.is_whole:
@@ -156,7 +182,11 @@ class GradEdits:
         return mine.to(own.device, torch.float32)
 
     def whole(self, param: nn.Parameter, part: Part) -> Tensor:
-        """Return all elements of a part in the parameter's shape.
+        """Return all elements of a gradient, in the parameter's shape.
+
+        Args:
+            param: A member of the group.
+            part: This rank's part of the gradient.
 
         Note:
             Collective unless the part is whole.
@@ -170,7 +200,10 @@ class GradEdits:
         return full.view(slot.shape)
 
     def equalise(self, what: str) -> Pending:
-        """Make the copies of a changed gradient equal that several ranks hold. Collective."""
+        """Make the copies of a changed gradient equal on the ranks that hold it.
+
+        The first of these ranks sends its values. Collective.
+        """
         is_whole = self.group.plan.sums_to_all
         if self.gradient.reduction.sums_all and not is_whole:
             return DONE
@@ -184,7 +217,7 @@ class GradEdits:
         return all_gather(self.gradient.sum.ensure().memory, "reduce", self.group.comm_ctx, what)
 
     def _ensure_sum(self) -> None:
-        """Make a reduced gradient, of zeros, if no backward has made one."""
+        """Create a reduced gradient of zeros if no backward has produced one."""
         self.gradient.flush_held()
         if not self.gradient.sum.is_full:
             self.gradient.sum.own().zero_()
@@ -192,7 +225,7 @@ class GradEdits:
             self.gradient.sum.known_squares = None
 
     def _refuse_partial_sum(self, name: str) -> None:
-        """Raise `UsageError` if only the gradients of some ranks have been summed.
+        """Raise `UsageError` while only some ranks' gradients are summed.
 
         A change would be added once for each of these sums.
         """
@@ -207,7 +240,7 @@ class GradEdits:
 
 
 def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return one rank's summand of a norm, and the function that combines the ranks' summands.
+    """Return one rank's summand of a norm, and the function that combines summands.
 
     Args:
         own: The absolute values of this rank's elements, in float64.
@@ -221,7 +254,17 @@ def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], 
 
 
 def complete(full: Tensor, group: Group, slot: Slot, what: str) -> None:
-    """Gather a flat tensor of which each rank has filled in the part that it owns. Collective."""
+    """Complete a flat tensor of which each rank has only the part that it owns.
+
+    Args:
+        full: All elements of one parameter; the other ranks' parts are written.
+        group: The group of the parameter.
+        slot: The place of the parameter in the layout.
+        what: The name of the tensor, for messages.
+
+    Note:
+        Collective over the ranks that share the group's slices.
+    """
     comm = group.comm_ctx.comm
     if comm.size == 1:
         return

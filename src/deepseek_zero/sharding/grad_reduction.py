@@ -1,4 +1,4 @@
-"""How the gradients of one group are summed over the ranks: an extension point of the core."""
+"""How the gradients of a group are summed: an extension point of the core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .group import Group
 
 
 class GradReduction:
-    """Sums gradients by one ordered reduce-scatter: the default.
+    """Sum gradients with one ordered reduce-scatter; the default.
 
     Extensions derive from this class. All ranks use the same class for a group.
     """
@@ -24,32 +24,32 @@ class GradReduction:
 
     @property
     def sums_all(self) -> bool:
-        """Whether `reduce` sums the gradients of all ranks.
-
-        If not, `complete` is called once per step.
-        """
+        """Whether `reduce` sums over all ranks; if not, `complete` runs once per step."""
         return True
 
     @property
     def is_local(self) -> bool:
-        """Whether no other rank has a part in the sum."""
+        """Whether no other rank takes part in the sum."""
         return self.group.comm_ctx.comm.size == 1
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
-        """Start to sum the ranks' partial gradients. Collective within the reduce lane.
+        """Start to sum the ranks' partial gradients.
 
         Args:
             partial: This rank's gradient of all elements of the group.
-            target: The buffer of this rank's slice of the sum.
+            target: The output, this rank's slice of the sum.
             what: The name of the unit, for messages.
             add: Add the sum to the values of `target`.
+
+        Note:
+            Collective within the reduce lane.
         """
         return move(partial, target, self.group.comm_ctx, what, add=add)
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
         """Start to sum the ranks' partial gradients in the memory of `partial`.
 
-        The sum has all slices if every rank needs the whole sum (stage 0), and otherwise this
+        All slices are summed if every rank needs the whole sum (stage 0), otherwise only this
         rank's slice (stage 1).
 
         Args:
@@ -68,21 +68,37 @@ class GradReduction:
         return move(partial, target, group.comm_ctx, what)
 
     def complete(self, buffer: FlatBuffer, what: str) -> Pending:
-        """Start to add up the sums that `reduce` left apart, in place. Collective."""
+        """Start to complete, in place, the partial sums of `reduce`.
+
+        Args:
+            buffer: The partial sum.
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective over the ranks that hold the same slices.
+        """
         return DONE
 
     def copy_from_first(self, values: Tensor, what: str) -> None:
-        """Give all ranks that hold these elements the values of the first of them. Collective."""
+        """Copy `values` from the first rank that holds these elements to the others.
+
+        Args:
+            values: The elements, written on all but the first rank.
+            what: The name of the values, for messages.
+
+        Note:
+            Collective over the ranks that hold the same slices.
+        """
 
     def own_states(self) -> dict[str, Tensor]:
-        """Return what this rank has kept from earlier steps, by name; a checkpoint stores it."""
+        """Return the states that this rank keeps across steps, by name, for checkpoints."""
         return {}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Take over the `own_states` of this rank from a checkpoint. Local."""
+        """Restore this rank's `own_states` from a checkpoint. Local."""
 
     def tensors(self) -> list[Tensor]:
-        """Return all memory that this object holds."""
+        """Return all tensors that this object holds."""
         return list(self.own_states().values())
 
     @property
@@ -91,25 +107,22 @@ class GradReduction:
         return True
 
     def end_step(self, *, keep: bool) -> None:
-        """Note that a step is over. Local; every rank does so.
+        """Record the end of a step. Local; every rank must call it.
 
         Args:
-            keep: The step has used the sum; False if it was skipped.
+            keep: The step used the sum; False if the step was skipped.
         """
 
     def scale(self, factor: float) -> None:
-        """Adapt to a changed loss scale.
+        """Multiply what is kept from earlier steps by `factor`. Local.
 
-        Local, but every rank must call it.
-
-        Args:
-            factor: The factor by which gradients grow from now on.
+        Every rank must call it when the loss scale changes.
         """
 
     def forget(self) -> None:
-        """Forget what this rank has kept from earlier steps. Local; every rank does so."""
+        """Drop what this rank has kept from earlier steps. Local; every rank must call it."""
 
 
 def own_slice(whole: FlatBuffer, rank: int) -> FlatBuffer:
-    """Return a rank's slice of a buffer with all elements, as a view."""
+    """Return a view of a rank's slice of a buffer that has all elements."""
     return FlatBuffer(whole.layout, replace(whole.spec, placement=S), whole.shard(rank))

@@ -1,4 +1,4 @@
-"""The sum of one group's gradients over the ranks: its state, its memory and its norm.
+"""The sum of one group's gradients over the ranks: its state, memory and norm.
 
 Norms are sums of squares in float64, one for each group and slice, so that every stage and every
 rank computes the same bits.
@@ -28,27 +28,26 @@ from .message import has_pages_to_return
 class GradState(Enum):
     """The states of a group's gradient within one step.
 
-    If the plan shards gradients, a summand that comes after a sum (of the next micro-batch, or a
-    late one) leaves the state as it is: the sum stays, and the summand is added when it is reduced.
-    If the plan does not shard them, the summand takes the sum's memory, and the earlier sum is set
-    aside.
+    A summand may arrive after a sum, for example from the next micro-batch. If the plan shards
+    gradients, the state does not change: the sum stays, and the summand is added to it when it is
+    reduced. Otherwise the summand takes the memory of the sum, and the earlier sum is set aside.
     """
 
-    EMPTY = "empty"  # no gradient has come since the last step
-    COLLECTING = "collecting"  # this rank collects its summand, and there is no sum
-    REDUCING = "reducing"  # the sum is under way; the buffer belongs to the transport
-    PARTIAL = "partially reduced"  # the sum of some ranks, to be completed once a step
-    REDUCED = "reduced"  # the sum of all ranks
-    HELD = "held"  # the step is over, and an update that is still to come needs the sum
+    EMPTY = "empty"  # no gradient has arrived since the last step
+    COLLECTING = "collecting"  # this rank collects its summand; there is no sum
+    REDUCING = "reducing"  # the reduction is in flight; the buffer belongs to the transport
+    PARTIAL = "partially reduced"  # the sum over some ranks, completed once per step
+    REDUCED = "reduced"  # the sum over all ranks
+    HELD = "held"  # the step is over, but a later update needs the sum
 
 
 GRAD_MOVES = {
     (GradState.EMPTY, GradState.COLLECTING),
-    # zeros that a program changes, or the gradient of another step
+    # Zeros that a program edits, or the gradient of another step.
     (GradState.EMPTY, GradState.REDUCED),
     (GradState.EMPTY, GradState.HELD),  # no member has a gradient
     (GradState.COLLECTING, GradState.REDUCING),
-    (GradState.COLLECTING, GradState.REDUCED),  # such zeros, made beside the summand
+    (GradState.COLLECTING, GradState.REDUCED),  # zeros that a program edits, next to a summand
     (GradState.COLLECTING, GradState.EMPTY),
     (GradState.REDUCING, GradState.PARTIAL),
     (GradState.REDUCING, GradState.REDUCED),
@@ -62,24 +61,26 @@ GRAD_MOVES = {
     (GradState.REDUCED, GradState.EMPTY),
     (GradState.HELD, GradState.EMPTY),
 }
-_TILE_NUMEL = 1 << 24  # of a norm, on an accelerator
-# States with a sum of the current step
+_TILE_NUMEL = 1 << 24  # elements; for norms on an accelerator
+# The states that have a sum of the current step.
 _SUMMED = frozenset((GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED))
 
 
 class GradSum:
-    """The sum of one group's gradients: this rank's slice, or the whole if the plan says so.
+    """The sum of one group's gradients: this rank's slice, or the whole sum.
 
-    Extensions that keep a gradient beyond its step derive from this class (`Gradient.kept`).
+    The plan decides which of the two. Extensions that keep a gradient after its step derive from
+    this class (`Gradient.kept`).
 
     Attributes:
-        saved_as: The kind of its chunks in a checkpoint; empty if none stores it.
+        saved_as: The kind of its chunks in a checkpoint; empty if it is not saved.
+        group: The group.
         buffer: The memory; None before the first sum.
-        guard: Of the memory. A checkpoint stores only a held gradient, so that no save reads the
-            sum of a step that is under way.
+        guard: The guard of the memory. Checkpoints store only held gradients, so that no save reads
+            a sum of the current step.
         absent: The indices of members whose `.grad` is None, which are not updated; None before the
             end of a backward.
-        known_squares: The sum of squares of this rank's slice; None if it may have changed.
+        known_squares: The sum of squares of this rank's slice; None if the slice may have changed.
     """
 
     saved_as = ""
@@ -100,7 +101,7 @@ class GradSum:
         return self._state
 
     def enter(self, state: GradState) -> None:
-        """Go to another state."""
+        """Change the state; raise `AssertionError` if `GRAD_MOVES` does not allow it."""
         if (self._state, state) not in GRAD_MOVES:
             name = self.group.members[0].name
             raise AssertionError(
@@ -109,18 +110,18 @@ class GradSum:
         self._state = state
 
     def become(self, state: GradState) -> None:
-        """Go to a state unless this is it already."""
+        """Change the state unless it is the current one."""
         if self._state is not state:
             self.enter(state)
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether there is a sum of the step under way."""
+        """Return whether there is a sum of the current step."""
         return self._state in _SUMMED
 
     @property
     def is_full(self) -> bool:
-        """Return whether there is a sum, of the step under way or of an earlier one."""
+        """Return whether there is a sum, of the current step or an earlier one."""
         return self._state in _SUMMED or self._state is GradState.HELD
 
     def has(self, number: int) -> bool:
@@ -161,22 +162,22 @@ class GradSum:
         self._staged = None
 
     def discard_values(self) -> None:
-        """Drop the values of a slice, and keep its memory for the next sum.
+        """Discard the values of a slice, and keep its memory for the next sum.
 
-        On the CPU the pages are returned to the system until then.
+        On the CPU its pages are returned to the system until then.
         """
         buffer = self.buffer
         if buffer is None or buffer.spec.placement is not S:
             return
         if not buffer.storage.on_device:
-            self.guard.before_read()  # an update made ahead of its step goes with the gradient
+            self.guard.before_read()  # also undoes an update that ran ahead of its step
             buffer.storage.wait_for_copy()
             buffer.storage.discard(0, buffer.memory.numel())
         elif not self.group.comm_ctx.pool.keeps_pages and has_pages_to_return(buffer.memory):
             return_pages(buffer.memory)
 
     def follow_wires(self) -> None:
-        """Send what is collected in this memory as the plan says now. Local."""
+        """Adopt the encodings of summands from the current plan. Local."""
         planned = self.group.plan.grad
         if self.buffer is not None and planned is not None:
             self.buffer.spec = replace(
@@ -186,20 +187,20 @@ class GradSum:
     # -- values
 
     def own(self) -> Tensor:
-        """Return a flat view of the elements of this rank's main weight."""
+        """Return a flat view of the elements that match this rank's main weight."""
         buffer = self.ensure()
         if self.group.plan.sums_to_all:
             return buffer.memory
         return buffer.shard(self.group.comm_ctx.comm.rank)
 
     def reduced(self) -> Tensor | None:
-        """Return `own`; None if there is no sum."""
+        """Return `own`, or None if there is no sum."""
         return self.own() if self.buffer is not None and self.is_full else None
 
     def read(self, low: int, high: int) -> Tensor | None:
-        """Return elements [low, high) of `reduced` as a read-only view.
+        """Return elements [low, high) of `reduced`, or None; the result is read-only.
 
-        Offloaded elements are not written to their tier again.
+        Offloaded elements are not stored a second time.
         """
         if self.buffer is None or not self.is_full:
             return None
@@ -211,7 +212,7 @@ class GradSum:
         return self.own()[low:high]
 
     def own_part(self, slot: Slot) -> Tensor:
-        """Return this rank's part of one member's gradient: a flat view."""
+        """Return a flat, writable view of this rank's part of one member's gradient."""
         assert self.buffer is not None
         self.known_squares = None  # the caller may change it
         if self.group.plan.sums_to_all:
@@ -219,7 +220,7 @@ class GradSum:
         return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
 
     def changed(self, number: int) -> None:
-        """Note that a member's part was written."""
+        """Record that a member's part was written, and store it if it is offloaded."""
         self.known_squares = None
         if self.buffer is not None and self.buffer.storage.is_offloaded:
             slot = self.group.members[number].slot
@@ -227,9 +228,10 @@ class GradSum:
             self.buffer.storage.evict(place, end)
 
     def staged_tile(self) -> StagedTile | None:
-        """Return the staged tile for this rank's slice, or None.
+        """Return the object that copies tiles of this slice to the host for the update.
 
-        It copies the slice from the training device to the host if the host runs the update.
+        Returns:
+            None if the sum is not on the training device, or is not updated on the host.
         """
         buffer = self.buffer
         group = self.group
@@ -250,7 +252,13 @@ class GradSum:
 
 
 def squares_now(group: Group, values: Tensor, first: int) -> float:
-    """Return the sum of squares of elements [first, ...) of a group's layout."""
+    """Return the sum of squares of a part of a group's gradient.
+
+    Args:
+        group: The group.
+        values: The elements, flat.
+        first: The index of the first element in the group's layout.
+    """
     found = slice_squares(group, values, first)
     if isinstance(found, float):
         return found
@@ -259,15 +267,17 @@ def squares_now(group: Group, values: Tensor, first: int) -> float:
 
 
 def slice_squares(group: Group, values: Tensor, first: int) -> float | list[Tensor]:
-    """Return the sum of squares of the elements of a slice that the optimizer updates.
+    """Return the sum of squares of the elements that the optimizer updates.
 
-    The device of the update computes it, so that every stage gets the same bits. If this is an
-    accelerator, the elements are returned.
+    The device of the update computes it, so that every stage computes the same bits.
 
     Args:
         group: The group.
-        values: The elements of the slice.
-        first: The first element of the slice in the layout.
+        values: The elements, flat.
+        first: The index of the first element in the group's layout.
+
+    Returns:
+        The sum of squares; the elements themselves if an accelerator updates them.
     """
     assert group.master is not None
     device = group.master.update_device
@@ -289,10 +299,10 @@ def slice_squares(group: Group, values: Tensor, first: int) -> float | list[Tens
 
 
 def squares_on_accelerator(slices: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Return the sum of squares of each of these slices, given as parts. The host waits once.
+    """Return the sum of squares of each slice, given in parts; the host waits once.
 
-    Sums in float64 differ so little by their order that a factor of fp32, made of the norm, is that
-    of a CPU. The norms of tiles are one pass over memory on a GPU.
+    Float64 sums depend so little on the order of additions that an fp32 factor computed from the
+    norm equals that of a CPU. The norms of the tiles take a single pass over memory on a GPU.
     """
     tiles = [
         [tile for part in parts if part.numel() for tile in part.split(_TILE_NUMEL)]
@@ -305,9 +315,9 @@ def squares_on_accelerator(slices: Sequence[Sequence[Tensor]]) -> list[float]:
 
 
 def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
-    """Return the sums of squares of each group's slices, in rank order.
+    """Return the sums of squares of each group's slices, in rank order. Local.
 
-    Slices that this rank does not hold have 0.0. Local; the host waits for an accelerator at most
+    Slices that this rank does not hold count as 0.0. The host waits for an accelerator at most
     once.
     """
     found = [_all_squares(each) for each in sums]
@@ -325,10 +335,7 @@ def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
 
 
 def _all_squares(gradient: GradSum) -> list[float | list[Tensor]]:
-    """Return the sum of squares of each slice.
-
-    If an accelerator has to compute it, the tensors of the slice are returned.
-    """
+    """Return the sum of squares of each slice, or its tensors for an accelerator."""
     group = gradient.group
     comm = group.comm_ctx.comm
     squares: list[float | list[Tensor]] = [0.0] * comm.size

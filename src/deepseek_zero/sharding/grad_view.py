@@ -1,4 +1,4 @@
-"""What a program sees as `.grad`; what it does with it is in grad_edits.py."""
+"""The `.grad` that a program sees; grad_edits.py implements its operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class GradView:
     """The `.grad` of every parameter of one group: a `ShardedGradient`, or None.
 
     Attributes:
-        edits: What the program may do with these gradients.
+        gradient: The gradient.
+        group: The group.
+        edits: The operations of the program on these gradients.
     """
 
     def __init__(self, gradient: Gradient) -> None:
@@ -26,7 +28,7 @@ class GradView:
     def show(self, *, joined: bool = True) -> None:
         """Set `.grad` of every member that has a gradient.
 
-        A frozen member has none unless one came before it was frozen, as in PyTorch.
+        As in PyTorch, a frozen member has a gradient only if one arrived before it was frozen.
 
         Args:
             joined: This rank has run the backward; False if it skipped it.
@@ -55,7 +57,7 @@ class GradView:
         self.gradient.clear_shown()
 
     def take_assigned(self) -> None:
-        """Take over the values that the program has assigned to `.grad`. Local."""
+        """Copy the values that the program assigned to `.grad`. Local."""
         members = self.group.members
         shown = self._handles if self.gradient.is_shown else [None] * len(members)
         assigned: list[tuple[int, Tensor | None]] = []

@@ -1,8 +1,8 @@
 """The gradient of one group: collected from autograd, then summed over the ranks.
 
-A rank's own gradient is its `Summand`, the sum over the ranks is a `GradSum`, and `Gradient` brings
-the one into the other. How ranks sum is `GradReduction`; what a program sees as `.grad` is
-`GradView`.
+A rank's own gradient is a `Summand`, the sum over the ranks is a `GradSum`, and `Gradient` reduces
+one into the other. `GradReduction` implements the reduction, and `GradView` shows the sum as
+`.grad`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from .group import Group
 
 
 class Summand:
-    """The gradient that this rank adds to the sum over the ranks. Local.
+    """The gradient that this rank contributes to the sum over the ranks. Local.
 
-    Members are named by their index in the group.
+    Members are identified by their index in the group.
 
     Attributes:
+        group: The group.
         buffer: The elements of all members; None while nothing is collected.
     """
 
     def __init__(self, group: Group, allocate: Callable[[], FlatBuffer]) -> None:
-        """Build the summand.
+        """Create an empty summand.
 
         Args:
             group: The group.
@@ -39,7 +40,7 @@ class Summand:
         self.group = group
         self.buffer: FlatBuffer | None = None
         self._allocate = allocate
-        self._arrived: set[int] = set()  # the other members' elements are arbitrary
+        self._arrived: set[int] = set()  # elements of other members are arbitrary
 
     def open(self) -> FlatBuffer:
         """Return the buffer, allocated if there is none."""
@@ -65,11 +66,11 @@ class Summand:
             self._arrived.add(number)
 
     def collected(self, number: int) -> Tensor | None:
-        """Return a flat view of what was collected for a member; None if that is nothing."""
+        """Return a flat view of a member's collected gradient, or None."""
         return self.values(number) if number in self._arrived else None
 
     def values(self, number: int) -> Tensor:
-        """Return a flat view of a member's elements, to be changed; zeros if nothing came yet."""
+        """Return a flat, writable view of a member's elements; zeros if none arrived."""
         slot = self.group.members[number].slot
         found = self.open().memory[slot.start : slot.stop]
         if number not in self._arrived:
@@ -78,14 +79,14 @@ class Summand:
         return found
 
     def multiply(self, factor: float) -> None:
-        """Multiply what was collected."""
+        """Multiply the collected gradients by `factor`."""
         for number in self._arrived:
             self.values(number).mul_(factor)
 
     def close(self) -> FlatBuffer:
-        """Return the buffer to be summed, with zeros for missing members and the padding.
+        """Return the buffer for the reduction, and start a new summand.
 
-        Later gradients belong to the next sum.
+        Missing members and the padding are set to zeros.
         """
         partial = self.open()
         for number, member in enumerate(self.group.members):
@@ -100,7 +101,7 @@ class Summand:
         return partial
 
     def clear(self) -> None:
-        """Forget the buffer."""
+        """Drop the buffer."""
         self.buffer = None
         self._arrived = set()
 
@@ -109,12 +110,13 @@ class Gradient:
     """The gradient of one trainable group.
 
     Attributes:
-        reduction: How the ranks sum it.
-        summand: What this rank has collected.
+        group: The group.
+        reduction: How the ranks sum the gradient.
+        summand: The gradient that this rank has collected.
         sum: The sum over the ranks.
-        kept: The gradients that extensions keep beside it, by name.
+        kept: Further gradients that extensions keep, by name.
         is_edited: The program has set values that may differ between ranks.
-        is_shown: The members' `.grad` shows it (`GradView`).
+        is_shown: The members' `.grad` shows the sum (`GradView`).
     """
 
     def __init__(self, group: Group, reduction: GradReduction) -> None:
@@ -127,13 +129,14 @@ class Gradient:
         self._clear()
 
     def _clear(self) -> None:
-        """Forget what has come since the last step."""
+        """Forget everything since the last step."""
         self.summand.clear()
         self.sum.absent = None
         self.sum.known_squares = None
         self.is_edited = False
-        self._reduction: Pending = DONE  # in the sum's memory, maybe still under way
-        # An earlier sum of the same step, to be added to the next one, and its state
+        # The reduction in the memory of the sum; it may still be in flight.
+        self._reduction: Pending = DONE
+        # An earlier sum of the same step and its state. It is added to the next sum.
         self._carried_sum: Tensor | None = None
         self._carried_state = GradState.EMPTY
 
@@ -144,7 +147,7 @@ class Gradient:
         return self.sum.state is GradState.EMPTY and not is_kept
 
     def buffers(self) -> list[FlatBuffer]:
-        """Return the memory of the sum and of the kept gradients, as far as it is allocated."""
+        """Return the allocated buffers of the sum and of the kept gradients."""
         buffers = [each.buffer for each in (self.sum, *self.kept.values())]
         return [buffer for buffer in buffers if buffer is not None]
 
@@ -158,15 +161,15 @@ class Gradient:
     # -- from the summand to the sum
 
     def _summand_buffer(self) -> FlatBuffer:
-        """Return the memory for a new summand: the sum's if that is not sharded."""
+        """Return the buffer of a new summand: that of the sum unless it is sharded."""
         self.flush_held()
         group = self.group
         if self.sum.spec.placement is P:
             buffer = self.sum.ensure()
-            # A late gradient: the running reduction writes into the memory that this one needs
+            # A late gradient needs the memory that the reduction in flight writes.
             self._reduction.wait()
             group.comm_ctx.world.wait_until_read(buffer.memory)
-            # A second backward nobody announced: keep the first one's sum aside
+            # An unannounced second backward: keep the sum of the first one aside.
             if self.sum.is_reduced:
                 self._carry(self.sum.own())
         else:
@@ -178,25 +181,28 @@ class Gradient:
         return buffer
 
     def flush_held(self) -> None:
-        """Run the update that still needs the sum, before the sum's memory is used again."""
+        """Run the update that still needs the sum, before its memory is reused."""
         pending = self.sum.guard.pending
         if self.sum.state is GradState.HELD and pending is not None:
             pending.flush_group(self.group)
 
     def reduce(self, what: str) -> Pending:
-        """Start to sum the ranks' partial gradients in fp32 and in rank order.
+        """Start to sum the ranks' partial gradients, in fp32 in rank order.
 
         Missing members and the padding count as zeros.
 
+        Args:
+            what: The name of the unit, for messages.
+
         Note:
-            Collective within the reduce lane. A rank that skipped the unit calls it too.
+            Collective within the reduce lane: a rank that skipped the unit must call it too.
         """
         self.sum.known_squares = None
         partial = self.summand.close()
         if self.sum.spec.placement is P:
             return self._reduce_in_place(partial, what)
         if not self.reduction.sums_all and self.sum.state is GradState.REDUCED:
-            # A backward that comes after the step's sum was completed
+            # A further backward after the sum of the step was completed.
             self._carry(self.sum.ensure().load())
         pending = self.reduction.reduce(partial, self.sum.ensure(), what, add=self.sum.is_reduced)
         self.sum.enter(GradState.REDUCING)
@@ -219,7 +225,7 @@ class Gradient:
         self.sum.enter(state)
 
     def _store_offloaded(self) -> None:
-        """Send an offloaded sum to its memory, and take its norm on the way."""
+        """Store an offloaded sum, and compute its norm while it is on the device."""
         buffer = self.sum.buffer
         if buffer is not None and buffer.storage.is_offloaded:
             first = 0
@@ -229,7 +235,7 @@ class Gradient:
             buffer.storage.store(0, buffer.memory.numel())
 
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
-        """Sum in the memory of the partial gradient (stages 0 and 1)."""
+        """Reduce in the memory of the partial gradient (stages 0 and 1)."""
         own = self.sum.own()
         pending = self.reduction.reduce_in_place(
             partial, what, has_earlier_sum=self._carried_sum is not None
@@ -238,7 +244,7 @@ class Gradient:
 
         def finish() -> None:
             self._end_reduction()
-            # Otherwise it is added to the complete sum
+            # Otherwise it is added after the sum is complete.
             if self._carried_sum is not None and self._carried_state is self.sum.state:
                 own.add_(self._carried_sum)
                 self._carried_sum = None
@@ -247,9 +253,15 @@ class Gradient:
         return self._reduction
 
     def complete_sum(self, what: str) -> Pending:
-        """Start to complete the sum of one step, once for all its backwards. Collective.
+        """Start to complete the sum of one step, once for all its backwards.
 
-        It does nothing if the sum is complete already.
+        Nothing is done if the sum is already complete.
+
+        Args:
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective over the ranks that hold the same slices.
         """
         buffer = self.sum.buffer
         if buffer is None or self.sum.state is not GradState.PARTIAL:
@@ -271,22 +283,21 @@ class Gradient:
     # -- the end of a step
 
     def hold(self) -> None:
-        """Keep the sum for an update that is still to come; `end_hold` drops it. Local."""
+        """Keep the sum for a later update; `end_hold` drops it. Local."""
         if self.sum.state is GradState.EMPTY:
-            # No member has a gradient, so that none is updated
+            # No member has a gradient, so none is updated.
             self.sum.absent = set(range(len(self.group.members)))
         self.sum.enter(GradState.HELD)
 
     def end_hold(self) -> None:
-        """Drop the sum, after the update has used it. Local."""
+        """Drop the sum after the update has used it. Local."""
         self.sum.enter(GradState.EMPTY)
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradient unless an update still needs it. Local.
+        """Drop the gradient after a step or `zero_grad`. Local.
 
-        This is called by zero_grad and after a finished or skipped step. The memory is kept for the
-        next gradient.
+        The sum stays if an update still needs it. The memory is kept for the next gradient.
         """
         self.clear_shown()
         if self.sum.state is GradState.HELD:
@@ -299,10 +310,10 @@ class Gradient:
         self.sum.discard_values()
 
     def release(self) -> None:
-        """Free the memory of an empty sum until the next backward. Local.
+        """Free the memory of an empty, replicated sum until the next backward. Local.
 
-        Memory that other ranks use is kept. It is also kept on a CPU, because its pages would have
-        to be allocated again.
+        The memory is kept on a CPU, where its pages would be faulted in again, and if other ranks
+        use it.
         """
         comm_ctx = self.group.comm_ctx
         buffer = self.sum.buffer
@@ -313,9 +324,9 @@ class Gradient:
             self.sum.drop()
 
     def drop_buffers(self) -> None:
-        """Free the memory of the sum and of kept gradients, for buffers of another dtype.
+        """Free the memory of the sum and of the kept gradients; all must be empty.
 
-        All buffers must be empty.
+        The next gradients are allocated with the current plan, for example in another dtype.
         """
         assert self.is_empty, "a gradient's memory was dropped with it"
         self.sum.drop()

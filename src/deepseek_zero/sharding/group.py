@@ -1,4 +1,4 @@
-"""What the parts of a parameter group know of the group and of its parameters."""
+"""The protocol through which the parts of a parameter group see the group."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from .sharded_parameter import ShardedParameter
 class ParamInfo:
     """One parameter of a group.
 
-    `param_class` is the class that it had before wrapping, and has while it is unsharded.
+    Attributes:
+        param: The parameter.
+        slot: The place of the parameter in the flat layout.
+        param_class: The class of the parameter before wrapping and while unsharded.
+        placeholder: The data of the parameter while it is sharded.
+        is_frozen: `requires_grad` was off when the ranks last compared it (regroup.py).
     """
 
     param: nn.Parameter
     slot: Slot
     param_class: type[nn.Parameter]
-    placeholder: Tensor = field(init=False)  # its data while sharded
-    # `requires_grad` was off when all ranks looked last (regroup.py)
+    placeholder: Tensor = field(init=False)
     is_frozen: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,26 +44,27 @@ class ParamInfo:
         return self.slot.name
 
     def unshard(self, data: Tensor) -> None:
-        """Let the parameter view `data`, in the class it had before wrapping."""
-        self.param.__class__ = self.param_class  # written out: every unit of every step comes here
+        """Make the parameter a view of `data`, in the class that it had before wrapping."""
+        # Inlined, because this runs for every parameter of every unit in each step.
+        self.param.__class__ = self.param_class
         self.param.data = data
 
     def reshard(self) -> None:
-        """Let the parameter be a sharded one, which holds a placeholder of its shape."""
+        """Make the parameter a `ShardedParameter` whose data is the placeholder."""
         self.param.data = self.placeholder
         self.param.__class__ = ShardedParameter
 
 
 class Group(Protocol):
-    """A `ParamGroup`, as its weight gather, its gradient and its reduction see it.
+    """A `ParamGroup` as seen by its weight gather, its gradient and its reduction.
 
     Attributes:
         members: The parameters, in the order of the layout.
-        planned: The plan of the group as it is now.
-        comm_ctx: The ranks that share its slices.
+        planned: The current plan of the group.
+        comm_ctx: The ranks that share the group's slices.
         weight: This rank's part of the weight.
-        master: The main weight; None if nothing is trained.
-        guard: Of weight, main weight and moments.
+        master: The main weight; None if no member is trained.
+        guard: The guard of weight, main weight and moments.
         not_updated: The indices of members that no optimizer updates.
     """
 
@@ -73,15 +78,15 @@ class Group(Protocol):
 
     @property
     def plan(self) -> ShardPlan:
-        """Return the row of the plan."""
+        """Return the row of the plan: one spec for each state of the group."""
 
     @property
     def layout(self) -> FlatLayout:
-        """Return the layout of the parameters."""
+        """Return the layout of the parameters in the flat buffer."""
 
     @property
     def index(self) -> dict[int, int]:
-        """Return the index of each member, by the id of its parameter."""
+        """Return the index of each member, keyed by the id of its parameter."""
 
     @property
     def own_weight(self) -> Tensor:
@@ -91,7 +96,7 @@ class Group(Protocol):
 def updated_ranges(group: Group) -> Iterator[tuple[int, int]]:
     """Yield the ranges [start, stop) of the layout that the optimizer updates.
 
-    Adjacent ranges are joined.
+    Adjacent members are merged into one range.
     """
     slots = [
         member.slot
@@ -106,7 +111,7 @@ def updated_ranges(group: Group) -> Iterator[tuple[int, int]]:
 
 
 def frozen_or_unfrozen(groups: Iterable[Group]) -> list[ParamInfo]:
-    """Return the members whose `requires_grad` changed since the ranks last compared it."""
+    """Return the members whose `requires_grad` changed since ranks last compared it."""
     changed = []
     with without_torch_function():
         for group in groups:

@@ -1,4 +1,4 @@
-"""Builds the states of a parameter group from whole parameters."""
+"""Building the states of a parameter group from whole parameters."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def build_group(
     comm_ctx: CommContext,
     parts: GroupParts,
 ) -> ParamGroup:
-    """Build a planned group from whole parameters, with the values of rank 0.
+    """Build a group as planned from whole parameters, with rank 0's values.
 
     Args:
         planned: The plan of the group.
-        params: The whole parameters by full name.
-        comm_ctx: The communication context.
-        parts: The parts that extensions replace.
+        params: The parameters, by full name.
+        comm_ctx: The ranks that share the group's slices.
+        parts: The parts that extensions may replace.
 
     Note:
-        Collective.
+        Collective: every rank that shares the group's slices must call it.
     """
     members = [
         ParamInfo(params[slot.name], slot, type(params[slot.name])) for slot in planned.layout.slots
@@ -46,10 +46,12 @@ def build_group(
 
 
 def build_states(group: ParamGroup) -> None:
-    """Lay out the members as planned with the values of rank 0, and shard them.
+    """Build the states of a group as planned, and shard its parameters.
+
+    Members move to their places in the current layout, with rank 0's values.
 
     Note:
-        Collective.
+        Collective: every rank that shares the group's slices must call it.
     """
     group.members = [
         replace(member, slot=slot)
@@ -66,7 +68,7 @@ def build_states(group: ParamGroup) -> None:
     if group.layout.padded_numel:
         own = full.shard(comm.rank) if group.is_sharded else full.memory
         group.gradient.reduction.copy_from_first(own, f"replicas of {name}")
-        del own  # the pool never lends a buffer that is still viewed
+        del own  # the pool drops a buffer that is still viewed
     allocate_weight(group, name)
     with group.weight.writing(0, group.weight.numel) as own:
         values = full.memory if plan.weight.placement is R else full.shard(comm.rank)
@@ -81,17 +83,14 @@ def build_states(group: ParamGroup) -> None:
     for storage in storages:
         storage.store(0, storage.memory.numel()).wait()
     if storages:
-        trim_heap()  # of the values it was built from
+        trim_heap()  # return the heap memory of the original values
     for member in group.members:
         set_owner(member.param, group)
     group.show_own()
 
 
 def _packed(group: ParamGroup, dtype: torch.dtype) -> Tensor:
-    """Return this rank's own values as a flat tensor.
-
-    Each original is dropped as it is copied, so that two copies never exist together.
-    """
+    """Return this rank's values, flat; each original is dropped after its copy."""
     flat = group.comm_ctx.pool.take(group.layout.padded_numel, dtype)
     for low, high in group.layout.gaps:
         flat[low:high].zero_()
@@ -102,22 +101,27 @@ def _packed(group: ParamGroup, dtype: torch.dtype) -> Tensor:
         values, member.param_class = take_values(member.param)
         flat[member.slot.start : member.slot.stop].copy_(values)
         del values
-        # The original goes as soon as it is copied, so that a unit never stands here twice.
+        # Drop the original at once, so that a unit never exists twice in memory.
         member.param.__class__ = member.param_class
         member.param.data = member.placeholder
     return flat
 
 
 def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
-    """Expand the placeholder to each member's shape: the data of a sharded parameter."""
+    """Expand the placeholder to each member's shape, as data of sharded parameters.
+
+    Args:
+        members: The parameters.
+        placeholder: One element of the weight's dtype.
+    """
     for member in members:
         member.placeholder = placeholder.expand(member.slot.shape)
 
 
 def _broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
-    """Write rank 0's values of a whole buffer to every rank.
+    """Copy rank 0's values of a whole buffer to every rank. Collective.
 
-    If `only_own` is True, each rank gets its own slice only. Collective.
+    If `only_own`, each rank receives only its slice.
     """
     slices = [full.shard(rank) for rank in range(comm.size)]
     scatter(comm, slices, slices[comm.rank], what)
@@ -126,7 +130,15 @@ def _broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: 
 
 
 def allocate_weight(group: ParamGroup, name: str) -> None:
-    """Allocate the weight. Collective."""
+    """Allocate the weight of a group.
+
+    Args:
+        group: The group.
+        name: The name of the first parameter, for messages.
+
+    Note:
+        Collective: every rank that shares the group's slices must call it.
+    """
     what = f"the weights of {name}"
     group.weight_gather = group.parts.weight_gather(group, what)
     group.weight = group.weight_gather.allocate(what)
@@ -134,7 +146,7 @@ def allocate_weight(group: ParamGroup, name: str) -> None:
 
 
 def restore_params(group: ParamGroup) -> None:
-    """Make every member a plain parameter again, with the values of the main weight. Collective."""
+    """Make every member a plain parameter with the main weight's values. Collective."""
     full = whole_values(group)
     for member in group.members:
         member.unshard(full.view(member.slot).clone())
@@ -142,7 +154,7 @@ def restore_params(group: ParamGroup) -> None:
 
 
 def whole_values(group: ParamGroup) -> FlatBuffer:
-    """Return all values of the main weight, or of the weight if there is none. Collective."""
+    """Gather all values of the main weight, or of the weight without one. Collective."""
     source = group.master.values() if group.master is not None else group.weight
     device = group.comm_ctx.pool.device
     memory = torch.empty(group.layout.padded_numel, dtype=source.spec.dtype, device=device)

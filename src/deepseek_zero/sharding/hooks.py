@@ -1,4 +1,4 @@
-"""Hooks on a wrapped model: they stand for its engine, are not copied, and do not keep it alive."""
+"""Hooks of a wrapped model, which refer weakly to its engine and are not copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..base.errors import UsageError
 
 
 class Hook(partial[Any]):
-    """A hook of a wrapped model. A module that carries one is not copied."""
+    """A hook of a wrapped model; a module with such a hook cannot be copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise _not_copied("deepcopy")
@@ -34,14 +34,13 @@ def _not_copied(operation: str) -> UsageError:
 def weak_hook(
     owner: object, function: Callable[..., Any], *first: Any, raises_if_gone: bool = True
 ) -> Hook:
-    """Return a hook that holds its owner weakly.
+    """Return a hook that calls ``function(owner, *first, ...)``.
 
-    The hook calls `function(owner, *first, ...)`. An engine that is dropped returns its memory at
-    once.
+    The hook refers weakly to the owner, so that deleting an engine frees its memory at once.
 
     Args:
         owner: A part of the engine.
-        function: What to call; a method of the owner's class.
+        function: The function to call; a method of the owner's class.
         first: The first arguments after the owner.
         raises_if_gone: Raise `UsageError` if the owner is gone; otherwise do nothing.
     """
@@ -66,7 +65,7 @@ def _call(
             "keep the engine as long as the model is used; take state_dict() before deleting it.",
         )
     if torch.compiler.is_compiling():
-        # A compiled block runs our hooks and traces none.  Only here, because importing the
-        # compiler takes a second.
+        # A compiled block runs these hooks without tracing them. The compiler is used only here,
+        # because importing it takes a second.
         return torch.compiler.disable(function, recursive=True)(owner, *first, *args, **kwargs)
     return function(owner, *first, *args, **kwargs)

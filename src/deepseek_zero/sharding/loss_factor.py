@@ -1,18 +1,18 @@
-"""The factor of an engine's gradients, and the state of scaled losses.
+"""The factor of an engine's gradients: loss scale / accumulation steps.
 
-`LossFactor` multiplies every gradient of an engine by loss scale / accumulation steps exactly once,
-no matter how backward is started. Gradients inside an engine's forward carry that factor. Outside,
-they carry the factor of the differentiated loss: 1 in a plain `loss.backward()`, and otherwise the
-factor of the engine whose `scale` or `backward` was called. An outermost forward is the border
-between both. There a gradient is multiplied by the missing factor at an output, and divided by it
-at an input. Gradients that enter past the outputs are multiplied as well (entries.py).
+`LossFactor` multiplies every gradient of an engine by this factor exactly once, however backward is
+called. Gradients inside an engine's forward carry the factor. Outside, they carry the factor of the
+loss that is differentiated: 1 for a plain `loss.backward()`, otherwise the factor of the engine
+whose `scale` or `backward` was called. Gradients are therefore converted at the borders of an
+outermost forward. At its outputs they are multiplied by the missing factor, and at its inputs they
+are divided by it. Gradients that enter past the outputs are multiplied as well (entries.py).
 
     differentiated           outside carries           at an output x        at an input x
     plain                    1                         scale / accumulation  accumulation / scale
     engine.scale, .backward  scale' (/ accumulation')  scale / scale'        scale' / scale
 
-The primes mark the engine that scaled the loss, which may be another one. A loss over the outputs
-of several engines is divided by the accumulation steps of the engine that was called.
+A prime marks the engine that scaled the loss, which may be another one. A loss over the outputs of
+several engines is divided by the accumulation steps of the engine that scaled it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ _SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of those that scale
 
 
 class _UnderWay:
-    """The backward of a scaled loss that runs in this process.
+    """The running backward of a scaled loss in this process.
 
-    `scale` is the factor of the loss; None if no such backward runs.
+    Attributes:
+        scale: The loss scale; None if no such backward is running.
+        number: Its `backward_id`.
     """
 
     def __init__(self) -> None:
@@ -56,7 +58,7 @@ class _UnderWay:
         self.number = -1
 
     def begin(self, scale: float) -> None:
-        """A backward has come to a scaled loss."""
+        """Record that a backward has reached a loss with this scale."""
         number = backward_id()
         if self.scale is not None and self.number == number:
             if self.scale != scale:
@@ -72,7 +74,7 @@ class _UnderWay:
         self.number = number
         callback = partial(self.end, number)
         queue_backward_callback(callback)
-        # Torch drops it unrun when backward raises
+        # Torch drops the callback without a call if backward raises.
         weakref.finalize(callback, self.end, number).atexit = False
 
     def end(self, number: int) -> None:
@@ -85,35 +87,39 @@ _UNDER_WAY = _UnderWay()
 
 
 class LossFactor:
-    """One engine's factor."""
+    """The factor of one engine's gradients.
+
+    Attributes:
+        accumulation: Returns the current number of micro-batches per step.
+        is_recorded: A backward since the last step was recorded, so that it may be differentiated.
+        is_carried: Incoming gradients already have the factor (`carried`).
+        at_entry: Returns the factor of gradients that enter past the outputs; holds this object
+            weakly.
+    """
 
     def __init__(self, accumulation: Callable[[], int], *, is_strict: bool = False) -> None:
-        """Build the factor.
+        """Create the factor of an engine that does not scale losses yet.
 
         Args:
-            accumulation: Returns the current number of micro-batches of a step. It must hold the
+            accumulation: Returns the current number of micro-batches per step; must hold the
                 runtime weakly.
-            is_strict: A loss of the engine's own forward has to be scaled.
+            is_strict: A loss of the engine's own forward must be scaled.
         """
         self.accumulation = accumulation
         self._scaler: LossScaler | None = None
         self._is_strict = is_strict
         self._is_entered = False  # inside `entered`
-        self._is_of_engine = (
-            False  # the last recorded forward was the engine's, not the model's own
-        )
-        self.is_recorded = (
-            False  # a backward since the last step was recorded, to be differentiated again
-        )
-        self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
-        self.is_carried = False  # gradients that come in have the factor (`carried`)
+        self._is_of_engine = False  # the last recorded forward was the engine's, not the model's
+        self.is_recorded = False
+        self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss that was scaled
+        self.is_carried = False
         self.at_entry = _factor_from(weakref.ref(self))
         _FACTORS.add(self)
         self._watch_backwards()
 
     @property
     def scaler(self) -> LossScaler | None:
-        """fp16's; None where losses are not scaled."""
+        """The loss scaler of fp16; None if losses are not scaled."""
         return self._scaler
 
     @scaler.setter
@@ -132,32 +138,33 @@ class LossFactor:
 
     @property
     def scale(self) -> float:
-        """The loss scale of now."""
+        """The current loss scale; 1.0 without a scaler."""
         return self._scaler.scale if self._scaler is not None else 1.0
 
     @property
     def has_border(self) -> bool:
-        """Return whether gradients that enter or leave the engine may need the factor."""
+        """Return whether gradients may be scaled where they enter or leave this engine."""
         return self.accumulation() != 1 or bool(_SCALERS)
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the backward under way differentiates a loss that no engine has scaled."""
+        """Return whether the current backward differentiates a loss without a scale."""
         return _UNDER_WAY.scale is None and not self.is_carried
 
     def at_output(self) -> float:
-        """Return the factor for gradients that enter through an output.
+        """Return the factor of a gradient that enters through an output.
 
-        Gradients are divided by it at an input.
+        A gradient that leaves through an input is divided by it.
         """
         applied = self.scale if self.is_carried else _UNDER_WAY.scale
         return self.scale / self.accumulation() if applied is None else self.scale / applied
 
     @contextmanager
     def carried(self) -> Iterator[None]:
-        """Run a block of backwards whose gradients carry this engine's factor already.
+        """Open a block of backwards whose gradients already carry this engine's factor.
 
-        They come from a later stage of the same model, whose loss was multiplied by it.
+        Such gradients come from a later stage of the same model, whose loss was multiplied by the
+        factor.
         """
         before = self.is_carried
         self.is_carried = True
@@ -172,7 +179,7 @@ class LossFactor:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Open a block in which the engine itself, and not its user, calls the model."""
+        """Open a block in which the engine itself, not its user, calls the model."""
         before = self._is_entered
         self._is_entered = True
         try:
@@ -181,15 +188,18 @@ class LossFactor:
             self._is_entered = before
 
     def forward_begins(self) -> None:
-        """Note whether a recorded forward was called through the engine."""
+        """Record whether the forward that begins was called through the engine."""
         self._is_of_engine = self._is_entered
 
     def refuse_unscaled(self) -> None:
-        """Raise `UsageError` if a plain backward of the engine's own fp16 forward begins.
+        """Raise if a plain backward differentiates the engine's own forward in fp16.
 
-        With DeepSpeed's API the program scales such a loss. After `engine.module(...)` it does not
-        have to, because one loss of several engines cannot be scaled by each of them. The factor is
-        then applied at the outputs.
+        Programs that use the DeepSpeed API must scale such a loss. A forward of
+        `engine.module(...)` needs no scaled loss, because several engines cannot scale one loss.
+        The factor is then applied at the outputs.
+
+        Raises:
+            UsageError: The loss was not scaled.
         """
         if self._is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
             raise UsageError(
@@ -200,10 +210,13 @@ class LossFactor:
             )
 
     def refuse_gradient_of_gradient(self) -> None:
-        """Raise `UsageError` if a plain backward may differentiate an earlier backward.
+        """Raise if a plain backward may differentiate a recorded backward.
 
-        This is called when a backward begins, and the earlier one was recorded. Such gradients
-        reach the parameters without passing an output.
+        Gradients of gradients reach the parameters without passing an output, so they would lack
+        the factor. Called when a backward begins.
+
+        Raises:
+            UsageError: The backward is plain, and an earlier one was recorded.
         """
         if torch.is_grad_enabled():
             self.is_recorded = True
@@ -220,7 +233,10 @@ class LossFactor:
             )
 
     def inside(self, given: Any) -> Any:
-        """Return the arguments of an outermost forward. Their gradients have no factor outside."""
+        """Return the arguments of an outermost forward, with hooks on their gradients.
+
+        In backward the hooks divide the gradients by the factor.
+        """
         tensors = tensors_in(given)
         if not tensors:
             return given
@@ -235,14 +251,14 @@ class LossFactor:
         return map_inputs(given, alias)
 
     def outside(self, output: Any, begin: int) -> Any:
-        """Return the output of an outermost forward, with hooks for its gradients.
+        """Return the output of an outermost forward, with hooks on its gradients.
 
-        In backward they multiply gradients by the part of the factor that the program has not
-        applied.
+        In backward the hooks multiply the gradients by the part of the factor that the program has
+        not applied.
 
         Args:
-            output: What the forward returned.
-            begin: The number of autograd's first node inside it.
+            output: The value that the forward returned.
+            begin: The number of autograd's first node inside the forward.
         """
         watch_backwards()
         end = next_node_number()
@@ -263,7 +279,15 @@ class LossFactor:
         return grad if factor == 1.0 else grad * (1.0 / factor)
 
     def apply(self, loss: Tensor, *, by_accumulation: bool = True) -> Tensor:
-        """The loss times the loss scale and, if it is to be, divided by the accumulation steps."""
+        """Return the loss times the loss scale.
+
+        Args:
+            loss: The loss, a scalar.
+            by_accumulation: Also divide by the accumulation steps.
+
+        Raises:
+            UsageError: The loss was already scaled, or is not a scalar and the engine is strict.
+        """
         if self._is_strict and isinstance(loss, Tensor) and loss.numel() != 1:
             raise UsageError(
                 f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
@@ -297,8 +321,8 @@ class LossFactor:
 def _alias(tensor: Tensor, hook: Hook) -> Tensor:
     """Return a view with a hook on its gradient.
 
-    A hook on the tensor itself would also scale gradients of its other uses, such as a loss
-    computed from logits.
+    A hook on the tensor itself would also scale the gradients of its other uses, for example of a
+    loss computed from logits.
     """
     if not tensor.requires_grad:
         return tensor
@@ -308,18 +332,12 @@ def _alias(tensor: Tensor, hook: Hook) -> Tensor:
 
 
 def watch_backwards() -> None:
-    """Hook every backward of this process.
-
-    The hook scales gradients that enter an engine past its outputs.
-    """
+    """Hook every backward of this process, to scale gradients that bypass outputs."""
     hook_every_backward(_scale_entries_of)
 
 
 def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
-    """Scale gradients that enter an engine past its outputs, if a factor is missing.
-
-    This is called before a backward.
-    """
+    """Scale the gradients that enter an engine past its outputs, before a backward."""
     factors = list(_FACTORS)
     if any(factor.is_carried for factor in factors):
         return roots, None
@@ -331,9 +349,9 @@ def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
 
 
 def factor_of_leaf(leaf: Tensor) -> Factor | None:
-    """Return the factor of the engine that holds a parameter.
+    """Return the factor of the engine that holds a parameter, or None.
 
-    It is None during the engine's forward, whose gradients have no factor.
+    Inside the engine's forward it is None, because gradients there need no factor.
     """
     owner = owner_of(leaf)
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None

@@ -1,7 +1,7 @@
 """The main weight of one group: the values that the optimizer updates.
 
-They are in a buffer of their own, in the weight's storage (fp32 training), or in two halves: the
-bf16 weight, and a buffer with the 16 bits that it lacks (precision/policy.py).
+A main weight has its own buffer, or shares the weight's storage (fp32 training), or is split into
+the bf16 weight and a buffer with the lower 16 bits (precision/policy.py).
 """
 
 from __future__ import annotations
@@ -18,30 +18,36 @@ from ..precision.policy import LOW_PRECISION, cast_master, join, split
 from ..tiers.tier import CopyEngine, StagedTile, Storage, Tier
 from .buffer import CommContext, FlatBuffer
 
-_WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
+_WRITE_NUMEL = 1 << 20  # elements of one copy before they are split
 
 
 @dataclass(eq=False)
 class MasterWeight:
-    """The main weight of one group.
+    """The main weight of one group on this rank.
 
     Attributes:
-        buffer: The fp32 values, or int16 remainders if the main weight `is_split` and `weight`
-            holds the upper halves.
-        weight: This rank's part of the weight. None if it is the main weight itself, or if it
-            follows the main weight by differences.
-        is_exposed: Programs see the main weight between steps and may change it.
+        buffer: The fp32 values, or the int16 remainders if the main weight `is_split`; `weight`
+            then has the upper halves.
+        rank: This rank among those that share slices.
+        dtype: The dtype of the values.
+        weight: This rank's part of the live weight; None if the main weight is that weight, or if
+            the weight follows the main weight by differences.
+        is_split: The values are split into two halves.
+        is_exposed: Programs see the weight between steps and may change it.
+        update_device: The device that updates the main weight.
+        copy_engine: Copies between the host and the device.
+        staged: The copy of tiles that are on the device and are updated on the host; None if there
+            is none.
     """
 
     buffer: FlatBuffer
     rank: int
-    dtype: torch.dtype  # of the values
+    dtype: torch.dtype
     weight: FlatBuffer | None = None
     is_split: bool = False
     is_exposed: bool = True
-    update_device: torch.device = CPU  # where it is updated
+    update_device: torch.device = CPU
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
-    # Of what the host updates and the device has
     staged: StagedTile | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -52,25 +58,22 @@ class MasterWeight:
 
     @property
     def _on_device(self) -> FlatBuffer:
-        """Return the buffer that computing needs: the weight."""
+        """Return the buffer on the training device: the weight if there is one."""
         return self.buffer if self.weight is None else self.weight
 
     @property
     def is_rounded(self) -> bool:
-        """Return whether the weight is the only copy, in fewer bits than the values have."""
+        """Return whether the only copy has fewer bits than the values."""
         return not self.is_split and self.buffer.spec.dtype != self.dtype
 
     @property
     def is_copied_for_update(self) -> bool:
-        """Return whether an update needs a copy of the values.
-
-        It does unless they are in one piece on the update's device between steps.
-        """
+        """Return whether an update needs a copy of the values on its device."""
         return not self.is_updated_in_place or self.buffer.storage.is_offloaded
 
     @property
     def is_updated_in_place(self) -> bool:
-        """Return whether an optimizer works on the values themselves, not on a copy."""
+        """Return whether the optimizer works on the values themselves, not on a copy."""
         return (
             not self.is_split
             and not self.is_rounded
@@ -84,28 +87,22 @@ class MasterWeight:
     # -- values
 
     def in_place_view(self, place: int, end: int) -> Tensor | None:
-        """Return a flat writable view of the values, or None.
-
-        There is no view if the values are in two halves or are updated elsewhere.
-
-        Args:
-            place: The first element.
-            end: The end of the elements.
-        """
+        """Return a flat, writable view of the values; None unless `is_updated_in_place`."""
         return self.buffer.write(place, end) if self.is_updated_in_place else None
 
     def read(
         self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """Return elements [place, end) as a flat tensor in the main weight's dtype.
-
-        The result is a view if the values are in one piece, and otherwise a copy.
+        """Return elements [place, end), flat, in the main weight's dtype.
 
         Args:
             place: The first element.
             end: The end of the elements.
-            out: The tensor for the copy.
-            scratch: Working memory to join two halves.
+            out: The output of a split main weight; None to allocate it.
+            scratch: Scratch memory to join the two halves.
+
+        Returns:
+            A view if the values are in one buffer, else a copy.
         """
         lower = self._at_update_device(self.buffer, place, end)
         if not self.is_split or self.weight is None:
@@ -117,13 +114,9 @@ class MasterWeight:
         return out
 
     def read_now(self, place: int, end: int) -> Tensor:
-        """Return the current values for reading, without running pending updates.
+        """Return the current values as `read` does, without a pending update.
 
-        The result is a view or a copy.
-
-        Args:
-            place: The first element.
-            end: The end of the elements.
+        The result may be a view, and must not be written.
         """
         lower = self.buffer.read_now(place, end)
         if not self.is_split or self.weight is None:
@@ -138,7 +131,13 @@ class MasterWeight:
         return out
 
     def write(self, place: int, end: int, values: Tensor) -> None:
-        """Write new values, flat, into master and this rank's part of the weight. Local."""
+        """Write new values into the main weight and this rank's part of the weight. Local.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
+            values: The new values, flat.
+        """
         if not self.is_split:
             cast_master(values, self.buffer.write(place, end))
             self.copy_to_weight(place, end)
@@ -150,14 +149,13 @@ class MasterWeight:
     def write_consuming(
         self, place: int, end: int, values: Tensor, chance: Tensor | None = None
     ) -> None:
-        """Write values as `write` does, and use `values` as scratch memory.
+        """Write as `write` does, and use `values` as scratch memory.
 
         Args:
             place: The first element.
             end: The end of the elements.
-            values: The new values in the main weight's dtype. Their contents are arbitrary
-                afterwards.
-            chance: Random bits if the main weight `is_rounded`.
+            values: The new values, flat, in the main weight's dtype; arbitrary afterwards.
+            chance: Random bits for stochastic rounding, if the main weight `is_rounded`.
         """
         self.buffer.guard.before_write()
         lower = self._at_update_device(self.buffer, place, end)
@@ -175,16 +173,17 @@ class MasterWeight:
                 own.copy_(half)
 
     def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """Return the main weight and the second tensor that an update writes.
-
-        Both are flat and on the update's device. A split main weight is its bf16 weight, and the
-        second tensor has the remainders. Otherwise the main weight is fp32, and the second tensor
-        is the weight in its own dtype. It is None if `copy_to_weight` has to write the weight,
-        because the weight is on another device or in fp32.
+        """Return the one or two flat tensors that an update kernel writes, on its device.
 
         Args:
             place: The first element.
             end: The end of the elements.
+
+        Returns:
+            ``(main, other)``. If the main weight is split, ``main`` is the bf16 weight and
+            ``other`` has the remainders. Otherwise ``main`` is fp32 and ``other`` is the weight in
+            its own dtype. It is None if the kernel cannot write the weight (on another device, or
+            in fp32); `copy_to_weight` then does.
         """
         self.buffer.guard.before_write()
         own = self._at_update_device(self.buffer, place, end)
@@ -197,13 +196,9 @@ class MasterWeight:
         return own, other if is_published else None
 
     def copy_to_weight(self, place: int, end: int) -> None:
-        """Cast the values to this rank's part of the weight.
+        """Cast the values into this rank's part of the weight.
 
-        Nothing happens if the weight is the main weight itself or half of it.
-
-        Args:
-            place: The first element.
-            end: The end of the elements.
+        Nothing is done if the weight is the main weight, or half of it.
         """
         if self.weight is not None and not self.is_split:
             self.buffer.guard.before_write()
@@ -215,10 +210,7 @@ class MasterWeight:
                 upper.copy_(near)
 
     def _at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
-        """Return these elements on the update's device.
-
-        During an update they may be a staged copy, and otherwise they are in the buffer.
-        """
+        """Return the staged copy of these elements, or the buffer's if none is staged."""
         came = (
             self.staged.view(place, end)
             if self.staged is not None and buffer is self._on_device
@@ -227,12 +219,19 @@ class MasterWeight:
         return buffer.elements(place, end) if came is None else came
 
     def offloaded(self) -> list[Storage]:
-        """Return the storages outside the training device that hold its values."""
+        """Return the storages of the values that are not on the training device."""
         buffers = [self.buffer] if self.weight is None else [self.buffer, self.weight]
         return [buffer.storage for buffer in buffers if not buffer.storage.on_device]
 
     def take_changed(self, changed: Tensor, weight: Tensor) -> None:
-        """Take a new weight's values where a mask is true; the caller changes the weight itself."""
+        """Take the values of a changed weight over into the main weight.
+
+        The caller changes the weight itself.
+
+        Args:
+            changed: The mask of changed elements.
+            weight: The new weight, flat.
+        """
         values = self.buffer.write(0, self.buffer.memory.numel())
         places = changed.to(values.device)
         values[places] = 0 if self.is_split else weight[changed].to(values)
@@ -246,7 +245,13 @@ class MasterWeight:
 
 
 def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
-    """Return the part of a weight whose values this rank's master has."""
+    """Return the part of a weight that this rank's main weight covers.
+
+    Args:
+        weight: This rank's part of the weight.
+        plan: The row of the plan.
+        rank: This rank among those that share slices.
+    """
     if plan.master is None or plan.master.placement is plan.weight.placement:
         return weight
     return FlatBuffer(
@@ -255,7 +260,13 @@ def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
 
 
 def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
-    """Return an empty master beside a weight, or on it; None if nothing is trained."""
+    """Return an empty main weight for a weight; None if nothing is trained.
+
+    Args:
+        weight: This rank's part of the weight.
+        plan: The row of the plan.
+        comm_ctx: The ranks that share slices.
+    """
     if plan.master is None or plan.moments is None:
         return None
     layout = weight.layout
@@ -294,7 +305,7 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
 def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
     """Return whether programs see a group's weight between steps.
 
-    They may then change it without the group's guard.
+    They may then change it without calling its guard.
     """
     return plan.weight.placement is not S or comm_ctx.comm.size == 1
 
@@ -302,8 +313,12 @@ def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
 def staging_like(target: Tensor, values: Tensor) -> Tensor:
     """Return the buffer through which a tensor is written.
 
-    It is the tensor itself, or a buffer on the device of the values, so that the values are copied
-    across only once.
+    This is the tensor itself, or a buffer on the device of the values, so that data crosses devices
+    once.
+
+    Args:
+        target: The tensor to write.
+        values: The values.
     """
     if target.device == values.device:
         return target

@@ -1,4 +1,4 @@
-"""Messages, which ranks exchange of flat buffers, and the pool that lends their memory."""
+"""Messages in which ranks exchange flat buffers, and the pool of their memory."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ..planner.messages import SUM_TILE_NUMEL
 from ..precision.codecs import Codec
 from ..tiers.budget import DeviceBudget
 
-# Bytes; the pages of a smaller buffer are not worth the cost of new ones
+# Bytes. Returning the pages of a smaller buffer costs more than it saves.
 WORTH_RETURNING = 1 << 20
 
 
 def has_pages_to_return(tensor: Tensor) -> bool:
-    """Return whether a tensor is a large one on the CPU, so that `return_pages` pays."""
+    """Return whether a tensor is on the CPU and large enough for `return_pages`."""
     return tensor.device.type == "cpu" and tensor.nbytes >= WORTH_RETURNING
 
 
 @dataclass
 class Pool:
-    """Lends flat tensors by dtype and size and takes them back.
+    """Lend flat tensors by dtype and size, and take them back.
 
     Attributes:
         device: The device of the tensors.
         comm: The communicator of all ranks, which allocates the tensors.
         budget: Counts the memory of the tensors.
-        scratch_numel: The size of `take_scratch`; None for the size that sums need.
-        keeps_pages: Idle tensors keep their pages after a step. A step over several hosts uses more
-            buffers, and would have to get all of these pages again.
+        scratch_numel: The number of elements of `take_scratch`; None for the size that sums need.
+        keeps_pages: Keep the pages of idle tensors after a step. A step across several hosts uses
+            more buffers and would have to fault all these pages in again.
         allocated_bytes: The size of all tensors of the pool, lent or idle.
     """
 
@@ -53,7 +53,8 @@ class Pool:
         """Return a flat tensor with arbitrary contents."""
         idle = self._idle[dtype, numel]
         if idle:
-            tensor = idle.pop(0)  # the one that came back first: other ranks have read it by now
+            # The tensor that came back first: other ranks have finished reading it by now.
+            tensor = idle.pop(0)
             self.comm.wait_until_read(tensor)
             return tensor
         self.budget.reserve(numel * dtype.itemsize, "a buffer of a unit or a message")
@@ -62,13 +63,13 @@ class Pool:
         return tensor
 
     def take_scratch(self) -> Tensor:
-        """Return lent memory in which sums and codecs work, of fp32."""
+        """Return fp32 scratch memory for sums and codecs, lent by the pool."""
         return self.take(self.scratch_numel or SUM_TILE_NUMEL.on(self.device), torch.float32)
 
     def give(self, tensor: Tensor) -> None:
         """Take a tensor back.
 
-        A tensor of which a view is still alive leaves the pool, so that it is never written again.
+        A tensor with a view that is still alive leaves the pool, so that it is never overwritten.
         """
         if storage_users(tensor) > 1:
             self._uncount(tensor.nbytes)
@@ -80,7 +81,7 @@ class Pool:
         return [tensor for tensors in self._idle.values() for tensor in tensors]
 
     def return_pages(self) -> None:
-        """Return the pages of large idle tensors of the CPU to the system after a step."""
+        """Return the pages of large idle CPU tensors to the system after a step."""
         if self.keeps_pages:
             return
         for tensor in filter(has_pages_to_return, self.idle()):
@@ -99,13 +100,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Message:
-    """The elements of a flat buffer, which are sent from where they are.
+    """The elements of a flat buffer, sent in place without a copy.
 
     Attributes:
-        wire: How the elements are encoded.
+        wire: The encoding of the elements.
         memory: The encoded elements, flat.
         pool: Lends scratch memory.
-        is_lent: The memory belongs to the pool, and the elements have to be written to it first.
+        is_lent: The memory belongs to the pool, and `write` must copy the elements to it before
+            they are sent.
     """
 
     wire: Codec
@@ -122,7 +124,7 @@ class Message:
 
         Args:
             values: The elements.
-            piece: Where to write them.
+            piece: The destination, a view of `memory`.
             place: The index of the first element in the buffer.
         """
 
@@ -130,9 +132,9 @@ class Message:
         """Sum the pieces of all ranks in fp32, in rank order, and round once. Local.
 
         Args:
-            received: The piece of each rank.
-            into: The sum.
-            divisor: Divide the sum by this number.
+            received: The piece of each rank, in rank order.
+            into: The output.
+            divisor: The number that the sum is divided by.
             add: Add the sum to the values of `into`.
         """
         scratch = self.pool.take_scratch()
@@ -140,6 +142,6 @@ class Message:
         self.pool.give(scratch)
 
     def arrived(self) -> None:
-        """Return lent memory, after this rank no longer needs the message."""
+        """Return lent memory to the pool when this rank no longer needs the message."""
         if self.is_lent:
             self.pool.give(self.memory)

@@ -1,9 +1,9 @@
-"""Check that a wrapped model has not changed, and raise if values would be lost.
+"""Checks that raise if a wrapped model was changed in a way that loses values.
 
-A parameter that joins the model later would be trained without synchronization. If the memory of a
-whole parameter is replaced (a cast, a move, `.data = ...`), the optimizer no longer updates that
-parameter. If the memory of a gathered parameter is replaced by other values, these values are lost
-when its group is resharded.
+A parameter that is added after wrapping would be trained without synchronisation. If the memory of
+a whole parameter is replaced (a cast, a move, `.data = ...`), the optimizer no longer updates it.
+If the memory of a gathered parameter is replaced by other values, they are lost when its group is
+resharded.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .sharded_parameter import ShardedParameter
 
 @dataclass(frozen=True)
 class ModelRules:
-    """The rules of one wrapped model that no plan contains.
+    """The rules of one wrapped model that are not part of the plan.
 
     Attributes:
-        allows_unmanaged_params: Parameters that join the model after it was wrapped stay as they
-            are, with a warning; otherwise they are an error.
+        allows_unmanaged_params: Ignore parameters that are added after wrapping, with a warning;
+            otherwise they are an error.
         requires_scaled_loss: A loss of the engine's own forward must be scaled before its backward.
-        gathers_state_dict: `state_dict()` of the model gathers what is sharded, which is a
-            collective; otherwise it is local, and sharded parameters are empty tensors.
+        gathers_state_dict: `state_dict()` of the model gathers sharded parameters, which is a
+            collective. Otherwise it is local, and sharded parameters are empty tensors.
     """
 
     allows_unmanaged_params: bool = False
@@ -42,7 +42,7 @@ class ModelRules:
 
 
 class WrappedGroup(Protocol):
-    """A group of parameters, as these checks read it (`ParamGroup`)."""
+    """A parameter group as seen by these checks (`ParamGroup`)."""
 
     @property
     def members(self) -> Sequence[ParamInfo]: ...
@@ -55,17 +55,17 @@ class WrappedGroup(Protocol):
 
 
 class Structure:
-    """The modules of one wrapped model, and what each held when somebody looked closely."""
+    """The modules of one wrapped model, with their contents at the last full check."""
 
     def __init__(
         self, model: nn.Module, groups: Sequence[WrappedGroup], *, takes_strangers: bool = False
     ) -> None:
-        """Record the structure of a wrapped model.
+        """Create the checks of one model.
 
         Args:
             model: The model.
-            groups: The parameter groups.
-            takes_strangers: Parameters that join the model later are left alone, with a warning.
+            groups: Its parameter groups.
+            takes_strangers: Ignore parameters that are added later, with a warning.
         """
         self.model = model
         self.groups = list(groups)
@@ -73,14 +73,18 @@ class Structure:
         self._seen: list[tuple[nn.Module, list[int]]] = []
         self._frozen_strangers: list[
             tuple[str, nn.Parameter]
-        ] = []  # they joined later and need no reduction
+        ] = []  # added after wrapping, and need no reduction
 
     def follow(self, groups: Sequence[WrappedGroup]) -> None:
-        """The parameters are in other groups now."""
+        """Replace the groups that hold the parameters."""
         self.groups = list(groups)
 
     def check(self) -> None:
-        """Raise if the model has new parameters, or if a whole parameter left its buffer."""
+        """Raise if the model has unmanaged parameters, or a parameter left its buffer.
+
+        Raises:
+            UsageError: The model was changed.
+        """
         if not self._seen or any(_holds(module) != held for module, held in self._seen):
             strangers = _strangers_of(self.model, self.groups)
             _refuse_trained(strangers, only_warn=self._takes_strangers)
@@ -94,9 +98,9 @@ class Structure:
 
 
 def _holds(module: nn.Module) -> list[int]:
-    """Its own parameters and submodules, as numbers.
+    """Return the ids of a module's own parameters and submodules.
 
-    Those that were seen are kept alive, so that no other object gets their number.
+    The objects are kept alive elsewhere, so that no other object gets the same id.
     """
     return [id(held) for held in held_by(module)]
 
@@ -112,10 +116,7 @@ def _strangers_of(
 
 
 def _refuse_trained(strangers: Sequence[tuple[str, nn.Parameter]], *, only_warn: bool) -> None:
-    """Raise if a parameter that joined the model later requires a gradient.
-
-    A frozen parameter needs no reduction.
-    """
+    """Raise if a parameter that was added after wrapping requires a gradient."""
     new = next((name for name, param in strangers if param.requires_grad), None)
     if new is None:
         return
@@ -137,7 +138,7 @@ def _refuse_trained(strangers: Sequence[tuple[str, nn.Parameter]], *, only_warn:
 def _refuse_moved(groups: Sequence[WrappedGroup]) -> None:
     for group in groups:
         if group.is_sharded or group.is_pinned:
-            continue  # a sharded parameter guards itself (sharded_parameter.py)
+            continue  # sharded parameters check themselves (sharded_parameter.py)
         start = group.weight.memory.data_ptr()
         step = group.weight.memory.element_size()
         for member in group.members:
@@ -154,10 +155,15 @@ def _refuse_moved(groups: Sequence[WrappedGroup]) -> None:
 
 
 def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> UsageError | None:
-    """Return the error for the first member whose new values would be lost, or None.
+    """Return the error for a member whose new values a reshard would lose, or None.
 
-    Such a member uses other memory than the gathered buffer `full`, with other values. The same
-    values in another dtype do not count, because some layers cast their parameters in each forward.
+    This is the first member whose memory is not in the gathered buffer and whose values differ. The
+    same values in another dtype do not count, because some layers cast their parameters in each
+    forward.
+
+    Args:
+        members: The parameters of the group.
+        full: The gathered buffer.
     """
     start = full.memory.data_ptr()
     step = full.memory.element_size()

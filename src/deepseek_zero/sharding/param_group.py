@@ -1,8 +1,8 @@
-"""The parameters of one unit that have one row of the plan: a weight in a flat buffer.
+"""The parameters of one unit that share a row of the plan, as one flat weight.
 
-`ParamGroup` owns the weight's storage and its movements. Beside it are the main weight that the
-optimizer updates (main_weight.py) and the gradient (gradient.py). None of them knows hooks or the
-order of units (runtime.py, executor.py), nor optimizers (optim/), which work on the slices.
+`ParamGroup` owns the storage of the weight and moves it. The main weight is in main_weight.py and
+the gradient in gradient.py. Hooks, the order of units (runtime.py, executor.py) and optimizers
+(optim/) use these classes, which do not depend on them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from .weight_gather import WeightGather
 
 @dataclass(frozen=True)
 class GroupParts:
-    """The parts of a group that extensions may replace: a function for each extension point.
+    """The parts of a group that extensions may replace.
 
     Attributes:
-        weight_gather: Returns how a group's weight is gathered. Collective. Its second argument is
-            the name of the weight, for messages.
-        reduction: Returns how a group's gradients are summed. Local.
-        kept_gradients: Returns what is kept beside a group's gradient, by name. Local.
+        weight_gather: Returns the `WeightGather` of a group. Its second argument is the name of the
+            weight, for messages. Collective.
+        reduction: Returns the `GradReduction` of a group. Local.
+        kept_gradients: Returns the gradients that are kept in addition to a group's gradient, by
+            name. Local.
         route: How messages travel.
     """
 
@@ -53,26 +54,28 @@ class GroupParts:
 
 
 class ParamGroup:
-    """Flat buffers of parameters with one plan, built by group_build.py.
+    """Parameters that share one plan, in flat buffers (built by group_build.py).
 
     Attributes:
         members: The parameters, in the order of the layout.
-        planned: The plan of the group as it is now.
-        comm_ctx: The ranks that share its slices.
-        parts: What extensions may replace.
-        index: The index of each member, by the id of its parameter.
+        planned: The current plan of the group.
+        comm_ctx: The ranks that share the group's slices.
+        parts: The parts that extensions may replace.
+        index: The index of each member, keyed by the id of its parameter.
         gradient: The gradient.
-        grad_view: What programs see as `.grad`.
+        grad_view: The gradient as programs see it in `.grad`.
         weight: This rank's part of the weight.
-        weight_gather: How it is gathered.
-        master: The main weight; None if nothing is trained.
-        unsharded: The gathered weight; None while it is sharded.
-        guard: Of weight, main weight, moments and the gradient that waits.
-        placeholder: The element that sharded parameters expand.
-        is_idle: Every member was frozen after it was wrapped, so that nothing is reduced.
-        is_pinned: A `GatheredParameters` block keeps it whole until it ends.
-        not_updated: The indices of members that no optimizer updates; the norm leaves them out.
-        runtime, optimizer: Return what drives, and what updates, the group; weak.
+        weight_gather: How the weight is gathered.
+        master: The main weight; None if no member is trained.
+        unsharded: The gathered weight; None while the weight is sharded.
+        guard: The guard of weight, main weight, moments and a held gradient.
+        placeholder: The element that sharded parameters expand to their shape.
+        is_idle: Every member was frozen after wrapping, so that nothing is reduced.
+        is_pinned: The weight stays unsharded until a `GatheredParameters` block ends.
+        not_updated: The indices of members that no optimizer updates; the gradient norm ignores
+            them.
+        runtime: Returns the runtime that drives the group, or None; weak.
+        optimizer: Returns the optimizer that updates the group, or None; weak.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class ParamGroup:
         )
 
     def new_gradient(self) -> None:
-        """Let the gradient be an empty one, as planned now. Local."""
+        """Replace the gradient by an empty one with the current plan. Local."""
         self.gradient = Gradient(self, self.parts.reduction(self))
         self.gradient.kept = self.parts.kept_gradients(self.gradient)
         self.grad_view = GradView(self.gradient)
@@ -130,9 +133,12 @@ class ParamGroup:
         return self.plan.grad is not None
 
     def follow_optimizer(self, updated: Collection[int]) -> None:
-        """Restrict the gradient norm to members with these parameter ids.
+        """Restrict the gradient norm to the members that the optimizer updates. Local.
 
-        Local, but every rank must call it.
+        Every rank must call it.
+
+        Args:
+            updated: The ids of the parameters that the optimizer updates.
         """
         numbers = frozenset(
             number for number, member in enumerate(self.members) if id(member.param) not in updated
@@ -142,24 +148,24 @@ class ParamGroup:
             self.gradient.sum.known_squares = None
 
     def offloaded(self) -> list[Storage]:
-        """Return the storages of weight, main weight and gradients outside the training device."""
+        """Return the storages of the group's states that are not on the training device."""
         buffers = [self.weight, *self.gradient.buffers()]
         found = [buffer.storage for buffer in buffers if not buffer.storage.on_device]
         return found + (self.master.offloaded() if self.master is not None else [])
 
     def follow_frozen(self) -> None:
-        """Record whether any member is trained, after members were (un)frozen. Local.
+        """Update `is_idle` after members were frozen or unfrozen on all ranks. Local.
 
-        All ranks freeze or unfreeze the same members. Data that the reduction has kept is dropped,
-        because frozen members must not contribute any more.
+        The reduction forgets what it has kept from earlier steps, because frozen members must not
+        receive any of it.
         """
         self.gradient.reduction.forget()
         self.is_idle = self.trainable and all(member.is_frozen for member in self.members)
 
     def set_grad_dtype(self, dtype: torch.dtype) -> None:
-        """Store gradients in another dtype from now on. Local.
+        """Keep gradients in another dtype from now on. Local.
 
-        Every rank must call it, between two steps.
+        Every rank must call it between the same two steps.
         """
         assert self.plan.grad is not None
         if dtype != self.plan.grad.dtype:
@@ -167,9 +173,9 @@ class ParamGroup:
             self.gradient.drop_buffers()
 
     def send_as(self, settings: PlanSettings) -> None:
-        """Send weights and gradients with the codecs of other settings from now on. Local.
+        """Send weights and gradients as `settings` say from now on. Local.
 
-        Every rank must call it, between two steps.
+        Every rank must call it between the same two steps.
         """
         planned = self.planned.sent_as(settings)
         if planned != self.planned:
@@ -181,33 +187,36 @@ class ParamGroup:
             self.gradient.sum.follow_wires()
 
     def reduce_by(self, reduction: GradReduction, plan: ShardPlan) -> None:
-        """Sum gradients in another way from now on, between two steps. Local; every rank does so.
+        """Replace the reduction of the group's gradients. Local.
+
+        Every rank must call it between the same two steps.
 
         Args:
-            reduction: How they are summed.
-            plan: The row of the plan that says in which dtype.
+            reduction: The new reduction.
+            plan: The row of the plan with the dtypes and encodings of the new reduction.
         """
         self.planned = replace(self.planned, plan=plan)
         self.gradient.reduction = reduction
 
     def set_pending(self, update: PendingUpdate | None) -> None:
-        """Flush this update before any read of the group's states; None: nothing is pending."""
+        """Run `update` before any read of the group's states; None if nothing is pending."""
         self.guard.pending = update
         self.gradient.sum.guard.pending = update
 
     # -- weights
 
     def gather(self, what: str) -> Pending:
-        """Start to all-gather the weight: (numel,) in the weight's dtype.
+        """Start to all-gather the weight into `unsharded`, in the weight's dtype.
 
-        After the wait, `point_to_unsharded` makes it visible. A pending update runs first. The
-        executor calls this for other units only in their turn, so that states are transferred
-        meanwhile.
+        A pending update runs first. The executor gathers units with such an update only when it is
+        their turn, so that their states are fetched meanwhile.
+
+        Args:
+            what: The name of the unit, for messages.
 
         Returns:
-            A handle whose wait raises `PeerError` if another rank failed, and `StorageError` if a
-                disk
-            failed.
+            A handle; call `point_to_unsharded` after ``wait()``, which raises `PeerError` if
+            another rank failed and `StorageError` if a disk failed.
 
         Note:
             Collective within the gather lane.
@@ -215,14 +224,14 @@ class ParamGroup:
         if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE
         if self.guard.pending is not None:
-            # What the update writes stays in memory until it has been gathered
+            # Keep the updated weight in memory until it has been gathered.
             self.weight.storage.pin()
             self.guard.pending.flush_group(self)
         self.unsharded = self.weight_gather.lend()
         return self.weight_gather.gather(self.unsharded, what)
 
     def point_to_unsharded(self) -> None:
-        """Point every parameter at the gathered buffer."""
+        """Make every parameter a view of the gathered buffer."""
         if self.unsharded is None:
             return
         gather = self.weight_gather
@@ -233,7 +242,7 @@ class ParamGroup:
             member.unshard(view)
 
     def show_own(self) -> None:
-        """Let every parameter be sharded, or view the weight if every rank has it whole. Local."""
+        """Make every parameter sharded, or a view of a replicated weight. Local."""
         for member in self.members:
             if self.is_sharded:
                 member.reshard()
@@ -243,8 +252,9 @@ class ParamGroup:
     def reshard(self) -> None:
         """Shard every parameter and return the gathered buffer to the pool. Local.
 
-        Raises: UsageError: The program replaced the memory of a parameter while it was gathered,
-            and changed its values.
+        Raises:
+            UsageError: The program replaced the memory of a parameter while it was gathered, and
+                changed its values.
         """
         full = self.unsharded
         if full is None:
@@ -258,21 +268,21 @@ class ParamGroup:
         self.unsharded = None
         self.weight_gather.give_back(full)
         if self.weight.storage.is_offloaded:
-            trim_heap()  # of its gradients
+            trim_heap()  # return the heap memory of the unit's gradients
         if error is not None:
             raise error
 
     def refresh(self, what: str, *, is_update: bool = False) -> Pending:
-        """Start to bring the weight to its placement after the main weight changed.
+        """Start to update the replicated weight from the sharded main weight.
 
-        This is an all-gather at stages 1 and 2.
+        This is an all-gather at stages 1 and 2, and nothing at other stages.
 
         Args:
             what: The name of the unit, for messages.
-            is_update: A step has changed the main weight; otherwise it was written.
+            is_update: A step has changed the main weight; False if a program wrote it.
 
         Note:
-            Collective.
+            Collective: every rank that shares the group's slices must call it.
         """
         if (
             self.master is None
@@ -292,7 +302,7 @@ class ParamGroup:
         if self.weight.guard.is_offloaded:
             self.weight.guard.before_read()
 
-    # -- what handles ask (sharding/sharded_parameter.py, Owner)
+    # -- `Owner` (sharding/sharded_parameter.py)
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         self.refuse_offloaded_weight()
@@ -307,13 +317,14 @@ class ParamGroup:
         return runtime is not None and not runtime.is_destroyed
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Write this rank's part of a whole new value to weight and main weight.
-
-        Every rank must call it.
+        """Write this rank's part of a new value into the weight and the main weight.
 
         Args:
-            param: The parameter.
-            value: The whole new value.
+            param: A member of the group.
+            value: The whole new value, in the parameter's shape.
+
+        Note:
+            Collective: every rank that shares the group's slices must call it.
         """
         self.weight_gather.before_write(self.name_of(param))
         self.weight_gather.changed()

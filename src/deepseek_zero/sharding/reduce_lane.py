@@ -1,7 +1,7 @@
-"""The reduce lane of one wrapped model: reductions of gradients, as scheduled.
+"""The reduce lane of a model: scheduled reductions of gradients.
 
-A gradient that arrives after its unit was reduced (a block that two reentrant checkpoints share) is
-added in a second reduction, on which all ranks agree before the step.
+A gradient may arrive after its unit was reduced, for example if two reentrant checkpoints share a
+block. It is added in a second reduction, on which all ranks agree before the step.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from .unit import Unit
 
 
 class Updates(Protocol):
-    """The optimizer, as this package knows it (optim/sharded.py)."""
+    """The optimizer as seen by this package (optim/sharded.py)."""
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update a unit after its reduction, if the schedule has its update there. Local."""
+        """Update a unit after its reduction if the schedule says so. Local."""
 
     def refuse_regrouping(self) -> None:
-        """Raise `UsageError` if the optimizer cannot follow parameters into other groups.
+        """Raise `UsageError` if parameters cannot move to other groups.
 
-        Nothing has changed yet.
+        Called before anything has changed.
         """
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """Update the parameters of these new groups, too."""
+        """Add the parameters of these new groups to the optimizer."""
 
 
 class ReduceLane:
-    """Runs the actions S, A and U after them of a schedule.
+    """Run the reductions (S), the all-reduces (A) and the updates after them (U).
 
     Attributes:
-        late: The numbers of units with gradients that came after their sum.
+        units: The units, the root first.
+        comm: The world's communicator.
+        late: The numbers of units with gradients that arrived after the unit's reduction.
         most_reductions: The number of units that may be reduced at the same time.
         updates: Returns the optimizer, or None; it is held weakly.
     """
@@ -59,18 +61,18 @@ class ReduceLane:
         self.updates: Callable[[], Updates | None] = lambda: None
         self.late: set[int] = set()
         self._ends_step = True  # no other backward comes before the step
-        self._reduced = 0  # the number of reductions that this backward has started
+        self._reduced = 0  # reductions that this backward has started
         self._in_flight: deque[Unit] = deque()  # units that are being reduced
         self.follow(schedule, settings)
 
     def follow(self, schedule: Schedule, settings: PlanSettings) -> None:
-        """Run this schedule from now on; between two passes."""
+        """Use `schedule` and `settings` from now on; call it between two passes."""
         self.schedule = schedule
         self.settings = settings
         backward = schedule.backward
         self.order = [number for number in backward.reduces if self.units[number].trained]
         self._completed = [n for n in backward.all_reduces if self.units[n].trained]
-        self._reduced_before = {  # how many reductions come before each unit's turn in backward
+        self._reduced_before = {  # the number of reductions before each unit's turn
             unit: sum(number in backward.released_before(unit) for number in self.order)
             for unit in backward.order
         }
@@ -89,29 +91,29 @@ class ReduceLane:
 
     @property
     def reduces_now(self) -> bool:
-        """Whether the current backward sums gradients.
+        """Whether the current backward reduces gradients.
 
-        The backward that ends a step does. If gradients are sharded, every backward does.
+        The backward that ends a step does, and every backward if gradients are sharded.
         """
         return self._ends_step or bool(self.schedule.accumulate.reduces)
 
     def advance(self) -> None:
-        """Reduce and release the next units of the schedule that are complete.
+        """Reduce and release the next units of the schedule while they are complete.
 
         Note:
             Collective within the reduce lane.
         """
         while self._reduced < len(self.order) and self.units[self.order[self._reduced]].is_complete:
             unit = self._reduce_next()
-            if unit.number and not unit.has_frozen_shards:  # the root stays until the pass ends
+            if unit.number and not unit.has_frozen_shards:  # the root stays until the end
                 unit.reshard()
 
     def reduce_passed(self, unit: Unit) -> None:
         """Reduce the units that backward passed well before `unit`, complete or not.
 
-        A rank that skips a parameter would otherwise keep the others waiting for a reduction that
-        it starts only at the end, while it waits for their next gather. A gradient that comes
-        after all is late (`reduce_late`).
+        Otherwise a rank that skips a parameter would deadlock with the others: they wait for its
+        reduction, which it starts only at the end, and it waits for their next gather. A gradient
+        that arrives after this reduction is late (`reduce_late`).
         """
         margin = 2 if self.settings.overlap else 1
         reached = self._reduced_before[unit.number] if unit.trained else 0
@@ -119,9 +121,9 @@ class ReduceLane:
             self._reduce_next()
 
     def reduce_rest(self) -> None:
-        """Reduce all remaining units in order, and wait for them.
+        """Reduce the remaining units in order, and wait for all of them.
 
-        If this backward ends a step, A runs afterwards.
+        If this backward ends a step, the sums are then completed.
         """
         while self._reduced < len(self.order):
             self._reduce_next()
@@ -130,10 +132,10 @@ class ReduceLane:
             self.complete_sums()
 
     def reduce_late(self) -> None:
-        """Reduce, before a step, the gradients that any rank collected too late.
+        """Reduce the gradients that arrived too late on any rank, before a step.
 
         Note:
-            Collective. It need not be called if no rank has such gradients.
+            Collective: every rank must call it if any rank has late gradients.
         """
         mask = torch.zeros(len(self.units), dtype=torch.uint8)
         mask[list(self.late)] = 1
@@ -146,12 +148,10 @@ class ReduceLane:
         self.complete_sums()
 
     def complete_sums(self) -> None:
-        """Complete the sums of this step, two units at a time.
-
-        Sums that are complete are left alone.
+        """Complete the sums of this step, two units at a time; skip complete ones.
 
         Note:
-            Collective among the ranks with the same slices.
+            Collective over the ranks that hold the same slices.
         """
         under_way: deque[Unit] = deque()
         for number in self._completed:
@@ -169,7 +169,10 @@ class ReduceLane:
     def refuse_unused(self) -> None:
         """Raise if a trainable parameter got no gradient in this backward.
 
-        This is for ignore_unused_parameters: false.
+        Called if `ignore_unused_parameters` is false.
+
+        Raises:
+            UsageError: A parameter is unused.
         """
         members = [
             member for unit in self.units for group in unit.trained for member in group.members
@@ -188,9 +191,9 @@ class ReduceLane:
             )
 
     def update_expected(self) -> None:
-        """Expect the gradients next time that arrived this time.
+        """Expect in the next backward the gradients that arrived in this one.
 
-        A unit that got none keeps its expectation.
+        A unit without gradients keeps its expectation.
         """
         for unit in self.units:
             if unit.arrived:
@@ -209,24 +212,24 @@ class ReduceLane:
 
     def _reduce(self, unit: Unit) -> None:
         landed = self._wait_for_first() if len(self._in_flight) >= self.most_reductions else None
-        for other in self._in_flight:  # or the line would stand still until somebody waits for it
+        for other in self._in_flight:  # their messages would otherwise be issued only by a wait
             other.issue_reduces()
         unit.reduce_grads()
         unit.reduced_in_backward = True
         self._in_flight.append(unit)
         if landed is not None:
-            # When the next one is on its way, since other ranks wait for that
+            # The next reduction is in flight by now, because other ranks wait for it.
             self._after_reduce(landed)
         if not self.settings.overlap:
             self.wait()
 
     def _wait_for_first(self) -> Unit:
-        """Wait for the first of the reductions in flight; whose it was."""
+        """Wait for the first of the reductions in flight, and return its unit."""
         self._in_flight[0].wait_for_reduce()
         return self._in_flight.popleft()
 
     def _after_reduce(self, landed: Unit) -> None:
-        """Run the update after a reduction, unless the schedule has it after a completed sum."""
+        """Update after a reduction unless the update follows a completed sum."""
         if landed.number not in self._completed:
             self._update(landed)
 

@@ -1,12 +1,12 @@
 """Changes the groups of a wrapped model between two steps.
 
-`follow_requires_grad` follows parameters that are frozen or unfrozen. A frozen parameter keeps its
-place, its main weight and its moments, and a group whose members are all frozen is not reduced. A
-parameter that was frozen when the model was wrapped has only a weight. When it is unfrozen, its
-group is divided, and the unfrozen members form a group that is trained. All ranks compare what
-changed before a group changes.
+`follow_requires_grad` handles parameters that are frozen or unfrozen. A frozen parameter keeps its
+place, main weight and moments, and a group whose members are all frozen is not reduced. A parameter
+that was frozen when the model was wrapped has only a weight. When it is unfrozen, its group is
+divided, and the unfrozen members form a trained group. All ranks compare the changes before a group
+changes.
 
-The other functions build the states of a group again, in another layout or dtype.
+The other functions rebuild the states of a group in another layout or dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .unit import Unit
 
 
 class Regrouped(Protocol):
-    """A wrapped model, as regrouping knows it (runtime.py)."""
+    """A wrapped model as seen by this module (runtime.py)."""
 
     units: list[Unit]
     settings: PlanSettings
@@ -63,7 +63,9 @@ class Regrouped(Protocol):
 
 
 def follow_requires_grad(runtime: Regrouped) -> None:
-    """Let the groups of a model follow `requires_grad`. No forward may be under way.
+    """Update the groups of a model after `requires_grad` of parameters changed.
+
+    No forward may be running.
 
     Raises:
         UsageError: A parameter without memory for its gradient was unfrozen within a step.
@@ -90,10 +92,7 @@ def follow_requires_grad(runtime: Regrouped) -> None:
 
 
 def _refuse_late(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
-    """Raise if parameters were unfrozen within a step and their gradient has no place.
-
-    Within a step parameters may be frozen.
-    """
+    """Raise if a parameter without memory for its gradient was unfrozen in a step."""
     ready = {
         id(member)
         for group in runtime.trained_groups
@@ -155,7 +154,7 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
 def _divide(
     runtime: Regrouped, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None
 ) -> list[ParamGroup]:
-    """A frozen group as one that is trained and one of what is still frozen.  Collective."""
+    """Divide a frozen group into a trained group and a frozen one. Collective."""
     if not thawed:
         return [group]
     assert group.planned.key is not None
@@ -180,12 +179,16 @@ def _divide(
 
 
 def relayout(group: ParamGroup, granularity: str) -> None:
-    """Lay out a group again with the same bits of weight and main weight.
+    """Lay a group out again, with the same bits of weight and main weight.
 
     Gradients are dropped.
 
+    Args:
+        group: The group.
+        granularity: The new granularity of the layout.
+
     Note:
-        Collective.
+        Collective: every rank that shares the group's slices must call it.
     """
     full = whole_values(group)
     for member in group.members:
@@ -196,12 +199,16 @@ def relayout(group: ParamGroup, granularity: str) -> None:
 
 
 def promote_to_fp32(group: ParamGroup, what: str) -> None:
-    """Store weight and gradient in fp32 from now on, copied from the main weight.
+    """Store weight and gradient in fp32 from now on, made from the main weight.
 
     Gradients are dropped.
 
+    Args:
+        group: The group.
+        what: The name of the unit, for messages.
+
     Note:
-        Collective.
+        Collective: every rank that shares the group's slices must call it.
     """
     if group.master is None or group.plan.weight.dtype == torch.float32:
         return
@@ -211,12 +218,16 @@ def promote_to_fp32(group: ParamGroup, what: str) -> None:
 
 
 def demote(group: ParamGroup, what: str) -> None:
-    """Store weight and gradient as before `promote_to_fp32`.
+    """Undo `promote_to_fp32`, with the current values of the main weight.
 
-    The weight is cast from the main weight. Gradients are dropped.
+    Gradients are dropped.
+
+    Args:
+        group: The group.
+        what: The name of the unit, for messages.
 
     Note:
-        Collective.
+        Collective: every rank that shares the group's slices must call it.
     """
     if group.master is None or group.planned.low is None:
         return
@@ -226,7 +237,7 @@ def demote(group: ParamGroup, what: str) -> None:
 
 
 def _store_anew(group: ParamGroup, values: FlatBuffer, what: str) -> None:
-    """Store a weight of these values of the main weight as it is planned now. Collective."""
+    """Store the weight as now planned, made from these main weights. Collective."""
     assert group.master is not None
     allocate_weight(group, what)
     if group.plan.master_is_split:

@@ -1,8 +1,8 @@
-"""A wrapped model at work: what the engine and the optimizer ask of it.
+"""The runtime of a wrapped model, which the engine and the optimizer use.
 
-`loss.backward()` alone drives everything: torch's hooks call `Forward` and `Backward`, which run
-the schedule (`executor.py`). Hooks hold them weakly, so that dropping an engine returns its memory
-at once.
+`loss.backward()` drives everything: PyTorch's hooks call `Forward` and `Backward`, which run the
+schedule (`executor.py`). Hooks refer weakly to these objects, so that deleting an engine frees its
+memory at once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ from .unit import Unit
 
 
 class Runtime:
-    """One wrapped model at work.
+    """The runtime of one wrapped model.
 
     Attributes:
-        step: Where the model is in its step.
-        hooks: The handles of all hooks on the model, empty after they were removed.
-        after_steps: What extensions do after each step, on every rank.
+        model: The model.
+        units: The units, the root first.
+        settings: The current settings of the plan.
+        machine: The machine of the plan.
+        comm: The world's communicator.
+        comm_ctx: The ranks that share slices.
+        step: The state of the step.
+        hooks: The handles of all hooks on the model; empty after they were removed.
+        after_steps: Functions that extensions run after each step, on every rank.
     """
 
     def __init__(
@@ -78,10 +84,10 @@ class Runtime:
 
     @property
     def plan(self) -> Plan:
-        """The plan this run follows now.
+        """The current plan of the model.
 
-        Since it was built groups may have been divided, promoted or laid out anew, and the order of
-        units agreed.
+        It differs from the first plan if groups were divided, promoted or laid out again, or if the
+        ranks have agreed on the order of units.
         """
         units = tuple(unit.planned for unit in self.units)
         return replace(
@@ -90,12 +96,12 @@ class Runtime:
 
     @property
     def root(self) -> Unit:
-        """The unit of everything that no block owns."""
+        """The unit of the parameters that no other unit has."""
         return self.units[0]
 
     @property
     def groups(self) -> list[ParamGroup]:
-        """Every group, unit by unit; the same order on every rank."""
+        """All groups, unit by unit, in the same order on every rank."""
         return [group for unit in self.units for group in unit.groups]
 
     @property
@@ -104,23 +110,28 @@ class Runtime:
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether the model was let go; its slices stay until another engine takes them over."""
+        """Whether the hooks were removed; the slices stay until another engine takes them."""
         return not self.hooks
 
     def remove_hooks(self) -> None:
-        """Undo the hooks; the parameters stay as they are."""
+        """Remove all hooks; the parameters stay as they are."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
 
     def add_group(self, unit: Unit, group: ParamGroup) -> None:
-        """Drive a group of a unit, and hook its gradients if it is trained."""
+        """Drive a group, and hook its gradients if it is trained.
+
+        Args:
+            unit: The unit of the group.
+            group: The group.
+        """
         group.runtime = weakref.ref(self)
         if group.trainable:
             self.hooks += self.backward.watch_grads(unit.number, group)
 
     def replan(self) -> None:
-        """Plan the schedule and the checks again after units got other groups. Local.
+        """Plan the schedule and the checks again after the groups of units changed. Local.
 
         Every rank must call it.
         """
@@ -144,9 +155,9 @@ class Runtime:
 
     @property
     def comm_of_units(self) -> Comm:
-        """Return the communicator of all ranks with the same units.
+        """The ranks that have the same units, whatever part of them each rank holds.
 
-        Each rank may have another part of the units. Ranks of other stages do not belong to it.
+        These are all ranks except those of other pipeline stages.
         """
         return self.comm if "pp" in self.comm.along else self.comm.whole
 
@@ -154,10 +165,10 @@ class Runtime:
         return next(unit for unit in self.units if group in unit.groups)
 
     def fetch(self, group: ParamGroup) -> bool:
-        """Gather a group's unit because a sharded parameter is read.
+        """Gather a group's unit because a program reads one of its sharded parameters.
 
         Returns:
-            False outside forward and backward.
+            False outside forward and backward, where nothing is gathered.
         """
         active = self.step.active
         if self.step.phase is Phase.IDLE and not active and backward_id() == -1:
@@ -175,13 +186,13 @@ class Runtime:
         self.fetch(group)
 
     def after_step(self, *, drop: bool = True) -> None:
-        """Drop the gradients, and agree once on the order of units.
+        """Drop the gradients after a step and, once, agree on the order of units.
 
         Args:
-            drop: Drop the gradients.
+            drop: Drop the gradients; False to keep them.
 
         Note:
-            Collective.
+            Collective: every rank must call it.
         """
         if drop:
             self.backward.drop_grads()
@@ -195,9 +206,9 @@ class Runtime:
             hook(self)
 
     def send_as(self, compression: Compression) -> None:
-        """Send matrices with another compression of the same layout. Local.
+        """Send matrices in another compression of the same layout. Local.
 
-        Every rank must call it, between two steps.
+        Every rank must call it between the same two steps.
         """
         self.settings = replace(self.settings, compression=compression)
         for group in self.groups:
@@ -206,9 +217,12 @@ class Runtime:
         self.comm_ctx.pool.clear()
 
     def resize(self, settings: PlanSettings) -> None:
-        """Go on with other sizes, between two steps; every rank does so after the same step."""
+        """Use other sizes from now on.
+
+        Every rank must call it after the same step.
+        """
         self.settings = settings
         self.executor.replan(settings)
-        self.comm_ctx.pool.clear()  # buffers of the old sizes
+        self.comm_ctx.pool.clear()  # drop buffers of the old sizes
         for group in self.groups:
             group.comm_ctx = replace(group.comm_ctx, bucket_numel=settings.bucket_numel)

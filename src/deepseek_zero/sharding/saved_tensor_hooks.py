@@ -1,14 +1,15 @@
-"""What autograd saves of gathered weights: a place, not the memory.
+"""Saved-tensor hooks that save views of gathered weights by place, not by memory.
 
 Most operators save a view of the weight (`weight.t()`), which would keep the gathered buffer alive
-until backward. While a unit that is to be released runs its forward, these hooks save such views as
-(group, offset, size, stride) and restore them from the buffer gathered for backward.  They save
-memory only: without them a saved view keeps its old buffer and reads the same values.  Other
-tensors are kept as autograd would.  Where hooks of others are in force (checkpoint, save_on_cpu)
-everything goes to them: checkpoint saves nothing anyway, and counts what it sees, so a weight taken
-out of its sight would make the recomputation seem to differ.  A tile's weights are taken out of it
-all the same,
-when it is recomputed too: a recomputed layer would otherwise keep all its tiles.
+until backward. While a unit that will be released runs its forward, these hooks save such views as
+(group, offset, size, stride) and restore them from the buffer that backward gathers. They only save
+memory: without them a saved view keeps its old buffer and reads the same values. Other tensors are
+saved as usual.
+
+Inside the hooks of other packages (checkpoint, save_on_cpu) all tensors are passed on to those
+hooks. Checkpoint saves nothing anyway, but counts the tensors that it sees, so a missing weight
+would make the recomputation seem to differ. The weights of a tile are the exception, also when the
+tile is recomputed: a recomputed layer would otherwise keep all its tiles.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ Fetch = Callable[[ParamGroup], object]
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """A view of a gathered buffer, saved as its position.
+    """A view of a gathered buffer, saved by place.
 
-    `fetch(group)` gathers the group's unit if backward finds it sharded.
+    Attributes:
+        group: The group of the weight.
+        fetch: Gathers the group's unit if backward finds it sharded.
+        size: The size of the view.
+        stride: The stride of the view.
+        offset: The storage offset of the view.
     """
 
     group: ParamGroup
@@ -47,7 +53,12 @@ class SavedWeight:
 class SavedTensor:
     """Any other tensor, with its version.
 
-    The version is checked here, because hooks disable autograd's own check for in-place changes.
+    The version is needed because hooks disable autograd's own check for in-place changes.
+
+    Attributes:
+        tensor: The tensor, detached.
+        version: The version of the tensor when it was saved.
+        unit: The name of the unit, for messages.
     """
 
     tensor: Tensor
@@ -57,9 +68,11 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedByOthers:
-    """Any other tensor if hooks of another package are active.
+    """Any other tensor, packed by the hooks of another package.
 
-    It has the result of these hooks, and the function that converts it to a tensor again.
+    Attributes:
+        packed: The packed tensor.
+        restore: Unpacks it.
     """
 
     packed: Any
@@ -70,9 +83,14 @@ Saved = SavedWeight | SavedTensor | SavedByOthers
 
 
 class WeightHooks:
-    """The hooks for one forward of a gathered unit.
+    """The saved-tensor hooks of one forward of a gathered unit.
 
-    `outer` are the hooks of the enclosing unit, and `others` those of another package.
+    Attributes:
+        unit: The name of the unit.
+        fetch: Gathers a group's unit.
+        outer: The hooks of the surrounding unit, if any.
+        others: The hooks of another package, if any.
+        places: The gathered groups, by the address of their storage.
     """
 
     def __init__(
@@ -132,14 +150,18 @@ def _ours_in_force() -> WeightHooks | None:
 
 
 def others_see() -> bool:
-    """Return whether what autograd saves now goes to hooks of others (checkpoint, save_on_cpu)."""
+    """Return whether the current saved-tensor hooks are those of another package."""
     return outer_saved_tensor_hooks() is not None and _ours_in_force() is None
 
 
 def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
-    """Return the context for one forward of a gathered unit.
+    """Return the context manager for one forward of a gathered unit.
 
-    It does nothing inside hooks of other packages, except for a tile.
+    It does nothing inside the hooks of other packages, unless the unit is a tile.
+
+    Args:
+        unit: The unit.
+        fetch: Gathers a group's unit if backward finds it sharded.
     """
     if others_see() and not unit.is_tile:
         return nullcontext()

@@ -1,10 +1,10 @@
-"""The `.grad` of a sharded parameter.
+"""The `.grad` of a sharded gradient: a tensor whose operations act on slices.
 
-It is a tensor of the parameter's shape whose operations act on this rank's part. Element-wise
-operations act on every rank's part, without communication. In place (`mul_`, `+=`, `clamp_`,
-`torch._foreach_add_`) they change the gradient that the step uses. Out of place they return another
-such tensor, which may be assigned to `.grad`. Norms are taken over all ranks. Every other operation
-that would read or change elements raises, and the message says what to write instead.
+A `ShardedGradient` has the parameter's shape. Element-wise operations act on every rank's part
+without communication. In place (`mul_`, `+=`, `clamp_`, `torch._foreach_add_`) they change the
+gradient that the step uses; out of place they return another such tensor, which may be assigned to
+`.grad`. Norms are computed over all ranks. Every other operation that would read or change elements
+raises an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from .sharded_parameter import (
 
 @dataclass(frozen=True)
 class Part:
-    """Flat elements of one gradient that this rank has.
+    """The elements of one gradient on this rank.
 
-    `start` is the position of the first element in the parameter. `is_whole` means that every rank
-    has all elements, so that norms need no other rank.
+    Attributes:
+        values: The elements, flat.
+        start: The index of the first element in the parameter.
+        is_whole: Every rank has all elements, so that norms need no communication.
     """
 
     values: Tensor
@@ -45,26 +47,33 @@ class Part:
 
 
 class ShownGradients(Protocol):
-    """The gradients of a parameter group, as their handles use them (`GradEdits`)."""
+    """The gradients of a parameter group as seen by their handles (`GradEdits`)."""
 
     def shown_part(self, param: nn.Parameter) -> Part:
-        """Return this rank's part as it is now; AtRestError if the gradient is over."""
+        """Return this rank's current part; raise `AtRestError` if it was dropped."""
 
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
-        """Return the elements of a sharded weight at the places of a part."""
+        """Return the elements of a sharded weight that match a part."""
 
     def edited(self, param: nn.Parameter, *, alike: bool) -> None:
-        """Note that a part was changed in place. alike: by what is the same on every rank."""
+        """Record that a part was changed in place.
+
+        Args:
+            param: The parameter.
+            alike: The change is the same on all ranks.
+        """
 
     def norm(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
-        """Return the norm. Collective unless the part is whole."""
+        """Return the norm of order `order`. Collective unless the part is whole."""
 
     def whole(self, param: nn.Parameter, part: Part) -> Tensor:
-        """Return all elements, in the parameter's shape. Collective unless the part is whole."""
+        """Return all elements in the parameter's shape.
+
+        Collective unless the part is whole.
+        """
 
 
-# Functions whose result at one element depends on that element alone; with "_" behind them, in
-# place.
+# Functions whose result at an element depends only on that element; with a trailing "_", in place.
 ELEMENT_WISE = frozenset(
     """
     abs absolute add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max
@@ -74,7 +83,7 @@ ELEMENT_WISE = frozenset(
     rsqrt rsub sigmoid sign sqrt square sub subtract tanh true_divide where xlogy zero
     """.split()
 )
-# Operators that torch hands on under their own names.
+# Operators that torch passes to `__torch_function__` under their own names.
 OPERATORS = frozenset(
     "__rsub__ __rdiv__ __rtruediv__ __pow__ __rpow__ __ipow__ __and__ __or__ __xor__".split()
 )
@@ -83,9 +92,9 @@ NUMBER = (bool, int, float)
 
 
 class ShardedGradient(Tensor):
-    """A sharded gradient, or what was calculated from one, in its parameter's shape.
+    """A sharded gradient, or a value computed from one, in its parameter's shape.
 
-    Made by `sharded_gradient`; `full_tensor()` gathers it.
+    Created by `sharded_gradient`; `full_tensor()` gathers it.
     """
 
     @classmethod
@@ -104,7 +113,8 @@ class ShardedGradient(Tensor):
             return args[0]
         if (found := answer_without_elements(function, name, args, kwargs)) is not NEEDS_ELEMENTS:
             return found
-        # Of the whole shape, so that the same seed draws the same on any number of ranks
+        # The result has the whole shape, so that a seed gives the same numbers for any number of
+        # ranks.
         if name.endswith("_like"):
             with without_torch_function():
                 return function(args[0].as_subclass(Tensor), *args[1:], **kwargs)
@@ -121,7 +131,7 @@ class ShardedGradient(Tensor):
         raise _unreadable(_first(args, kwargs), name)
 
     def full_tensor(self) -> Tensor:
-        """All elements as a plain tensor of its own, on every rank.  Collective."""
+        """Return all elements as a new plain tensor on every rank. Collective."""
         param, gradients, part = _known(self, "full_tensor")
         return gradients.whole(param, part)
 
@@ -139,10 +149,10 @@ class ShardedGradient(Tensor):
 def sharded_gradient(
     param: nn.Parameter, nothing: Tensor, own: Part | None = None
 ) -> ShardedGradient:
-    """Return a handle for the gradient of a sharded parameter.
+    """Return a handle of a parameter's gradient.
 
     Args:
-        param: The parameter.
+        param: The parameter, which is held weakly.
         nothing: One element, expanded to the parameter's shape.
         own: The elements of the handle; None for the parameter's gradient at the time of each
             operation.
@@ -153,7 +163,7 @@ def sharded_gradient(
 
 
 def own_part_of(grad: Tensor) -> tuple[Any, Part | None]:
-    """The parameter that a handle is of, and its elements where they are its own."""
+    """Return the parameter of a handle, and the handle's own elements or None."""
     return grad.__dict__["param"](), grad.__dict__["own"]
 
 
@@ -181,7 +191,7 @@ def _first(args: Any, kwargs: Mapping[str, Any]) -> ShardedGradient:
 def _element_wise(
     function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call the function on this rank's part of every tensor among the arguments."""
+    """Call the function with this rank's part of every tensor in the arguments."""
     first = _first(args, kwargs)
     param, gradients, part = _known(first, name)
     in_place = name.endswith("_") and (not name.startswith("__") or name == "__ipow__")
@@ -229,7 +239,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _foreach(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run PyTorch's operation on each element of a list, one after another."""
+    """Apply torch's operation over lists to one tensor after another."""
     single = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     if single is None or not lists:

@@ -1,9 +1,9 @@
-"""Sharded parameters: they have their true shape, and cost four bytes.
+"""Sharded parameters: they have their full shape, but hold a single element.
 
-A read of a sharded parameter raises an error with an explanation. The same `nn.Parameter` object
-lives from before wrapping until after the last step, and only its class and its `.data` change.
-Unsharded it is a plain Parameter that is a view of a gathered buffer. Sharded its class is
-`ShardedParameter`, over a stride-0 NaN scalar. Its `.grad` is a `ShardedGradient`
+A parameter is the same `nn.Parameter` object from before wrapping to after the last step; only its
+class and its `.data` change. Unsharded, it is a plain parameter that views a gathered buffer.
+Sharded, its class is `ShardedParameter`, its data is a NaN scalar with stride 0, and operations
+that read its elements raise an error that names the alternative. Its `.grad` is a `ShardedGradient`
 (sharded_gradient.py).
 """
 
@@ -22,36 +22,34 @@ from ..base.errors import AtRestError
 
 
 class Owner(Protocol):
-    """The verbs of the group that owns a parameter (sharding/param_group.py)."""
+    """The group that owns a parameter, as seen by the parameter (param_group.py)."""
 
     def fetch_for(self, param: nn.Parameter) -> bool:
-        """Gather the parameter if a forward or backward is under way; False outside one."""
+        """Gather the parameter in a forward or backward; return False outside of them."""
         ...
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Store this rank's part of a full value.
-
-        A loader's copy_ to a sharded parameter does this.
-        """
+        """Store this rank's part of a full value, as for `copy_` of a loader."""
         ...
 
     def name_of(self, param: nn.Parameter) -> str: ...
 
     def is_in_engine(self) -> bool:
-        """Whether an engine that is alive holds the parameter."""
+        """Return whether an engine that is alive holds the parameter."""
         ...
 
 
 class ModelBuilder:
-    """An owner of parameters of a model that is still being built (extensions/zero_init.py)."""
+    """The owner of parameters of a model under construction (extensions/zero_init.py)."""
 
     def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-        """Return the parameter's flat values and the class that it uses.
+        """Hand the parameter over to the group that takes it.
 
-        The group that takes the parameter over gets them.
+        Returns:
+            The values, flat, and the class of the parameter while unsharded.
 
         Note:
-            Collective.
+            Collective: every rank must call it.
         """
         raise NotImplementedError
 
@@ -59,10 +57,19 @@ class ModelBuilder:
         raise NotImplementedError
 
     def answer(self, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operation gives that needs no elements; NEEDS_ELEMENTS if it can run.
+        """Return the result of an operation that needs no elements.
+
+        Args:
+            param: The parameter.
+            name: The name of the operation.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The result; `NEEDS_ELEMENTS` if the operation can run.
 
         Raises:
-            AtRestError: It cannot run.
+            AtRestError: The operation cannot run.
         """
         raise NotImplementedError
 
@@ -71,7 +78,7 @@ class ModelBuilder:
         raise NotImplementedError
 
 
-# Attributes and methods that say something about a parameter without reading its elements.
+# Attributes and methods that do not read a parameter's elements.
 SAFE = frozenset(
     """
     shape dtype device requires_grad grad is_leaf ndim layout is_sparse is_cuda is_cpu is_meta
@@ -89,13 +96,18 @@ SAFE = frozenset(
 def is_safe(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call reads no elements.
 
-    `type` returns a dtype, but converts the tensor if it has an argument.
+    `type` returns the dtype without an argument, and converts with one.
+
+    Args:
+        name: The name of the function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
     return name in SAFE and (name != "type" or len(args) + len(kwargs) == 1)
 
 
-# What model.to(), .float(), .cpu() call on every parameter, and the dtype or device that the name
-# alone asks for.
+# The conversions that model.to(), .float(), .cpu() apply to every parameter, with the dtype or
+# device that the name implies.
 CONVERSIONS: dict[str, torch.dtype | str | None] = {
     "to": None,
     "float": torch.float32,
@@ -112,14 +124,14 @@ NEEDS_ELEMENTS: Any = object()
 def answer_without_elements(
     function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return the result of a call that needs no elements, else NEEDS_ELEMENTS.
+    """Return the result of a call that reads no elements, or `NEEDS_ELEMENTS`.
 
-    Such a call reads no elements, or would convert the tensor to what it is already. Every
-    `__torch_function__` of a tensor without elements calls this first.
+    A conversion to the dtype and device that the tensor already has reads none. Every
+    `__torch_function__` of a tensor without elements calls this function first.
 
     Args:
-        function: The function that is called.
-        name: The name of the function.
+        function: The function.
+        name: The name of the function (`function_name`).
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
@@ -132,7 +144,7 @@ def answer_without_elements(
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The attribute of a property access, the name of anything else."""
+    """Return the name of a function, or of the attribute for a property access."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__", "__delete__"):
         return str(getattr(getattr(function, "__self__", None), "__name__", name))
@@ -140,10 +152,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 class OwnerReference:
-    """The only back-reference from a parameter to its group, and a weak one.
-
-    It is not pickled with the parameter.
-    """
+    """A weak reference from a parameter to its group; pickling drops the reference."""
 
     def __init__(self, owner: Owner | None = None) -> None:
         self.get: Callable[[], Any] = weakref.ref(owner) if owner is not None else _no_owner
@@ -157,23 +166,20 @@ def _no_owner() -> None:
 
 
 def owner_of(param: Tensor) -> Owner | None:
-    """Return the group a parameter belongs to; None for unwrapped parameters."""
+    """Return the group that a parameter belongs to; None for unwrapped parameters."""
     reference: OwnerReference | None = param.__dict__.get("_zero_owner")
     return reference.get() if reference is not None else None
 
 
 def set_owner(param: Tensor, owner: Owner) -> None:
-    """Remember, weakly, which group a parameter belongs to."""
+    """Record, weakly, the group that a parameter belongs to."""
     param.__dict__["_zero_owner"] = OwnerReference(owner)
 
 
 def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-    """Return a parameter's flat values and the class that it uses.
+    """Return a parameter's values, flat, and its class while unsharded.
 
-    A model builder gives the parameter up.
-
-    Note:
-        Collective if the parameter has a model builder.
+    A `ModelBuilder` that owns the parameter gives it up, which is a collective.
     """
     owner = owner_of(param)
     if isinstance(owner, ModelBuilder):
@@ -187,7 +193,7 @@ def clear_owner(param: Tensor) -> None:
 
 
 class ShardedParameter(nn.Parameter):
-    """The class of a sharded parameter between its uses."""
+    """The class of a parameter while it is sharded."""
 
     @classmethod
     def __torch_function__(
@@ -223,11 +229,14 @@ class ShardedParameter(nn.Parameter):
         return function(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, while the model is built; torch does not call `__torch_function__` for it."""
+        """Call torch's `set_` while the model is under construction, otherwise raise.
+
+        Torch does not call `__torch_function__` for this method.
+        """
         owner = owner_of(self)
         if not isinstance(owner, ModelBuilder) or not owner.fetch_for(self):
             raise _at_rest(self, "set_")
-        return self.set_(*args, **kwargs)  # the class has changed
+        return self.set_(*args, **kwargs)  # `fetch_for` has changed the class
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         with without_torch_function():
@@ -244,7 +253,13 @@ class ShardedParameter(nn.Parameter):
 
 
 def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a call converts to if it changes only the dtype; else None."""
+    """Return the target dtype of a call that changes only the dtype, or None.
+
+    Args:
+        name: The name of the function.
+        args: Its positional arguments, the tensor first.
+        kwargs: Its keyword arguments.
+    """
     implied = CONVERSIONS.get(name)
     if name not in CONVERSIONS and name != "type":
         return None
@@ -259,7 +274,7 @@ def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torc
 
 
 def reshard(param: nn.Parameter, nothing: Tensor) -> None:
-    """Turn an unsharded parameter into a sharded one.
+    """Make an unsharded parameter a sharded one.
 
     Args:
         param: The parameter.
@@ -270,12 +285,12 @@ def reshard(param: nn.Parameter, nothing: Tensor) -> None:
 
 
 def unshard(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
-    """Turn a sharded parameter into an unsharded one that is a view of `data`.
+    """Make a sharded parameter an unsharded one that views `data`.
 
     Args:
         param: The parameter.
         kind: The class that it had before wrapping.
-        data: The gathered values.
+        data: The values, in the parameter's shape.
     """
     param.__class__ = kind
     param.data = data
@@ -414,7 +429,7 @@ def _advice_at_rest(operation: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _optimizer_that_steps() -> str | None:
-    """Return the class of the torch optimizer that runs its step now."""
+    """Return the class name of the torch optimizer whose `step` is running, or None."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

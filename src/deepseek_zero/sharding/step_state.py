@@ -1,4 +1,4 @@
-"""Where a wrapped model is: in a forward, in a backward, and how far in its step."""
+"""The phase of a wrapped model, and its progress within a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Phase(Enum):
     BACKWARD = "backward"  # inside a backward that reached an output of the model
 
 
-# A backward may begin inside a forward, of an output so far, or after an exception ended a forward.
+# A backward of an intermediate output may begin inside a forward. It may also begin after an
+# exception ended a forward.
 PHASE_MOVES = {
     (Phase.IDLE, Phase.FORWARD),
     (Phase.IDLE, Phase.BACKWARD),
@@ -31,15 +32,16 @@ PHASE_MOVES = {
 
 
 class ForwardFrame:
-    """A unit whose forward runs now.
+    """A unit whose forward is running.
 
     Attributes:
-        was_unsharded: Its weights were unsharded before.
-        is_first: It was not used before in this forward; only a tile can be used again.
-        begin: The number of autograd's first node inside it; None if no gradient enters or leaves
-            the engine around it.
-        contexts: What to leave after it (saved-tensor hooks, autocast).
-        has_returned: Its forward came to its end.
+        unit: The unit.
+        was_unsharded: Its weights were already unsharded before.
+        is_first: This is its first use in this forward. Only a tile can be used again.
+        begin: The number of autograd's first node inside the forward; None if gradients need no
+            scaling at its borders.
+        contexts: The context managers to exit after the forward (saved-tensor hooks, autocast).
+        has_returned: The forward returned without an exception.
     """
 
     def __init__(self, unit: Unit, *, is_first: bool, begin: int | None) -> None:
@@ -52,30 +54,45 @@ class ForwardFrame:
 
 
 class FiniteRecords(Protocol):
-    """Records which inputs, outputs and gradients of units are finite (optim/nonfinite.py)."""
+    """Record which inputs, outputs and gradients of units are finite.
+
+    Implemented in optim/nonfinite.py.
+    """
 
     def record(self, what: str, unit: int, value: Any) -> None:
-        """Record a value ("input", "output" or "grad") of a unit, without waiting for it."""
+        """Record a value of a unit without waiting for it.
+
+        Args:
+            what: "input", "output" or "grad".
+            unit: The number of the unit.
+            value: The value, which may be nested.
+        """
 
     def origin_in_forward(self, order: Sequence[int]) -> int | None:
-        """Return the first unit that made a number that is not finite of finite ones."""
+        """Return the first unit with a non-finite output and finite inputs, or None."""
 
     def origin_in_backward(self, order: Sequence[int], sick_gradients: set[int]) -> int | None:
-        """Return the first unit with such a gradient and a finite incoming one."""
+        """Return the first unit with a non-finite gradient and a finite incoming one.
+
+        Args:
+            order: The numbers of the units in the order of the backward.
+            sick_gradients: The numbers of units with non-finite gradients.
+        """
 
 
 class StepState:
     """The state of one step of a wrapped model.
 
     Attributes:
-        active: The units whose forwards run now, outermost first.
-        parts: Modules of the root that run outside any unit's forward, outermost first.
+        active: The units whose forwards are running, outermost first.
+        parts: The modules of the root that run outside any unit's forward, outermost first.
         forwards: The number of forwards with gradients since the last backward.
         backwards: The number of backwards since the last step.
-        is_boundary: The next backward ends an accumulation: replicated gradients are reduced.
-        has_gradients: A backward has brought a gradient since gradients were dropped.
+        is_boundary: The next backward ends an accumulation, so that replicated gradients are
+            reduced.
+        has_gradients: A gradient has arrived since gradients were dropped.
         is_graphless: A loss without a graph was given since the last step.
-        nonfinite: Records where numbers stop being finite; None if it is not looked for.
+        nonfinite: Records of non-finite values; None if they are not tracked.
     """
 
     def __init__(self) -> None:
@@ -94,7 +111,7 @@ class StepState:
         return self._phase
 
     def enter(self, phase: Phase) -> None:
-        """Go on to another phase; only forwards and backwards do."""
+        """Change the phase, at the begin or end of a forward or backward."""
         if (self._phase, phase) not in PHASE_MOVES:
             raise AssertionError(
                 f"a wrapped model cannot go from {self._phase.value} to {phase.value}"
@@ -103,10 +120,13 @@ class StepState:
 
     @property
     def is_in_backward(self) -> bool:
-        """Return whether a backward of the model runs now; one that an exception ended does not."""
+        """Return whether a backward of the model is running.
+
+        A backward that an exception ended is not running, although the phase has not changed.
+        """
         return self._phase is Phase.BACKWARD and backward_id() != -1
 
     @property
     def is_between_steps(self) -> bool:
-        """Return whether no backward, and no forward with gradients, came after the last step."""
+        """Return whether no backward and no training forward ran since the last step."""
         return self.backwards == 0 and self.forwards == 0

@@ -1,6 +1,6 @@
-"""Units: parameter groups that are gathered, released and reduced together.
+"""A unit: parameter groups that are gathered, released and reduced together.
 
-The parameters of a transformer block are an example.
+The parameters of a transformer block are typically one unit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .param_group import ParamGroup
 class UnitState(Enum):
     """The states of a unit."""
 
-    SHARDED = "at rest"  # each rank holds its slices; parameters are `ShardedParameter`s
-    UNSHARDING = "gathering"  # the all-gather is under way; the buffer belongs to the transport
-    UNSHARDED = "in use"  # parameters view the gathered buffer
+    SHARDED = "at rest"  # parameters are `ShardedParameter`s
+    UNSHARDING = "gathering"  # the buffer belongs to the transport
+    UNSHARDED = "in use"  # parameters are views of the gathered buffer
 
 
 MOVES = {
@@ -32,10 +32,26 @@ MOVES = {
 
 
 class Unit:
-    """Parameter groups that are gathered and reduced together.
+    """Parameter groups that are gathered, released and reduced together.
 
-    The forward of `module` needs them. The root unit has all remaining groups. A unit that
-    `is_tile` exists only to save memory (auto_wrap_policy.py).
+    The root unit has the parameters that no other unit has.
+
+    Attributes:
+        name: The name of the module.
+        module: The module whose forward needs the parameters.
+        number: The index of the unit in the model; 0 for the root.
+        arrived: The ids of parameters whose gradient arrived in the current backward.
+        expected: The ids of parameters whose gradient is expected in a backward.
+        groups: All groups.
+        sharded: The groups whose weight must be gathered.
+        trained: The trainable groups.
+        group_of: The group of each trained parameter, by the parameter's id.
+        reduced_in_backward: The current backward has started the unit's reduction.
+        is_pinned: The unit stays unsharded whatever the schedule says, because many forwards and
+            backwards use it in turn.
+        is_promoted: Precision "auto" found that 16 bits are not enough for the unit.
+        is_tile: The unit exists only to save memory (auto_wrap_policy.py).
+        watch: Called with the unit after its weights were gathered; None if unused.
     """
 
     def __init__(
@@ -53,17 +69,13 @@ class Unit:
         self._state = UnitState.SHARDED
         self._gathers: list[Pending] = []
         self._reduces: list[Pending] = []
-        # Id(param) of gradients that arrived in the backward under way
         self.arrived: set[int] = set()
         self.set_groups(groups)
         self.reduced_in_backward = False
-        # Stays gathered whatever the schedule says: many forwards and backwards use it in turn
         self.is_pinned = False
-        self.is_promoted = False  # precision "auto" found that 16 bits do not do here
+        self.is_promoted = False
         self.is_tile = is_tile
-        self.watch: Callable[[Unit], None] | None = (
-            None  # is called when its weights have been gathered
-        )
+        self.watch: Callable[[Unit], None] | None = None
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Replace the unit's groups."""
@@ -82,7 +94,7 @@ class Unit:
 
     @property
     def waits_for_states(self) -> bool:
-        """Return whether a pending update of a sharded weight needs states from another memory."""
+        """Return whether a pending update of a sharded weight needs offloaded states."""
         return any(
             group.guard.pending is not None and group.plan.is_offloaded for group in self.sharded
         )
@@ -100,29 +112,29 @@ class Unit:
 
     @property
     def planned(self) -> UnitPlan:
-        """Return the plans of its groups as they are now."""
+        """Return the current plans of its groups."""
         return UnitPlan(self.name, tuple(group.planned for group in self.groups), self.is_tile)
 
     @property
     def gathered_numel(self) -> int:
-        """Return the elements that a gather brings to this rank."""
+        """Return the number of elements that a gather brings to this rank."""
         return sum(group.layout.padded_numel for group in self.sharded)
 
     @property
     def is_copied(self) -> bool:
-        """Return whether a gather makes copies, which a release frees.
+        """Return whether a gather makes copies that a release frees.
 
-        Otherwise weights are used in the memory in which they are stored.
+        If not, weights are used in the memory that holds them.
         """
         return any(group.weight_gather.makes_copies for group in self.sharded)
 
     @property
     def numel(self) -> int:
-        """Return the elements of all its groups, padding included: the largest message about it."""
+        """Return the elements of all groups with padding: the unit's largest message."""
         return sum(group.layout.padded_numel for group in self.groups)
 
     def explain(self) -> list[str]:
-        """Return one line per group: memory and dtype of weight, gradient, master and moments."""
+        """Return a line per group: memory and dtype of weight, gradient, master, moments."""
         return self.planned.explain(self.number)
 
     def members(self) -> list[ParamInfo]:
@@ -131,7 +143,7 @@ class Unit:
     # -- weights
 
     def unshard(self) -> None:
-        """Start the all-gathers of its groups, unless they have been started.
+        """Start the all-gathers of the groups unless they are in flight or done.
 
         Note:
             Collective within the gather lane.
@@ -143,10 +155,10 @@ class Unit:
             self._gathers = [group.gather(self.name) for group in self.sharded]
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gathers, and point the parameters at the gathered weights.
+        """Wait for the all-gathers, and make the parameters views of the weights.
 
         Raises:
-            PeerError: A rank failed.
+            PeerError: Another rank failed.
         """
         if self._state is UnitState.UNSHARDING:
             for pending in self._gathers:
@@ -161,7 +173,7 @@ class Unit:
     def reshard(self) -> None:
         """Shard the parameters again.
 
-        A gather in progress is waited for first, since the transport still writes its buffer.
+        A gather in flight is waited for first, because the transport still writes its buffer.
         """
         self.wait_for_unshard()
         if self._state is UnitState.UNSHARDED and not self.is_pinned:
@@ -170,9 +182,9 @@ class Unit:
                 group.reshard()
 
     def unpin(self) -> None:
-        """Allow the schedule to release the unit again, and release it.
+        """Let the schedule release the unit again, and release it.
 
-        This is called before a step, because the gathered weights are those from before the step.
+        Called before a step, because the gathered weights are those before the step.
         """
         self.is_pinned = False
         self.reshard()
@@ -181,7 +193,7 @@ class Unit:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every gradient that is expected in this backward has arrived."""
+        """Return whether every gradient that this backward expects has arrived."""
         return (
             bool(self.trained)
             and len(self.expected) <= len(self.arrived)
@@ -198,14 +210,14 @@ class Unit:
         """Start to complete the sums of one step.
 
         Note:
-            Collective among the ranks with the same slices.
+            Collective over the ranks that hold the same slices.
         """
         self._reduces += [
             group.gradient.complete_sum(self.name) for group in self.trained if not group.is_idle
         ]
 
     def issue_reduces(self) -> None:
-        """Issue the remaining messages of the unit's sums.
+        """Issue the remaining messages of its reductions.
 
         Note:
             Collective within the reduce lane.

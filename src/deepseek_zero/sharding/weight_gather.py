@@ -1,4 +1,4 @@
-"""How the slices of one group become the whole weight: an extension point of the core."""
+"""How slices become the whole weight of a group: an extension point of the core."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .group import Group
 
 
 class WeightGather:
-    """Gathers a weight by one all-gather into a buffer of the pool: the default.
+    """Gather a weight with one all-gather into a buffer of the pool; the default.
 
     Extensions derive from this class. All ranks use the same class for a group.
     """
 
-    #: A gather fills a buffer that is lent; if not, the weight is used in the memory it lies in.
+    #: A gather fills a lent buffer. If False, the weight is used in the memory that holds it.
     makes_copies = True
-    #: `refresh` needs the core, so that few refreshes run at the same time.
+    #: `refresh` computes on the CPU, so that few refreshes should run at the same time.
     computes = False
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        # Of the parameters, if the gathered weight is always in the same memory
+        # The views of the parameters, if the gathered weight is always in the same memory.
         self.views: list[Tensor] = []
 
     def allocate(self, what: str) -> FlatBuffer:
@@ -39,7 +39,7 @@ class WeightGather:
     # -- sharded weights (stage 3)
 
     def lend(self) -> FlatBuffer:
-        """Return the buffer that `gather` fills, until `give_back`."""
+        """Return the buffer that `gather` fills; it is in use until `give_back`."""
         group = self.group
         memory = group.comm_ctx.pool.take(group.layout.padded_numel, group.weight.spec.dtype)
         return group.weight.gathered_in(memory, group.plan.weight.wire)
@@ -49,34 +49,45 @@ class WeightGather:
         self.group.comm_ctx.pool.give(whole.memory)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to bring all slices to `whole`. Collective within the gather lane."""
+        """Start to gather all slices into `whole`.
+
+        Args:
+            whole: The output, from `lend`.
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective within the gather lane.
+        """
         return move(self.group.weight, whole, self.group.comm_ctx, what)
 
-    # -- weights that every rank has whole, and whose main weights are sharded (stages 1 and 2)
+    # -- replicated weights with sharded main weights (stages 1 and 2)
 
     def refresh(self, what: str, *, is_update: bool) -> Pending:
-        """Start to bring the changed slices to every rank. Collective.
+        """Start to send the changed slices to every rank.
 
         Args:
             what: The name of the unit, for messages.
-            is_update: A step has changed them; otherwise they were written.
+            is_update: A step has changed the slices; False if a program wrote them.
+
+        Note:
+            Collective: every rank that shares the group's slices must call it.
         """
         group = self.group
         weight = group.weight
         own = FlatBuffer(group.layout, replace(weight.spec, placement=S), group.own_weight)
         return move(own, weight, group.comm_ctx, what)
 
-    # -- what happens to a weight
+    # -- writes
 
     def before_write(self, what: str) -> None:
         """Wait until no other rank reads this rank's part of the weight. Collective."""
 
     def changed(self) -> None:
-        """Make the next gather use the current weight. Local.
+        """Make the next gather fetch the current weight. Local.
 
         Every rank must call it, between the same two gathers.
         """
 
     def buffers(self) -> list[FlatBuffer]:
-        """Return the buffers that this object holds beside the weight."""
+        """Return the buffers that this object keeps in addition to the weight."""
         return []

@@ -1,7 +1,7 @@
-"""Turn a model into units on flat buffers.
+"""Wraps a model: converts it into units of flat buffers, one unit at a time.
 
-This is done unit by unit, so that the peak memory is the model plus one unit. Collective: ranks
-first compare what they are about to shard, then take rank 0's values.
+The peak of memory is therefore the model plus one unit. The ranks first compare what they are about
+to shard, then take rank 0's values.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ from .runtime import Runtime
 from .unit import Unit
 from .weight_gather import WeightGather
 
-# Gives a model on the meta device its values, and yields each module that has got them.
+# Gives a model on the meta device its values, and yields each module that has received them.
 Materialise = Callable[[nn.Module, Comm, torch.device], Iterator[nn.Module]]
 MakeParts = Callable[[Plan, Comm, CommContext], GroupParts]
 
 
 def plain_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
-    """Return the parts of groups without extensions."""
+    """Return the parts of groups without extensions.
+
+    Args:
+        plan: The plan; unused.
+        comm: The world's communicator; unused.
+        comm_ctx: The ranks that share slices; unused.
+    """
     return GroupParts(lambda group, _: WeightGather(group), GradReduction)
 
 
@@ -50,19 +56,22 @@ def wrap_model(
     rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
     materialise: Materialise | None = None,
 ) -> Runtime:
-    """Shard a model in place as planned, and install hooks.
+    """Shard a model in place as planned, and hook it.
 
     Args:
-        model: The model, whole.
-        plan: What to build.
+        model: The whole model.
+        plan: The plan.
         comm: The world's communicator, laid out on its mesh.
-        tiers: The memories that the plan uses next to the training device.
+        tiers: The memories that the plan uses in addition to the training device.
         make_parts: Returns the parts that extensions replace. Collective.
-        rules: What the API lets a program do with the model.
-        materialise: Makes values for a model on the meta device; None if it has its values.
+        rules: The rules of the API for changes of the model.
+        materialise: Gives a model on the meta device its values; None if it has values.
+
+    Raises:
+        ModelMismatchError: Ranks differ in the model or the settings.
 
     Note:
-        Collective: every rank passes the same model and settings.
+        Collective: every rank must call it with the same model and settings.
     """
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
@@ -96,20 +105,20 @@ def wrap_model(
     for number, unit in enumerate(plan.units):
         module = modules[unit.name] if number else model
         units.append(Unit(unit.name, module, built[number], number, is_tile=unit.is_tile))
-    pool.clear()  # what units were packed in on their way to their slices
+    pool.clear()  # drop the buffers in which units were packed
     _place_buffers(model, comm, device)
     return Runtime(model, units, comm_ctx, plan, rules)
 
 
 def _sharers(key: GroupKey | None) -> int:
-    """How many neighbours along "tp" have summands of a group's gradients, this rank among them."""
+    """Return how many ranks along "tp" add up gradients of a group, this one included."""
     return max(1, len(key.sharers)) if key is not None else 1
 
 
 def _of_all_ranks(wanted: Collection[int], world: Comm) -> list[int]:
-    """Return all numbers except 1 that any rank wants, sorted.
+    """Return the numbers of sharers above 1 on any rank, sorted. Collective.
 
-    The numbers differ between pieces of a model. Collective.
+    Ranks may hold pieces of the model that differ in these numbers.
     """
     if world.size == 1:
         return []
@@ -124,10 +133,7 @@ def _as_they_get_values(
     comm: Comm,
     materialise: Materialise | None,
 ) -> Iterator[int]:
-    """Yield the numbers of units whose parameters all have values.
-
-    Units of a model on the meta device are yielded as soon as their values have been made.
-    """
+    """Yield the number of each unit as soon as all its parameters have values."""
     lacking = {
         number: {
             id(params[name])
@@ -151,7 +157,10 @@ def _as_they_get_values(
 
 
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
-    """Buffers (running statistics, masks) stay whole on every rank; rank 0's values win."""
+    """Move buffers (running statistics, masks) to the device, with rank 0's values.
+
+    Every rank keeps them whole.
+    """
     for name, buffer in model.named_buffers():
         if buffer.device != device:
             buffer.data = buffer.data.to(device)
@@ -162,14 +171,20 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
 
 
 def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
-    """Raise on every rank if the ranks are about to shard different models.
+    """Raise on every rank if ranks differ in their model or settings.
 
-    Parameters (names, shapes, dtypes, order), buffers, units and settings are compared.
+    The comparison covers parameters (names, shapes, dtypes, order), buffers, units and settings.
 
     Args:
-        model: The model.
-        plan: The plan of this rank.
+        model: The whole model.
+        plan: The plan.
         comm: The world's communicator.
+
+    Raises:
+        ModelMismatchError: Ranks differ.
+
+    Note:
+        Collective: every rank must call it.
     """
     why = (
         "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and "
