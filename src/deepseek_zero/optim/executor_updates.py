@@ -1,4 +1,4 @@
-"""What the executor calls of an optimizer: in backward, and when parameters join."""
+"""Notify an optimizer of events in backward, and add parameters that join later."""
 
 from __future__ import annotations
 
@@ -47,9 +47,12 @@ class ExecutorUpdates:
             )
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """Update the parameters of these groups, too.
+        """Update the parameters of more groups.
 
-        Each stays in the parameter group in which it was given.
+        Each parameter stays in the parameter group in which the optimizer received it.
+
+        Args:
+            groups: The new groups of the wrapped model. Frozen groups are skipped.
         """
         self._shards.finish()
         new = {id(group) for group in groups if group.trainable}
@@ -69,10 +72,16 @@ class ExecutorUpdates:
             )
 
     def add_group(self, param_group: dict[str, Any]) -> None:
-        """Update more parameters of the wrapped model, with their own hyper-parameters.
+        """Add a parameter group with hyper-parameters of its own.
+
+        Args:
+            param_group: Parameters of the wrapped model under "params", and their hyper-parameters.
+
+        Raises:
+            UsageError: A parameter is already in a group, or a policy cannot add parameters.
 
         Note:
-            Collective: every rank must call it, between steps.
+            Collective: every rank must call it, between two steps.
         """
         shards = self._shards
         given = param_group["params"]

@@ -1,4 +1,4 @@
-"""Chooses torch's fused kernels for an optimizer that leaves the choice open."""
+"""Enable PyTorch's fused kernels for optimizers that leave the choice open."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 
 def are_updated_on_cpu(runtime: Runtime) -> bool:
-    """Return whether a CPU updates all main weights."""
+    """Return whether all main weights are updated on a CPU."""
     masters = [group.master for group in runtime.trained_groups]
     return all(each is None or each.update_device == CPU for each in masters)
 
 
 def prefer_fused(optimizer: Optimizer, *, on_cpu: bool) -> None:
-    """Choose PyTorch's fused kernels unless the user has made a choice.
+    """Enable PyTorch's fused kernels where the user left the choice open.
 
-    Fused kernels need one pass over memory instead of many. Nothing changes if the class has none.
+    A fused kernel reads and writes memory once instead of many times.
 
     Args:
         optimizer: The inner optimizer.

@@ -1,4 +1,4 @@
-"""State that an optimizer has for a parameter before its first update over slices."""
+"""Optimizer states that exist before the first update of the shards."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ from .updater import MasterShard, ParamOverlap
 
 
 class InitialStates(Protocol):
-    """State of whole parameters that is cut for shards."""
+    """States of whole parameters, from which the states of shards are cut."""
 
     def describe(self) -> list[str]:
         """Return one line per state, the same on ranks that have the same state."""
         ...
 
     def release_trained(self) -> None:
-        """Drop the state of parameters that require a gradient.
+        """Drop the states of trainable parameters.
 
-        Call it after the state was cut for their shards.
+        Call it after the states of their shards were cut.
         """
         ...
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return what parameters must have in common to share a shard.
+        """Return the state names and counters that parameters of one shard must share.
 
-        These are the kinds of state and the scalar values.
+        Args:
+            overlap: The part of a parameter that is in the shard.
         """
         ...
 
     def cut_for(self, shard: MasterShard) -> dict[str, Any]:
-        """Return the state of a shard whose parameters agree in `counters`; empty without one.
+        """Return the state of a shard, or an empty dict if there is none.
+
+        Args:
+            shard: A shard whose parameters agree in `counters`.
 
         Raises:
             UsageError: A state cannot be cut.
@@ -46,9 +50,9 @@ class InitialStates(Protocol):
 
 
 def makes_states(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer that was just built has made state.
+    """Return whether the class of a new optimizer makes state at construction.
 
-    A rank without a slice returns whether it would have made state.
+    If this rank has no slice, a probe optimizer with one element is built to find out.
     """
     if optimizer.state or any(group["params"] for group in optimizer.param_groups):
         return bool(optimizer.state)
@@ -57,20 +61,18 @@ def makes_states(optimizer: Optimizer) -> bool:
     probe = {**optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(1))]}
     try:
         return bool(states_at_construction(optimizer, probe))
-    except UsageError:  # it cannot be built here, so nothing says that it makes state
+    except UsageError:  # the class cannot be built here, so assume that it makes no state
         return False
 
 
 def states_at_construction(
     optimizer: Optimizer, group: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Return the state that an optimizer's class creates at construction for a group.
-
-    The class is built with the optimizer's arguments.
+    """Return the state that an optimizer's class makes at construction.
 
     Args:
-        optimizer: The optimizer.
-        group: The parameter group.
+        optimizer: The optimizer whose class and default arguments are used.
+        group: The parameter group for which the state is made.
 
     Raises:
         UsageError: The class cannot be built from the optimizer's defaults.

@@ -1,4 +1,4 @@
-"""Loads and resets the states of the inner optimizer, as a whole."""
+"""Save, load and reset all states of the inner optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .shard_set import ShardSet
 
 
 def reset_states(shards: ShardSet) -> dict[Tensor, dict[str, Any]]:
-    """Reset the optimizer to before its first step; return the states that were there."""
+    """Reset the optimizer to before its first step and return its previous states."""
     shards.finish()
     for shard in shards.all():
         shard.group.guard.before_write()
@@ -23,7 +23,7 @@ def reset_states(shards: ShardSet) -> dict[Tensor, dict[str, Any]]:
 
 
 def discard_updates(shards: ShardSet) -> None:
-    """Drop every update that is not over: other states are about to be loaded."""
+    """Discard all unfinished updates, because other states are about to be loaded."""
     shards.updater.refuse_mixture()
     for policy in shards.policies:
         policy.discard()
@@ -32,7 +32,7 @@ def discard_updates(shards: ShardSet) -> None:
 def saved_states(shards: ShardSet) -> dict[str, Any]:
     """Return this rank's state of the inner optimizer, with the ranges of its shards.
 
-    Moments must be loaded (`ShardedOptimizer.load_states`).
+    The moments must be in memory (see `ShardedOptimizer.load_states`).
     """
     stretches = [
         [(shard.names[0], shard.start, shard.stop) for shard in of_group]
@@ -44,7 +44,12 @@ def saved_states(shards: ShardSet) -> dict[str, Any]:
 
 
 def load_saved_states(shards: ShardSet, state: dict[str, Any]) -> None:
-    """Load what `saved_states` returned on the same rank, world size and stage."""
+    """Load the result of `saved_states` from the same rank, world size and stage.
+
+    Args:
+        shards: The shards whose states are replaced.
+        state: The result of `saved_states`.
+    """
     discard_updates(shards)
     shards.updater.updates = int(state["updates"])
     reset_states(shards)
@@ -53,11 +58,11 @@ def load_saved_states(shards: ShardSet, state: dict[str, Any]) -> None:
 
 
 def load_inner(shards: ShardSet, state: dict[str, Any]) -> None:
-    """Load states into the inner optimizer, and move them to their tiers.
+    """Load states into the inner optimizer and move them to their tiers.
 
     Args:
-        shards: The shards of the optimizer. Shards without an entry keep their states.
-        state: The states to load.
+        shards: The shards. A shard without an entry in `state` keeps its state.
+        state: A state dict of the inner optimizer.
     """
     kept = dict(shards.inner.state)
     with undecorated():

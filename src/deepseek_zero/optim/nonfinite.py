@@ -1,8 +1,7 @@
-"""Finds and logs the unit in which gradients stop being finite.
+"""Find and log the unit in which gradients stop being finite.
 
-verdict.py says whether a step was finite. After a step that was not, the outputs of units are
-checked for one step. If that step is not finite either, the ranks agree on the unit where a number
-first stopped being finite. A policy (update_policy.py) may act on that unit.
+A non-finite step turns on checks of all unit outputs during the next step. If that step is not
+finite either, the ranks agree on the first unit with a non-finite number.
 """
 
 from __future__ import annotations
@@ -27,15 +26,18 @@ LATER = "If the next step is like it, the unit where it begins is named."
 
 
 class NonFiniteReport:
-    """Reports consecutive steps whose gradient was not finite.
-
-    Attributes:
-        watches: Also report if a dynamic loss scale makes such steps usual.
-    """
+    """Reports consecutive steps whose gradient was not finite."""
 
     def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
+        """Start with no such step.
+
+        Args:
+            runtime: The runtime of the wrapped model.
+            scaler: The loss scaler, if losses are scaled. A dynamic scale makes such steps usual.
+            watches: Look for the unit even if such steps are usual.
+        """
         self.runtime = runtime
-        # The scale is looked for; the scaler says what it does
+        # A dynamic loss scale overflows on purpose; the scaler logs these steps
         self.is_usual = scaler is not None and scaler.dynamic
         self.watches = watches or not self.is_usual
         self.in_a_row = 0
@@ -43,18 +45,18 @@ class NonFiniteReport:
     def after_step(
         self, squares: Sequence[float], *, is_finite: bool, skipped: bool, step: int
     ) -> Unit | None:
-        """Return the unit in which nonfinite numbers begin, if it is known.
+        """Return the unit in which non-finite numbers first appear, or None if unknown.
 
-        Call it after every nonfinite step, and after the first finite step that follows.
+        Call it after every step that was not finite, and after the first finite step that follows.
 
         Args:
-            squares: Sum of the gradient's squares of each trained group.
-            is_finite: The gradients of the step were finite.
-            skipped: The step was skipped.
-            step: Number of the step.
+            squares: The sum of squares of each trained group's gradient.
+            is_finite: The gradient norm of the step was finite.
+            skipped: The step changed no state.
+            step: The number of the step, for the log.
 
         Note:
-            Collective from the second consecutive nonfinite step on.
+            Collective from the second non-finite step in a row.
         """
         watcher = self.runtime.step.nonfinite
         self.runtime.step.nonfinite = None
@@ -65,7 +67,7 @@ class NonFiniteReport:
         unit = self._unit_named(squares, watcher) if watcher is not None else None
         if self.watches:
             self.runtime.step.nonfinite = NonFiniteDetector()
-        # The 1st, 2nd, 4th, 8th, ...
+        # Log the 1st, 2nd, 4th, 8th ... such step
         if not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0:
             log_once(self._describe(squares, unit, skipped=skipped, step=step), logging.WARNING)
         return unit
@@ -116,11 +118,7 @@ class NonFiniteReport:
         }
 
     def _unit_named(self, squares: Sequence[float], watcher: FiniteRecords) -> Unit | None:
-        """Return the unit where nonfinite numbers begin, on the rank that saw it first.
-
-        Note:
-            Collective.
-        """
+        """Return the unit in which the ranks first saw a non-finite number. Collective."""
         runtime = self.runtime
         forward = runtime.executor.schedule.forward.order
         backward = runtime.executor.schedule.backward.order
@@ -128,7 +126,7 @@ class NonFiniteReport:
             watcher.origin_in_forward(forward),
             watcher.origin_in_backward(backward, self._nonfinite_units(squares)),
         ]
-        # The root is blamed last
+        # The root comes last, so that a block is reported if possible
         orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]
         row = torch.full((2,), NOBODY)
         for k, unit in enumerate(seen):
@@ -142,16 +140,22 @@ class NonFiniteReport:
 
 
 class NonFiniteDetector:
-    """Records which values of each unit were finite in the current step.
+    """Records which values of each unit were not finite in the current step.
 
-    These are the inputs, the outputs and the incoming gradients.
+    The values are inputs, outputs and incoming gradients.
     """
 
     def __init__(self) -> None:
         self._sick: dict[tuple[str, int], Tensor] = {}
 
     def record(self, what: str, unit: int, value: Any) -> None:
-        """Note one value ("input", "output", "grad") of a unit; does not wait for the device."""
+        """Check one value of a unit without a wait for the device.
+
+        Args:
+            what: The kind of value: "input", "output" or "grad".
+            unit: The number of the unit.
+            value: A tensor or a nested structure of tensors.
+        """
 
         def look(tensor: Tensor) -> Tensor:
             if tensor.is_floating_point():
@@ -163,13 +167,23 @@ class NonFiniteDetector:
         map_tensors(value, look)
 
     def has_nonfinite(self, what: str, unit: int) -> bool:
+        """Return whether a recorded value was not finite. It waits for the device.
+
+        Args:
+            what: The kind of value: "input", "output" or "grad".
+            unit: The number of the unit.
+        """
         found = self._sick.get((what, unit))
         return found is not None and bool(found)
 
     def origin_in_forward(self, order: Sequence[int]) -> int | None:
-        """Return the first unit in forward order that made a nonfinite output.
+        """Return the first unit that computed non-finite outputs from finite inputs.
 
-        Its inputs were finite. The root is returned if the inputs of blocks were not finite.
+        Return the root if a unit received non-finite inputs although all earlier outputs were
+        finite.
+
+        Args:
+            order: The numbers of the units in forward order; the root comes first.
         """
         root, *blocks = order
         for unit in blocks:
@@ -180,9 +194,11 @@ class NonFiniteDetector:
         return root if self.has_nonfinite("output", root) else None
 
     def origin_in_backward(self, order: Sequence[int], sick_gradients: set[int]) -> int | None:
-        """Return the first unit in backward order that made nonfinite gradients.
+        """Return the first unit that turned a finite gradient into non-finite ones.
 
-        Its incoming gradient was finite, and the gradients of its parameters were not.
+        Args:
+            order: The numbers of the units in backward order; the root comes first.
+            sick_gradients: The units whose parameter gradients are not finite.
         """
         root, *blocks = order
         for unit in blocks:

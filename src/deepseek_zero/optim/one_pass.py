@@ -71,7 +71,12 @@ class Memory:
     states: tuple[Tensor, ...]
 
     def part(self, low: int, high: int) -> Memory:
-        """Return views of the elements of a range."""
+        """Return views of a range of elements.
+
+        Args:
+            low: The first element.
+            high: The end of the range, exclusive.
+        """
         other = None if self.other is None else self.other.view(-1)[low:high]
         states = tuple(state.view(-1)[low:high] for state in self.states)
         return Memory(self.gradient.view(-1)[low:high], self.main.view(-1)[low:high], other, states)
@@ -89,7 +94,14 @@ class Memory:
 
 
 def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str) -> Layout:
-    """Return how a shard is stored. moments: the format of the plan, "fp32" or "bf16"."""
+    """Return how a shard is stored.
+
+    Args:
+        gradient: The gradient.
+        main: The first tensor that `MasterWeight.for_kernel` returns.
+        other: The second tensor that `MasterWeight.for_kernel` returns, or None.
+        moments: The planned format of the moments, "fp32" or "bf16".
+    """
     is_split = other is not None and other.dtype == torch.int16
     published = other.dtype if other is not None and not is_split else None
     return Layout(
@@ -102,7 +114,7 @@ def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str
 
 
 def planned_layout(plan: ShardPlan) -> Layout:
-    """Return how a plan stores a group that has a kernel: what `layout_of` finds at its update."""
+    """Return the layout that `layout_of` will return when this group is updated."""
     assert plan.grad is not None
     has_both = plan.master is not None and not plan.master_is_weight and not plan.master_is_split
     is_published = has_both and plan.weight.dtype in LOW_PRECISION
@@ -119,8 +131,9 @@ def planned_layout(plan: ShardPlan) -> Layout:
 class OnePass:
     """The kernels for the shards of one optimizer.
 
-    Attributes: refused: The rule of a kernel that differs from its definition here, or cannot be
-        compiled; else empty.
+    Attributes:
+        refused: The rule whose kernel cannot be compiled here or differs from its definition. It is
+            empty if there is none.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -164,6 +177,11 @@ class OnePass:
         """Return whether a kernel gives the same bits as its definition on a device.
 
         This compiles the kernel.
+
+        Args:
+            variant: The variant of the update.
+            layout: How the memory is stored.
+            device: The device that runs the kernel.
         """
         is_exact = (
             self._cpu.is_exact(variant, layout)
@@ -192,10 +210,14 @@ class OnePass:
             compile_squares(layout.gradient)
 
     def counter(self, param: Tensor, group: GroupUpdate) -> Counter | None:
-        """Return the optimizer's own counter of the updates of a shard; None if it has none.
+        """Return the optimizer's own update counter of a shard, or None if it has none.
 
-        The counter may be on a GPU. It is read once, and again if something else changed it, so no
-        step waits for it.
+        The counter may be on a GPU. It is read once, and again only if other code changed it, so
+        that no step waits for it.
+
+        Args:
+            param: The shard's parameter.
+            group: The update of its parameter group.
         """
         if not group.rule.counts:
             return None
@@ -255,7 +277,12 @@ class OnePass:
             counter.version = version_of(counter.tensor)
 
     def settle(self, param: Tensor, group: GroupUpdate | None) -> None:
-        """Replace every NaN in a shard and its states by the canonical NaN, on a CPU."""
+        """Replace every NaN in a shard and its states by the canonical NaN, on a CPU.
+
+        Args:
+            param: The shard's parameter.
+            group: The update of its parameter group, or None if no kernel updates it.
+        """
         is_settled = param.device == CPU and param.dtype == torch.float32
         if group is None or param.grad is None or not is_settled:
             return

@@ -1,4 +1,4 @@
-"""Errors and warnings about what ranks must agree on: their optimizers, and gradients at a step."""
+"""Check that the ranks agree on their optimizers and on the gradients of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from .verdict import Verdict, absent_among
 
 
 def compare_optimizers(shards: ShardSet, initial_states: InitialStates | None) -> None:
-    """Raise on every rank if the optimizers of the ranks differ. Their numbers of shards may.
+    """Raise on every rank if the optimizers of the ranks differ.
+
+    The number of shards may differ between ranks.
 
     Args:
         shards: The shards of this rank's optimizer.
@@ -50,7 +52,7 @@ def report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int) 
         runtime: The runtime of the wrapped model.
         verdict: The facts that the ranks agreed on.
         step: The number of the step.
-        idle_steps: The number of such steps so far; the 1st, 2nd, 4th, 8th ... are logged.
+        idle_steps: The number of such steps so far. The 1st, 2nd, 4th, 8th ... are logged.
 
     Raises:
         UsageError: A rank's loss had no graph; raised on all ranks.
@@ -73,14 +75,19 @@ def report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int) 
 
 
 def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
-    """Raise on every rank since ranks changed `.grad` in ways that contradict each other.
+    """Raise on every rank because the ranks made contradictory changes to `.grad`.
+
+    Call it before any state changes.
 
     Args:
         runtime: The runtime of the wrapped model.
-        verdict: The facts that the ranks agreed on; `is_contradictory`.
+        verdict: The facts that the ranks agreed on; `is_contradictory` is true.
+
+    Raises:
+        UsageError: Always.
 
     Note:
-        Collective: every rank must call it. No state has changed yet.
+        Collective: every rank must call it.
     """
     if len(set(verdict.absences)) > 1:
         agree(

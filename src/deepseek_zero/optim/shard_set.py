@@ -1,4 +1,4 @@
-"""The shards of the master weights that an optimizer updates, and their tiles."""
+"""The shards of the main weights that an optimizer updates, and their tiles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .updater import (
 
 
 class ShardSet:
-    """The shards of one optimizer: cut out of its parameter groups, and joined into tiles.
+    """The shards of one optimizer, cut from its groups and combined into tiles.
 
     Attributes:
         runtime: The runtime of the wrapped model.
@@ -43,14 +43,14 @@ class ShardSet:
         policies: The policies of the optimizer.
         scaler: The loss scaler, if losses are scaled.
         scratch: The buffers in which tiles are updated.
-        uncut: Of each parameter group, whether its update needs whole tensors.
+        uncut: For each parameter group, whether its update needs whole tensors.
         params_by_group: The parameters of each parameter group.
-        names_by_group: The names of those that are updated, the same on every rank.
-        shards_by_group: The shards of this rank.
+        names_by_group: The names of the updated parameters of each group, the same on every rank.
+        shards_by_group: The shards of this rank for each parameter group.
         tiles: The tiles of the shards.
         inner: The optimizer that computes updates.
         moments: The states of that optimizer.
-        updater: Runs it over tiles.
+        updater: Runs the inner optimizer over the tiles.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class ShardSet:
             groups: The parameter groups.
             settings: The settings of a step.
             scaler: The loss scaler, if losses are scaled.
-            planned: The plan of the shards; by default they are planned here.
+            planned: The plan of the shards. By default it is made here.
             policies: The policies of the optimizer.
 
         Note:
-            Collective if there is no plan and a group needs whole tensors.
+            Collective if `planned` is None and a group needs whole tensors.
         """
         self.runtime = runtime
         self.settings = settings
@@ -108,7 +108,7 @@ class ShardSet:
         self._reserve_staging(planned)
 
     def attach(self, inner: Optimizer, initial_states: InitialStates | None) -> None:
-        """Take the optimizer that was built over the shards.
+        """Attach the inner optimizer that was built over the shards.
 
         Args:
             inner: The optimizer.
@@ -116,7 +116,7 @@ class ShardSet:
         """
         self.inner = inner
         self._initial_states = initial_states
-        # Adagrad
+        # Adagrad makes its state at construction
         self._has_states_at_construction = initial_states is not None or makes_states(inner)
         self.moments = Moments(inner, self.scratch)
         clock = self.runtime.comm.meter.clock
@@ -132,9 +132,9 @@ class ShardSet:
         return self._planned(type(self.inner).__name__, self.inner.param_groups)
 
     def finish(self) -> None:
-        """Bring every state to its value after the last step. Local.
+        """Run pending updates, and undo updates that ran ahead of their step. Local.
 
-        Deferred updates run, and updates from before their step are undone.
+        Afterwards every state is as the last step left it.
         """
         self.updater.refuse_mixture()
         for policy in self.policies:
@@ -189,8 +189,7 @@ class ShardSet:
     ) -> list[MasterShard]:
         """Cut one parameter group into shards.
 
-        Neighbours are merged, then cut into tiles. If the optimizer needs whole tensors, each is
-        one shard.
+        Neighbouring parameters are merged and cut into tiles, or kept as whole tensors if `uncut`.
         """
         wanted: dict[int, tuple[ParamGroup, list[int]]] = {}
         known = {id(group) for group in self.runtime.groups}
@@ -211,7 +210,15 @@ class ShardSet:
         return shards
 
     def take(self, number: int, params: Sequence[nn.Parameter]) -> None:
-        """Add parameters to one of the user's groups."""
+        """Add parameters to one of the user's parameter groups.
+
+        Args:
+            number: The index of the parameter group.
+            params: The parameters.
+
+        Note:
+            Collective if the optimizer needs whole tensors of this group.
+        """
         if not params:
             return
         if self.uncut[number]:
@@ -235,7 +242,7 @@ class ShardSet:
     def _with_initial_states(self, shards: Sequence[MasterShard]) -> list[MasterShard]:
         """Return new shards with the state of the client's optimizer. Local.
 
-        Shards are cut where counters differ.
+        Shards whose parameters have different counters are cut.
         """
         states = self._initial_states
         if states is None:
@@ -251,7 +258,7 @@ class ShardSet:
         return found
 
     def _add_missing_states(self, number: int, shards: Sequence[MasterShard]) -> None:
-        """Create the state of shards if the class creates state at construction. Local."""
+        """Create the state from construction for shards that have none. Local."""
         without = [shard.param for shard in shards if not self.inner.state.get(shard.param)]
         if self._has_states_at_construction and without:
             group = {**self.inner.param_groups[number], "params": without}
@@ -265,7 +272,7 @@ class ShardSet:
         return self.updater.state_of_first_step(shard, number)
 
     def add_missing_states(self) -> None:
-        """Add the state from construction for shards without a state in the checkpoint. Local."""
+        """Create the state from construction for shards not in the checkpoint. Local."""
         for number, shards in enumerate(self.shards_by_group):
             self._add_missing_states(number, shards)
 
@@ -285,10 +292,13 @@ class ShardSet:
         )
 
     def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:
-        """Cut shards whose parameters differ in `apart`.
+        """Cut shards whose parameters differ in a property. Local.
 
-        Each part then has its own counters and can be updated alone. Values and moments keep their
-        bits. Local.
+        Each part then has its own counters and can be updated separately. Values and moments keep
+        their bits.
+
+        Args:
+            apart: Returns the property of a parameter's part in a shard.
         """
         cuts = {shard: spans for shard in self.all() if len(spans := cuts_of(shard, apart)) > 1}
         if not cuts:
@@ -303,9 +313,12 @@ class ShardSet:
         self.replan()
 
     def cut_as(self, stretches: list[list[tuple[str, int, int]]] | None) -> None:
-        """Cut shards as in a state dict, in which cut shards have their own counters.
+        """Cut the shards as they were cut when a state dict was saved.
 
-        The optimizer must not have any state yet.
+        The optimizer must have no state yet.
+
+        Args:
+            stretches: For each parameter group, the (first name, start, stop) of each shard.
         """
         owners = {
             member.name: group for group in self.runtime.trained_groups for member in group.members
@@ -334,7 +347,7 @@ class ShardSet:
         return parts
 
     def replan(self) -> None:
-        """Plan the tiles anew after shards have changed."""
+        """Plan the tiles again after shards have changed."""
         for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
             group["params"] = [shard.param for shard in shards]
         planned = self.plan
@@ -355,9 +368,9 @@ class ShardSet:
 
 
 def gradients_are_scaled(runtime: Runtime) -> bool:
-    """Return whether the stored gradients are multiplied by the loss scale.
+    """Return whether the gradient buffers are multiplied by the loss scale.
 
-    Momenta, which some optimizers exchange instead of gradients, are not multiplied by it.
+    They are not if the optimizer exchanges momenta in place of gradients.
     """
     return all(group.gradient.reduction.is_scaled for group in runtime.trained_groups)
 
@@ -375,9 +388,9 @@ def unknown_parameter(param: torch.Tensor) -> UsageError:
 
 
 def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
-    """Return the names of the parameters that are updated, in the optimizer's order.
+    """Return the names of the parameters that are updated.
 
-    The result is the same on every rank.
+    The names are in the optimizer's order and the same on every rank.
     """
     owners = [(owner_of(param), param) for param in params]
     return [
@@ -388,13 +401,14 @@ def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
 
 
 def refuse_parts(optimizer: str, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `NotBuiltError` if the optimizer needs whole tensors that are split.
-
-    Tensor parallelism splits parameters over ranks.
+    """Raise if tensor parallelism split a parameter that the optimizer needs whole.
 
     Args:
         optimizer: The name of the optimizer's class, for the message.
         named: The names and parameters of a group that may not be cut.
+
+    Raises:
+        NotBuiltError: A parameter is split over the ranks along tp.
     """
     for name, param in named:
         split = split_of(param)
@@ -412,9 +426,16 @@ def refuse_parts(optimizer: str, named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
-    """Lay out again the groups with parameters of these optimizer groups, so that no tensor is cut.
+    """Change the layout of parameters so that no tensor is cut between ranks.
 
-    Collective; weights and masters keep their bits.
+    Weights and main weights keep their bits.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+        groups: The parameter groups that need whole tensors.
+
+    Note:
+        Collective: every rank must call it.
     """
     owners = {id(owner_of(param)) for group in groups for param in group["params"]}
     for unit in runtime.units:

@@ -1,9 +1,8 @@
-"""The optimizer's step: runs any torch optimizer over this rank's shards of the main weights.
+"""Run any PyTorch optimizer over this rank's shards of the main weights.
 
-The inner optimizer, which the user or the registry made, keeps its class, its groups and its
-hyper-parameters; only its `params` are replaced by shards (shard_set.py). A step agrees on the
-gradient norm (verdict.py), unscales and clips, updates tile by tile (updater.py) and refreshes the
-weights. Policies (update_policy.py) may change when units are updated.
+The inner optimizer keeps its class, groups and hyper-parameters; only its `params` are replaced by
+shards. A step agrees on the gradient norm, unscales and clips, updates the tiles and refreshes the
+weights.
 """
 
 from __future__ import annotations
@@ -67,11 +66,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         Args:
             runtime: The runtime of the wrapped model.
             groups: The parameter groups, with the parameters of the wrapped model.
-            make_inner: Makes the inner optimizer from groups of shards.
+            make_inner: Builds the inner optimizer from groups of shards.
             settings: The settings of a step.
             scaler: The loss scaler, if losses are scaled.
-            planned: The optimizer's part of the plan by which the model was wrapped; by default it
-                is planned here.
+            planned: The optimizer's part of the plan by which the model was wrapped. By default it
+                is made here.
             initial_states: The states of a client's optimizer, if it has any.
             policies: The update policies, the same on every rank.
 
@@ -85,13 +84,13 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         groups = without_twins(groups)
         self.overflow = False
         self.steps = 0  # calls of `step`
-        self._idle_steps = 0  # those in which no rank had a gradient
+        self._idle_steps = 0  # steps in which no rank had a gradient
         watches = any(policy.watches_overflows for policy in self.policies)
         self.nonfinite = NonFiniteReport(runtime, scaler, watches=watches)
-        # weak: the engine's `step_now`
+        # A weak reference to the engine's `step_now` if an engine owns the optimizer
         self.take_step: Callable[[], Callable[[], None] | None] = lambda: None
         self.last: StepResult | None = None
-        self.last_norm = 0.0  # of the gradients of the last step that was not skipped
+        self.last_norm = 0.0  # gradient norm of the last step that was not skipped
         self.shard_set = ShardSet(runtime, groups, settings, scaler, planned, self.policies)
         self.scratch = self.shard_set.scratch
         self.params_by_group = self.shard_set.params_by_group
@@ -109,7 +108,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         for policy in self.policies:
             policy.attach(self)
         prefer_fused(self.inner, on_cpu=are_updated_on_cpu(runtime))
-        # By its class, of which kernels depend
+        # Plan again now that the optimizer's class is known, because it decides about kernels
         self.shard_set.tiles = Tiles.of(self.plan, self.shards_by_group)
         adopt_step_hooks(self, self.inner)
         compare_optimizers(self.shard_set, initial_states)
@@ -123,8 +122,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._executor_updates = ExecutorUpdates(self.shard_set, weakref.ref(self))
         runtime.executor.reductions.updates = weakref.ref(self._executor_updates)
 
-    # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called,
-    # since it would insist on owning parameters.
+    # The attributes of torch.optim.Optimizer are those of the inner optimizer. Its __init__ is not
+    # called, because it would require parameters.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
@@ -137,12 +136,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         """Return `load_states()`, under PyTorch's name for it.
 
-        Reading this property may wait for transfers; our own code calls `load_states`.
+        Reading this property may wait for transfers. Code of this library calls `load_states`.
         """
         return self.load_states()
 
     def load_states(self) -> dict[Tensor, dict[str, Any]]:
-        """Run pending updates, fetch offloaded moments, and return the inner optimizer's state.
+        """Run pending updates, fetch offloaded moments, and return the inner state.
 
         The state is ordered by shard, not by the order in which shards were updated. Local.
 
@@ -169,12 +168,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The current factor of losses."""
+        """The factor by which losses are multiplied now."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
     def grad_scale(self) -> float:
-        """The factor that gradients still contain: the loss scale.
+        """The factor by which the gradients are still multiplied: the loss scale.
 
         It is 1.0 if ranks exchange momenta in place of gradients.
         """
@@ -201,10 +200,13 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return self.shard_set.plan
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update more parameters of the wrapped model, with hyper-parameters of their own.
+        """Add a parameter group with hyper-parameters of its own.
+
+        Args:
+            param_group: Parameters of the wrapped model under "params", and their hyper-parameters.
 
         Note:
-            Every rank must call it, between two steps.
+            Collective: every rank must call it, between two steps.
         """
         self._executor_updates.add_group(param_group)
 
@@ -251,15 +253,18 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         false.
 
         Args:
-            message: Returns fields to send with the norm, the same on every rank; all ranks find
+            message: Returns fields to send with the norm, the same on every rank. All ranks find
                 them in `last.verdict.fields`. It is called once, after gradients are reduced and
-                before anything has changed.
-            number: The number of this step in log messages and errors. By default it is counted
-                here.
+                before any state has changed.
+            number: The number of this step in log messages and errors. By default the optimizer
+                counts its own steps.
 
         Raises:
-            UsageError: A loss had no graph; on every rank.
+            UsageError: A loss had no graph; raised on every rank.
             PeerError: Another rank failed.
+
+        Note:
+            Collective: every rank must call it.
         """
         self.updater.refuse_mixture()
         for policy in self.policies:
@@ -333,7 +338,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             group.follow_optimizer(updated)
 
     def _conclude(self, made: Decision | None) -> None:
-        """Update by the decision that is due: this step's, unless a policy has another one."""
+        """Update by this step's decision, unless a policy replaces it by another one."""
         due = made
         for policy in self.policies:
             due = policy.due(due)
@@ -356,14 +361,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             policy.postpone(later, due)
 
     def _update_and_refresh(self, due: Decision) -> None:
-        """Update the tiles that are due, and all-gather the changed weights where they are whole.
+        """Update the tiles that are due, and all-gather the weights that are unsharded.
 
-        The gather of one group overlaps with the update of the next, unless it needs the CPU core
-        itself (`computes`). All ranks go through the units in order, since a rank without a shard
-        of a group still takes part in its gather.
+        The gather of one group overlaps with the update of the next, unless the gather itself
+        computes on the CPU (`computes`). All ranks go through the units in the same order, because
+        a rank without a shard of a group still takes part in its gather.
         """
         pending: list[Pending] = []
-        # Few at a time: each has its message in a lent buffer
+        # Only a few at a time, because each keeps its message in a borrowed buffer
         computing: deque[Pending] = deque()
         left = {shard.group for tile in self.tiles.now for _, shard in tile}
         with closing(self.updater.step_now(self.tiles.now, due)) as updates:
@@ -376,15 +381,15 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                         computing.popleft().wait()
                     under_way = computing if computes else pending
                     under_way.append(group.refresh(unit.name, is_update=True))
-            for _ in updates:  # to its end
+            for _ in updates:  # run the generator to its end
                 pass
         for each in (*pending, *computing):
             each.wait()
 
     def finish(self) -> None:
-        """Bring every state to where the last step leaves it.
+        """Run pending updates, and undo updates that ran ahead of their step. Local.
 
-        Pending updates run, and updates that ran ahead of their step are undone. Local.
+        Afterwards every state is as the last step left it.
         """
         self.shard_set.finish()
 
@@ -407,7 +412,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
         self.finish()
         with torch.no_grad(), propagate_errors(self.runtime.comm):
-            self.runtime.comm.barrier("flush")  # no rank computes with the weights any more
+            self.runtime.comm.barrier("flush")  # from here on no rank computes with the weights
             self._conclude(None)
             self.runtime.backward.drop_grads()
 
@@ -416,17 +421,21 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.runtime.backward.discard_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, laid out as the inner optimizer has it.
+        """Return this rank's state in the layout of the inner optimizer.
 
-        Checkpoints of the engine name the states by parameter instead, and work for any number of
-        ranks.
+        Checkpoints of the engine name the states by parameter instead, and can be loaded with any
+        number of ranks.
         """
         self.load_states()
         scaler = self.scaler.state_dict() if self.scaler else None
         return {**saved_states(self.shard_set), "scaler": scaler, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same rank, world size and stage."""
+        """Load a `state_dict` of the same rank, world size and stage.
+
+        Args:
+            state: The result of `state_dict`.
+        """
         load_saved_states(self.shard_set, state)
         self.steps = int(state.get("steps", self.updater.updates))
         if self.scaler is not None and state.get("scaler") is not None:

@@ -1,22 +1,22 @@
-"""The numbers that every rank sends to all other ranks at a step, as named fields.
+"""The numbers that every rank sends to all others at a step, as named fields.
 
-The optimizer's step exchanges one row of float64 per rank, for the gradient norm. Other users add
-fields to the same row, so a step sends no further message.
+They travel in the all-gather of the gradient norm, so a step needs no further message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-# By name of the field, the values of each rank, in the order of ranks.
+# Maps the name of a field to the values of each rank, in rank order.
 Fields = Mapping[str, Sequence[Sequence[float]]]
-MOST_BITS = 53  # of an integer that a float64 holds exactly
+MOST_BITS = 53  # a float64 holds integers of up to 53 bits exactly
 
 
 class StepMessage:
-    """One rank's row. Every rank must add the same fields, of the same widths, in the same order.
+    """One rank's row of numbers.
 
-    Small integers, such as flags, share the first number of the row.
+    Every rank must add the same fields, with the same widths, in the same order. All integer
+    fields, such as flags, are packed into the first number of the row.
     """
 
     def __init__(self) -> None:
@@ -29,20 +29,29 @@ class StepMessage:
         return (*self._integers, *self._values)
 
     def add(self, name: str, values: Iterable[float]) -> None:
-        """Add a field of numbers: this rank's values. Their number is the width of the field.
+        """Add a field of floating-point numbers.
+
+        Args:
+            name: The name of the field.
+            values: This rank's values. Their number must be the same on every rank.
 
         Raises:
-            ValueError: A field of that name exists.
+            ValueError: The message already has a field of that name.
         """
         self._refuse_second(name)
         self._values[name] = tuple(map(float, values))
 
     def add_integer(self, name: str, value: int, bits: int = 1) -> None:
-        """Add a field of one integer that is not negative and has at most so many bits.
+        """Add a field that holds one non-negative integer.
+
+        Args:
+            name: The name of the field.
+            value: This rank's value.
+            bits: The width of the field in bits.
 
         Raises:
-            ValueError: A field of that name exists, the value needs more bits, or all integers of
-                the message need more than `MOST_BITS`.
+            ValueError: The message already has a field of that name, the value needs more bits, or
+                all integer fields together need more than `MOST_BITS`.
         """
         self._refuse_second(name)
         used = sum(width for _, width in self._integers.values())
@@ -58,7 +67,7 @@ class StepMessage:
             self.add(name, values)
 
     def pack(self) -> list[float]:
-        """Return the row."""
+        """Return the message as one row of numbers."""
         row = []
         if self._integers:
             joined = 0
@@ -70,7 +79,11 @@ class StepMessage:
         return row
 
     def unpack(self, rows: Sequence[Sequence[float]]) -> dict[str, list[tuple[float, ...]]]:
-        """Return each field of each rank. rows: what `pack` returned on each rank, by rank."""
+        """Return the values of each field on each rank.
+
+        Args:
+            rows: The result of `pack` on each rank, in rank order.
+        """
         found: dict[str, list[tuple[float, ...]]] = {}
         start = 0
         if self._integers:
@@ -91,10 +104,18 @@ class StepMessage:
 
 
 def any_set(flags: Sequence[Sequence[float]]) -> bool:
-    """Return whether a flag is set on any rank. flags: the field of each rank."""
+    """Return whether a flag is set on any rank.
+
+    Args:
+        flags: The unpacked field, one entry per rank.
+    """
     return any(value for (value,) in flags)
 
 
 def all_set(flags: Sequence[Sequence[float]]) -> bool:
-    """Return whether a flag is set on every rank. flags: the field of each rank."""
+    """Return whether a flag is set on every rank.
+
+    Args:
+        flags: The unpacked field, one entry per rank.
+    """
     return all(value for (value,) in flags)

@@ -1,4 +1,4 @@
-"""The settings of an optimizer's step, and what the planner needs of them."""
+"""The settings of an optimizer step, and their translation for the planner."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..kernels.rules import NAMES
 from ..planner.update import ParamGroupPlan, UpdateSettings
 from .updater import PrefetchSettings
 
-# Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept
-# for it, stays small, and the call itself is a few per cent of its time.
+# Elements per optimizer call (4 MiB of fp32 on the CPU). Working set and scratch memory stay small,
+# and the overhead of a call is a few per cent of its time.
 TILE_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 26)
 # The same for a kernel on a CPU: 16 threads then get a million elements each.
 KERNEL_TILE_NUMEL = 1 << 24
-TILE_ALIGNMENT = 1 << 12  # elements; tiles end where pages do, whatever the size of an element
+TILE_ALIGNMENT = 1 << 12  # elements; tiles end at page boundaries for every element size
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,26 @@ class StepSettings:
 
     Attributes:
         max_norm: The largest gradient norm; 0 switches clipping off.
-        tile_numel: The elements of one optimizer call on the training device (sub_group_size).
-        host_tile_numel: The elements of one call if the host updates.
-        kernel_tile_numel: The elements of one call if a kernel updates states in memory.
+        tile_numel: The elements per optimizer call on the training device (sub_group_size).
+        host_tile_numel: The elements per call if the host updates.
+        kernel_tile_numel: The elements per call if a kernel updates states in memory.
         granularity: For each parameter group, how finely its state may be cut; "element" by
             default.
         check_finite: Skip a step whose gradient is not finite, even without loss scaling.
         keep_grads: Keep the gradients after the step.
         flow: How many tiles are fetched ahead.
-        can_defer: Updates of offloaded weights may run after the step, by a policy.
-        by_unit: Tiles end where units do, since a policy updates some units in backward.
-        early_on_device: These may be units whose weights are on the training device.
-        undo_bytes: The bytes of the log that undoes such updates.
-        kernels: What computes updates that have a kernel: "auto", "numba" or "torch".
+        can_defer: A policy may run updates of offloaded weights after the step.
+        by_unit: Tiles end at unit boundaries, because a policy updates some units in backward.
+        early_on_device: Units with weights on the training device may be updated in backward, too.
+        undo_bytes: The size in bytes of the log that undoes such updates.
+        kernels: The implementation of updates that have a kernel: "auto", "numba" or "torch".
     """
 
     max_norm: float = 0.0
     tile_numel: int = TILE_NUMEL.cpu
     host_tile_numel: int = TILE_NUMEL.cpu
     kernel_tile_numel: int = KERNEL_TILE_NUMEL
-    granularity: tuple[str, ...] = ()  # one word per parameter group; "element" where there is none
+    granularity: tuple[str, ...] = ()  # one value per parameter group; "element" if missing
     check_finite: bool = False
     keep_grads: bool = False
     flow: PrefetchSettings = field(default_factory=PrefetchSettings)
@@ -53,11 +53,11 @@ class StepSettings:
     by_unit: bool = False
     early_on_device: bool = False
     undo_bytes: int = 0
-    kernels: str = "auto"  # what computes updates that have a kernel: "auto", "numba" or "torch"
+    kernels: str = "auto"
 
     @property
     def clips(self) -> bool:
-        """Whether the norm of gradients is bounded."""
+        """Whether the gradient norm is clipped."""
         return self.max_norm > 0
 
 
@@ -69,14 +69,14 @@ def update_settings_of(
     scales_grads: bool,
     undoes: bool,
 ) -> UpdateSettings:
-    """Return a step's settings as the planner needs them.
+    """Return the planner's view of a step's settings.
 
     Args:
         settings: The settings of the step.
         optimizer: The name of the optimizer's class.
         groups: Its parameter groups.
         scales_grads: Gradients may be clipped or unscaled.
-        undoes: A log undoes the updates of some units in backward.
+        undoes: A log can undo the updates that run in backward.
     """
     undo_bytes = settings.undo_bytes if undoes else 0
     return UpdateSettings(
@@ -96,11 +96,14 @@ def update_settings_of(
 
 
 def _kernels_for(optimizer: str, wanted: str) -> str:
-    """Return what computes updates on a CPU: "auto", "numba" or "torch".
+    """Return the implementation of updates on a CPU: "auto", "numba" or "torch".
 
-    With "auto", kernels update only ranks with many elements. PyTorch updates the others, so both
-    must have the same
-    bits. wanted: the word of the configuration.
+    With "auto", kernels update only ranks with many elements and PyTorch updates the others, so
+    both must compute the same bits.
+
+    Args:
+        optimizer: The name of the optimizer's class.
+        wanted: The configured value.
     """
     found = available(wanted)
     rule = NAMES.get(optimizer)

@@ -1,6 +1,6 @@
 """Optimizer states that are tensor subclasses made of plain tensors.
 
-Examples are torchao's 8-bit and 4-bit states.
+Examples are the 8-bit and 4-bit states of torchao.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 def is_subclass(value: Any) -> bool:
-    """Return whether a value is a tensor that wraps others.
+    """Return whether a value is a tensor subclass that wraps other tensors.
 
-    Its elements cannot be viewed or cut.
+    The elements of such a tensor can be neither viewed nor cut.
     """
     return (
         isinstance(value, Tensor)
@@ -26,9 +26,9 @@ FLATTEN = "__tensor_flatten__"  # torch's protocol for such classes
 
 
 def inner_tensors(value: Any) -> dict[str, Tensor]:
-    """Return the plain tensors of which a subclass is made, by attribute ("codes").
+    """Return the plain tensors of a tensor subclass by attribute name.
 
-    The key of a nested tensor is its path.
+    The names of nested tensors are joined by dots.
     """
     found: dict[str, Tensor] = {}
     for name in getattr(value, FLATTEN)()[0]:

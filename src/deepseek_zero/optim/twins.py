@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer, without parameters that others stand for."""
+"""Replace tied and cut parameters in the parameter groups of an optimizer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from torch import nn
 
 from ..base.errors import UsageError
 
-TIED_TO = "_zero_tied_to"  # attribute: the parameter that it was made one with
-CUT_INTO = "_zero_cut_into"  # attribute: the parameters that it was cut into
+TIED_TO = "_zero_tied_to"  # attribute: the parameter to which this one is tied
+CUT_INTO = "_zero_cut_into"  # attribute: the parameters into which this one was cut
 
 
 def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parameter groups that an optimizer was given, without twins and cut weights.
+    """Return the parameter groups with tied and cut parameters replaced.
 
-    Each Parameter that `tie_shared` made one with another is left out. The tiles of a weight that
-    was cut (extensions/cut_layers.py) stand in its place.
+    A parameter that `tie_shared` tied to another is replaced by the other one. A weight that was
+    cut (extensions/cut_layers.py) is replaced by its tiles.
+
+    Args:
+        groups: The parameter groups that the optimizer received.
+
+    Raises:
+        UsageError: Two groups contain the same memory.
     """
     found: list[dict[str, Any]] = []
     seen: dict[int, int] = {}

@@ -164,7 +164,12 @@ class UpdatePolicy:
         return False
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Take the own states of this rank from a checkpoint, for one group. Local."""
+        """Restore this rank's own states of one group from a checkpoint. Local.
+
+        Args:
+            group: The parameter group.
+            saved: The saved states by name.
+        """
 
     def states_loaded(self, rescale: float) -> None:
         """Follow the states of a checkpoint after they have been loaded. Collective.

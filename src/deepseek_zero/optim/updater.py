@@ -734,11 +734,16 @@ class Moments:
         ]
 
     def offload(self, shard: MasterShard, chance: StochasticRounding) -> None:
-        """Store moments that were loaded from a checkpoint, and move them to their tier."""
+        """Store moments that were loaded from a checkpoint, and move them to their tier.
+
+        Args:
+            shard: The shard.
+            chance: The random bits for stochastic rounding.
+        """
         self.store(shard, chance, keep=True)
         for left in [stretch.release() for stretch in self.storage_ranges(shard)]:
             if left is not None:
-                # Or, on a disk that is slower than what is loaded from, all of them would be here
+                # Otherwise all moments would be in memory if this disk is slower than the source.
                 left.wait()
 
     def _scales(self, moment: Moment, shard: MasterShard) -> Tensor | None:

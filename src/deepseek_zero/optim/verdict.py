@@ -1,7 +1,7 @@
-"""The facts that all ranks agree on before an update, above all the gradient norm.
+"""Agreement of all ranks on a step before its update, such as the gradient norm.
 
-Ranks exchange the sums of squares of each group and slice, in float64, in one all-gather. They add
-them in one order, so every stage and every rank computes the same bits.
+The ranks all-gather float64 sums of squares and add them in one order, so every rank at every
+stage computes the same bits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Verdict:
 
     @property
     def is_contradictory(self) -> bool:
-        """Whether ranks changed their gradients in ways that have no common meaning."""
+        """Whether the ranks changed their gradients in contradictory ways."""
         return len(set(self.absences)) > 1 or (self.any_edited and self.any_late)
 
 
@@ -62,9 +62,9 @@ class StepResult:
 
     Attributes:
         norm: The global gradient norm, unscaled.
-        skipped: Nothing has changed, because gradients were not finite or there were none.
+        skipped: No state has changed, because gradients were not finite or there were none.
         verdict: The facts that the ranks agreed on.
-        overflow: Nothing has changed because gradients were not finite.
+        overflow: No state has changed because gradients were not finite.
         number: The number of the step.
     """
 
@@ -76,10 +76,10 @@ class StepResult:
 
 
 def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict:
-    """Return what all ranks agree on about the reduced gradients, with their global norm.
+    """Return the global gradient norm and the other facts that all ranks agree on.
 
-    The norm is the same float64 on every rank of the world. First the ranks that share one piece of
-    the model add the squares of their slices, then all ranks add those of the pieces.
+    The norm is the same float64 on every rank of the world. First the ranks of one model piece add
+    the squares of their slices, then all ranks add the sums of the pieces.
 
     Args:
         runtime: The runtime of the wrapped model.
@@ -115,12 +115,12 @@ def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict
 
 
 def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
-    """Return what the ranks with one piece of the model agree on. Collective among them."""
+    """Return the verdict of the ranks with one model piece. Collective among them."""
     groups = runtime.trained_groups
     comm = runtime.comm
     absent = crc32("\n".join(absent_among(groups)).encode())
     is_edited = any(group.gradient.is_edited for group in groups)
-    # No backward has brought a gradient, and the program has made none.
+    # No backward has produced a gradient, and the program has set none.
     is_idle = not runtime.step.has_gradients and not is_edited
     message = StepMessage()
     message.add_integer("late", bool(runtime.executor.reductions.late))
@@ -132,14 +132,14 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
     message.add("squares", itertools.chain.from_iterable(own_squares))
     message.add_all(extra)
     fields = _exchange(comm, message, "gradient norm")
-    # By group, of each rank: the sums of squares of all slices, as many as the group has shards
+    # For each group and rank, the sums of squares of all slices (one per shard of the group)
     stops = list(itertools.accumulate(map(len, own_squares)))
     squares_by_group = [
         [row[stop - len(own) : stop] for row in fields["squares"]]
         for own, stop in zip(own_squares, stops, strict=True)
     ]
     owners = comm.owners
-    # The first owner of a slice gives its sum. A replicated gradient is the same on all ranks.
+    # The first owner of a slice provides its sum. A replicated gradient is equal on all ranks.
     sums = [
         sum(squares[ranks[0]][place] for place, ranks in enumerate(owners))
         for squares in squares_by_group
@@ -149,8 +149,7 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
         _root(sum(sums)),
         tuple(sums),
         any_late=any_late,
-        # A rank with late gradients has no sum of them until they are reduced. The ranks agree
-        # again after that.
+        # Late gradients are in no sum until they are reduced; the ranks agree again after that.
         any_edited=any_set(fields["edited"])
         or (not any_late and _differs_on_owners(groups, squares_by_group, comm)),
         is_idle=all_set(fields["idle"]),
@@ -161,7 +160,7 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
 
 
 def _exchange(comm: Comm, message: StepMessage, what: str) -> dict[str, list[tuple[float, ...]]]:
-    """Return the fields of all ranks of a communicator. Collective, unless a rank is alone."""
+    """Return the fields of all ranks. Collective if the communicator has several."""
     row = message.pack()
     if comm.size == 1:
         return message.unpack([row])
@@ -177,9 +176,9 @@ def _root(square: float) -> float:
 def _differs_on_owners(
     groups: Sequence[ParamGroup], squares_by_group: Sequence[Sequence[Sequence[float]]], comm: Comm
 ) -> bool:
-    """Return whether ranks that hold the same slice of a gradient differ in its sum of squares.
+    """Return whether ranks with the same gradient slice differ in its sum of squares.
 
-    They do if a program has changed the gradient differently on two of them.
+    This happens if the program changed the gradient differently on two of them.
     """
     if comm.size == 1:
         return False
@@ -195,9 +194,9 @@ def _differs_on_owners(
 
 
 def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
-    """Return the names of parameters that are not updated for lack of a gradient.
+    """Return the names of parameters whose gradient is missing.
 
-    Their gradients were dropped, or they are frozen.
+    It was dropped, or the parameter is frozen. These parameters are not updated.
     """
     return [
         group.members[number].name
@@ -207,7 +206,7 @@ def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor of gradients that bounds their norm.
+    """Return the factor by which gradients are multiplied to bound their norm.
 
     Args:
         norm: The norm of the gradients.
