@@ -1,6 +1,6 @@
-"""Puts the parts of a run together and runs its steps.
+"""Build the parts of a run and run its steps.
 
-The names below load on first use, since most runs start without them.
+The names below are imported on first use, because most runs do not need them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "train_batch",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
     __getattr__ = loads_on_first_use(
         __name__,
         {

@@ -1,4 +1,4 @@
-"""Builds the parts of an engine: reads the model, plans the run, builds what is planned."""
+"""Build the parts of an engine: read the model, plan the run, build the plan."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from .settings import (
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
-NEXT_TO_NOTHING = 0.1  # of a model's parameters
+NEXT_TO_NOTHING = 0.1  # share of a model's parameters that stage 3 shards
 
 
 def assemble(
@@ -261,7 +261,15 @@ def look_at(
 
 
 def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
-    """Return whether the device computes in the run's 16-bit format, or converts."""
+    """Return whether the device computes in bf16 natively, if the run uses it.
+
+    Args:
+        policy: The dtypes of the run.
+        device: The training device.
+
+    Returns:
+        One entry for the report of capabilities; none if the run does not compute in bf16.
+    """
     if policy.compute is not torch.bfloat16:
         return []
     if has_fast_bf16(device):

@@ -1,4 +1,4 @@
-"""Changes of a model that a configuration asks for.
+"""Changes to a model that a configuration asks for.
 
 They are made in place, before the model is planned.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # as in engine.py
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a model. It refuses a model before it changes anything.
+    """One change to a model. It checks the model before it changes anything.
 
     Attributes:
         what: A name of the change for other ranks, if it fails on one rank.
@@ -45,7 +45,12 @@ class Change:
 def changes_of_whole(
     recomputing: RecomputeSettings, sparse: attention.SparseAttention | None
 ) -> list[Change]:
-    """Return the changes that a whole model needs, before axes cut it."""
+    """Return the changes to make to a whole model, before it is cut along axes.
+
+    Args:
+        recomputing: The settings of recomputation.
+        sparse: The settings of sparse attention, if it is configured.
+    """
     found = []
     if recomputing != RecomputeSettings():
         found.append(Change("checkpoints of layers", activations.route_checkpoints))
@@ -57,7 +62,7 @@ def changes_of_whole(
 
 
 def changes_of_piece(config: Config) -> list[Change]:
-    """Return the changes of the piece of a model that one rank has."""
+    """Return the changes to make to the piece of a model that this rank has."""
     tiles = tile_settings_of(config)
     limit = config.zero_optimization.tile_above
     found = []
@@ -73,7 +78,7 @@ def changes_of_piece(config: Config) -> list[Change]:
 
 
 def _attend(model: nn.Module, sparse: attention.SparseAttention) -> None:
-    """Let a model of transformers use sparse attention.
+    """Make a model of transformers use sparse attention.
 
     Other models call `engine.sparse_attention`.
     """
@@ -102,9 +107,15 @@ def _cut_large_layers(model: nn.Module, config: Config) -> None:
 
 
 def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -> OptimizerParts:
-    """Cut a copy of a model, and return the optimizer's parts with the new names.
+    """Cut the large layers of a copy on the meta device, and rename the parameters.
 
-    The copy is on the meta device.
+    Args:
+        config: The configuration.
+        model: The model. It is not changed.
+        parts: The optimizer, with the names of whole parameters.
+
+    Returns:
+        The optimizer, with the names of the tiles.
     """
     choice = _choose_tiles(config, model)
     wholes = choice.cut()
@@ -143,7 +154,7 @@ def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None
 
 
 def refuse_split_states(parts: OptimizerParts, model: nn.Module) -> None:
-    """Raise `NotBuiltError` if an optimizer needs whole tensors split along "tp".
+    """Raise `NotBuiltError` if an optimizer needs a tensor whole that "tp" splits.
 
     Args:
         parts: The optimizer.
@@ -160,7 +171,15 @@ def refuse_split_states(parts: OptimizerParts, model: nn.Module) -> None:
 
 
 def refuse_changes_on(config: Config, mesh: Mesh) -> None:
-    """Raise `NotBuiltError` if two changes concern one layer, or a change one that an axis cuts."""
+    """Raise `NotBuiltError` if changes conflict with each other or with an axis.
+
+    Args:
+        config: The configuration.
+        mesh: The mesh of ranks.
+
+    Raises:
+        NotBuiltError: Two changes affect one layer, or a change affects a layer that an axis cuts.
+    """
     tiles = tile_settings_of(config)
     if tiles != TileSettings() and mesh.pp > 1:
         raise NotBuiltError(

@@ -1,8 +1,7 @@
-"""The state that a client's optimizer already has, for whole parameters; it is cut for each shard.
+"""The existing state of a client's optimizer, for whole parameters.
 
 A class may create state in `__init__` (`torch.optim.Adagrad`). `ClientStates` keeps it until the
-shards of a parameter are built. That may be after the start of the run, for parameters that are
-frozen then.
+shards of a parameter are built. For parameters that are frozen at the start, that is later.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class WholeState:
 
 
 class ClientStates:
-    """The state of a client's optimizer as it was handed over.
+    """The state of a client's optimizer at the time when it was passed in.
 
     Args:
         client: The optimizer, over whole parameters. Its state is referenced here and not changed.
@@ -67,7 +66,10 @@ class ClientStates:
             self._by_param.setdefault(id(each), state)
 
     def release_trained(self) -> None:
-        """Drop the state of trained parameters, after it was cut for their shards."""
+        """Drop the states of trainable parameters.
+
+        Call it after the states of their shards were cut.
+        """
         self._by_param = {
             key: state for key, state in self._by_param.items() if not state.param.requires_grad
         }
@@ -98,10 +100,7 @@ class ClientStates:
         return found
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return what parameters must have in common to share a shard.
-
-        These are the kinds of state and the scalar values.
-        """
+        """Return the state names and scalars that parameters of one shard must share."""
         state = self._state_of(overlap)
         if state is None:
             return None
@@ -119,8 +118,9 @@ class ClientStates:
     def cut_for(self, shard: MasterShard) -> dict[str, Any]:
         """Return the state of a shard whose parameters agree in `counters`.
 
-        Raises: UsageError: A state has neither the parameter's shape nor is it a number, and the
-            shard is a part of it.
+        Raises:
+            UsageError: The shard is a part of a parameter, and a state of that parameter is neither
+                a number nor of the parameter's shape.
         """
         overlaps = list(shard.overlaps())
         states = [state for overlap in overlaps if (state := self._state_of(overlap)) is not None]
@@ -158,7 +158,7 @@ class ClientStates:
     def _joined(
         self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str
     ) -> Tensor:
-        """Return an element-wise state of a shard, joined from those of its parameters."""
+        """Return an element-wise state of a shard, concatenated from its parameters."""
         first = states[0].values[key]
         dtype = shard.param.dtype if first.dtype == states[0].dtype else first.dtype
         found = torch.zeros(shard.numel, dtype=dtype, device=shard.master.update_device)
@@ -172,7 +172,7 @@ class ClientStates:
     def _flat_of(self, overlap: ParamOverlap, value: Tensor) -> Tensor:
         """Return this rank's part of a state as a flat tensor.
 
-        The state may belong to the whole parameter or to this part.
+        The state may have the shape of the whole parameter or of this rank's part.
         """
         param = _param_of(overlap)
         flat = value.detach().reshape(-1)

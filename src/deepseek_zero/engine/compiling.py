@@ -1,7 +1,7 @@
-"""Compiles units with torch.compile.
+"""Compile units with torch.compile.
 
-The forward of a unit is compiled, but its hooks are not, so gathers stay outside the graph. One
-graph serves all repeated blocks, sharded or not.
+Only the forward of a unit is compiled. Its hooks are not, so gathers stay outside the graph, and
+one graph serves all repeated blocks, whether they are sharded or not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compile_units(runtime: Runtime, options: dict[str, Any]) -> list[Compiled]:
     modules = [unit.module for unit in runtime.units[1:]] or [runtime.root.module]
     found = []
     for module in modules:
-        # An attribute of the instance, as torch's own documentation compiles one method; `restore`
+        # Set on the instance, as PyTorch's documentation does to compile one method; `restore`
         # removes it.
         own = module.__dict__.get("forward")
         compiled = torch.compile(module.forward, **options)

@@ -1,4 +1,4 @@
-"""The batches of one rank, in an order of samples that does not depend on the number of ranks.
+"""The batches of one rank, in an order independent of the number of ranks.
 
 A batch is moved to the device while the previous step runs.
 """
@@ -21,7 +21,12 @@ from ..base.mesh import Mesh
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return `value` with its tensors on the device, also inside the usual containers."""
+    """Return `value` with all its tensors on a device.
+
+    Args:
+        value: A tensor, or tensors nested in mappings, lists and tuples.
+        device: The device.
+    """
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
@@ -35,11 +40,11 @@ def to_device(value: Any, device: torch.device) -> Any:
 class StepOrder:
     """Yields the samples of this rank's micro-batches.
 
-    A step has the same samples at any number of ranks. The order of an epoch is a permutation of
-    the samples, seeded with the epoch's number, or their own order (shuffles=False). Step s takes
-    places [s * step_samples, (s + 1) * step_samples) of it. Blocks of `batch_size` places go to the
-    shares in turn. The last step is filled from the beginning of the order, or dropped (drop_last).
-    `step_samples` is a multiple of batch_size * shares.
+    A step has the same samples at any number of ranks. The order of an epoch is a permutation that
+    is seeded with the epoch's number, or the order of the dataset (`shuffles=False`). Step s takes
+    the positions [s * step_samples, (s + 1) * step_samples) of it, and blocks of `batch_size`
+    positions go to the shares in turn. The last step is filled from the beginning of the order, or
+    dropped (`drop_last`). `step_samples` is a multiple of batch_size * shares.
     """
 
     def __init__(
@@ -59,8 +64,8 @@ class StepOrder:
         self.share = share
         self.shares = shares
         self.shuffles = shuffles
-        # Samples of the epoch that are over: those that a resumed epoch skips are not loaded,
-        # either
+        # Samples of the epoch that are done, including those that a resumed epoch skips without
+        # loading them
         self.first = 0
         self._epoch = 0
         self._order = torch.empty(0, dtype=torch.int64)
@@ -73,7 +78,11 @@ class StepOrder:
 
     @property
     def order(self) -> Tensor:
-        """Return the order of the epoch, int64 [length], as torch's DistributedSampler makes it."""
+        """Return the sample order of the epoch, as torch's DistributedSampler makes it.
+
+        Returns:
+            The indices, dtype int64, shape ``(length,)``.
+        """
         if len(self._order) != self.length:
             seed = torch.Generator().manual_seed(self._epoch)
             self._order = (
@@ -105,9 +114,9 @@ class StepOrder:
 
 
 class _From:
-    """The indices of a sampler from `first` on.
+    """The indices of a sampler from position `first` on.
 
-    A resumed epoch does not load the samples that it skips.
+    A resumed epoch thus does not load the samples that it skips.
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
@@ -124,10 +133,10 @@ class _From:
 class ShardedLoader:
     """Iterates over this rank's share of a dataset, one micro-batch ahead of the step.
 
-    Every rank gets the same number of batches. Each epoch is shuffled with a seed that all ranks
-    share (shuffles). Without a sampler, samples are dealt by steps (`StepOrder`); the indices of a
-    sampler are cut into batches in order. Iteration after `load_state_dict` continues at the
-    position that `state_dict` returned.
+    Every rank gets the same number of batches. If `shuffles`, each epoch is shuffled with a seed
+    that all ranks share. Without a sampler, samples are distributed by steps (`StepOrder`). The
+    indices of a sampler are cut into batches in order. After `load_state_dict`, iteration continues
+    at the position that `state_dict` returned.
 
     Args:
         step_samples: The samples of a step over all ranks; None for one micro-batch of each rank.
@@ -150,12 +159,12 @@ class ShardedLoader:
         self.device = mesh.device
         self.epoch = 0
         self.batch_size = batch_size
-        # Samples that all ranks together are given at a time
+        # Samples that all ranks together receive at a time
         self.dealt = batch_size * mesh.data_size
         self.samples = self._resume_at = (
-            0  # of this epoch that all ranks were given, before a restart too
+            0  # samples of this epoch that all ranks received, also before a restart
         )
-        self._samples_before = 0  # those of the epoch before
+        self._samples_before = 0  # the same for the previous epoch
         self.sampler = sampler
         if sampler is None and not isinstance(dataset, IterableDataset):
             many: int = len(dataset)  # type: ignore[arg-type]  # map-style data have a length
@@ -179,22 +188,21 @@ class ShardedLoader:
             dataset,
             collate_fn=collate_fn,
             pin_memory=mesh.device.type == "cuda",
-            # Of its own: an epoch that begins draws a number, and a resumed run begins one more.
+            # Separate: each epoch draws a number, and a resumed run starts one more epoch.
             generator=torch.Generator(),
             **cut,
         )
 
     def state_dict(self, again: int = 0) -> dict[str, int]:
-        """Return the position in the epoch and a description of the epoch's order.
-
-        The position is the epoch and the number of samples that all ranks have taken from it.
+        """Return the position in the epoch and a description of the sample order.
 
         Args:
-            again: The number of last batches that count as not taken, since their step is not over.
+            again: The number of last batches that count as not taken, because their step has not
+                ended.
         """
         epoch = self.epoch
         samples = self.samples - again * self.dealt
-        if samples < 0 and epoch > 0:  # the step began in the epoch before
+        if samples < 0 and epoch > 0:  # the step began in the previous epoch
             epoch = epoch - 1
             samples = samples + self._samples_before
         return {"epoch": epoch, "samples": max(samples, 0), **self._described(epoch)}
@@ -221,12 +229,12 @@ class ShardedLoader:
             )
 
     def deal_steps_of(self, samples: int) -> None:
-        """Deal steps of `samples` samples over all ranks, from the next epoch on."""
+        """Distribute steps of `samples` samples over all ranks, from the next epoch on."""
         if isinstance(self.sampler, StepOrder):
             self.sampler.step_samples = samples
 
     def _described(self, epoch: int) -> dict[str, int]:
-        """Return a description of an epoch's order; empty for a sampler's own order."""
+        """Return a description of an epoch's order, or an empty one for a sampler's order."""
         if not isinstance(self.sampler, StepOrder):
             return {}
         self.sampler.set_epoch(epoch)
@@ -259,7 +267,10 @@ class ShardedLoader:
         self.epoch, self.samples, self._samples_before = self.epoch + 1, 0, self.samples
 
     def _rest_of_epoch(self) -> Iterable[Any]:
-        """Return the remaining batches of the epoch, without loading skipped samples."""
+        """Return the remaining batches of the epoch.
+
+        Samples of a sampler that are skipped are not loaded.
+        """
         over = self.samples // self.dealt
         if isinstance(self.sampler, StepOrder):
             self.sampler.first = self.samples

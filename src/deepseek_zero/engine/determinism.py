@@ -1,8 +1,8 @@
-"""Makes PyTorch compute with deterministic algorithms while an engine that asks for it exists.
+"""Deterministic algorithms in PyTorch while an engine that asks for them exists.
 
-Our own sums have a fixed order in any case (`ordered_sum`). PyTorch's kernels may add with atomics
-or choose an algorithm by time. The switches are global to the process, so engines share them, and
-the last engine restores them.
+The library's own sums have a fixed order in any case (`ordered_sum`), but PyTorch's kernels may add
+with atomics or choose an algorithm by timing. The switches are global to the process, so the
+engines share them and the last engine restores them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ class _Switches:
 
     deterministic: bool = True
     warns_only: bool = False
-    tries_cudnn: bool = (
-        False  # cuDNN's fastest algorithm, by the clock: not the same one in every run
-    )
+    tries_cudnn: bool = False  # cuDNN times its algorithms and may choose another one in each run
 
     @staticmethod
     def now() -> _Switches:
+        """Return the current switches."""
         return _Switches(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -39,6 +38,7 @@ class _Switches:
         )
 
     def set(self) -> None:
+        """Apply these switches."""
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warns_only)
         torch.backends.cudnn.benchmark = self.tries_cudnn
 
@@ -70,10 +70,10 @@ class Determinism:
 
 
 def fix_workspace(device: torch.device) -> None:
-    """Set a cuBLAS workspace of fixed size, if CUDA has not started; cuBLAS then adds in one order.
+    """Set a cuBLAS workspace of fixed size, so that cuBLAS always adds in one order.
 
-    cuBLAS reads the variable once, when CUDA starts. The engine moves the model to the device, so
-    this must come first.
+    cuBLAS reads the variable once, when CUDA starts, so this has no effect afterwards. Call it
+    before the engine moves the model to the device.
     """
     if device.type == "cuda" and not torch.cuda.is_initialized():
         os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)

@@ -1,4 +1,4 @@
-"""The decisions that an API makes about its engines; the defaults are those of the core."""
+"""The decisions of an API about its engines, with the defaults of the core."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _sharded_optimizer(inner: type[Optimizer], settings: PlanSettings) -> type[S
 
 @dataclass(frozen=True)
 class BuildRules:
-    """What an API decides about the parts of an engine before they are built.
+    """The decisions of an API about the parts of an engine, before they are built.
 
     Attributes:
         model: The rules of the wrapped model.
@@ -56,13 +56,26 @@ class EngineBuilder(Protocol[E_co]):
     """Makes the decisions that `start` leaves to an API."""
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        """Return the rules for the parts of an engine, before they are built."""
+        """Return the rules for the parts of an engine, before they are built.
+
+        Args:
+            config: The configuration.
+            mesh: The mesh of ranks.
+            request: The arguments of the call that builds the engine.
+        """
         ...
 
     def make_loader(
         self, config: Config, mesh: Mesh, parts: Parts, request: Request
     ) -> ShardedLoader:
-        """Make the loader of this rank's share of `request.training_data`."""
+        """Return the loader of this rank's share of `request.training_data`.
+
+        Args:
+            config: The configuration.
+            mesh: The mesh of ranks.
+            parts: The parts of the engine.
+            request: The arguments of the call that builds the engine.
+        """
         ...
 
     def make_engine(
@@ -74,7 +87,16 @@ class EngineBuilder(Protocol[E_co]):
         lr_scheduler: Any,
         loader: Any,
     ) -> E_co:
-        """Make the engine from its parts."""
+        """Return the engine, built from its parts.
+
+        Args:
+            config: The configuration.
+            mesh: The mesh of ranks.
+            parts: The parts of the engine.
+            request: The arguments of the call that builds the engine.
+            lr_scheduler: The learning-rate schedule, or None.
+            loader: The loader of the training data, or None.
+        """
         ...
 
 
@@ -85,13 +107,26 @@ class EngineDialect(Generic[E]):
         self.engine_class = engine_class
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        """Return the rules for the parts of an engine, before they are built."""
+        """Return the rules for the parts of an engine, before they are built.
+
+        Args:
+            config: The configuration.
+            mesh: The mesh of ranks.
+            request: The arguments of the call that builds the engine.
+        """
         return BuildRules()
 
     def make_loader(
         self, config: Config, mesh: Mesh, parts: Parts, request: Request
     ) -> ShardedLoader:
-        """Make the loader of this rank's share of `request.training_data`."""
+        """Return the loader of this rank's share of `request.training_data`.
+
+        Args:
+            config: The configuration.
+            mesh: The mesh of ranks.
+            parts: The parts of the engine.
+            request: The arguments of the call that builds the engine.
+        """
         take = None
         if mesh.sp > 1:
             take = partial(parallel.own_part, request.model)
@@ -115,5 +150,14 @@ class EngineDialect(Generic[E]):
         lr_scheduler: Any,
         loader: Any,
     ) -> E:
-        """Make the engine from its parts."""
+        """Return the engine, built from its parts.
+
+        Args:
+            config: The configuration.
+            mesh: The mesh of ranks.
+            parts: The parts of the engine.
+            request: The arguments of the call that builds the engine.
+            lr_scheduler: The learning-rate schedule, or None.
+            loader: The loader of the training data, or None.
+        """
         return self.engine_class(config, mesh, parts, lr_scheduler, loader)

@@ -73,7 +73,7 @@ class Parts:
     capabilities: Capabilities = field(default_factory=Capabilities)
     determinism: Determinism | None = None
     pipeline: Pipeline | None = None
-    loop: PlainLoop | None = None  # over the pipeline's stages
+    loop: PlainLoop | None = None  # runs the pipeline's stages
     sparse_attention: attention.SparseAttention | None = None
     # Keyword arguments of DeepSeekZeRO3 about its optimizer, compared with ZeroOptimizer's later
     told: dict[str, Any] = field(default_factory=dict)
@@ -117,9 +117,11 @@ class Engine(StandsForModule):
         self.skipped_steps = 0
         self.global_samples = 0
         self._boundary: bool | None = None
-        self._backwards = 0  # since the last step
+        self._backwards = 0  # number of backwards since the last step
         self.held_reductions = HeldReductions()
-        self.own_batches: Iterator[Any] | None = None  # of `training_dataloader`, once it is read
+        self.own_batches: Iterator[Any] | None = (
+            None  # iterates over `training_dataloader`, after its first use
+        )
         self._stepped = False
         self._told_of_graphless = False
         self._told_of_direct_steps = False
@@ -349,7 +351,7 @@ class Engine(StandsForModule):
             return self.micro_steps % self._batch.accumulation
         return self._backwards
 
-    # -- looking
+    # -- inspection
 
     def plan(self) -> str:
         """Return the plan of every unit and the schedule, as text."""

@@ -1,4 +1,4 @@
-"""The line of `engine.explain` about what computes updates."""
+"""The line of `engine.explain` that names the implementation of updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..optim.sharded import ShardedOptimizer
 
 
 def explain_updates(optimizer: ShardedOptimizer) -> list[str]:
-    """Return the line of `engine.explain` about what computes updates."""
+    """Return the line of `engine.explain` that names the implementation of updates."""
     shards = optimizer.shards()
     name = type(optimizer.inner).__name__
     rules = [optimizer.updater.one_pass.rule(group) for group in optimizer.param_groups]

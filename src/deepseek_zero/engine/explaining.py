@@ -1,4 +1,4 @@
-"""What an engine reports about its steps: where their time went, and the links between hosts."""
+"""Reports of an engine about the time of its steps and the links between hosts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .explain_updates import explain_updates
 
 
 def describe(parts: Parts) -> list[str]:
-    """Return one line per part of an engine, and its units and schedule, as `dump_state` logs them.
+    """Return one line per part of an engine, then its units and schedule.
 
-    Tests compare the lines to find configuration keys without effect.
+    `dump_state` logs these lines. Tests compare them to find configuration keys without effect.
     """
     runtime = parts.runtime
     units = [f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in runtime.units]
@@ -35,7 +35,12 @@ def describe(parts: Parts) -> list[str]:
 
 
 def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[str]:
-    """Return where this rank's steps went since the second one."""
+    """Return lines about how this rank spent its steps since the second one.
+
+    Args:
+        runtime: The runtime of the model.
+        optimizer: The optimizer, if there is one.
+    """
     settings = runtime.settings
     comm = runtime.comm
     advice = report.Advice(
@@ -55,7 +60,12 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
 
 
 def lines_about_network(runtime: Runtime, plan: Plan) -> list[str]:
-    """Return a line for each link between hosts that steps use."""
+    """Return a line for each link between hosts that steps use.
+
+    Args:
+        runtime: The runtime of the model.
+        plan: The current plan.
+    """
     comm = runtime.comm
     links = report.network_links(plan, comm.meter, line_of(comm), runtime.comm_ctx)
     return [link.explain() for link in links]

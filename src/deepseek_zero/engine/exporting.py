@@ -1,6 +1,6 @@
-"""Exports and imports the whole weights of an engine.
+"""Export and import the whole weights of an engine.
 
-It chooses the kind of file by its suffix, and adds the files that Hugging Face needs.
+The suffix of the path decides the kind of file. Files that Hugging Face needs are added.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds bits that changed although nothing wrote them.
+"""Find bits that changed although nothing wrote them.
 
 Every few steps, ranks compare states that several of them hold, and each rank compares states at
 rest with their earlier sums:
@@ -12,11 +12,11 @@ Shared states are replicated weights, main weights, moments and reduced gradient
 of a sharded weight, and the slices of replicas. If more than half of at least three ranks agree,
 the other ranks are reported.
 
-States at rest are slices, main weights and moments. Their sums are valid until something writes
+States at rest are slices, main weights and moments. Their sums are valid until the next write
 (`StateGuard.writes`). So for trained states, one step in every n is checked, and for frozen states,
 all steps.
 
-A gradient that one rank computes wrongly before the reduction is not found, since all ranks then
+A wrong gradient that one rank computed before the reduction is not found, because all ranks then
 hold the same sum.
 """
 
@@ -55,8 +55,10 @@ MOST_SHOWN = 8  # findings of one step that an error or a warning lists
 OF_PIECE = "digest of states that a piece's ranks share"
 OF_REPLICAS = "digest of states that replicas share"
 CHANGED = "states at rest that changed"
-Table = dict[str, list[tuple[int, str]]]  # by state: of each block its sum, and what it is of
-Sums = list[int]  # of each block
+Table = dict[
+    str, list[tuple[int, str]]
+]  # for each state: the sum of each block, and its parameters
+Sums = list[int]  # one per block
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class State:
     """The memory of one state of a group, or of a part of it.
 
     Attributes:
-        low: The place of its first element in the layout.
-        is_whole: All ranks with this piece of the model hold the same, not only replicas.
+        low: The position of its first element in the layout.
+        is_whole: All ranks with this piece of the model hold the same values, not only replicas.
         rests: It is only written after a call of the group's guard.
     """
 
@@ -79,12 +81,15 @@ class State:
 
     @property
     def key(self) -> str:
+        """Return the key under which ranks compare this state."""
         return f"{self.what} of '{self.group.members[0].name}' from {self.low}"
 
     def names_in(self, block: int) -> str:
         """Return the parameters to which a block of this memory belongs."""
         names = [member.name for member in self.group.members]
-        if self.dtype.is_floating_point:  # codes and halves of numbers have no place in the layout
+        if (
+            self.dtype.is_floating_point
+        ):  # codes and halves of numbers have no position in the layout
             numel = BLOCK_BYTES // self.dtype.itemsize
             first = self.low + block * numel
             last = min(first + numel, self.low + self.numel)
@@ -110,9 +115,9 @@ class Integrity:
         self._replicas = mesh.groups_along("dp_replicate")
         self._rested: dict[
             str, tuple[StateGuard, int, Sums]
-        ] = {}  # by state: its guard, writes until then, sums
+        ] = {}  # for each state: its guard, its write count at that time, its sums
         self._gathered: dict[str, tuple[State, Tensor]] = {}
-        self._found: list[tuple[State, Sums]] = []  # in the step under way
+        self._found: list[tuple[State, Sums]] = []  # in the current step
         self._changed: list[str] = []
         self._said: set[str] = set()
 
@@ -130,13 +135,17 @@ class Integrity:
                     guard = state.group.guard
                     self._rested[state.key] = guard, guard.writes, block_sums(values).tolist()
         for unit in self._runtime.units:
-            # Not of this object, which holds the engine's parts
+            # Do not capture this object, which holds the engine's parts
             unit.watch = partial(_note_gathered, self._gathered)
 
     def add_to(self, message: StepMessage, step: int) -> None:
         """Add digests of shared states to the message of a step that checks.
 
-        A third field has the number of states at rest that have changed.
+        A third field contains the number of states at rest that have changed.
+
+        Args:
+            message: The message of the step.
+            step: The number of the step.
         """
         if step % self.settings.every:
             return
@@ -232,7 +241,7 @@ class Integrity:
     def _states(self) -> Iterator[tuple[State, Tensor]]:
         """Yield the states that are in memory between steps.
 
-        States on a disk are left out, because tiers/disk.py checks what it reads.
+        States on a disk are not included, because tiers/disk.py checks what it reads.
         """
         for unit in self._runtime.units:
             for group in unit.groups:
@@ -246,7 +255,7 @@ class Integrity:
                 )
 
     def _gradients(self) -> Iterator[tuple[State, Tensor]]:
-        """Yield reduced gradients that every rank has whole and that no program has changed."""
+        """Yield reduced gradients that each rank holds whole and no program changed."""
         for group in self._runtime.trained_groups:
             gradient = group.gradient
             if (
@@ -283,10 +292,7 @@ def _state(
     *,
     rests: bool = False,
 ) -> tuple[State, Tensor]:
-    """Return the description of a state, and its memory.
-
-    `start` is the place of its first element on this rank.
-    """
+    """Return the state that begins at element `start` on this rank, and its memory."""
     is_whole = placement is Placement.REPLICATE
     low = start + (0 if is_whole else group.layout.bounds(group.comm_ctx.comm.rank)[0])
     return State(what, group, values.dtype, values.numel(), low, is_whole, rests), values
@@ -316,9 +322,7 @@ def found_in(
 
 
 def differences(tables: Mapping[int, Table]) -> list[str]:
-    """Return a line for each state that differs between ranks.
-
-    States are compared among the ranks that have them.
+    """Return a line for each state that differs between the ranks that have it.
 
     Args:
         tables: The sums of each rank.
@@ -337,10 +341,7 @@ def differences(tables: Mapping[int, Table]) -> list[str]:
 
 
 def _who(sums: Mapping[int, int]) -> str:
-    """Return the ranks whose sum differs from that of most ranks.
-
-    The sums, by rank, are not all equal.
-    """
+    """Return the ranks whose sum differs from that of most ranks."""
     ((most, count),) = Counter(sums.values()).most_common(1)
     if 2 * count <= len(sums):
         return f" differs between {listed_ranks(list(sums))}, of which none is in the majority"
