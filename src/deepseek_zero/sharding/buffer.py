@@ -147,6 +147,10 @@ class FlatBuffer:
 
         Pending updates run first.
 
+        Args:
+            low: The index of the first element in this buffer.
+            high: The end of the elements.
+
         Raises:
             StorageError: A disk failed.
         """
@@ -158,6 +162,10 @@ class FlatBuffer:
 
         A background save has copied the old values before this returns. The storage must hold the
         elements themselves; use `writing` for other storages.
+
+        Args:
+            low: The index of the first element in this buffer.
+            high: The end of the elements.
         """
         assert self.storage.has_elements, "what is written to a copy of elements is lost"
         self.guard.before_write()
@@ -165,23 +173,45 @@ class FlatBuffer:
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Return a context manager that yields a flat tensor to overwrite [low, high)."""
+        """Return a context manager that yields a flat tensor to overwrite [low, high).
+
+        Args:
+            low: The index of the first element in this buffer.
+            high: The end of the elements.
+        """
         self.guard.before_write()
         self.guard.before_read()
         with self.storage.writing(low, high) as values:
             yield values
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return a read-only view as `elements` does; a disk need not store it again."""
+        """Return a read-only view as `elements` does; a disk need not store it again.
+
+        Args:
+            low: The index of the first element in this buffer.
+            high: The end of the elements.
+        """
         self.guard.before_read()
         return self.storage.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Return a view of the current values as `read` does, without a pending update."""
+        """Return a read-only view of the current values; a pending update does not run.
+
+        Args:
+            low: The index of the first element in this buffer.
+            high: The end of the elements.
+        """
         return self.storage.read_now(low, high)
 
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
+        """Return a buffer of zeros on a device.
+
+        Args:
+            layout: The layout of the group.
+            spec: The placement and dtype of the state.
+            device: The device of the memory.
+        """
         numel = spec.numel(layout.padded_numel, layout.ranks)
         return cls(layout, spec, torch.zeros(numel, dtype=spec.dtype, device=device))
 
@@ -236,7 +266,12 @@ class FlatBuffer:
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Count this buffer against the device budget while it lives, and return it."""
+        """Count this buffer against the device budget while it lives, and return it.
+
+        Args:
+            comm_ctx: The context that has the budget.
+            what: The name of the state, for messages.
+        """
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
     def gathered_in(self, memory: Tensor, coded_as: Codec | None = None) -> FlatBuffer:
@@ -266,6 +301,10 @@ class FlatBuffer:
     def local_range(self, slot: Slot, rank: int) -> tuple[int, int, int]:
         """Return the range of a parameter that this rank's buffer has, and its place.
 
+        Args:
+            slot: The place of the parameter in the layout.
+            rank: This rank among those that share slices.
+
         Returns:
             ``(start, stop, place)``: elements [start, stop) of the parameter, and the index of the
             first one in the buffer.
@@ -277,11 +316,21 @@ class FlatBuffer:
         return start, start + end - place, place
 
     def owned_view(self, slot: Slot, rank: int) -> Tensor:
-        """Return a flat view of the part of a parameter that a rank owns."""
+        """Return a flat view of the part of a parameter that a rank owns.
+
+        Args:
+            slot: The place of the parameter in the layout.
+            rank: The rank.
+        """
         return self.elements(*self.owned_range(slot, rank))
 
     def owned_range(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Return the range [place, end) of `owned_view` in this buffer."""
+        """Return the range [place, end) of `owned_view` in this buffer.
+
+        Args:
+            slot: The place of the parameter in the layout.
+            rank: The rank.
+        """
         start, stop = self.layout.owned(slot, rank)
         low = self.layout.bounds(rank)[0] if self.spec.placement is S else 0
         return start - low, max(start, stop) - low
@@ -598,6 +647,7 @@ class MessageRoom:
         return comm.exchange(pieces, boxes, "reduce", what, add_up)
 
     def give_back(self) -> None:
+        """Return the buffers to the pool."""
         for tensor in self.lent:
             self.comm_ctx.pool.give(tensor)
 

@@ -42,7 +42,12 @@ class CodedMessage(Message):
         return cls(wire, codes, pool, is_lent=True)
 
     def encode(self, values: Tensor, low: int) -> None:
-        """Encode elements from the flat index `low` on. Local."""
+        """Encode elements into their piece of the message. Local.
+
+        Args:
+            values: The elements, flat.
+            low: The index of the first element in the buffer.
+        """
         self.write(values, self.piece(low, low + values.numel()), low)
 
     def write(self, values: Tensor, piece: Tensor, place: int) -> None:
@@ -54,7 +59,12 @@ class CodedMessage(Message):
         self.pool.give(scratch)
 
     def decode(self, low: int, out: Tensor) -> None:
-        """Decode the elements from the flat index `low` on into `out`. Local."""
+        """Decode elements of the message. Local.
+
+        Args:
+            low: The index of the first element in the buffer.
+            out: The output, flat; its size is the number of elements.
+        """
         scratch = self.pool.take_scratch()
         self.wire.decode(self.piece(low, low + out.numel()), 0, out.numel(), out, scratch)
         self.pool.give(scratch)
@@ -71,7 +81,12 @@ class CodedMessage(Message):
         self.arrived()
 
     def add(self, low: int, out: Tensor) -> None:
-        """Add elements from the index `low` on to `out`, in fp32, rounded once. Local."""
+        """Add elements of the message to `out`, in fp32, rounded once. Local.
+
+        Args:
+            low: The index of the first element in the buffer.
+            out: The tensor to add to, flat; its size is the number of elements.
+        """
         scratch = self.pool.take_scratch()
         piece = self.piece(low, low + out.numel())
         half = scratch.numel() // 2

@@ -161,13 +161,22 @@ class GatherLane:
         """Record that the forward of `reader` reads a parameter of `owner`.
 
         The backward of `reader` reads it too if autograd saved the parameter itself.
+
+        Args:
+            reader: The unit whose forward reads the parameter.
+            owner: The unit that has the parameter.
         """
         known = self._externals.setdefault(reader.number, [])
         if owner not in known and owner is not reader:
             known.append(owner)
 
     def forget_external(self, reader: Unit, owner: Unit) -> None:
-        """Undo `remember_external`; a later read is recorded again."""
+        """Undo `remember_external`; a later read is recorded again.
+
+        Args:
+            reader: The unit whose forward reads the parameter.
+            owner: The unit that has the parameter.
+        """
         known = self._externals.get(reader.number, [])
         if owner in known:
             known.remove(owner)

@@ -124,5 +124,10 @@ class GradReduction:
 
 
 def own_slice(whole: FlatBuffer, rank: int) -> FlatBuffer:
-    """Return a view of a rank's slice of a buffer that has all elements."""
+    """Return a view of a rank's slice of a buffer that has all elements.
+
+    Args:
+        whole: The buffer with all elements.
+        rank: The rank among those that share slices.
+    """
     return FlatBuffer(whole.layout, replace(whole.spec, placement=S), whole.shard(rank))

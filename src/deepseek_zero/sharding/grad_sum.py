@@ -98,6 +98,7 @@ class GradSum:
 
     @property
     def state(self) -> GradState:
+        """Return the state of the gradient; `enter` changes it."""
         return self._state
 
     def enter(self, state: GradState) -> None:
@@ -198,9 +199,13 @@ class GradSum:
         return self.own() if self.buffer is not None and self.is_full else None
 
     def read(self, low: int, high: int) -> Tensor | None:
-        """Return elements [low, high) of `reduced`, or None; the result is read-only.
+        """Return elements [low, high) of `reduced`, or None if there is no sum.
 
-        Offloaded elements are not stored a second time.
+        The result is read-only; offloaded elements are not stored a second time.
+
+        Args:
+            low: The index of the first element in this rank's slice.
+            high: The end of the elements.
         """
         if self.buffer is None or not self.is_full:
             return None
@@ -220,7 +225,7 @@ class GradSum:
         return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
 
     def changed(self, number: int) -> None:
-        """Record that a member's part was written, and store it if it is offloaded."""
+        """Record that a member's part was written, and evict it if it is offloaded."""
         self.known_squares = None
         if self.buffer is not None and self.buffer.storage.is_offloaded:
             slot = self.group.members[number].slot

@@ -82,12 +82,18 @@ class MasterWeight:
 
     @property
     def placement(self) -> Placement:
+        """Return the placement of the main weight."""
         return self.buffer.spec.placement
 
     # -- values
 
     def in_place_view(self, place: int, end: int) -> Tensor | None:
-        """Return a flat, writable view of the values; None unless `is_updated_in_place`."""
+        """Return a flat, writable view of the values; None unless `is_updated_in_place`.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
+        """
         return self.buffer.write(place, end) if self.is_updated_in_place else None
 
     def read(
@@ -114,9 +120,13 @@ class MasterWeight:
         return out
 
     def read_now(self, place: int, end: int) -> Tensor:
-        """Return the current values as `read` does, without a pending update.
+        """Return the current values as `read` does; a pending update does not run.
 
         The result may be a view, and must not be written.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
         """
         lower = self.buffer.read_now(place, end)
         if not self.is_split or self.weight is None:
@@ -199,6 +209,10 @@ class MasterWeight:
         """Cast the values into this rank's part of the weight.
 
         Nothing is done if the weight is the main weight, or half of it.
+
+        Args:
+            place: The first element.
+            end: The end of the elements.
         """
         if self.weight is not None and not self.is_split:
             self.buffer.guard.before_write()
@@ -306,6 +320,10 @@ def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
     """Return whether programs see a group's weight between steps.
 
     They may then change it without calling its guard.
+
+    Args:
+        plan: The row of the plan.
+        comm_ctx: The ranks that share slices.
     """
     return plan.weight.placement is not S or comm_ctx.comm.size == 1
 

@@ -50,7 +50,12 @@ class Pool:
     allocated_bytes: int = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor with arbitrary contents."""
+        """Return a flat tensor with arbitrary contents.
+
+        Args:
+            numel: The number of elements.
+            dtype: The dtype of the tensor.
+        """
         idle = self._idle[dtype, numel]
         if idle:
             # The tensor that came back first: other ranks have finished reading it by now.
@@ -116,7 +121,12 @@ class Message:
     is_lent: bool = False
 
     def piece(self, low: int, high: int) -> Tensor:
-        """Return the encoded elements [low, high)."""
+        """Return a view of the encoded elements [low, high).
+
+        Args:
+            low: The index of the first element in the buffer.
+            high: The end of the elements.
+        """
         return self.memory[self.wire.length(low) : self.wire.length(high)]
 
     def write(self, values: Tensor, piece: Tensor, place: int) -> None:

@@ -71,9 +71,8 @@ class Structure:
         self.groups = list(groups)
         self._takes_strangers = takes_strangers
         self._seen: list[tuple[nn.Module, list[int]]] = []
-        self._frozen_strangers: list[
-            tuple[str, nn.Parameter]
-        ] = []  # added after wrapping, and need no reduction
+        # Added after wrapping, but frozen, so that they need no reduction.
+        self._frozen_strangers: list[tuple[str, nn.Parameter]] = []
 
     def follow(self, groups: Sequence[WrappedGroup]) -> None:
         """Replace the groups that hold the parameters."""

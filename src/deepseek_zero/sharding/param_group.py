@@ -130,6 +130,7 @@ class ParamGroup:
 
     @property
     def trainable(self) -> bool:
+        """Return whether the plan has a gradient for the group."""
         return self.plan.grad is not None
 
     def follow_optimizer(self, updated: Collection[int]) -> None:

@@ -66,7 +66,12 @@ class ReduceLane:
         self.follow(schedule, settings)
 
     def follow(self, schedule: Schedule, settings: PlanSettings) -> None:
-        """Use `schedule` and `settings` from now on; call it between two passes."""
+        """Use another schedule from now on; call it between two passes.
+
+        Args:
+            schedule: The new schedule.
+            settings: The new settings of the plan.
+        """
         self.schedule = schedule
         self.settings = settings
         backward = schedule.backward

@@ -106,6 +106,7 @@ class Runtime:
 
     @property
     def trained_groups(self) -> list[ParamGroup]:
+        """The groups that have a gradient."""
         return [group for group in self.groups if group.trainable]
 
     @property
@@ -162,6 +163,7 @@ class Runtime:
         return self.comm if "pp" in self.comm.along else self.comm.whole
 
     def unit_of(self, group: ParamGroup) -> Unit:
+        """Return the unit that has a group."""
         return next(unit for unit in self.units if group in unit.groups)
 
     def fetch(self, group: ParamGroup) -> bool:

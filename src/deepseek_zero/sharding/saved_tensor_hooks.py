@@ -111,6 +111,7 @@ class WeightHooks:
         }
 
     def pack(self, tensor: Tensor) -> Saved:
+        """Return the saved form of a tensor: its place if it views a gathered weight."""
         group = self.places.get(tensor.untyped_storage().data_ptr())
         if group is not None and tensor.dtype == group.plan.weight.dtype:
             return SavedWeight(
@@ -125,6 +126,11 @@ class WeightHooks:
         return SavedTensor(kept, version_of(kept), self.unit)
 
     def unpack(self, saved: Saved) -> Tensor:
+        """Return the tensor of a saved form; gather the weight again if necessary.
+
+        Raises:
+            UsageError: The tensor was changed in place after it was saved.
+        """
         if isinstance(saved, SavedByOthers):
             return saved.restore(saved.packed)
         if isinstance(saved, SavedWeight):

@@ -53,7 +53,12 @@ class ShownGradients(Protocol):
         """Return this rank's current part; raise `AtRestError` if it was dropped."""
 
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
-        """Return the elements of a sharded weight that match a part."""
+        """Return the elements of a sharded weight that match a part.
+
+        Args:
+            param: The parameter.
+            part: The part.
+        """
 
     def edited(self, param: nn.Parameter, *, alike: bool) -> None:
         """Record that a part was changed in place.
@@ -64,12 +69,26 @@ class ShownGradients(Protocol):
         """
 
     def norm(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
-        """Return the norm of order `order`. Collective unless the part is whole."""
+        """Return the norm of a gradient, an fp32 scalar.
+
+        Args:
+            param: The parameter.
+            part: This rank's part of the gradient.
+            order: The order of the norm.
+
+        Note:
+            Collective unless the part is whole.
+        """
 
     def whole(self, param: nn.Parameter, part: Part) -> Tensor:
-        """Return all elements in the parameter's shape.
+        """Return all elements of a gradient in the parameter's shape.
 
-        Collective unless the part is whole.
+        Args:
+            param: The parameter.
+            part: This rank's part of the gradient.
+
+        Note:
+            Collective unless the part is whole.
         """
 
 

@@ -29,7 +29,12 @@ class Owner(Protocol):
         ...
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Store this rank's part of a full value, as for `copy_` of a loader."""
+        """Store this rank's part of a full value, as for `copy_` of a loader.
+
+        Args:
+            param: The parameter.
+            value: The full value.
+        """
         ...
 
     def name_of(self, param: nn.Parameter) -> str: ...
@@ -54,6 +59,7 @@ class ModelBuilder:
         raise NotImplementedError
 
     def fetch_for(self, param: nn.Parameter) -> bool:
+        """Gather the parameter, and return whether the model is under construction."""
         raise NotImplementedError
 
     def answer(self, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -74,7 +80,12 @@ class ModelBuilder:
         raise NotImplementedError
 
     def at_rest(self, param: nn.Parameter, operation: str) -> AtRestError:
-        """Return the error of an operation that needs elements."""
+        """Return the error of an operation that needs elements.
+
+        Args:
+            param: The parameter.
+            operation: The name of the operation.
+        """
         raise NotImplementedError
 
 
@@ -172,7 +183,12 @@ def owner_of(param: Tensor) -> Owner | None:
 
 
 def set_owner(param: Tensor, owner: Owner) -> None:
-    """Record, weakly, the group that a parameter belongs to."""
+    """Record, weakly, the group that a parameter belongs to.
+
+    Args:
+        param: The parameter.
+        owner: The group.
+    """
     param.__dict__["_zero_owner"] = OwnerReference(owner)
 
 

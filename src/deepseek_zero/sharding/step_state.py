@@ -108,6 +108,7 @@ class StepState:
 
     @property
     def phase(self) -> Phase:
+        """Return the phase of the model; `enter` changes it."""
         return self._phase
 
     def enter(self, phase: Phase) -> None:

@@ -90,6 +90,7 @@ class Unit:
 
     @property
     def has_frozen_shards(self) -> bool:
+        """Return whether a sharded group is never reduced, because it is frozen."""
         return any(group.is_idle or not group.trainable for group in self.sharded)
 
     @property
@@ -101,6 +102,7 @@ class Unit:
 
     @property
     def state(self) -> UnitState:
+        """Return whether the weights are sharded, unsharded or being gathered."""
         return self._state
 
     def _enter(self, state: UnitState) -> None:
@@ -138,6 +140,7 @@ class Unit:
         return self.planned.explain(self.number)
 
     def members(self) -> list[ParamInfo]:
+        """Return the parameters of all groups."""
         return [member for group in self.groups for member in group.members]
 
     # -- weights
@@ -226,6 +229,7 @@ class Unit:
             pending.issue_all()
 
     def wait_for_reduce(self) -> None:
+        """Wait for the reductions in flight."""
         for pending in self._reduces:
             pending.wait()
         self._reduces = []
