@@ -423,8 +423,8 @@ def move(
         `PeerError` if another rank failed, and `StorageError` if a disk failed.
 
     Note:
-        Collective unless the movement is local: every rank must call it, in the same order within
-            its lane.
+        Collective unless the movement is local. Every rank must call it, in the same order within
+        its lane.
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
@@ -554,7 +554,7 @@ def _reduce_scatter(
     wire = source.spec.wire or Cast(source.spec.dtype)
     route = comm_ctx.route
     pool = comm_ctx.pool
-    # What a rank sends in the first hop and receives in the last hop.
+    # The message of the first hop, and that of the last hop (`arriving`).
     message = arriving = Message(wire, source.memory, pool)
     if source.spec.wire is not None or route.near > 1:
         message, arriving = summand_messages(

@@ -114,13 +114,13 @@ class GradReduction:
         """
 
     def scale(self, factor: float) -> None:
-        """Multiply what is kept from earlier steps by `factor`. Local.
+        """Multiply the states that are kept across steps by `factor`. Local.
 
         Every rank must call it when the loss scale changes.
         """
 
     def forget(self) -> None:
-        """Drop what this rank has kept from earlier steps. Local; every rank must call it."""
+        """Drop the states that are kept across steps. Local; every rank must call it."""
 
 
 def own_slice(whole: FlatBuffer, rank: int) -> FlatBuffer:

@@ -91,7 +91,8 @@ class LossFactor:
 
     Attributes:
         accumulation: Returns the current number of micro-batches per step.
-        is_recorded: A backward since the last step was recorded, so that it may be differentiated.
+        is_recorded: A backward since the last step ran with `create_graph=True`, so that it may be
+            differentiated.
         is_carried: Incoming gradients already have the factor (`carried`).
         at_entry: Returns the factor of gradients that enter past the outputs; holds this object
             weakly.
@@ -148,7 +149,7 @@ class LossFactor:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the current backward differentiates a loss without a scale."""
+        """Return whether the current backward differentiates a loss that no engine scaled."""
         return _UNDER_WAY.scale is None and not self.is_carried
 
     def at_output(self) -> float:
@@ -194,8 +195,8 @@ class LossFactor:
     def refuse_unscaled(self) -> None:
         """Raise if a plain backward differentiates the engine's own forward in fp16.
 
-        Programs that use the DeepSpeed API must scale such a loss. A forward of
-        `engine.module(...)` needs no scaled loss, because several engines cannot scale one loss.
+        Only a strict engine raises: programs that use the DeepSpeed API must scale such a loss.
+        After `engine.module(...)` they need not, because several engines cannot all scale one loss.
         The factor is then applied at the outputs.
 
         Raises:
@@ -210,10 +211,11 @@ class LossFactor:
             )
 
     def refuse_gradient_of_gradient(self) -> None:
-        """Raise if a plain backward may differentiate a recorded backward.
+        """Raise if a plain backward may differentiate an earlier recorded backward.
 
+        Called when a backward begins, and also notes whether autograd records that backward.
         Gradients of gradients reach the parameters without passing an output, so they would lack
-        the factor. Called when a backward begins.
+        the factor.
 
         Raises:
             UsageError: The backward is plain, and an earlier one was recorded.
@@ -279,14 +281,17 @@ class LossFactor:
         return grad if factor == 1.0 else grad * (1.0 / factor)
 
     def apply(self, loss: Tensor, *, by_accumulation: bool = True) -> Tensor:
-        """Return the loss times the loss scale.
+        """Return the loss times the loss scale; in fp32 if its dtype has 16 bits.
+
+        The loss is returned unchanged if gradients need no factor.
 
         Args:
             loss: The loss, a scalar.
             by_accumulation: Also divide by the accumulation steps.
 
         Raises:
-            UsageError: The loss was already scaled, or is not a scalar and the engine is strict.
+            UsageError: The loss was already scaled. A strict engine also raises if it is not a
+                scalar.
         """
         if self._is_strict and isinstance(loss, Tensor) and loss.numel() != 1:
             raise UsageError(

@@ -20,7 +20,7 @@ class WeightGather:
 
     #: A gather fills a lent buffer. If False, the weight is used in the memory that holds it.
     makes_copies = True
-    #: `refresh` computes on the CPU, so that few refreshes should run at the same time.
+    #: `refresh` computes on the CPU, so only a few refreshes should run at the same time.
     computes = False
 
     def __init__(self, group: Group) -> None:
