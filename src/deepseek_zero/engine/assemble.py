@@ -88,7 +88,7 @@ def assemble(
             those of the configuration.
         example: Returns a micro-batch; a pipeline finds the model's blocks by its shapes.
         sequence: The settings of sequence parallelism; None without it.
-        rules: What the API says about the parts.
+        rules: The decisions of the API about the parts.
 
     Note:
         Collective: every rank must call it.
@@ -282,7 +282,10 @@ def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
 
 
 def _tell_what_stays_whole(plan: Plan) -> None:
-    """Log that stage 3 shards almost nothing; the default threshold is meant for large models."""
+    """Log that stage 3 shards almost nothing.
+
+    This happens because the default threshold is meant for large models.
+    """
     groups = [group for unit in plan.units for group in unit.groups]
     total = plan.numel
     whole = sum(group.layout.numel for group in groups if group.plan.weight.placement is not S)

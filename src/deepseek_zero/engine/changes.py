@@ -134,7 +134,7 @@ def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -
 
 
 def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None:
-    """Raise `NotBuiltError` if an optimizer needs a whole matrix that is cut into tiles.
+    """Raise `NotBuiltError` if an optimizer needs a matrix whole but it is cut.
 
     Args:
         parts: The optimizer.

@@ -210,7 +210,7 @@ def _param_of(overlap: ParamOverlap) -> nn.Parameter:
 
 
 def _is_elementwise(state: WholeState, key: str, overlap: ParamOverlap) -> bool:
-    """Return whether a state has the shape of the whole parameter, or of the part here."""
+    """Return whether a state has the shape of the parameter or of its part here."""
     param = _param_of(overlap)
     rows = rows_of(param)
     split = split_of(param)

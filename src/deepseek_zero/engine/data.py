@@ -196,6 +196,8 @@ class ShardedLoader:
     def state_dict(self, again: int = 0) -> dict[str, int]:
         """Return the position in the epoch and a description of the sample order.
 
+        The position is the epoch and the number of samples that all ranks have taken from it.
+
         Args:
             again: The number of last batches that count as not taken, because their step has not
                 ended.

@@ -1,4 +1,4 @@
-"""Deterministic algorithms in PyTorch while an engine that asks for them exists.
+"""Deterministic algorithms in PyTorch while an engine that requires them exists.
 
 The library's own sums have a fixed order in any case (`ordered_sum`), but PyTorch's kernels may add
 with atomics or choose an algorithm by timing. The switches are global to the process, so the

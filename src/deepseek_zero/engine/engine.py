@@ -1,4 +1,4 @@
-"""The engine: forward, backward and step of one model, with the parts that assemble.py builds."""
+"""The engine: forward, backward and step of one model."""
 
 from __future__ import annotations
 
@@ -230,7 +230,9 @@ class Engine(StandsForModule):
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count a micro-batch; at the accumulation boundary, update weights and learning rate.
+        """Count a micro-batch, and update the weights at the accumulation boundary.
+
+        The learning rate follows the update.
 
         Args:
             lr_kwargs: Arguments for the learning-rate schedule.
@@ -263,9 +265,10 @@ class Engine(StandsForModule):
             self._end_step(self.optimizer.step, lr_kwargs or {})
 
     def step_now(self) -> None:
-        """Take a step with all gradients since the last one, at any point of the accumulation.
+        """Take a step now, with all gradients since the last one.
 
-        `engine.optimizer.step()` calls it. Counters and the learning rate move as in `step`.
+        It may be called at any point of the accumulation. `engine.optimizer.step()` calls it.
+        Counters and the learning rate change as in `step`.
 
         Note:
             Collective: every rank must call it.

@@ -70,7 +70,7 @@ def load_weights(runtime: Runtime, path: str | Path, strict: bool = True) -> Non
 
 
 def _write_config(runtime: Runtime, settings: checkpoint.ExportSettings, folder: Path) -> None:
-    """Write the files that `from_pretrained` needs next to the weights of a Hugging Face model."""
+    """Write the files that `from_pretrained` needs next to the weights."""
     model = runtime.model
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)

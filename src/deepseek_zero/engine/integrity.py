@@ -176,7 +176,7 @@ class Integrity:
         return found
 
     def compare(self, step: int, fields: Fields) -> None:
-        """Compare the digests of all ranks of the world, and report the states that differ.
+        """Compare the digests of all ranks, and report the states that differ.
 
         Args:
             step: The number of the step.
@@ -277,7 +277,7 @@ def _note_gathered(found: dict[str, tuple[State, Tensor]], unit: Unit) -> None:
 
 
 def _buffers(group: ParamGroup) -> Iterator[tuple[str, FlatBuffer, bool]]:
-    """Yield the buffers of a group that exist between steps, and whether each is at rest."""
+    """Yield the buffers of a group between steps, and whether each is at rest."""
     yield "weight", group.weight, not is_exposed(group.plan, group.comm_ctx)
     if group.master is not None and not group.plan.master_is_weight:
         yield "master", group.master.buffer, True

@@ -1,7 +1,8 @@
-"""Finds the losses of a step, for every call with which a program differentiates them.
+"""Find the losses of a step in all calls with which a program differentiates them.
 
-`engine.backward` receives its loss. A hook runs at every other backward of the process. If the
-backward reaches the model of an engine, the differentiated tensor is a loss of that engine.
+`engine.backward` receives its loss as an argument. A hook runs at every other backward of the
+process. If the backward reaches the model of an engine, the differentiated tensor is a loss of that
+engine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ class Losses:
         hook_every_backward(_find_losses)
 
     def scaled(self, scaled: Tensor, loss: Tensor) -> None:
-        """Remember which loss a tensor was scaled from, for as long as the tensor lives."""
+        """Remember which loss a tensor was scaled from, as long as the tensor exists.
+
+        Args:
+            scaled: The scaled loss.
+            loss: The loss before scaling.
+        """
         scaled.unscaled_loss = loss.detach()  # type: ignore[attr-defined]
 
     def differentiated(self, loss: Any) -> None:
@@ -45,7 +51,7 @@ class Losses:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Open a block in which the engine itself runs backwards, and the hook ignores them."""
+        """Open a block in which the hook ignores backwards, as the engine runs them."""
         before = self.is_paused
         self.is_paused = True
         try:
@@ -65,7 +71,10 @@ _HERE = _Here()
 
 
 def _find_losses(roots: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Return the roots of a backward, and a function that finds the losses among them after it."""
+    """Return the roots of a backward, and a function to call after it.
+
+    The function records the roots that are losses of an engine.
+    """
     watching = [(each, each.reached()) for each in _HERE.losses if not each.is_paused]
 
     def after() -> None:

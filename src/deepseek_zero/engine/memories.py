@@ -1,4 +1,4 @@
-"""Opens the memories outside the training device that a plan uses."""
+"""Open the memories outside the training device that a plan uses."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ class MemorySettings:
 def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: int) -> Tiers:
     """Open the memories that a plan uses.
 
+    Args:
+        plan: The plan.
+        settings: The settings of the memories.
+        comm: The communicator of the ranks.
+        chunk_numel: The size of a transferred chunk in elements.
+
     Raises:
         StorageError: The disk of a rank cannot be used; raised on every rank.
 
@@ -57,6 +63,11 @@ def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: in
 def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
     """Raise on every rank if a memory is too small for the plan.
 
+    Args:
+        plan: The plan.
+        tiers: The memories that were opened for it.
+        comm: The communicator of the ranks.
+
     Note:
         Collective: every rank must call it.
     """
@@ -69,7 +80,13 @@ def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
 
 
 def commit(tiers: Tiers, comm: Comm) -> None:
-    """Give the memories of a plan their pages, after the model's own values have been freed.
+    """Allocate the pages of a plan's memories.
+
+    Call it after the model's own values were freed.
+
+    Args:
+        tiers: The memories that were opened for the plan.
+        comm: The communicator of the ranks.
 
     Note:
         Collective: every rank must call it.

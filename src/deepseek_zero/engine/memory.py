@@ -1,4 +1,4 @@
-"""The memory of an engine: predicted from its plan, and measured from its storages."""
+"""The memory of an engine: predicted from its plan, and measured on its storages."""
 
 from __future__ import annotations
 
@@ -81,7 +81,14 @@ def traced(
     parked: Callable[[], Sequence[Storage]],
     pipeline: Pipeline | None = None,
 ) -> report.MemoryTrace:
-    """Return a trace of the memory of this engine; the arguments are those of `memory_report`."""
+    """Return a trace of the memory of an engine.
+
+    Args:
+        runtime: The runtime of the model.
+        optimizer: The optimizer, if there is one.
+        parked: Returns the offloaded activations, which are not part of a state.
+        pipeline: The pipeline, if there is one.
+    """
 
     def held() -> dict[str, list[Tensor]]:
         found = {
@@ -101,7 +108,12 @@ def traced(
 
 
 def offloaded_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Storage]:
-    """Return the storages of an engine's offloaded states."""
+    """Return the storages of an engine's offloaded states.
+
+    Args:
+        runtime: The runtime of the model.
+        optimizer: The optimizer, if there is one.
+    """
     found = list(optimizer.moments.offloaded()) if optimizer is not None else []
     return found + [storage for group in runtime.groups for storage in group.offloaded()]
 

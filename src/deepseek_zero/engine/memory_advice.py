@@ -1,4 +1,4 @@
-"""Adds the plan's bytes and one change that would fit to the error of a failed allocation."""
+"""Explain failed allocations by the bytes of the plan and a change that would fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..planner.update import UpdateSettings
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
 
-_PREDICTION = "the plan predicts"  # in every explanation
+_PREDICTION = "the plan predicts"  # part of every explanation
 # Texts of PyTorch's allocators that raise a plain RuntimeError.
 _TEXTS = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "out of memory")
 _REQUEST = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
@@ -102,7 +102,12 @@ class MemoryAdvice:
             self._is_explaining = False
 
     def text(self, error: BaseException, where: str) -> str:
-        """Return the explanation of a failed allocation. where: the call that failed."""
+        """Return the explanation of a failed allocation.
+
+        Args:
+            error: The error that the allocator raised.
+            where: The name of the call that failed.
+        """
         device = self.plan.mesh.device
         room = room_of(device)
         planned = self._near_bytes(self.plan)
@@ -171,7 +176,7 @@ class MemoryAdvice:
         settings = self.plan.settings
         tier = Tier.HOST
         value = '{"device": "cpu"}'
-        if self.plan.mesh.device.type == "cpu":  # the run has filled the host's memory
+        if self.plan.mesh.device.type == "cpu":  # the run itself has filled the host's memory
             tier = Tier.NVME
             value = '{"device": "nvme", "nvme_path": FOLDER}'
         found = []
@@ -209,7 +214,7 @@ class MemoryAdvice:
 
 
 def explain_uncaught(advice: MemoryAdvice) -> None:
-    """Explain failed allocations that end the program by this advice, instead of an earlier one."""
+    """Explain failed allocations that end the program by this advice only."""
     _UNCAUGHT.explain(advice)
 
 
@@ -217,16 +222,17 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 class _Uncaught:
-    """Adds an explanation to an error before the interpreter prints it and ends the program."""
+    """Adds an explanation to an error before the interpreter prints it."""
 
     def __init__(self) -> None:
         self._advice: weakref.ref[MemoryAdvice] | None = None
         self._hook: ExceptHook | None = None
 
     def explain(self, advice: MemoryAdvice) -> None:
+        """Replace the advice, and install the exception hook if it is missing."""
         self._advice = weakref.ref(advice)
         if sys.excepthook is not self._hook:
-            # Another hook may have taken the place of ours and call it (torch.distributed's does)
+            # Another hook may have replaced ours and call it, as the one of torch.distributed does
             self._hook = partial(self._explained, sys.excepthook)
             sys.excepthook = self._hook
 
@@ -237,7 +243,7 @@ class _Uncaught:
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        """Take the place of `sys.excepthook`, which was `before`."""
+        """Explain an error; the replacement of `sys.excepthook`, which was `before`."""
         advice = self._advice() if self._advice is not None else None
         notes = getattr(error, "__notes__", ())
         is_explained = any(_PREDICTION in text for text in (str(error), *notes))
@@ -250,7 +256,7 @@ _UNCAUGHT = _Uncaught()
 
 
 def room_of(device: torch.device) -> int:
-    """Return the bytes that this process can have of a device's memory, with those that it has."""
+    """Return the bytes of a device's memory that are free or used by this process."""
     free = free_device_bytes(device)
     if free is None:
         return allocated_bytes(device) + free_host_bytes() // ranks_of_this_host()
@@ -258,7 +264,7 @@ def room_of(device: torch.device) -> int:
 
 
 def _is_of_allocation(error: BaseException) -> bool:
-    if isinstance(error, DeepSeekZeroError):  # these have advice already
+    if isinstance(error, DeepSeekZeroError):  # these errors already contain advice
         return False
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         text in str(error) for text in _TEXTS

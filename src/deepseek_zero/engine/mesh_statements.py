@@ -1,8 +1,9 @@
-"""Makes the mesh of a run from all statements about it.
+"""Combine all statements about the mesh of a run.
 
 A caller may name axes in several places: `mesh=`, configuration keys, the launcher's command line,
-or an object of another library. Each is a `MeshStatement`. `choose_mesh` combines them, or names
-two that disagree. Axes that are not named get the ranks that are left (dp_shard), or one rank.
+or an object of another library. Each is a `MeshStatement`. `choose_mesh` combines them, or raises
+an error that names two contradictory ones. Of the axes that are not named, dp_shard gets the
+remaining ranks and the others get one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..base.launch import MESH, MESH_OPTIONS
 from ..base.mesh import AXES, Mesh, axes_of
 from ..config import RawConfig
 
-DATA_AXES = ("dp_replicate", "dp_shard")  # settled together; the others one by one
+DATA_AXES = ("dp_replicate", "dp_shard")  # chosen together; each other axis is chosen by itself
 _OTHERS = ("pp", "sp", "tp")
 # keys of the configuration that state the size of one axis
 AXIS_KEYS = {
@@ -29,7 +30,9 @@ AXIS_KEYS = {
     "tensor_parallel.tensor_parallel.tp_size": "tp",
     "sequence_parallel_size": "sp",
 }
-_OFF = {"tensor_parallel.autotp_size": 0}  # sizes that switch a section off and state nothing
+_OFF = {
+    "tensor_parallel.autotp_size": 0
+}  # sizes that switch a section off and do not count as a statement
 _MICS = "mics_shard_size"
 
 
@@ -38,7 +41,7 @@ class MeshStatement:
     """One statement about the mesh.
 
     Attributes:
-        where: The place of the statement, for error messages.
+        where: The source of the statement, for error messages.
         axes: The sizes of axes, by name; dp_shard may be REST.
         data_size: The number of ranks with different batches.
         shard_size: The number of ranks that hold the slices of one state.
@@ -63,10 +66,10 @@ def statements_of(
         raw: The configuration.
         given: `mesh=`, as in `mesh_of`.
         others: The statements of the caller's other arguments.
-        launched: The launcher's command line counts, too.
+        launched: Include the launcher's command line.
 
     Raises:
-        UsageError: A value is no mesh.
+        UsageError: A value does not describe a mesh.
     """
     found = [MeshStatement("mesh=", axes_of(given))] if given is not None else []
     found += others
@@ -114,7 +117,7 @@ def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
         UsageError: Two statements disagree, or one does not fit the world.
     """
     for each in statements:
-        Mesh(**each.axes)  # raises for what is no size
+        Mesh(**each.axes)  # raises if a value is not a size
     sizes, sources = _settled(statements)
     others = Mesh(**sizes, dp_shard=1).world_size
     if world.world_size % others:
@@ -176,7 +179,7 @@ def _compare_places(statement: MeshStatement, mesh: Mesh) -> None:
 
 
 def _settled(statements: Sequence[MeshStatement]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the sizes of all axes except the data axes, and the first statement of each."""
+    """Return the sizes of all axes but the data axes, and the first statement of each."""
     sizes = dict[str, Any]()
     sources = dict[str, str]()
     for axis in _OTHERS:

@@ -1,7 +1,7 @@
-"""Micro-batches of whole steps: the arguments of the model, its losses, and the accumulation.
+"""Micro-batches of whole steps: model arguments, losses, and accumulation.
 
-A model that is a list of layers takes pairs (inputs, labels). Any other model takes what its
-forward takes, and returns its loss.
+A model that is a list of layers takes pairs (inputs, labels). Any other model takes the arguments
+of its forward and returns its loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from ..sharding.runtime import Runtime
 
 
 def taken(batches: Iterator[Any], many: int, model: nn.Module, mesh: Mesh) -> list[Any]:
-    """Take `many` micro-batches; if ranks share sequences, only this rank's part of each."""
+    """Take micro-batches from an iterator.
+
+    If ranks share sequences, only this rank's part of each micro-batch is returned.
+
+    Args:
+        batches: Yields micro-batches.
+        many: The number of micro-batches to take.
+        model: The model.
+        mesh: The mesh of ranks.
+    """
     found = [next(batches) for _ in range(many)]
     if mesh.sp == 1:
         return found
@@ -32,7 +41,12 @@ def taken(batches: Iterator[Any], many: int, model: nn.Module, mesh: Mesh) -> li
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the model for a micro-batch."""
+    """Return the positional and keyword arguments of the model for a micro-batch.
+
+    Args:
+        model: The model.
+        batch: The micro-batch.
+    """
     if isinstance(model, pipeline.LayerStages):
         return (pipeline.Labelled.of(batch).inputs,), {}
     args, kwargs = pipeline.MicroBatch.of(batch)
@@ -40,7 +54,13 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
 
 
 def loss_of(model: nn.Module, output: Any, batch: Any) -> Tensor:
-    """Return the loss of a micro-batch from the model's output."""
+    """Return the loss of a micro-batch from the model's output.
+
+    Args:
+        model: The model.
+        output: The output of its forward.
+        batch: The micro-batch. Only a list of layers needs it, for the labels.
+    """
     if isinstance(model, pipeline.LayerStages):
         return pipeline.LayersStage(model).loss(output, pipeline.Labelled.of(batch))
     return pipeline.loss_of(output)
@@ -48,6 +68,11 @@ def loss_of(model: nn.Module, output: Any, batch: Any) -> Tensor:
 
 def mean_of_ranks(losses: Sequence[Tensor], world: Comm, device: torch.device) -> Tensor:
     """Return the mean loss of all ranks' micro-batches.
+
+    Args:
+        losses: The losses of this rank's micro-batches.
+        world: The communicator of the world.
+        device: The device of the result.
 
     Note:
         Collective: every rank of the world must call it.
@@ -61,8 +86,12 @@ def mean_of_ranks(losses: Sequence[Tensor], world: Comm, device: torch.device) -
 def has_graph(loss: Any, mesh: Mesh) -> bool:
     """Return whether a loss can be differentiated.
 
+    Args:
+        loss: The loss that the program passed.
+        mesh: The mesh of ranks.
+
     Raises:
-        UsageError: It is no tensor; or it has no graph in a world of one rank.
+        UsageError: The loss is not a tensor, or it has no graph in a world of one rank.
     """
     if not isinstance(loss, Tensor):
         raise UsageError(
@@ -91,16 +120,21 @@ def warn_of_graphless(step: int) -> None:
 def change_accumulation(
     runtime: Runtime, optimizer: ShardedOptimizer | None, accumulation: int
 ) -> None:
-    """Accumulate `accumulation` micro-batches from now on, and change the plan accordingly.
+    """Change the number of accumulated micro-batches, and the plan with it.
 
-    Gradients summed over several micro-batches are kept in fp32, single ones in the dtype of the
-    weight.
+    Gradients that are summed over several micro-batches are kept in fp32, single ones in the dtype
+    of the weight.
+
+    Args:
+        runtime: The runtime of the model.
+        optimizer: The optimizer, if there is one.
+        accumulation: The number of micro-batches per step from now on.
     """
     policy = runtime.settings.policy
     runtime.settings = replace(runtime.settings, accumulation=accumulation)
     if optimizer is not None:
         optimizer.flush()
-        optimizer.finish()  # gradients of another dtype are to come
+        optimizer.finish()  # the next gradients may have another dtype
     runtime.backward.drop_grads()
     for group in runtime.trained_groups:
         summands = accumulation * runtime.settings.row_parts
@@ -108,10 +142,10 @@ def change_accumulation(
 
 
 class HeldReductions:
-    """Knows whether a context that holds back the reduction of gradients is open.
+    """Records whether a context that postpones the reduction of gradients is open.
 
     Attributes:
-        name: The name of the open context, or an empty text.
+        name: The name of the open context, or an empty string.
     """
 
     def __init__(self) -> None:
@@ -119,7 +153,7 @@ class HeldReductions:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Open a context in which `step` and another such context are refused."""
+        """Open a context that forbids `step` and other such contexts."""
         if self.name:
             raise UsageError(
                 f"{name} context manager reentry is unsupported: nested in {self.name}.",
@@ -133,7 +167,7 @@ class HeldReductions:
             self.name = ""
 
     def refuse_step(self) -> None:
-        """Raise `UsageError` inside a context."""
+        """Raise `UsageError` if such a context is open."""
         if self.name:
             raise UsageError(
                 f"It is illegal to call Engine.step() inside {self.name} context manager "

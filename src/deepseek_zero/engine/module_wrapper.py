@@ -11,7 +11,10 @@ from ..base.given import NoSuchNameError
 
 
 class StandsForModule(nn.Module):
-    """Base of objects that wrap a model as `module`; missing attributes are read from the model."""
+    """Base of objects that wrap a model as `module`.
+
+    Attributes that the object lacks are read from the model.
+    """
 
     module: nn.Module
 

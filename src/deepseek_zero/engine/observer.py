@@ -1,4 +1,4 @@
-"""Reports the training of an engine: timers, records, monitor events, one line per N steps."""
+"""Report the training of an engine: timers, records, monitor events, lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Observed(Protocol):
 
 
 def summary(record: StepRecord) -> str:
-    """Return a line about a step; without tokens or loss if they are unknown."""
+    """Return a line about a step; unknown tokens and losses are left out."""
     loss = "" if record.loss is None else f"loss {record.loss:.4f}, "
     pace = (
         f", {format_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else ""
@@ -63,7 +63,7 @@ def summary(record: StepRecord) -> str:
 
 
 class Observer:
-    """Writes the reports on rank 0; other ranks only keep timers."""
+    """Writes the reports on rank 0. Other ranks only run timers."""
 
     def __init__(self, settings: ObserverSettings, device: torch.device) -> None:
         self.settings = settings
@@ -81,14 +81,14 @@ class Observer:
                 "name another directory, or switch it off.",
             ) from error
         self._record: StepRecord | None = None
-        self._unread: list[Tensor] = []  # losses of the last step, which its record lacks
+        self._unread: list[Tensor] = []  # losses of the last step that are not in its record yet
         self._losses: list[Tensor] = []
         self.profile: ForwardCost | None = (
-            None  # of the forward that flops_profiler asks for, once it has run
+            None  # profile of the forward that flops_profiler selects, after it has run
         )
         self._began = time.perf_counter()
         self._sent = self._tokens = 0
-        self.micro_tokens: int | None = None  # of the last micro-batch
+        self.micro_tokens: int | None = None  # tokens of the last micro-batch
         if settings.log_level is not None:
             logger.setLevel(settings.log_level.upper())
 
@@ -145,7 +145,7 @@ class Observer:
         else:
             try:
                 Path(wanted.output_file).write_text(table + "\n", encoding="utf-8")
-            except OSError as error:  # no reason to lose a run in its forward
+            except OSError as error:  # a failed report must not end the run
                 logger.warning(
                     f"flops_profiler.output_file cannot be written ({str(error)[:300]}):\n{table}"
                 )
@@ -200,7 +200,7 @@ class Observer:
             skipped=optimizer.overflow,
             promoted=promoted,
         )
-        if self.device.type == "cpu":  # nothing to wait for, and no tensor to keep
+        if self.device.type == "cpu":  # no device to wait for, so the loss is read at once
             self._read_loss()
         self._tell(engine)
         if adaptive is not None and adaptive.changed:

@@ -1,4 +1,4 @@
-"""The optimizer that a client passes or a configuration names, and its parameter groups."""
+"""The optimizer of a client or a configuration, and its parameter groups."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def optimizer_parts(
     is_part: bool = False,
     coordinate: int = 0,
 ) -> OptimizerParts:
-    """Return the parts of the optimizer; empty if neither the client nor the configuration has one.
+    """Return the parts of the optimizer.
+
+    They are empty if neither the client nor the configuration has an optimizer.
 
     Args:
         config: The configuration.
@@ -89,7 +91,7 @@ def optimizer_parts(
     if config.optimizer.type is None:
         return OptimizerParts()
     spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
-    # Of all parameters, the frozen ones too: they are updated once they are unfrozen.
+    # Include frozen parameters: they are updated after they are unfrozen.
     empty = "model_parameters is empty."
     if params is None:
         params = list(model.parameters())
@@ -115,8 +117,14 @@ def forget_others(
 ) -> Sequence[Any] | None:
     """Remove the parameters of other stages from an optimizer's groups.
 
+    Args:
+        model: The model with the stages of this rank.
+        optimizer: The client's optimizer, whose groups are changed in place. Anything that is not
+            an optimizer is ignored.
+        params: The parameters or parameter groups to train, or None.
+
     Returns:
-        `params` without these parameters.
+        `params` without the parameters of other stages.
     """
     own = {id(param) for param in model.parameters()}
 
@@ -176,7 +184,12 @@ def planned_groups(
 def granularities(
     optimizer: Optimizer | type[Optimizer], groups: Sequence[dict[str, Any]]
 ) -> tuple[str, ...]:
-    """Return how finely each group's state may be cut."""
+    """Return how finely each group's state may be cut.
+
+    Args:
+        optimizer: The optimizer or its class.
+        groups: Its parameter groups.
+    """
     return tuple(granularity_of(optimizer, group) for group in groups)
 
 
@@ -188,7 +201,7 @@ def adopting(client: Optimizer) -> Make:
 
     def adopt(groups: list[dict[str, Any]]) -> Optimizer:
         for key in [key for key in client.state if isinstance(key, Tensor)]:
-            del client.state[key]  # of whole parameters: `ClientStates` has it
+            del client.state[key]  # it is for whole parameters; `ClientStates` has kept it
         for mine, sliced in zip(client.param_groups, groups, strict=True):
             mine["params"] = sliced["params"]
         return client
@@ -197,7 +210,11 @@ def adopting(client: Optimizer) -> Make:
 
 
 def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
-    """Return the state that a client's optimizer has for whole parameters; None if it has none.
+    """Return the state of a client's optimizer for whole parameters, or None if empty.
+
+    Args:
+        client: The optimizer.
+        coordinate: The coordinate of this rank along "tp".
 
     Raises:
         UsageError: The state counts steps, or a parameter group holds tensors with elements.
@@ -234,7 +251,7 @@ def _refuse_tensors(optimizer: str, number: int, group: Mapping[str, Any]) -> No
 
 
 def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return parameters or groups as groups."""
+    """Return parameters or parameter groups as parameter groups."""
     found: list[Any] = (
         list(params)
         if params is not None

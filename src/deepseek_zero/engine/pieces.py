@@ -1,6 +1,6 @@
-"""Cuts a model along "tp", "sp" and "pp", and plans the cuts, before ZeRO shards the pieces.
+"""Cut a model along "tp", "sp" and "pp" before ZeRO shards it, and plan the cuts.
 
-The plans can be made for a rank of this run, or for any rank of a planned one.
+The plans can be made for a rank of this run or for any rank of a planned one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # as in engine.py
 
 @dataclass(frozen=True)
 class PiecePlans:
-    """The plans of the axes that cut the model, which a `Plan` contains next to its units."""
+    """The plans of the axes that cut the model; a `Plan` has them next to its units."""
 
     pipeline: PipelinePlan | None = None
     tensor: TensorPlan | None = None
@@ -67,7 +67,7 @@ class Sample:
 
     @classmethod
     def of(cls, batch: Any) -> Sample:
-        """Read a micro-batch of the model's forward; None if nothing is known."""
+        """Describe a micro-batch of the model's forward; return None if it is unknown."""
         if batch is None:
             return cls()
         micro = pipeline.MicroBatch.of(batch)
@@ -82,7 +82,7 @@ class Sample:
         return cls(micro, words)
 
     def chain_of(self, model: nn.Module) -> pipeline.Chain | None:
-        """Return the chain of blocks of a whole model; None if nothing is known. Local."""
+        """Return the chain of blocks of a whole model, or None if it is unknown. Local."""
         return (
             pipeline.find_chain(model, self.micro.args, self.micro.kwargs)
             if self.micro is not None
@@ -129,6 +129,11 @@ class Stages:
 
     def connect(self, comm: Comm, mesh: Mesh, runtime: Runtime) -> pipeline.PlainLoop:
         """Build the pipeline over the wrapped stages, and the plain loop over it.
+
+        Args:
+            comm: The communicator of the world.
+            mesh: The mesh of ranks.
+            runtime: The runtime of the wrapped stages.
 
         Note:
             Collective: every rank of the world must call it.
@@ -201,7 +206,17 @@ def cut_along_axes(
 
 
 def refuse_auto_on(config: Config, mesh: Mesh) -> None:
-    """Raise if precision "auto" may promote units of one stage and not of another."""
+    """Raise if precision "auto" is used with pipeline stages.
+
+    It might promote units of one stage and not of another.
+
+    Args:
+        config: The configuration.
+        mesh: The mesh of ranks.
+
+    Raises:
+        NotBuiltError: The mesh has stages, and the precision of units is "auto".
+    """
     if mesh.pp > 1 and config.precision == "auto" and policy_of(config).compute is not None:
         raise NotBuiltError(
             "precision auto on a mesh with stages (pp).",
@@ -266,7 +281,10 @@ def _take_stages(
 
 
 def _take_values(model: nn.Module, comm: Comm) -> None:
-    """Copy the values of the first pipeline rank to the others, before each keeps its part."""
+    """Copy the values of the first pipeline rank to the others.
+
+    This happens before each rank drops the blocks of other stages.
+    """
     for name, param in model.named_parameters():
         if param.is_meta or not param.numel():
             continue
@@ -353,7 +371,7 @@ def _is_own(layer: parallel.LayerTraffic, staged: pipeline.StagedModel) -> bool:
     """Return whether a stage of the rank computes a layer."""
     first = staged.stages[0]
     if not isinstance(first, pipeline.ModelStage):
-        return True  # a list of layers has its own ones alone
+        return True  # a list of layers contains only the rank's own layers
     stage = first.cut.stages - 1 if layer.is_head else first.cut.owners[layer.weight][0]
     return any(stage == each.index for each in staged.stages)
 
@@ -381,7 +399,14 @@ def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
 def stages_of(
     settings: PipelineSettings, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh
 ) -> pipeline.StagedModel:
-    """Cut a model to one rank's stages (`pipeline.cut_model`). Local."""
+    """Cut a model to one rank's stages (`pipeline.cut_model`). Local.
+
+    Args:
+        settings: The settings of the pipeline.
+        model: The whole model.
+        chain: The chain of its blocks, or None for a list of layers.
+        mesh: The mesh of ranks.
+    """
     return pipeline.cut_model(
         model,
         chain,
@@ -421,7 +446,7 @@ def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
 def _shared_of(
     config: Config, model: nn.Module, mesh: Mesh, stated: parallel.SequenceSettings | None
 ) -> parallel.SequenceTraffic | None:
-    """Return the bytes that a rank sends for attention of a whole model along "sp". Pure."""
+    """Return the bytes that a rank sends for attention along "sp". Pure."""
     if mesh.sp == 1:
         return None
     policy = policy_of(config)
@@ -495,10 +520,10 @@ def plan_pieces(
 
 
 def no_example(argument: str) -> UsageError:
-    """Return the error that a pipeline has no batch to inspect its model with.
+    """Return the error for a pipeline without a batch to inspect its model with.
 
     Args:
-        argument: The argument that could give one.
+        argument: The argument that could provide a batch.
     """
     return UsageError(
         "a pipeline needs a batch to find the model's blocks by, and none is known.",

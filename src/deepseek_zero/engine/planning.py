@@ -1,4 +1,4 @@
-"""Makes the plan of this process, from the model, the optimizer and the machine."""
+"""Make the plan of this process from the model, the optimizer and the machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # as in engine.py
 # of codecs, where they are chosen
 MEASURED_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 24)
 MEASURED_TIMES = 5
-WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, need the rest
+WORTH_FILLING = 0.6  # share of the free memory; activations and other programs need the rest
 
 
 def plan_run(
@@ -53,7 +53,17 @@ def plan_run(
     mesh: Mesh,
     placement: PlacementSettings,
 ) -> Plan:
-    """Return the plan of this process, and log what was chosen.
+    """Return the plan of this process, and log the choices that were made.
+
+    Args:
+        config: The configuration.
+        settings: The settings of sharding and its schedule.
+        step: The settings of the optimizer's step.
+        shape: The names and shapes of the model.
+        optimizer: The parts of the optimizer.
+        comm: The communicator of the ranks.
+        mesh: The mesh of ranks.
+        placement: The memories that may be chosen for states.
 
     Note:
         Collective if memories are "auto".
@@ -90,9 +100,16 @@ def plan_run(
 def with_chosen_codes(
     config: Config, settings: PlanSettings, comm: Comm, mesh: Mesh
 ) -> PlanSettings:
-    """Return the settings with the codecs that `compression.auto` leaves open, and log the reasons.
+    """Return the settings with the codecs that `compression.auto` leaves open.
 
-    On one host nothing is measured and nothing is coded, since codecs would only cost time there.
+    The reasons are logged. On one host nothing is measured and nothing is coded, because codecs
+    would only cost time there.
+
+    Args:
+        config: The configuration.
+        settings: The settings to complete.
+        comm: The communicator of the ranks.
+        mesh: The mesh of ranks.
 
     Note:
         Collective if a codec is left open and there are several hosts.
@@ -148,6 +165,10 @@ def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
     """Log that codecs do not adapt to their errors.
 
     This is logged if the precision of units adapts to gradients.
+
+    Args:
+        config: The configuration.
+        settings: The settings of sharding, with the codecs.
     """
     asked = settings.compression
     if config.precision == "auto" and any(
@@ -161,9 +182,16 @@ def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
 
 
 def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
-    """Measure how many elements per second this rank encodes and decodes.
+    """Measure how fast this rank encodes and decodes. Local.
 
-    This takes some milliseconds. Local.
+    This takes some milliseconds.
+
+    Args:
+        codec: The codec.
+        device: The device that runs it.
+
+    Returns:
+        The elements encoded per second, and the elements decoded per second.
     """
     numel = MEASURED_NUMEL.on(device)
     values = torch.randn(numel, device=device)
@@ -177,7 +205,7 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
             work()
             synchronize(device)
             found.append(time.perf_counter() - began)
-        # What else ran meanwhile, and the first touch of pages, are not the codec's
+        # Exclude the first touch of pages and time that other programs took
         return min(found)
 
     encode = seconds(lambda: codec.encode(values, message, room))
@@ -240,7 +268,7 @@ def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
 
 
 def say_other_wires(plan: Plan) -> None:
-    """Log which gradients are not sent in the dtype that `communication_data_type` sets."""
+    """Log which gradients are not sent in the dtype of `communication_data_type`."""
     if (asked := plan.settings.policy.reduce) is None:
         return
     rows = [(group.plan, group.near) for unit in plan.units for group in unit.trained]
@@ -271,7 +299,9 @@ def _nothing_frozen(plan: Plan) -> str:
 
 
 def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) -> PlanSettings:
-    """Return the settings without a second copy of weights if none would be read, and log why.
+    """Return the settings without a second copy of weights if no rank would read it.
+
+    The reason is logged.
 
     Args:
         settings: The settings of the plan.
@@ -329,7 +359,13 @@ def with_order_of_sums(
 def update_of(
     config: Config, settings: StepSettings, optimizer: OptimizerParts
 ) -> UpdateSettings | None:
-    """Return the optimizer as the planner needs it; None without one."""
+    """Return the planner's view of the optimizer, or None without one.
+
+    Args:
+        config: The configuration.
+        settings: The settings of the optimizer's step.
+        optimizer: The parts of the optimizer.
+    """
     if optimizer.cls is None:
         return None
     return update_settings_of(
@@ -342,7 +378,14 @@ def update_of(
 
 
 def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device) -> dict[Tier, int]:
-    """Return the bytes of each memory for one rank, configured or free: the minimum over ranks.
+    """Return the bytes of each memory for one rank: the minimum over all ranks.
+
+    The bytes are configured or, if they are not, measured as free.
+
+    Args:
+        placement: The configured bytes and the path of the disk.
+        comm: The communicator of the ranks.
+        device: The training device.
 
     Note:
         Collective: every rank must call it.
@@ -363,7 +406,16 @@ def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device)
 def stated_budgets(
     settings: PlanSettings, placement: PlacementSettings, device: torch.device
 ) -> dict[Tier, int]:
-    """Return the configured bytes for one rank of each memory that may be chosen."""
+    """Return the configured bytes for one rank of each memory that may be chosen.
+
+    Args:
+        settings: The settings of the plan.
+        placement: The configured bytes.
+        device: The training device.
+
+    Raises:
+        UsageError: A memory may be chosen but has no configured bytes.
+    """
     choices = TierChoices.of(settings, placement, device)
     stated = {Tier.DEVICE: placement.device, Tier.HOST: placement.host, Tier.NVME: placement.disk}
     asked = {*choices.weights, *choices.states} if choices.are_open else set[Tier]()

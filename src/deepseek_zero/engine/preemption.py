@@ -1,4 +1,4 @@
-"""Saves when the job is asked to end: a signal on one rank leads to one save of all ranks.
+"""Save when the job is asked to end: a signal on one rank makes all ranks save.
 
     signal on any rank -> a field of its next step message (optim/step_message.py) -> the same
     decision on every rank, after the same step -> save_checkpoint -> SystemExit(85) from
@@ -29,7 +29,7 @@ from .settings import PreemptionSettings
 
 FORKED_PATIENCE_SECONDS = 0.5
 """How long after a forked worker its rank may get the same signal."""
-FIELD = "preemption signal"  # of the step message
+FIELD = "preemption signal"  # name of the field of the step message
 
 
 class Preemption:
@@ -37,9 +37,9 @@ class Preemption:
 
     def __init__(self, settings: PreemptionSettings) -> None:
         self.settings = settings
-        self._asked = 0  # the signal that came, 0 while none has
-        self._process = 0  # who watches; a data loader's worker, forked from it, does not
-        self._is_asked = mmap.mmap(-1, 1)  # shared with what it forks
+        self._asked = 0  # the signal that was received, or 0
+        self._process = 0  # the process that watches; a forked data-loader worker does not
+        self._is_asked = mmap.mmap(-1, 1)  # shared with forked processes
         self._before: dict[int, Any] = {}
 
     def add_to(self, message: StepMessage) -> None:
@@ -84,7 +84,7 @@ class Preemption:
                 signal.signal(number, self._before[number])
 
     def act(self, engine: Trainer) -> None:
-        """Save and end after a step, if a rank received a signal before it. Collective if so."""
+        """Save and end after a step if a rank received a signal. Collective in that case."""
         assert engine.optimizer is not None and engine.optimizer.last is not None
         number = int(max(asked for (asked,) in engine.optimizer.last.verdict.fields[FIELD]))
         if not number:

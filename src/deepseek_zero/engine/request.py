@@ -18,7 +18,7 @@ from .mesh_statements import MeshStatement
 
 @dataclass
 class Request:
-    """The arguments of an API; None for those that were not given."""
+    """The arguments of an API; None if an argument was not passed."""
 
     model: nn.Module
     optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None
@@ -26,22 +26,22 @@ class Request:
     lr_scheduler: Any = None
     training_data: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
-    mesh: Any = None  # what `mesh_of` reads
-    mesh_statements: tuple[MeshStatement, ...] = ()  # what other arguments say of the mesh
+    mesh: Any = None  # a value that `mesh_of` can read
+    mesh_statements: tuple[MeshStatement, ...] = ()  # statements of other arguments about the mesh
     counts_model_ranks: bool = (
         False  # the caller's train_batch_size may count ranks that see the same batch
     )
-    leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
+    leaf_modules: tuple[str, ...] = ()  # full names of modules that are not divided into units
     drops_idle_schedule: bool = (
         False  # a schedule without an optimizer is left out with a warning, not an error
     )
-    door: str = "initialize"  # which one was called
-    sequence: parallel.SequenceSettings | None = None  # what is said of ranks along "sp"
-    shuffles: bool = True  # training_data, each epoch anew
-    mpu: Any = None  # an object that tells the sizes of groups
+    door: str = "initialize"  # the name of the function that was called
+    sequence: parallel.SequenceSettings | None = None  # the caller's settings of ranks along "sp"
+    shuffles: bool = True  # shuffle training_data in each epoch
+    mpu: Any = None  # an object with the sizes of groups
 
     def __post_init__(self) -> None:
-        """Raise if no engine can be made of the arguments."""
+        """Raise if no engine can be built from the arguments."""
         if not isinstance(self.model, nn.Module):
             raise UsageError(
                 f"a model of type {type(self.model).__name__} cannot be wrapped.",
@@ -94,7 +94,16 @@ class Request:
 
 
 def parameters_of(call: str, name: str, given: Any) -> list[Any]:
-    """Return parameters, (name, parameter) pairs, or groups of them as a checked list."""
+    """Return parameters, (name, parameter) pairs or groups of them as a checked list.
+
+    Args:
+        call: The name of the call that received the argument, for errors.
+        name: The name of the argument, for errors.
+        given: The argument.
+
+    Raises:
+        UsageError: The argument is something else.
+    """
     wanted = "an iterable of parameters, or of groups of them"
     if isinstance(given, Mapping):
         raise refuse(call, name, given, wanted, "write a list around it: [{...}].")

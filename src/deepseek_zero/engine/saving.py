@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints of an engine.
+"""Save and load checkpoints of an engine.
 
 The package checkpoint/ reads and writes the files. Counters, loss scaler, learning-rate schedule
 and data position are collected and restored here.
@@ -126,13 +126,17 @@ class Saver:
     def __init__(self, retention: Retention | None = None) -> None:
         self.retention = retention or Retention()
         self.current: checkpoint.PendingSave | None = None
-        self.commit_seconds = 0.0  # of the last one
+        self.commit_seconds = 0.0  # time to publish the last checkpoint
         self._removal: threading.Thread | None = None
         self._writer_lock = WriterLock()
         self._end = weakref.finalize(self, self._writer_lock.release)
 
     def claim_directory(self, comm: Comm, directory: Path) -> None:
         """Lock a directory for this job.
+
+        Args:
+            comm: The communicator of the world.
+            directory: The directory of the checkpoints.
 
         Raises:
             CheckpointError: Another job writes there; raised on every rank.
@@ -174,7 +178,9 @@ class Saver:
             self._commit()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, publish it, and wait for the removal of older ones.
+        """Wait for the checkpoint in progress and publish it.
+
+        Also wait until older checkpoints are removed.
 
         Raises:
             CheckpointError: A rank could not write; raised on every rank.
@@ -389,9 +395,12 @@ def load_checkpoint(
 
 
 def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
-    """Return which checkpoint to load: (directory, tag, whether all its bytes have just been read).
+    """Return the checkpoint to load. Collective, because rank 0 decides.
 
-    The tag is empty if there is none. Rank 0 decides for all. Collective.
+    Returns:
+        The directory, the tag (empty if there is no checkpoint), and whether all its bytes have
+            just
+        been read.
     """
 
     def choose() -> str:
@@ -448,7 +457,7 @@ def _warn_of_nothing(folder: Path, *, is_expected: bool) -> None:
 
 
 def _asks_for_newest(folder: Path, tag: Any) -> bool:
-    """Return whether the tag asks for the newest checkpoint, and no checkpoint has that name."""
+    """Return whether the tag means the newest checkpoint; a name takes precedence."""
     return bool(tag == NEWEST and not (folder / NEWEST).exists())
 
 

@@ -1,6 +1,6 @@
-"""Turns a configuration into the settings of the packages below.
+"""Translate a configuration into the settings of the packages below.
 
-Only this module and optimizer.py read configuration keys; the packages below receive settings.
+Only this module and optimizer.py read configuration keys.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class RunSettings:
     integrity: IntegritySettings | None
 
 
-# What a rank does on its own: it may write, report and park elsewhere than the others.
+# Ranks may differ in these: each may write, report and offload to a place of its own.
 OF_ONE_RANK = (
     "tensorboard csv_monitor wandb comet records flops_profiler comms_logger network memory_budget "
     "aio timers steps_per_print log_level wall_clock_breakdown memory_breakdown dump_state"
@@ -180,7 +180,7 @@ OF_ONE_RANK = (
 
 
 def shared_values(config: Config) -> dict[str, Any]:
-    """Return the values of a configuration that must be the same on every rank, by key."""
+    """Return the configured values that must be equal on every rank, by key."""
     from ..config.fields import Section, Status, rows  # noqa: PLC0415  # it imports pydantic
 
     found: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def shared_values(config: Config) -> dict[str, Any]:
             continue
         value: Any = config
         for name in row.path.split("."):
-            value = getattr(value, name, None)  # None: of a section that is not there
+            value = getattr(value, name, None)  # None if the section is missing
         if isinstance(value, Section | Mapping):
             found |= values_in(value, row.path)
         else:
@@ -235,18 +235,18 @@ def policy_of(config: Config) -> Policy:
     )
 
 
-# of zero_quantized_weights and zero_quantized_gradients
+# for zero_quantized_weights and zero_quantized_gradients
 WEIGHT_BITS = 8
 GRADIENT_BITS = 4
 GRADIENT_BLOCK = {8: 256, 4: 128}
 KEPT_ERRORS: dict[str, Cast | Blocks] = {"bf16": Cast(torch.bfloat16), "int8": Blocks(8, 256)}
-EXACT_INSIDE = 16  # inside_bits that ask for no codes, whatever dtype gradients are collected in
+EXACT_INSIDE = 16  # inside_bits that select no codes for any dtype of gradients
 
 
 def compression_of(config: Config) -> Compression:
     """Return how matrices are compressed.
 
-    Our own section comes first. DeepSpeed's keys apply to what it leaves out.
+    The library's own section takes precedence over DeepSpeed's keys.
     """
     zero = config.zero_optimization
     weights = zero.compression.weights
@@ -295,7 +295,7 @@ def compression_of(config: Config) -> Compression:
 
 
 def _feedback(config: Config) -> Feedback | None:
-    """Return how ranks keep errors of coded gradients: all of them, LoCo's mean, or None."""
+    """Return how ranks keep the errors of coded gradients, or None if they do not."""
     loco = config.zero_optimization.zeropp_loco_param
     asked = config.zero_optimization.compression.gradients.error_feedback
     if loco is not None:
@@ -339,7 +339,7 @@ def choices_of(config: Config) -> dict[str, tuple[Blocks, ...]]:
 
 
 def _frozen_codec(config: Config) -> Blocks | None:
-    """Return the codec of frozen matrices (zero_quantized_nontrainable_weights), or None."""
+    """Return the codec of frozen matrices, or None without one."""
     zero = config.zero_optimization
     if not zero.zero_quantized_nontrainable_weights:
         return None
@@ -355,7 +355,12 @@ def _frozen_codec(config: Config) -> Blocks | None:
 
 
 def is_open(config: Config, key: str) -> bool:
-    """Return whether a key of `zero_optimization` is left out or "auto"."""
+    """Return whether a key of `zero_optimization` is missing or "auto".
+
+    Args:
+        config: The configuration.
+        key: The key.
+    """
     decided = {decision.key for decision in config.decisions}
     return (
         key not in config.zero_optimization.model_fields_set
@@ -421,7 +426,7 @@ def scaler_of(
 
     Args:
         config: The configuration.
-        adjusted: Changes the settings of the loss scale, as the API wants.
+        adjusted: Returns the settings of the loss scale with the changes of the API.
     """
     fp16 = config.fp16
     if not fp16.enabled:
@@ -504,7 +509,7 @@ def _disk_settings(config: Config) -> DiskSettings:
 
 
 def _placement_settings(config: Config, path: str | None) -> PlacementSettings:
-    """Return the memories that may be chosen. path: the directory on a disk."""
+    """Return the memories that may be chosen; `path` is the directory on a disk."""
     zero = config.zero_optimization
     budget = config.memory_budget
     undo_bytes = zero.offload_optimizer.undo_bytes if updates_ahead(config) else 0
@@ -535,7 +540,7 @@ def _policy_settings(config: Config) -> PolicySettings:
 
 
 def _observer_settings(config: Config) -> ObserverSettings:
-    """Return what an engine reports while it trains, and where."""
+    """Return the settings of the reports of an engine."""
     flops = None
     chosen = config.flops_profiler
     if chosen.enabled:
@@ -609,7 +614,7 @@ def recompute_settings_of(config: Config) -> RecomputeSettings:
 
 
 def tile_settings_of(config: Config) -> TileSettings:
-    """Return what is computed for a part of the tokens at a time."""
+    """Return the settings of computation in parts of the tokens."""
     return TileSettings(
         config.activation_checkpointing.tiled_loss, config.activation_checkpointing.tiled_mlp
     )
@@ -661,9 +666,13 @@ def sequence_settings_of(
 
 
 def sparse_attention_of(config: Config, mesh: Mesh) -> attention.SparseAttention | None:
-    """Return sparse attention for one rank of a mesh, or None.
+    """Return sparse attention for one rank of a mesh, or None if it is not configured.
 
     A resolved configuration may contain arguments of other layouts, at their defaults.
+
+    Args:
+        config: The configuration.
+        mesh: The mesh of ranks.
 
     Raises:
         ConfigError: The section contradicts itself.

@@ -1,4 +1,4 @@
-"""Starts an engine, or makes its plan, from what a user passes.
+"""Start an engine from a user's arguments, or make its plan.
 
 It reads and resolves the configuration, assembles the parts, and adds schedule and data.
 """
@@ -62,10 +62,10 @@ E = TypeVar("E", bound=Engine)
 
 
 def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> Facts:
-    """Return what is known about a run when "auto" values are resolved.
+    """Return the known facts about a run, with which "auto" values are resolved.
 
     Args:
-        request: What the user passed.
+        request: The arguments of the user.
         mesh: The mesh of ranks.
         has_bf16: The device computes in bf16; None to ask this machine's device.
     """
@@ -105,7 +105,7 @@ def _largest(values: Any) -> int | None:
 
 
 def prepare_process(raw: RawConfig) -> None:
-    """Set what must be set before the ranks meet and before CUDA starts.
+    """Make the settings that must precede the rendezvous and the start of CUDA.
 
     The section `network` sets the listening address, unless the launcher or the user has set it.
     cuBLAS gets its fixed workspace if the configuration asks for deterministic algorithms. Local.
@@ -125,12 +125,12 @@ def prepare_process(raw: RawConfig) -> None:
 
 
 def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
-    """Build an engine as the dialect says.
+    """Build an engine with the decisions of a dialect.
 
     Args:
         raw: The configuration, with "auto" values.
-        request: What the user passed.
-        dialect: What the API decides about the parts.
+        request: The arguments of the user.
+        dialect: The decisions of the API about the parts.
 
     Note:
         Collective: every rank must call it with the same model and configuration.

@@ -1,4 +1,4 @@
-"""Frees the memory of an engine's states between two phases of a program, and restores them.
+"""Free the memory of an engine's states between two phases of a program.
 
 It maps tensors to DeepSpeed's kinds of state, and refuses the use of offloaded states.
 tiers/parked.py moves the bytes.
@@ -72,7 +72,7 @@ class StateOffload:
         with torch.no_grad():
             self.runtime.executor.gathers.reshard_all()
         self.runtime.comm_ctx.copy_engine.synchronize()
-        # Other ranks may still read this one's weights
+        # Other ranks may still read the weights of this rank
         self.runtime.comm.whole.barrier("offload_states")
         parked = ParkedStorages(
             Path(folder or tempfile.gettempdir()), pinned=pinned, in_file=in_file
@@ -94,7 +94,7 @@ class StateOffload:
         if not self.offloaded:
             return
         self._restore()
-        # Other ranks read this one's weights from here on
+        # From here on other ranks read the weights of this rank
         self.runtime.comm.whole.barrier("reload_states")
 
     def release(self) -> None:
@@ -130,7 +130,7 @@ class StateOffload:
         if self.offloaded - {GRAD_BUFFER, LP_GRADS}:
             refuse_offloaded_state()
 
-    # -- which tensors
+    # -- selection of tensors
 
     def _is_local(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in the training device's memory, which is freed."""
@@ -169,7 +169,7 @@ class StateOffload:
             if not storage.is_offloaded:
                 yield storage.memory
 
-    # -- what is dropped: its contents are not needed between two steps
+    # -- buffers that are dropped, because their contents are not needed between two steps
 
     def _drop_gradients(self) -> None:
         for group in self.runtime.trained_groups:
@@ -198,7 +198,7 @@ class StateOffload:
             return
         guard = OffloadedGuard()
         for group in self.runtime.groups:
-            group.guard.refusal = refuse_offloaded_state  # of writes, and with them of updates
+            group.guard.refusal = refuse_offloaded_state  # refuses writes and therefore updates
             buffers = list[FlatBuffer]()
             if HP_PARAMS in kinds and group.master is not None and not group.plan.master_is_weight:
                 buffers.append(group.master.buffer)
@@ -238,7 +238,7 @@ class StateOffload:
 
 
 def _in_memory(buffer: FlatBuffer) -> list[Tensor]:
-    """Return the memory of a buffer, unless its elements are in another memory between uses."""
+    """Return the memory of a buffer; none if its elements are elsewhere between uses."""
     return [] if buffer.storage.is_offloaded else [buffer.memory]
 
 
@@ -247,19 +247,21 @@ def _address(tensor: Tensor) -> int:
 
 
 class OffloadedGuard(StateGuard):
-    """The guard of a state that is moved away: every access raises."""
+    """The guard of an offloaded state: every access raises."""
 
     is_offloaded = True
 
     def before_read(self) -> None:
+        """Raise, because the state is offloaded."""
         refuse_offloaded_state()
 
     def before_write(self) -> None:
+        """Raise, because the state is offloaded."""
         refuse_offloaded_state()
 
 
 def refuse_offloaded_state() -> NoReturn:
-    """Raise the error for the use of a state that is moved away."""
+    """Raise the error for the use of an offloaded state."""
     raise UsageError(
         "a state is used that engine.offload_states() has moved away.",
         "Its memory was returned.",

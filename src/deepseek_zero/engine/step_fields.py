@@ -10,21 +10,21 @@ from ..optim.sharded import ShardedOptimizer
 from ..optim.step_message import StepMessage
 from .stragglers import Stragglers
 
-if TYPE_CHECKING:  # most runs have neither
+if TYPE_CHECKING:  # most runs use none of these parts
     from .integrity import Integrity
     from .preemption import Preemption
 
 
 @dataclass
 class StepFields:
-    """The parts of an engine that add fields to the step message, and read those of other ranks."""
+    """The parts of an engine that exchange fields of the step message."""
 
     preemption: Preemption | None = None
     stragglers: Stragglers | None = None
     integrity: Integrity | None = None
 
     def update(self, optimizer: ShardedOptimizer, update: Callable[..., None], step: int) -> None:
-        """Update the weights; the all-gather of the norm also carries the fields. Collective.
+        """Update the weights; the norm's all-gather carries the fields. Collective.
 
         Args:
             optimizer: The optimizer.
@@ -38,7 +38,7 @@ class StepFields:
             self.stragglers.add_to(message, step)
 
         def completed() -> StepMessage:
-            if self.integrity is not None:  # which reads the reduced gradients
+            if self.integrity is not None:  # the checks read the reduced gradients
                 self.integrity.add_to(message, step)
             return message
 

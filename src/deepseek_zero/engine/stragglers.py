@@ -1,15 +1,15 @@
-"""Logs the name of a straggler, or of a slow link between hosts.
+"""Log the name of a straggler, or of a slow link between hosts.
 
-In every seventh step the step message (optim/step_message.py) has each rank's own seconds by part.
-Rank 0 compares each part, and their sum, with the median of all ranks. If one rank is above it
-three times in a row, its name is logged. The time in which a rank waits for others does not count
-as its own, so only the slow rank is named.
+In every seventh step, the step message (optim/step_message.py) carries the seconds that each rank
+spent on its own work, by part. Rank 0 compares each part, and their sum, with the median of all
+ranks. A rank that is slow three times in a row is logged. Time in which a rank waits for others is
+not counted, so only the slow rank is named.
 
-The message also has the time that each rank waited in each of the seven steps. The slowest rank of
-a step waits least in it. If even that rank waits, all ranks wait for bytes between hosts. If they
-do for more than half of the time, three times in a row, the link is named.
+The message also carries the waiting time of each rank in each of the seven steps. The slowest rank
+of a step waits least. If even that rank waits, all ranks wait for bytes between hosts. If this
+takes more than half of the time, three times in a row, the link is logged.
 
-No run is ended: a slow rank has not failed.
+No run is ended, because a slow rank has not failed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ..comm.collectives import Comm
 from ..optim.step_message import Fields, StepMessage
 from ..report.explain import OWN, seconds_by_part
 
-WINDOW = 7  # steps: three windows, and the rest of the one in which it begins, are within thirty
-WINDOWS = 3  # after each other
-SLOW = 1.2  # times the median
-# of the window's seconds; with a twentieth, what else runs on a core names somebody
+WINDOW = 7  # steps; a new straggler is logged within 30 steps (a partial and three full windows)
+WINDOWS = 3  # slow windows in a row before a line is logged
+SLOW = 1.2  # multiple of the median
+# Share of the window's seconds. A threshold of 5 % gives false positives from unrelated load
 # (docs/design/failure-detection.md)
 WORTH_SAYING = 0.1
-MOSTLY = 0.5  # of the window's seconds
+MOSTLY = 0.5  # share of the window's seconds
 # Fields of the step message
 OWN_SECONDS = "own seconds"
 WAITS = "seconds of waiting"
-# All parts together: a rank that shares its core is slow in one part now, in another later
+# The sum of all parts: a rank that shares its core is slow in different parts at different times
 ALL = "all that it does itself"
 
 
@@ -53,11 +53,11 @@ class Stragglers:
     def __init__(self, meter: Meter, hosts: Sequence[str]) -> None:
         self._meter = meter
         self._hosts = hosts
-        # in all, and in each step of this window
+        # In total, and in each step of this window
         self._waited = 0.0
         self._waits = [0.0] * WINDOW
         self._windows_on_the_link = 0
-        self.link = ""  # what is to say of the link, as long as steps wait for it
+        self.link = ""  # the line about the link, while steps wait for it
         self._before = [0.0] * len(OWN)
         self._since = time.perf_counter()
         self._in_a_row: Counter[tuple[int, str]] = Counter()
@@ -65,8 +65,12 @@ class Stragglers:
     def add_to(self, message: StepMessage, step: int) -> None:
         """Add this rank's timings to the message of every seventh step.
 
-        They are its seconds of each part since the last such step, and its waiting time in each
-        step of the window. Must be called once in each step.
+        The timings are the seconds of each part since the last such step, and the waiting time in
+        each step of the window. Call it once in each step.
+
+        Args:
+            message: The message of the step.
+            step: The number of the step.
         """
         waited = sum(self._meter.wait_seconds.values())
         self._waits[(step - 1) % WINDOW] = max(0.0, waited - self._waited)
@@ -75,7 +79,7 @@ class Stragglers:
             return
         parts = seconds_by_part(self._meter)
         now = [parts.get(part, 0.0) for part in OWN]
-        # Below zero if the meter was reset in between.
+        # Negative if the meter was reset in between.
         message.add(
             OWN_SECONDS,
             [max(0.0, after - before) for before, after in zip(self._before, now, strict=True)],
@@ -85,7 +89,12 @@ class Stragglers:
         self._waits = [0.0] * WINDOW
 
     def compare(self, step: int, fields: Fields) -> None:
-        """Name the ranks, or the link, that are slow for the third time. fields: of the step."""
+        """Log the ranks, or the link, that are slow for the third time in a row.
+
+        Args:
+            step: The number of the step.
+            fields: The fields of the step message.
+        """
         if OWN_SECONDS not in fields:
             return
         now = time.perf_counter()
@@ -128,10 +137,14 @@ class Stragglers:
 
 
 def stragglers_of(mesh: Mesh, comm: Comm) -> Stragglers | None:
-    """Return the `Stragglers` of an engine; None if its ranks cannot be compared.
+    """Return the `Stragglers` of an engine, or None if its ranks cannot be compared.
 
     Only ranks that have all layers and all tokens compute the same amount. On a GPU, the host runs
     ahead of the device, so its times have no meaning.
+
+    Args:
+        mesh: The mesh of ranks.
+        comm: The communicator of the ranks.
     """
     if mesh.device.type != "cpu" or not mesh.pp == mesh.tp == mesh.sp == 1:
         return None

@@ -18,7 +18,7 @@ def are_updated_on_cpu(runtime: Runtime) -> bool:
 
 
 def prefer_fused(optimizer: Optimizer, *, on_cpu: bool) -> None:
-    """Enable PyTorch's fused kernels where the user left the choice open.
+    """Enable PyTorch's fused kernels if the user left the choice open.
 
     A fused kernel reads and writes memory once instead of many times.
 
