@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 1 << 20  # covered by one sum
+BLOCK_BYTES = 1 << 20  # bytes that one sum covers
 _WORD = 8
 
 

@@ -243,7 +243,7 @@ def has_no_values(tensor: torch.Tensor) -> bool:
 
 FUSED_UPDATES: dict[
     str, Callable[..., None]
-] = {  # of lists of tensors, by the names of torch's optimizers
+] = {  # operators over lists of tensors, by the names of torch's optimizers
     "Adam": torch._fused_adam_,
     "AdamW": torch._fused_adamw_,
     "SGD": torch._fused_sgd_,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-MOST_LISTED = 8  # ranks of a host that a message lists one by one
+MOST_LISTED = 8  # maximum ranks of a host that a message lists one by one
 
 
 class DeepSeekZeroError(RuntimeError):

@@ -24,7 +24,7 @@ from ..planner.layout import Shape
 from ..planner.rows import rows_of
 from ..planner.split import split_of
 
-STEP = "step"  # torch's name for the number of updates
+STEP = "step"  # torch's key for the number of updates
 PLAIN = (bool, int, float, str, type(None))
 
 

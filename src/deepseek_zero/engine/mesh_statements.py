@@ -20,7 +20,7 @@ from ..config import RawConfig
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # chosen together; each other axis is chosen by itself
 _OTHERS = ("pp", "sp", "tp")
-# keys of the configuration that state the size of one axis
+# Configuration keys that set the size of one axis
 AXIS_KEYS = {
     "pp_degree": "pp",
     "pipeline.stages": "pp",

@@ -32,7 +32,7 @@ class StandsForModule(nn.Module):
                 return getattr(self.module, name)
             except AttributeError as error:
                 if error.name != name or error.obj is not self.module:
-                    raise  # of a property inside the model
+                    raise  # from a property inside the model
                 owner = f"'{type(self).__name__}' around a '{type(self.module).__name__}' object"
                 raise NoSuchNameError(owner, name, partial(_names_of, self)) from None
 

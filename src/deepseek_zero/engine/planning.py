@@ -37,7 +37,7 @@ from .settings import choices_of
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
-# of codecs, where they are chosen
+# Elements and repetitions of the measurement of a codec
 MEASURED_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 24)
 MEASURED_TIMES = 5
 WORTH_FILLING = 0.6  # share of the free memory; activations and other programs need the rest

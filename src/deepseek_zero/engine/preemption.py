@@ -79,7 +79,7 @@ class Preemption:
         A handler is not restored if a later handler was installed over ours and still calls it.
         """
         self._process = 0
-        with suppress(ValueError):  # the garbage collector may run in any thread
+        with suppress(ValueError):  # raised outside the main thread; finalizers run in any thread
             for number in self._ours():
                 signal.signal(number, self._before[number])
 
@@ -95,9 +95,8 @@ class Preemption:
         log_once(
             f"{signal.Signals(number).name}: saved {path}; ending with exit code {SAVED_EXIT_CODE}."
         )
-        for (
-            each
-        ) in self._ours():  # the same request may come twice, and must not change the exit code now
+        # The same request may come twice. It must not change the exit code now.
+        for each in self._ours():
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(SAVED_EXIT_CODE)
 

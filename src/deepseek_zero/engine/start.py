@@ -163,7 +163,7 @@ def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
     preemption = parts.preemption
     if preemption is not None:
         preemption.watch()
-        # An engine that is gone must not hold the signals any more.
+        # A deleted engine must not keep its signal handlers.
         weakref.finalize(built, preemption.release).atexit = False
     return built
 

@@ -78,9 +78,8 @@ class StateOffload:
             Path(folder or tempfile.gettempdir()), pinned=pinned, in_file=in_file
         )
         self._parked.append(parked)
-        self.offloaded |= (
-            new  # from here on a failure is one of memory that reload_states brings back
-        )
+        # Set first, so that reload_states also restores the states after a failure below
+        self.offloaded |= new
         self._refuse_uses(new)
         parked.park(tensor for tensor in self._tensors(new) if in_file or self._is_local(tensor))
         if LP_GRADS in new:
@@ -145,8 +144,8 @@ class StateOffload:
                 yield from group.gradient.reduction.tensors()
         for group in groups:
             master = group.master.buffer if group.master is not None else None
-            # A master that is the weight itself belongs to the weights, which a program may still
-            # read.
+            # A main weight that is the weight itself belongs to the weights, which a program may
+            # still read.
             is_own = master is not None and _address(master.memory) not in weights
             if HP_PARAMS in kinds and master is not None and is_own:
                 yield from _in_memory(master)
@@ -233,7 +232,7 @@ class StateOffload:
             for member in group.members:
                 member.unshard(group.weight.view(member.slot))
 
-        # `reload` runs these in reverse, so this one runs after the guards
+        # These run in reverse order, so this one runs after the guards are restored
         self._undo.insert(0, show)
 
 

@@ -55,7 +55,7 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
     ):
         loss = stages.train(micro_batches)
     engine.observer.loss(loss)
-    # All micro-batches of the step have been taken; `step` counts the last one.
+    # `step` counts the last micro-batch, so count the others here.
     engine.global_samples += (accumulation - 1) * engine._batch.micro * engine.mesh.data_size
     engine.micro_steps += accumulation - 1
     Engine.step(engine)

@@ -51,8 +51,8 @@ from ..sharding.runtime import Runtime
 from ..sharding.step_state import Phase
 from ..sharding.unit import Unit
 
-# Of torch's and ours: their step over one shard reads and writes nothing but that shard, its entry
-# in `state` and hyper-parameters that stay as they are.
+# Optimizers whose step over one shard uses only that shard, its entry in `state` and constant
+# hyper-parameters
 BY_SHARD = frozenset(
     "ASGD Adadelta Adagrad Adam AdamW Adamax Lamb Lion Muon NAdam RAdam RMSprop Rprop SGD".split()
 )
@@ -114,7 +114,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self._chosen: frozenset[int] | None = None
         self._decision: Decision | None = None
         self._done: dict[int, list[ParamGroup]] = {}
-        self._reduced: list[Unit] = []  # that are not updated yet
+        self._reduced: list[Unit] = []  # units that are not updated yet
         self._is_off = False  # set by a read: no more updates before the next step
 
     def attach(self, optimizer: Stepping) -> None:
@@ -137,7 +137,7 @@ class SpeculativeUpdate(UpdatePolicy):
 
         An assumed decision neither clips nor skips.
         """
-        if not self.updater.has_run:  # the states that the log must have room for do not exist
+        if not self.updater.has_run:  # the log needs room for states that do not exist yet
             return None
         if self._delay is not None and self._delay.is_on:
             return self._delay.expected()
@@ -167,10 +167,10 @@ class SpeculativeUpdate(UpdatePolicy):
         tiles = self.units[unit.number]
         groups = list({shard.group: None for tile in tiles for _, shard in tile})
         if any(map(_has_frozen, groups)):
-            return  # which of its parameters have a gradient is known when backward is over
+            return  # only after backward it is known which parameters have a gradient
         if any(group.guard.pending is not None for group in groups):
             return  # an earlier step's update is still deferred
-        # Which the step need not look for
+        # The gradients keep these sums (`known_squares`), so the step need not compute them again
         sums = [
             square
             for squares in squares_of([group.gradient.sum for group in groups])

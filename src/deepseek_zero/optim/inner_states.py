@@ -38,7 +38,7 @@ def saved_states(shards: ShardSet) -> dict[str, Any]:
         [(shard.names[0], shard.start, shard.stop) for shard in of_group]
         for of_group in shards.shards_by_group
     ]
-    # The class of the inner optimizer may override `state_dict` in a subclass of its own
+    # Not `Optimizer.state_dict`, because the class of the inner optimizer may override it
     inner = type(shards.inner).state_dict(shards.inner)
     return {"inner": inner, "updates": shards.updater.updates, "stretches": stretches}
 

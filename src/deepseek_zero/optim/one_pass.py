@@ -34,7 +34,7 @@ from ..precision.policy import LOW_PRECISION, has_nan, settle_nan
 _NOTHING: NDArray[Any] = np.zeros(0, np.int16)
 _ABSENT = torch.empty(0)
 _STEP = "step"
-_COLUMNS = 5  # arrays of a kernel
+_COLUMNS = 5  # number of arrays that a kernel uses
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class OnePass:
 
     @cached_property
     def _cpu(self) -> Any:
-        # Imports numba, so not before the first update
+        # Imported at the first update, because it imports numba
         return import_module("deepseek_zero.kernels.cpu")
 
     @cached_property

@@ -20,7 +20,7 @@ class StepMessage:
     """
 
     def __init__(self) -> None:
-        self._integers: dict[str, tuple[int, int]] = {}  # by name: the value and its bits
+        self._integers: dict[str, tuple[int, int]] = {}  # by name: value and number of bits
         self._values: dict[str, tuple[float, ...]] = {}
 
     @property

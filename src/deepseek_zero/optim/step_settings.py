@@ -15,7 +15,7 @@ from .updater import PrefetchSettings
 # Elements per optimizer call (4 MiB of fp32 on the CPU). Working set and scratch memory stay small,
 # and the overhead of a call is a few per cent of its time.
 TILE_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 26)
-# The same for a kernel on a CPU: 16 threads then get a million elements each.
+# The same for a kernel on a CPU, so that each of 16 threads gets a million elements
 KERNEL_TILE_NUMEL = 1 << 24
 TILE_ALIGNMENT = 1 << 12  # elements; tiles end at page boundaries for every element size
 

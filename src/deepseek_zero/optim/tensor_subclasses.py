@@ -22,7 +22,7 @@ def is_subclass(value: Any) -> bool:
     )
 
 
-FLATTEN = "__tensor_flatten__"  # torch's protocol for such classes
+FLATTEN = "__tensor_flatten__"  # method of torch's protocol for tensor subclasses
 
 
 def inner_tensors(value: Any) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ from .one_pass import GroupUpdate, Memory, OnePass, Piece, layout_of
 from .tensor_subclasses import inner_tensors, is_subclass
 
 T = TypeVar("T")
-Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
+Hypers = list[dict[str, Any]]  # the options of each parameter group, without its parameters
 
 
 GradSource = Callable[[ParamGroup], GradSum]  # the gradient that a group is updated from
@@ -169,10 +169,8 @@ class MasterShard:
     stop: int
     param: nn.Parameter
     names: tuple[str, ...]
-    at: int = 0  # where its scratch begins in the tile's
-    has_kernel: bool = (
-        False  # it is updated in one pass if its hyper-parameters have a rule (one_pass.py)
-    )
+    at: int = 0
+    has_kernel: bool = False  # used only if the hyper-parameters have a rule (one_pass.py)
 
     @property
     def numel(self) -> int:
@@ -486,7 +484,7 @@ class StagedRange:
         return None
 
 
-StagedState = StorageRange | StagedRange  # fetched before a tile is updated, stored after it
+StagedState = StorageRange | StagedRange  # fetched before the update of a tile, and stored after it
 
 
 @dataclass(eq=False)
@@ -502,7 +500,7 @@ class Moment:
     """
 
     storage: Storage
-    dtype: torch.dtype  # that the optimizer works in
+    dtype: torch.dtype
     kept: StorageFormat | None
     powers: dict[int, Tensor] = field(default_factory=dict)
     is_fresh: bool = True
@@ -521,7 +519,7 @@ class Moments:
         self._scratch = scratch
         self._found: dict[tuple[int, str], Moment] = {}  # by (id of the group, name)
         self._names: dict[int, list[str]] = {}
-        self._counted: set[int] = set()  # id of shards whose moments the optimizer keeps itself
+        self._counted: set[int] = set()  # ids of shards whose moments the optimizer keeps itself
 
     def offloaded(self) -> Iterable[Storage]:
         """Return the storages of moments that are not on the training device."""
@@ -584,7 +582,7 @@ class Moments:
                 continue
             if moment.kept is None:
                 values = moment.storage.write(shard.start, shard.stop)
-            else:  # a copy: looking at it changes nothing that would have to be stored
+            else:  # decoded into a copy, so there is nothing to store yet
                 values = moment.storage.read(shard.start, shard.stop)
                 shared = self._shared(shard, name, moment.dtype) if working else None
                 values = moment.kept.decode(values, moment.powers.get(id(shard)), shared)
@@ -603,8 +601,8 @@ class Moments:
         moment = self._found.get((id(shard.group), name))
         if moment is None or (moment.kept is not None and not self._scratch.is_placeholder(value)):
             return value
-        # The optimizer may see a view of memory that has left for the disk since, with another
-        # shard of its chunk.
+        # The optimizer's state may be a view of memory whose pages have been freed together with
+        # another shard of the same chunk.
         values = moment.storage.read_now(shard.start, shard.stop)
         if moment.kept is None:
             return values
@@ -707,7 +705,7 @@ class Moments:
             shard: The shard that was cut.
             into: The new shards.
         """
-        # A checkpoint that is written meanwhile reads it by this shard
+        # A checkpoint that is being written reads the state by this shard
         shard.group.guard.before_write()
         state = self._inner.state.pop(shard.param, None)
         self._counted.discard(id(shard))
@@ -861,7 +859,6 @@ class Decision:
     number: int
     hypers: Hypers | None = None
     source: GradSource = collected
-    # By number of the parameter group: what its shards share while the decision is carried out
     groups: dict[int, GroupUpdate | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -917,11 +914,11 @@ class Updater:
         self.settings = settings
         self.clock = clock
         self.one_pass = OnePass(inner)
-        self.is_busy = False  # inside the update of a tile
+        self.is_busy = False  # whether the update of a tile is in progress
         self._ended_halfway = False
-        self.updates = 0  # decided so far
-        self.has_run = False  # so the optimizer has made its states
-        self._first_number: int | None = None  # of the first decision
+        self.updates = 0  # number of decided updates
+        self.has_run = False  # whether the optimizer has created its states
+        self._first_number: int | None = None  # number of the first decision
         self._first_update = LongWork("first update", 0, "parameters")
 
     def step_now(
@@ -939,7 +936,7 @@ class Updater:
         self.expect_first(tiles, decision)
         flow = self.prefetcher(tiles, decision.source)
         done = 0
-        left = tiles_by_group(tiles)  # tiles that are not updated yet
+        left = tiles_by_group(tiles)  # number of tiles that are not updated yet
         try:
             while (tile := flow.next()) is not None:
                 self.update(tile, decision)
@@ -949,9 +946,9 @@ class Updater:
                 for group in groups:
                     left[group] -= 1
                 yield {group for group in groups if not left[group]}
-        except (Exception, GeneratorExit):  # the latter where what was yielded could not be used
-            # A first tile that fails leaves split masters as they were; others are changed where
-            # they lie.
+        except (Exception, GeneratorExit):  # GeneratorExit: the caller failed between two tiles
+            # If the first tile fails, split main weights are unchanged. Those that are updated in
+            # place may have changed.
             in_place = any(
                 shard.has_kernel or shard.master.is_updated_in_place
                 for tile in tiles
@@ -1042,7 +1039,7 @@ class Updater:
             tile: The tile.
             decision: The decision of the step.
         """
-        rest = Tile()  # what the optimizer's own step updates
+        rest = Tile()  # shards that the optimizer's own step updates
         shown = list[MasterShard]()
         chance = StochasticRounding(decision.number)
         self.is_busy = True
@@ -1201,5 +1198,5 @@ class Updater:
             for number, (group, before) in enumerate(zip(everything, held, strict=True)):
                 group["params"] = before["params"]
                 for key, value in hypers[number].items() if hypers is not None else ():
-                    if group[key] is value:  # what the optimizer itself changed stays
+                    if group[key] is value:  # keep what the optimizer itself changed
                         group[key] = before[key]

@@ -187,7 +187,7 @@ def _differs_on_owners(
     for group, squares in zip(groups, squares_by_group, strict=True):
         for place, owners_of_slice in enumerate(owners):
             holders = everybody if group.plan.sums_to_all else owners_of_slice
-            # Compared as text, since NaN is not equal to itself
+            # Compare as text, because NaN is not equal to itself
             if len({str(squares[rank][place]) for rank in holders}) > 1:
                 return True
     return False

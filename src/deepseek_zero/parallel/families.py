@@ -87,7 +87,7 @@ FAMILIES: dict[str, tuple[StyleRule, ...]] = {  # by `model_type` of the configu
 }
 ALIASES = {"gpt-neox": "gpt_neox", "gpt2": "gpt2", "gpt-2": "gpt2", "gpt-j": "gptj"}
 
-# Families that cannot be split by layers: something outside of them depends on the number of heads.
+# Families that cannot be split by layers, because code outside of these depends on the heads
 REFUSED: dict[str, str] = {
     "bloom": "its ALiBi bias is made for all heads outside of the attention",
     "falcon": "its fused projection and its ALiBi bias depend on the number of heads outside of "

@@ -17,9 +17,9 @@ from ..base.nested import map_inputs, on_meta
 from ..planner.split import Ranges, Split
 from .plans import ADAPTED, Choice, ParallelPlan, adapted_common, head_dim_of, parent_of
 
-ROWS = 2  # of generated inputs
+ROWS = 2  # rows of generated inputs
 TOKENS = 6
-MOST_ROWS = 2  # of inputs of a first forward
+MOST_ROWS = 2  # maximum rows of recorded inputs of a first forward
 MOST_TOKENS = 16
 # Parts of names of attributes that differ between layers
 NOT_THE_KIND = ("idx", "index", "layer_id", "layer_num", "training")
@@ -351,7 +351,7 @@ def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, ModuleCall]:
             torch.func.functional_call(
                 copy, state, (), map_inputs(dict(example), faked), tie_weights=True
             )
-    except Exception:  # of the model; the first forward examines what was not reached
+    except Exception:  # the model's error; the first forward checks the modules not reached
         return calls
     return calls
 

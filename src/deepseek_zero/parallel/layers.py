@@ -185,7 +185,7 @@ class TensorAxis:
         self.group = group
         self.streams = streams
         self.splits_loss = False
-        self._entered: list[_Entered] = []  # since the end of the last region
+        self._entered: list[_Entered] = []  # layers entered since the end of the last region
         self._is_inside = (
             False  # in a module that has all tokens of a sharded tensor (`read_tokens`)
         )

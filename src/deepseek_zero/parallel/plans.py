@@ -48,7 +48,7 @@ STYLES: dict[str, Style] = {
     "local_packed_rowwise": "column",
 }
 
-# Style of a layer without its counterpart
+# Styles of a layer if its counterpart is missing
 ALONE: dict[Style, Style] = {"column": "column_gather", "row": "row_scatter"}
 # Styles in a configuration
 KINDS: dict[str, Style] = {
@@ -294,7 +294,7 @@ def _by_config(
                     "partition_config.shape says so.",
                     "let the parts add up to the outputs.",
                 )
-            # Its parts are not equal heads, which a region needs
+            # The parts are not equal heads, which a region needs
             if sizes and style == "column":
                 style = "column_gather"
             return Choice(name, module, KINDS[style], "partition_config", fused)

@@ -56,7 +56,7 @@ from .holders import (
 from .plans import Choice, ParallelPlan
 
 T = TypeVar("T")
-MOST_WAYS = 16  # of splitting a module's own parameters
+MOST_WAYS = 16  # ways of splitting a module's own parameters
 SMALL = 1e-2  # gradients below this times the tolerance count as zero
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 HALF_TOLERANCE = 3e-2
@@ -162,7 +162,7 @@ class _Boundary:
 
     read: Tensor
     output: Tensor
-    gradient: Tensor  # of the input
+    gradient: Tensor  # gradient of the input
 
 
 @dataclass

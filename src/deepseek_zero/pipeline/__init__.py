@@ -41,7 +41,7 @@ __all__ = [
     "simulate",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # otherwise a type checker accepts any name
     __getattr__ = loads_on_first_use(
         __name__,
         {

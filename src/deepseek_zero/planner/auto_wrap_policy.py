@@ -22,7 +22,7 @@ from .split import Split, is_copy, split_of
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-LARGE_NUMEL = 1_000_000  # a lone block of this many elements is a unit though nothing repeats it
+LARGE_NUMEL = 1_000_000  # a block of this size is a unit even if it is not repeated
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
     named = path in settings.leaf_names or any(
         path.endswith(suffix) for suffix in settings.leaf_suffixes
     )
-    # Few containers are called
+    # Most containers are never called
     small = not isinstance(module, CONTAINERS) and _is_fine_grained(module, settings)
     return named or small or type(module).__name__ in settings.leaf_classes
 

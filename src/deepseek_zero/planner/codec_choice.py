@@ -18,7 +18,7 @@ from ..base.quantities import format_bytes
 from ..precision.codecs import Blocks
 from .plan_settings import Compression
 
-WORTH = 0.9  # of the plain seconds: what codes may take at most to be chosen
+WORTH = 0.9  # codes are chosen if they take at most this share of the plain seconds
 
 
 @dataclass(frozen=True)

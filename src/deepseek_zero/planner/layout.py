@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-# Slices are cut at multiples of this many elements (docs/design/sharding.md): every slice starts on
-# a 4 KiB fp32 boundary, as direct I/O and vector kernels like it, at the price of up to N * 1023
-# elements of padding per group.
+# Slices are cut at multiples of this many elements (docs/design/sharding.md). Every slice then
+# starts on a 4 KiB fp32 boundary, which suits direct I/O and vector kernels. The price is up to
+# N * 1023 elements of padding per group.
 BLOCK = 1024
 
-# Where updates are fused, each parameter begins at a multiple of this many elements. A fused kernel
-# computes the last n % 8 elements of a tensor by another formula. Since slices begin at multiples
-# of it too, these are the last elements of a parameter, whatever the stage and the number of ranks
+# If updates are fused, each parameter begins at a multiple of this many elements. A fused kernel
+# computes the last n % 8 elements of a tensor by another formula. Slices begin at such multiples,
+# too, so these are the last elements of a parameter, whatever the stage and the number of ranks
 # (docs/design/updates.md).
 GRAIN = 8
 

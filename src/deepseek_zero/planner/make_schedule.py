@@ -203,7 +203,7 @@ class _Work:
         return found
 
 
-# -- orders, ends and gathers of a walk
+# -- orders, ends and gathers of a pass
 
 
 def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
@@ -283,7 +283,7 @@ def _gathers(
         for later in order[k + 1 :]:
             if later in issued:
                 continue
-            # The next one may be larger than `ahead`
+            # The first of them may be larger than `ahead`
             is_far = early + sizes[later] > ahead and (early or not ahead)
             if is_far or live + sizes[later] > window:
                 break

@@ -155,7 +155,7 @@ MOMENTS: dict[str, StateCounts] = {
     "Lamb": StateCounts(2, 1),
 }
 MOMENT_OPTIONS = frozenset(option for row in MOMENTS.values() for option in row.options)
-MUON = {True: StateCounts(1), False: StateCounts(2, 1)}  # by its groups' `use_muon`
+MUON = {True: StateCounts(1), False: StateCounts(2, 1)}  # by `use_muon` of the parameter group
 
 
 def is_known(optimizer: str) -> bool:
@@ -170,10 +170,10 @@ def moments_for(optimizer: str, group: Mapping[str, Any]) -> StateCounts:
     )
 
 
-# -- the seeds' arithmetic
+# -- memory of mixed-precision Adam
 
-# Bytes per parameter that stay whole on every rank, of 16: weight 2, gradient 2, master and two
-# moments 12.
+# Bytes per parameter that are not sharded, of 16: weight 2, gradient 2, main weight and two moments
+# 12
 WHOLE_BYTES = {0: 16, 1: 4, 2: 2, 3: 0}
 
 

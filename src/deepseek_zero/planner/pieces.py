@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from ..base.quantities import format_bytes
 from .units import GroupPlan, UnitPlan
 
-HEADER_BYTES = 1024  # describe a message between stages, in the first step whose inputs look so
-VERDICT_BYTES = (
-    16  # a rank's word to all others on norm and overflow, once a step, where pieces are several
-)
+HEADER_BYTES = 1024  # describe a message between stages, once for each form of inputs
+# A rank's norm and overflow flag, sent to all others once a step if there are several pieces
+VERDICT_BYTES = 16
 LOSS_BYTES = 8
-GENERATOR_BYTES = 8  # of the digest of one rank's generators
+GENERATOR_BYTES = 8  # digest of one rank's random generators
 
 
 @dataclass(frozen=True)

@@ -486,7 +486,7 @@ def _working_bytes(plan: Plan, update: UpdateSettings | None) -> int:
     They are counted for rank 0, whose slices are the fullest, so that all ranks decide alike.
     Gradients count as scaled, since a step may clip.
     """
-    if update is None:  # an optimizer may come later
+    if update is None:  # an optimizer may be added later
         names = frozenset(
             name for unit in plan.units for group in unit.trained for name in group.names
         )

@@ -29,7 +29,7 @@ from .schedule import ActionKind, Schedule
 from .spec import S
 from .units import GroupPlan, UnitPlan
 
-Size = tuple[torch.dtype, int]  # what a buffer is known by: dtype, elements
+Size = tuple[torch.dtype, int]  # dtype and number of elements, which identify a buffer
 
 
 @dataclass
@@ -68,21 +68,21 @@ class _StepReplay:
 
     units: Sequence[UnitPlan]
     settings: PlanSettings
-    scratch: Size  # where partial sums are formed
-    in_place: bool  # ranks read each other's memory: no gathered buffer, no inbox
-    # Other memories are not the training device's: a sum for them is made beside its summands
+    scratch: Size  # the buffer in which partial sums are formed
+    in_place: bool  # ranks read each other's memory, without gathered buffers and inboxes
+    # Whether a sum for another tier is formed on the device and then copied
     copies_sums: bool = False
     replicas_in_place: bool = False  # ranks that hold the same slices read each other's memory
-    near_in_place: bool = False  # so do those of a host, where sums are formed by host
-    far_in_place: bool = False  # and those with one place on their hosts
-    most_reductions: int = 1  # under way at once
+    near_in_place: bool = False  # the same for the ranks of a host, if sums are formed by host
+    far_in_place: bool = False  # the same for ranks with the same place on different hosts
+    most_reductions: int = 1  # in flight at a time
     ledger: PoolLedger = field(default_factory=PoolLedger)
     in_flight: deque[_Reduction] = field(default_factory=deque)
-    # By unit: messages of its weights, until it is used
+    # By unit: buffers of its coded weights, until the unit is used
     coded: dict[int, list[Size]] = field(default_factory=dict)
-    # Buffers of the sum over replicas under way
+    # Buffers of the sums over replicas in flight
     all_reducing: list[Size] = field(default_factory=list)
-    # The last message's, on its way until the next one is
+    # Buffers of the last message, which is in flight until the next one is
     outgoing: list[Size] = field(default_factory=list)
 
     def play(self, schedule: Schedule) -> None:
@@ -216,7 +216,7 @@ class _StepReplay:
         reduction = _Reduction(any(group.ranks > 1 or _is_cut(group) for group in unit.trained))
         self.in_flight.append(reduction)
         for group in unit.trained:
-            # Taken in backward
+            # These buffers were taken in backward
             held = [(group.plan.summand_dtype, group.padded_numel)] if _is_cut(group) else []
             taken = [self._travel(group)] if self._is_copied(group) else []
             under_way = self._messages(group).in_flight
@@ -298,7 +298,7 @@ class _StepReplay:
             for number in range(messages):
                 self.ledger.give(self.outgoing)
                 self.outgoing = [size]
-                # The first when it all began
+                # The first ones were taken when the reduction began
                 taken = [size] if number + under_way < messages else []
                 self.ledger.take(taken)
         reduction.staged = []

@@ -84,7 +84,7 @@ def plan_for(
         weight = replace(weight, wire=compression.frozen, rests_as=compression.frozen)
     extras: list[Extra] = []
     if weight_place is S and weight_tier is Tier.DEVICE and 1 < settings.secondary_ranks < ranks:
-        # It is what was decoded, and stays among neighbours.
+        # The second copy holds decoded values, and is gathered among neighbors.
         extras.append(SecondCopy(replace(weight, axes=INNER_AXES, wire=None, rests_as=None)))
     if not trainable:
         return ShardPlan(weight, extras=tuple(extras))

@@ -60,8 +60,8 @@ class _Proof:
     around: Mapping[int, int]
     all_reduced: frozenset[int]
     live: set[int] = field(default_factory=set)
-    gathered: set[int] = field(default_factory=set)  # in this pass
-    updated: set[int] = field(default_factory=set)  # in this pass
+    gathered: set[int] = field(default_factory=set)  # units, in this pass
+    updated: set[int] = field(default_factory=set)  # units, in this pass
     done: set[Action] = field(default_factory=set)
     open: Counter[int] = field(default_factory=Counter)
     reduced: set[int] = field(default_factory=set)

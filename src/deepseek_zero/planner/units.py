@@ -394,11 +394,10 @@ def plan_group(
         near=near,
     )
     if feedback_of(plan) is not None:
-        grain = (
-            1  # checkpoints, also old ones, store what codes left out by its place in this layout
-        )
+        # Checkpoints, including old ones, store error feedback by its offset in this layout
+        grain = 1
     if plan.weight.rests_as is not None:
-        # No block of codes has two parameters' elements
+        # A block of codes must not contain elements of two parameters
         grain = max(grain, plan.weight.rests_as.granule)
     layout = even_layout(names, shapes, mesh.shard_size, grain=grain)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))

@@ -29,8 +29,8 @@ from .spec import R, S, ShardPlan
 from .units import GroupPlan, UnitPlan
 
 EVERY_UNIT = -1
-# Elements of a rank's updates from which compiled kernels are worth the second that they take to
-# compile: they save about 2 ns an element in each step.
+# Minimum elements of a rank's updates for compiled kernels. Compiling takes a second, and saves
+# about 2 ns an element in each step.
 WORTH_COMPILING = 1 << 20
 
 
@@ -428,7 +428,7 @@ class UpdatePlan:
         )
         splits = any(plan.master_is_split for plan in plans)
         widens = any(self._master_is_copied(shard) for _, shard in here)
-        # The NaN that stands for values that are not there between steps.
+        # The NaN of placeholders for values that are stored elsewhere between steps
         elements = 1 if splits or widens or narrow or on_disk else 0
         by_torch = [shard for number, shard in here if not self.has_kernel(number, shard)]
         if by_torch:

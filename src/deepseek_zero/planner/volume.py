@@ -96,7 +96,7 @@ def step_volume(
     world = ranks * replicas
     trained = [group for unit in units for group in unit.trained]
     sent: Counter[ActionKind] = Counter()
-    gathers: Counter[int] = Counter()  # by unit
+    gathers: Counter[int] = Counter()  # number of gathers, by unit
     for kind, number, times in _movements(units, schedule, settings, pipeline):
         sent[kind] += times * _bytes_of(kind, units[number])
         gathers[number] += times if kind is ActionKind.GATHER else 0

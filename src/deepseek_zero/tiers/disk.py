@@ -33,31 +33,28 @@ from ..base.memory import PAGE, private_pages, return_pages
 from ..base.quantities import format_bytes
 from .tier import COMPLETED, HostStorage, TransferEvent, TransferMeter, Work
 
-# Offsets, lengths and addresses are multiples of PAGE, which every disk in use takes.
-SECTOR = 512  # the least that a disk reads or writes
+# Offsets, lengths and addresses are multiples of PAGE, as O_DIRECT requires on common disks
+SECTOR = 512  # bytes of the smallest transfer of a disk
 
 
 class ChunkState(Enum):
     """The place of a chunk's bytes: in memory, in the file, or in transfer."""
 
-    HERE = "here"  # at their address; the file may have older ones
-    LEAVING = (
-        "leaving"  # a thread writes them, and returns their pages unless they are held meanwhile
-    )
-    AWAY = "away"  # in the file
-    ARRIVING = "arriving"  # a thread reads them
+    HERE = "here"  # in memory; the file may have older values
+    # A thread writes the chunk, and frees its pages unless they are needed again by then.
+    LEAVING = "leaving"
+    AWAY = "away"  # only in the file
+    ARRIVING = "arriving"  # a thread reads the chunk
 
 
 MOVES = {
     (ChunkState.HERE, ChunkState.LEAVING),
-    (ChunkState.HERE, ChunkState.AWAY),  # dropped: the file has the same bytes
+    (ChunkState.HERE, ChunkState.AWAY),  # evicted: the file has the same bytes
     (ChunkState.LEAVING, ChunkState.AWAY),
-    (
-        ChunkState.LEAVING,
-        ChunkState.HERE,
-    ),  # wanted again meanwhile; or the write failed: nothing is lost
+    # Needed again before the write was complete, or the write failed and the values are still here.
+    (ChunkState.LEAVING, ChunkState.HERE),
     (ChunkState.AWAY, ChunkState.ARRIVING),
-    (ChunkState.AWAY, ChunkState.HERE),  # forgotten: new values are about to come
+    (ChunkState.AWAY, ChunkState.HERE),  # discarded: new values will be written
     (ChunkState.ARRIVING, ChunkState.HERE),
     (ChunkState.ARRIVING, ChunkState.AWAY),  # the read failed
 }
@@ -86,11 +83,11 @@ class Disk:
         self.traffic = TransferMeter()
         self.lock = threading.Lock()
         self.descriptor, self.is_direct = _open_unnamed(directory)
-        self.promises_room = True  # whether the file system sets aside what is reserved
+        self.promises_room = True  # whether the file system can reserve space (fallocate)
         self._pool = ThreadPoolExecutor(self.settings.threads, "deepseek_zero disk")
-        # No job is under way when this object goes, since jobs hold it; and a finalizer may run
-        # anywhere (inside Thread.start, even), so it must not join threads: an executor's end with
-        # it by themselves.
+        # Jobs hold a reference to this object, so no job is running when it is freed. A finalizer
+        # can run anywhere, even inside Thread.start, so it must not join threads. The threads of an
+        # executor end without help when the executor is freed.
         self._end = weakref.finalize(self, os.close, self.descriptor)
 
     def capabilities(self) -> list[Capability]:
@@ -135,7 +132,7 @@ class Disk:
                 next(path for path in (directory, *directory.absolute().parents) if path.exists())
             )
         except OSError:
-            return 0  # opening a file there says why
+            return 0  # opening a file there raises an error with the reason
         return found.f_bavail * found.f_frsize
 
     def reserve(
@@ -171,7 +168,7 @@ class Disk:
         self._pool.shutdown(wait=True)
         self._end()
 
-    # -- what storages ask
+    # -- used by storages
 
     def submit(self, job: Callable[[], bool]) -> Future[bool]:
         return self._pool.submit(job)
@@ -195,7 +192,7 @@ class Disk:
             if moved <= 0:
                 raise OSError(errno.EIO, f"{done} of {len(memory)} bytes were there")
             done += moved
-        if not self.is_direct:  # the page cache would hold the states a second time
+        if not self.is_direct:  # keep no second copy in the page cache
             if call is os.pwritev:
                 os.fdatasync(self.descriptor)
             os.posix_fadvise(self.descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
@@ -213,15 +210,14 @@ class Chunk:
         self.offset = offset
         self.what = what
         self.state = ChunkState.HERE
-        self.sum: int | None = None  # of what the file has; None: nothing of it
-        self.is_changed = False  # may have other bytes than the file
-        self._job: tuple[Future[bool], TransferEvent] | None = (
-            None  # the result: whether the bytes are here
-        )
-        # Both are the writer's too, so they change under the disk's lock.
-        self._is_wanted = False  # while it leaves
-        self._is_let_go = False  # written, and given back unless it was wanted
-        self._is_kept = False  # wanted whenever it leaves
+        self.sum: int | None = None  # checksum of the bytes in the file; None without any
+        self.is_changed = False  # whether the bytes may differ from the file
+        # The future returns whether the bytes are in memory after the transfer.
+        self._job: tuple[Future[bool], TransferEvent] | None = None
+        # A writing thread uses the next two, so they change under the disk's lock during a write.
+        self._is_wanted = False  # keep the pages after the write in progress
+        self._is_let_go = False  # too late for `_is_wanted`: the writer has decided
+        self._is_kept = False  # keep the pages after every write, until `evict`
 
     @property
     def is_idle(self) -> bool:
@@ -238,7 +234,7 @@ class Chunk:
     def mark_dirty(self) -> None:
         """Prepare the chunk for a write to its memory."""
         if self.state is ChunkState.LEAVING:
-            self.wait()  # what is on its way must not change
+            self.wait()  # a write in progress must not see new bytes
         self.is_changed = True
 
     def pin(self) -> None:
@@ -331,7 +327,7 @@ class Chunk:
             raise AssertionError(f"a chunk of {self.what} cannot go from {self.state} to {state}")
         self.state = state
 
-    # -- in a thread of the disk's
+    # -- run by the disk's threads
 
     def _read(self, event: TransferEvent) -> bool:
         self.disk.read(_view(self.piece), self.offset, event)
@@ -470,7 +466,7 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
             try:
                 descriptor = _unnamed(directory, flag)
                 page = private_pages(PAGE, torch.uint8)
-                # Some file systems take the flag and refuse what follows
+                # Some file systems accept the flag and fail on the first write
                 os.pwritev(descriptor, [_view(page)], 0)
                 return descriptor, flag != 0
             except OSError as error:
@@ -491,7 +487,7 @@ def _make_private(directory: Path) -> None:
     for path in [
         path for path in (*reversed(directory.absolute().parents), directory) if not path.exists()
     ]:
-        with suppress(FileExistsError):  # another rank was faster
+        with suppress(FileExistsError):  # another rank has created it
             path.mkdir(0o700)
 
 
@@ -499,7 +495,7 @@ def _unnamed(directory: Path, flag: int) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC | flag
     with suppress(OSError, AttributeError):
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
-    # A file system without O_TMPFILE
+    # The file system does not support O_TMPFILE
     handle, name = tempfile.mkstemp(prefix="deepseek_zero-", dir=directory)
     try:
         return os.open(name, flags)

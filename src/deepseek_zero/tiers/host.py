@@ -27,7 +27,7 @@ from .tier import HostStorage, TransferMeter
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-MOST_THREADS = 8  # that give memory its pages; more gain little
+MOST_THREADS = 8  # threads that populate pages; more gain little
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,8 @@ class HostMemory:
         self.reserved_bytes = 0
         self.traffic = TransferMeter()
         self._pieces = pieces
-        self._slabs: dict[bool, Slab] | None = (
-            None  # by whether they are locked; None: not mapped yet
-        )
+        # By whether the pages are locked; None before the memory is mapped
+        self._slabs: dict[bool, Slab] | None = None
 
     def capabilities(self) -> list[Capability]:
         name = "states on the host"

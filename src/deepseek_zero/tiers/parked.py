@@ -20,7 +20,7 @@ from torch import Tensor
 from ..base.errors import StorageError
 from ..base.memory import PAGE, private_pages, return_pages
 
-_AT_ONCE = 64 << 20  # bytes of a write or a read
+_AT_ONCE = 64 << 20  # bytes of one read or write
 
 
 class ParkedStorages:
@@ -37,10 +37,9 @@ class ParkedStorages:
         self._pinned = pinned
         self._in_file = in_file
         self._file: BinaryIO | None = None
-        self._on_host: list[
-            tuple[Tensor, Tensor]
-        ] = []  # a view of all bytes of the storage, and their copy
-        self._filed: list[Tensor] = []  # such views, in the order of the file
+        # Pairs of a view of all bytes of a storage and their copy
+        self._on_host: list[tuple[Tensor, Tensor]] = []
+        self._filed: list[Tensor] = []  # such views, in the order of their bytes in the file
         self._known: set[int] = set()
         self.nbytes = 0
 

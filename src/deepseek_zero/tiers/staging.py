@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..base.memory import LOCK_BYTES, private_pages
 
-ALIGNMENT = 256  # bytes; rooms begin at multiples of it
+ALIGNMENT = 256  # bytes; the offset of every room is a multiple
 
 
 class Copy(Protocol):
@@ -42,9 +42,9 @@ class _Room:
 
 
 class StagingRing:
-    """A ring buffer whose rooms are taken in order and given back in a similar order.
+    """A ring buffer of rooms, which are released in about the order of their allocation.
 
-    A room that was given back can be reused when its last copy is complete. If the ring is full,
+    A released room can be reused when its last copy is complete. If the ring is full,
     `take` waits for the oldest copy. Requests that do not fit get a spare room outside the ring.
     """
 
@@ -53,7 +53,7 @@ class StagingRing:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._rooms: deque[_Room] = deque()
         self._taken: dict[int, _Room] = {}  # by address
-        self._spare: dict[int, deque[tuple[Copy, Tensor]]] = defaultdict(deque)  # by bytes
+        self._spare: dict[int, deque[tuple[Copy, Tensor]]] = defaultdict(deque)  # by size
         weakref.finalize(self, _wait_for_all, self._rooms, self._spare).atexit = False
 
     @property
@@ -128,7 +128,7 @@ class StagingRing:
             return 0 if size <= self.nbytes else None
         first = self._rooms[0].start
         last = self._rooms[-1].stop
-        if self._rooms[-1].start < first:  # the newest rooms are in front of the oldest
+        if self._rooms[-1].start < first:  # the newest rooms have wrapped around
             return last if last + size <= first else None
         if last + size <= self.nbytes:
             return last

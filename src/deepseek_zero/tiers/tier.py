@@ -32,8 +32,9 @@ from ..base.meter import AWAY, PhaseClock
 from .budget import DeviceBudget
 from .staging import StagingRing
 
-STRIDE_BYTES = 2 << 20  # of a tensor that is copied to the host step by step
-# Many times what is under way at once, so that a burst is not taken for the link's speed
+STRIDE_BYTES = 2 << 20  # bytes that `to_host` copies at a time
+# Bytes of one measurement of the rate. This is many times the number of bytes in flight, so that a
+# burst does not count as the speed of the link.
 STRETCH_BYTES = 256 << 20
 
 
@@ -134,7 +135,7 @@ class TransferMeter:
         with self._lock:
             self.read_bytes = self.written_bytes = 0
             self.seconds = self.waited_seconds = self.best_rate = 0.0
-            self._stretch = (0, 0.0)  # bytes and seconds counted when it began
+            self._stretch = (0, 0.0)  # bytes and seconds at the start of the measurement
             self._since = time.perf_counter()
 
     def request(self, what: str, nbytes: int, *, is_read: bool) -> TransferEvent:
@@ -312,8 +313,8 @@ class HostStorage(Storage):
     on_device = False
 
     def __del__(self) -> None:
-        with suppress(Exception):  # Python or the device is ending
-            self.copy_event.wait()  # its memory may be freed now
+        with suppress(Exception):  # Python or the device is shutting down
+            self.copy_event.wait()  # the memory may be freed after this
 
     def read(self, low: int, high: int) -> Tensor:
         self.wait_for_copy()
@@ -597,7 +598,7 @@ class StreamCopyEngine(CopyEngine):
         self._last_out = None
         if last is not None:
             copy_event, finish = last
-            # The next user of the source is queued on the device behind this
+            # The host need not wait: later work on the source is queued after this wait
             copy_event.wait_stream()
             finish()
 
@@ -635,7 +636,7 @@ class StreamCopyEngine(CopyEngine):
 
     def reserve_staging(self, nbytes: int) -> None:
         if nbytes:
-            self.ring.reserve(max(nbytes, 3 * STRIDE_BYTES))  # `to_host` has two rooms in use
+            self.ring.reserve(max(nbytes, 3 * STRIDE_BYTES))  # `to_host` uses two rooms at a time
 
     def to_host(self, values: Tensor) -> Tensor:
         """Copy through the ring, so that no copy goes through pageable memory."""
