@@ -161,9 +161,8 @@ class ShardedLoader:
         self.batch_size = batch_size
         # Samples that all ranks together receive at a time
         self.dealt = batch_size * mesh.data_size
-        self.samples = self._resume_at = (
-            0  # samples of this epoch that all ranks received, also before a restart
-        )
+        # Samples of this epoch that all ranks received, also before a restart
+        self.samples = self._resume_at = 0
         self._samples_before = 0  # the same for the previous epoch
         self.sampler = sampler
         if sampler is None and not isinstance(dataset, IterableDataset):

@@ -119,9 +119,8 @@ class Engine(StandsForModule):
         self._boundary: bool | None = None
         self._backwards = 0  # number of backwards since the last step
         self.held_reductions = HeldReductions()
-        self.own_batches: Iterator[Any] | None = (
-            None  # iterates over `training_dataloader`, after its first use
-        )
+        # Iterates over `training_dataloader`, after its first use
+        self.own_batches: Iterator[Any] | None = None
         self._stepped = False
         self._told_of_graphless = False
         self._told_of_direct_steps = False

@@ -55,9 +55,8 @@ MOST_SHOWN = 8  # findings of one step that an error or a warning lists
 OF_PIECE = "digest of states that a piece's ranks share"
 OF_REPLICAS = "digest of states that replicas share"
 CHANGED = "states at rest that changed"
-Table = dict[
-    str, list[tuple[int, str]]
-]  # for each state: the sum of each block, and its parameters
+# For each state: the sum of each block, and its parameters
+Table = dict[str, list[tuple[int, str]]]
 Sums = list[int]  # one per block
 
 
@@ -87,9 +86,8 @@ class State:
     def names_in(self, block: int) -> str:
         """Return the parameters to which a block of this memory belongs."""
         names = [member.name for member in self.group.members]
-        if (
-            self.dtype.is_floating_point
-        ):  # codes and halves of numbers have no position in the layout
+        # Codes and halves of numbers have no position in the layout
+        if self.dtype.is_floating_point:
             numel = BLOCK_BYTES // self.dtype.itemsize
             first = self.low + block * numel
             last = min(first + numel, self.low + self.numel)
@@ -113,9 +111,8 @@ class Integrity:
         self.settings = settings
         self._pieces = mesh.groups_along(*REDUCE_AXES)
         self._replicas = mesh.groups_along("dp_replicate")
-        self._rested: dict[
-            str, tuple[StateGuard, int, Sums]
-        ] = {}  # for each state: its guard, its write count at that time, its sums
+        # For each state: its guard, its write count at that time, its sums
+        self._rested: dict[str, tuple[StateGuard, int, Sums]] = {}
         self._gathered: dict[str, tuple[State, Tensor]] = {}
         self._found: list[tuple[State, Sums]] = []  # in the current step
         self._changed: list[str] = []

@@ -30,9 +30,8 @@ AXIS_KEYS = {
     "tensor_parallel.tensor_parallel.tp_size": "tp",
     "sequence_parallel_size": "sp",
 }
-_OFF = {
-    "tensor_parallel.autotp_size": 0
-}  # sizes that switch a section off and do not count as a statement
+# Sizes that switch a section off and do not count as a statement
+_OFF = {"tensor_parallel.autotp_size": 0}
 _MICS = "mics_shard_size"
 
 

@@ -83,9 +83,8 @@ class Observer:
         self._record: StepRecord | None = None
         self._unread: list[Tensor] = []  # losses of the last step that are not in its record yet
         self._losses: list[Tensor] = []
-        self.profile: ForwardCost | None = (
-            None  # profile of the forward that flops_profiler selects, after it has run
-        )
+        # Profile of the forward that flops_profiler selects, after it has run
+        self.profile: ForwardCost | None = None
         self._began = time.perf_counter()
         self._sent = self._tokens = 0
         self.micro_tokens: int | None = None  # tokens of the last micro-batch

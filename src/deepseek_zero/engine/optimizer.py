@@ -201,7 +201,7 @@ def adopting(client: Optimizer) -> Make:
 
     def adopt(groups: list[dict[str, Any]]) -> Optimizer:
         for key in [key for key in client.state if isinstance(key, Tensor)]:
-            del client.state[key]  # it is for whole parameters; `ClientStates` has kept it
+            del client.state[key]  # the state of a whole parameter, which `ClientStates` keeps
         for mine, sliced in zip(client.param_groups, groups, strict=True):
             mine["params"] = sliced["params"]
         return client

@@ -28,13 +28,11 @@ class Request:
     collate_fn: Callable[[list[Any]], Any] | None = None
     mesh: Any = None  # a value that `mesh_of` can read
     mesh_statements: tuple[MeshStatement, ...] = ()  # statements of other arguments about the mesh
-    counts_model_ranks: bool = (
-        False  # the caller's train_batch_size may count ranks that see the same batch
-    )
+    # The caller's train_batch_size may count ranks that see the same batch
+    counts_model_ranks: bool = False
     leaf_modules: tuple[str, ...] = ()  # full names of modules that are not divided into units
-    drops_idle_schedule: bool = (
-        False  # a schedule without an optimizer is left out with a warning, not an error
-    )
+    # A schedule without an optimizer is dropped with a warning, not an error
+    drops_idle_schedule: bool = False
     door: str = "initialize"  # the name of the function that was called
     sequence: parallel.SequenceSettings | None = None  # the caller's settings of ranks along "sp"
     shuffles: bool = True  # shuffle training_data in each epoch

@@ -132,7 +132,7 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
     message.add("squares", itertools.chain.from_iterable(own_squares))
     message.add_all(extra)
     fields = _exchange(comm, message, "gradient norm")
-    # For each group and rank, the sums of squares of all slices (one per shard of the group)
+    # For each group and rank, the sums of squares of all slices
     stops = list(itertools.accumulate(map(len, own_squares)))
     squares_by_group = [
         [row[stop - len(own) : stop] for row in fields["squares"]]
