@@ -15,12 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# The topics, with what a module that contributes to one defines.
+# The topics, and what a module of each topic defines
 # A module of this topic calls `register_layout` when it is imported; `CONVERTERS` maps formats to
 # functions of a checkpoint and a target.
 CHECKPOINT_LAYOUTS = "checkpoint layouts"
-# `add_commands(app)`, `findings()` of `doctor`, and `child_environment(environment)`, which is what
-# `run --as-deepspeed` adds.
+# `add_commands(app)`, `findings()` of `doctor`, and `child_environment(environment)`, the variables
+# that `run --as-deepspeed` adds
 COMMANDS = "commands"
 DIALECT = "dialect"  # `choose()` returns the dialect of a call (api/dialect.py)
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.runtime import Runtime
 
-# Options that say how to compute, not what was learned: the running program sets them.
+# Options of the implementation, which the running program sets. They are not learned state.
 IMPLEMENTATION_OPTIONS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 )

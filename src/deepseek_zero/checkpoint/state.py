@@ -253,9 +253,8 @@ class MomentCache:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[tuple[int, str], Tensor] | None = (
-            None  # a single attribute, because two threads may call `of`
-        )
+        # A single attribute, because two threads may call `of`
+        self._last: tuple[tuple[int, str], Tensor] | None = None
 
     def of(self, optimizer: ShardedOptimizer, shard: MasterShard, key: str) -> Tensor:
         """Return a moment of a shard, flat, reading it if it is not the cached one.

@@ -466,9 +466,8 @@ class RankAgent(SimpleElasticAgent):
                 f"received {name.name}: the ranks save at their next step and end "
                 f"({request.grace:g} s for it)"
             )
-            self._remaining_restarts = (
-                0  # after a request to end there is no restart, even if saving fails
-            )
+            # After a request to end there is no restart, even if saving fails
+            self._remaining_restarts = 0
             self._ranks.pass_on(name)
         if request.is_overdue and not (self._ranks.saved or self._ranks.finished):
             logger.warning(

@@ -77,13 +77,11 @@ class PeerWatch:
         self._dead_after = dead_after
         self._host = socket.gethostname()
         self._ranks = list(ranks)
-        self.stopped: Collection[
-            int
-        ] = ()  # ranks of this machine that have been stopped for TELL_AFTER seconds
+        # Ranks of this machine that have been stopped for TELL_AFTER seconds
+        self.stopped: Collection[int] = ()
         self._stopped_elsewhere: dict[int, set[int]] = {}  # by node
-        self._seen: dict[
-            int, tuple[str, float]
-        ] = {}  # by node: its last entry, and when this launcher first saw it
+        # By node: its last entry, and when this launcher first saw it
+        self._seen: dict[int, tuple[str, float]] = {}
         self._names: dict[int, str] = {0: "node 0, which holds the store,"}
         self._told: set[int] = set()  # nodes whose silence has been logged
         self._answered = time.monotonic()  # last time the store answered

@@ -75,9 +75,8 @@ class Command:
     target: str
     args: tuple[str, ...] = ()
     pass_local_rank: bool = False  # as the first argument, like DeepSpeed
-    log_dir: Path | None = (
-        None  # ranks other than the machine's first write to files there instead of the terminal
-    )
+    # Ranks other than the machine's first write to files there instead of the terminal
+    log_dir: Path | None = None
 
     def argv(self, local_rank: int) -> list[str]:
         """Return the command line of one rank."""

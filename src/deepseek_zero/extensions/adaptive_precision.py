@@ -44,7 +44,7 @@ PATIENCE = 3
 # Windows in a row
 BAD = 2
 GOOD = 8
-# Shares of a gradient's nonzero elements. Between them a unit in either precision stays as it is.
+# Shares of a gradient's nonzero elements. Between them, a unit keeps its precision.
 LOST = 0.1
 KEPT = 0.05
 # Limits of fp16. The upper one is a quarter of its largest number, because activations are not

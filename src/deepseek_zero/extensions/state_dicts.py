@@ -225,13 +225,11 @@ class _Saver:
         self.unit = unit
         self.woken = False
         self.mode = mode
-        self.resting: list[ParamInfo] | None = (
-            None  # The parameters that a local state dict shows as empty
-        )
+        # The parameters that a local state dict shows as empty
+        self.resting: list[ParamInfo] | None = None
         self.exact: GatheredParameters | None = None
-        self.outermost: nn.Module | None = (
-            None  # The module whose state dict is being made; hooks of inner modules do nothing
-        )
+        # The module whose state dict is being made; hooks of inner modules do nothing
+        self.outermost: nn.Module | None = None
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.outermost is None and not self.mode.gathers:

@@ -82,9 +82,10 @@ class MuonSettings:
                 fix="give one of " + ", ".join(_WORK_DTYPE) + ".",
             )
         rates = [rate for rate in (self.lr, self.muon_lr, self.adam_lr) if rate is not None]
+        # NaN fails every comparison
         sound = (
             all(rate >= 0 for rate in rates) and self.weight_decay >= 0 and 0 <= self.momentum < 1
-        )  # NaN fails every comparison
+        )
         if not sound or not isinstance(self.ns_steps, int) or not 1 <= self.ns_steps < _TOO_MANY:
             raise ConfigError(
                 f"Muon cannot use {self}.",

@@ -28,7 +28,7 @@ from ..planner.split import Split
 from .cuts import put_together, taken
 from .group import Sum, TensorGroup
 
-# -- products: (rows, in) x weight, which is (out, in), or (in, out) where `transposed`
+# -- products: (rows, in) x weight, which is (out, in), or (in, out) if `transposed`
 
 
 def product(

@@ -116,7 +116,7 @@ class TensorGroup:
         """
         batch, tokens, width = part.shape
         own = tokens // self.size
-        if batch > 1:  # what one rank reads has to be contiguous
+        if batch > 1:  # the part that one rank reads must be contiguous
             page = self.take((self.size, batch, own, width), part.dtype)
             page.copy_(part.view(batch, self.size, own, width).transpose(0, 1))
             self.give_back(part)

@@ -186,9 +186,8 @@ class TensorAxis:
         self.streams = streams
         self.splits_loss = False
         self._entered: list[_Entered] = []  # layers entered since the end of the last region
-        self._is_inside = (
-            False  # in a module that has all tokens of a sharded tensor (`read_tokens`)
-        )
+        # In a module that has all tokens of a sharded tensor (`read_tokens`)
+        self._is_inside = False
         self._runs = False  # a forward of the model is in progress, or it raised
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:

@@ -170,9 +170,8 @@ class PlainLoop:
             call_instead(self.runtime.model, _EvaluatedAlone(self))
         self._open: list[_Call] = []
         self._added = 0
-        self._learned: float | None = (
-            None  # factor that callers apply to a loss, without the loss scale
-        )
+        # Factor that callers apply to a loss, without the loss scale
+        self._learned: float | None = None
         self._told_of_idling = False
         self.runtime.backward.driver = weakref.ref(self)
 

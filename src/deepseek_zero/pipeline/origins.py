@@ -60,9 +60,8 @@ class Origins:
         self._own = own
         self._used = used
         self._sources: dict[int, Sources] = {}  # by id of the storage
-        self._kept: dict[
-            int, Any
-        ] = {}  # keeps the storages alive, so that no other object gets the same id
+        # Keeps the storages alive, so that no other object gets the same id
+        self._kept: dict[int, Any] = {}
         self._params: set[int] = set()
         self._given: set[int] = set()
         self._buffers: dict[int, str] = {}

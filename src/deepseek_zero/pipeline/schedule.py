@@ -240,9 +240,8 @@ def forward_only(ranks: int, virtual: int, micro_batches: int) -> PipelineSchedu
         [action for action in program if action.kind is StageActionKind.FORWARD]
         for program in _grouped(ranks, virtual, micro_batches, ranks)
     ]
-    in_flight = [
-        virtual * micro_batches
-    ] * ranks  # nothing is kept for a backward; the slots limit how far a rank runs ahead
+    # Nothing is kept for a backward; the slots limit how far a rank runs ahead
+    in_flight = [virtual * micro_batches] * ranks
     return lower(
         "forward_only", micro_batches, _loop(ranks, virtual), compute, in_flight, trains=False
     )

@@ -41,10 +41,11 @@ class Ties:
         Note:
             Collective: every rank of the world must call it.
         """
+        # Ranks in the order of their first stages
         self.ranks = {
             name: tuple(dict.fromkeys(placement[stage] for stage in found))
             for name, found in stages.items()
-        }  # ranks in the order of their first stages
+        }
         self.ranks = {name: ranks for name, ranks in sorted(self.ranks.items()) if len(ranks) > 1}
         self.rank = mesh.coordinates["pp"]
         sharing = sorted({rank for ranks in self.ranks.values() for rank in ranks})

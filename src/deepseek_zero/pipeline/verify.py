@@ -298,9 +298,8 @@ def _walk(
     }
     places = [0] * len(programs)
     clocks = [0.0] * len(programs)
-    arrived: dict[
-        tuple[int, int, StageActionKind], list[float]
-    ] = {}  # by lane: arrival time of each message
+    # By lane: arrival time of each message
+    arrived: dict[tuple[int, int, StageActionKind], list[float]] = {}
     # by lane: time at which each message was received
     taken: dict[tuple[int, int, StageActionKind], list[float]] = {}
     at_tie: dict[int, float] = {}

@@ -324,7 +324,7 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-# Where a model of transformers says which modules and parameters stay fp32; any module may.
+# Attributes of transformers, on any module: names of modules and parameters that stay fp32
 DECLARED_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..base.memory import LOCK_BYTES, private_pages
 
-ALIGNMENT = 256  # bytes; the offset of every room is a multiple
+ALIGNMENT = 256  # bytes; room offsets are multiples of it
 
 
 class Copy(Protocol):

@@ -1,8 +1,8 @@
 """Memories that hold states outside the training device, and copies between them.
 
-`Storage` is an extension point of the core. It is a flat tensor whose address does not change, and
-whose bytes may be elsewhere between uses. `TierMemory` reserves storages, and `Tiers` groups the
-memories of a rank. A user calls `fetch` before a use, `store` after a change, and `evict` after a
+`Storage` is an extension point of the core. It is a flat tensor at a fixed address, and its bytes
+may be in another memory between uses. `TierMemory` reserves storages, and `Tiers` groups the
+memories of a rank. Callers use `fetch` before a use, `store` after a change, and `evict` after a
 read. Access to a range that was not fetched waits for the transfer. `TransferMeter` counts
 transfers, and can record each of them.
 
@@ -41,7 +41,7 @@ STRETCH_BYTES = 256 << 20
 class Tier(Enum):
     """The memory that holds a state between uses."""
 
-    DEVICE = "device"  # where forward and backward compute
+    DEVICE = "device"  # memory of the device that computes forward and backward
     HOST = "host"
     NVME = "nvme"
 

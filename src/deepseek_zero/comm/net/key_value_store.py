@@ -318,7 +318,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._is_owed = False  # The last request over this connection has no answer yet
-        # Rank 0 did not answer lately: until this time no call waits for it
+        # Until this time no call waits for rank 0, because it has not answered a recent request
         self._quiet_until = 0.0
         self._unreachable_since: float | None = None
         # The table as rank 0 sent it when its program ended

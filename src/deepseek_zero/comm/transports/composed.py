@@ -136,7 +136,7 @@ class Hierarchical(CopyingTransport):
         Returns:
             A function that waits for the data.
         """
-        inter_node = self.inter_node.all_gather(full, cid)  # First, because it may have no room yet
+        inter_node = self.inter_node.all_gather(full, cid)  # First, because it may raise
         return _both(self.intra_node.all_gather(full, cid), inter_node)
 
     def exchange(
@@ -154,7 +154,7 @@ class Hierarchical(CopyingTransport):
             A function that waits for the data.
         """
         received = filled(inbox, pieces[self.rank], self.rank)
-        # First, because it may have no room yet
+        # First, because it raises if there is no room to begin. Nothing has been issued then.
         inter_node = self.inter_node.exchange(pieces, inbox, cid, _keep_waiting)
         intra_node = self.intra_node.exchange(pieces, inbox, cid, _keep_waiting)
         return once(_both(intra_node, inter_node), lambda: use(received))

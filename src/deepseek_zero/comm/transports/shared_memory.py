@@ -715,7 +715,7 @@ class LocalSockets:
                 self._sockets[rank].send(data)
         except BlockingIOError:
             return False
-        except OSError:  # Its process has exited; waits for it raise
+        except OSError:  # The process has exited; waits for this rank raise
             self._lose(rank)
         return True
 

@@ -485,9 +485,8 @@ class DeepSpeedEngine(ZeroEngine):
         settings = checkpoint.ExportSettings(exclude_frozen=exclude_frozen_parameters)
         return checkpoint.consolidated(self.runtime, settings)
 
-    _consolidated_16bit_state_dict = (
-        _zero3_consolidated_16bit_state_dict  # DeepSpeed's name with tensor parallelism
-    )
+    # DeepSpeed's name with tensor parallelism
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def _change_recovery_script_permissions(self, dst: str | Path) -> None:
         """Make a script executable for its owner, or log that the file system cannot."""

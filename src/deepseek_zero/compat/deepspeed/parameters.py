@@ -124,9 +124,8 @@ class _Whole:
         self.block.__enter__()
 
 
-_whole: weakref.WeakKeyDictionary[Any, _Whole] = (
-    weakref.WeakKeyDictionary()
-)  # owner -> its gathered group
+# Owner -> its gathered group
+_whole: weakref.WeakKeyDictionary[Any, _Whole] = weakref.WeakKeyDictionary()
 
 
 class GatherHandle:

@@ -22,9 +22,8 @@ from . import groups
 from .moe import is_moe_param
 from .pipe import partition_uniform
 
-ZeRORuntimeException = (
-    CheckpointError  # DeepSpeed's error for a checkpoint that does not fit the ranks
-)
+# DeepSpeed's error for a checkpoint that does not fit the ranks
+ZeRORuntimeException = CheckpointError
 
 
 class DummyOptim:

@@ -576,9 +576,8 @@ class _OfParts(TensorParallel_Layer):
 
     shape: tuple[Any, ...]
     _subparam_sizes: tuple[int, ...]
-    counts_as: ClassVar[str | None] = (
-        None  # name that determines the split, instead of the layer's own
-    )
+    # Name that determines the split, instead of the layer's own
+    counts_as: ClassVar[str | None] = None
 
     def __init__(
         self,
