@@ -44,8 +44,8 @@ TELL_SECONDS = 30.0  # after which a rank logs which ranks it waits for
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from slowest to fastest varying
-SHARD_AXES = ("dp_shard", "sp")  # axes whose ranks shard a state
-# Axes whose ranks sum their gradients: these ranks have the same part of the model
+SHARD_AXES = ("dp_shard", "sp")  # axes over which states are sharded
+# Axes over which gradients are summed: their ranks have the same part of the model
 REDUCE_AXES = ("dp_replicate", *SHARD_AXES)
 # A run of neighbors among the ranks along the shard axes (`Mesh.inner_groups`); not a factor of the
 # world size

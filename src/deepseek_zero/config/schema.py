@@ -1707,7 +1707,7 @@ class Config(Section):
     flops_profiler: FlopsProfilerSection = section(FlopsProfilerSection, "A profile of operations.")
     # Checkpoints
     checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
-    # The rest of the grammar
+    # Sections without another group
     aio: Aio = section(Aio, "Disk requests.")
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Where recomputation keeps its inputs."

@@ -601,7 +601,7 @@ def resolve_schedule(
     except DeepSeekZeroError:
         raise
     except Exception as refusal:
-        # torch's classes fail in different ways: by asserts, indices, comparisons
+        # torch's classes raise different errors: from asserts, indices, comparisons
         raise ConfigError(
             f"scheduler {shown(name)} refuses its parameters {shown(settings, 300)}: "
             f"{str(refusal)[:300]}",

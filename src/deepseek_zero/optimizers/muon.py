@@ -30,7 +30,7 @@ _TOO_MANY = 100  # Steps; five are enough, and torch has the same limit
 _MUON_LR = 2e-2
 _ADAM_LR = 3e-4
 
-# Half precision where the hardware multiplies it fast; a CPU without such units is slower with it
+# Half precision if the hardware multiplies it fast; a CPU without such units is slower with it
 # than with fp32. The Gram form squares the spectrum, so it needs fp16's three extra bits more than
 # bf16's range.
 _WORK_DTYPE = {"standard": torch.bfloat16, "gram": torch.float16}

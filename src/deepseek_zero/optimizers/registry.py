@@ -54,7 +54,7 @@ class OptimizerSpec:
             return self.cls(params, **self.defaults)
         except DeepSeekZeroError:
             raise
-        # torch's classes fail in different ways: by asserts, indices, comparisons
+        # torch's classes raise different errors: from asserts, indices, comparisons
         except Exception as refusal:
             raise self._refusal(refusal) from refusal
 

@@ -107,8 +107,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
             z_scale = z_scale * divisor / counts.sum()
         if terms.z_loss:
             loss = loss + z_scale * counts * lse.square()
-        # d loss / d logit = per_row * softmax - own * [word is the target] - even * weight of the
-        # word
+        # d loss / d logit = per_row * softmax - own * [token is the target] - even * weight of the
+        # token
         per_row = (
             (1.0 - smoothing) * weights
             + smoothing / words * all_weights * counts

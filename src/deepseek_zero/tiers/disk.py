@@ -1,8 +1,8 @@
 """A disk as a tier: one unnamed file per rank.
 
 A few threads transfer chunks of the file, with O_DIRECT if the file system supports it. The file
-never has a name, or loses it at once. No other process can open it, and a killed job leaves nothing
-behind. Every chunk that is read is compared with the checksum of the written bytes. The memory of a
+never has a name, or loses it at once. No other process can open it, and a killed job leaves no
+file. Every chunk that is read is compared with the checksum of the written bytes. The memory of a
 storage is address space, and a chunk has pages only while it is used.
 """
 
@@ -104,7 +104,7 @@ class Disk:
         return [Capability(name, "past the page cache")]
 
     def check_room(self, nbytes: int, sharers: int) -> None:
-        """Raise `StorageError` if the disk has no room for the states of all ranks.
+        """Raise `StorageError` if the disk has no space for the states of all ranks.
 
         Args:
             nbytes: Bytes for each rank.
@@ -276,7 +276,7 @@ class Chunk:
         return_pages(self.piece)
 
     def wait(self) -> None:
-        """Wait for a transfer under way; raise `StorageError` if it failed."""
+        """Wait for the transfer in progress; raise `StorageError` if it failed."""
         if self._job is None:
             return
         (job, event), self._job = self._job, None
@@ -358,7 +358,7 @@ class DiskStorage(HostStorage):
             disk: The disk.
             numel: Number of elements.
             dtype: Data type.
-            place: Byte offsets in the file where the chunks begin, up to the end of the state.
+            place: Byte offsets of the chunks in the file, up to the end of the state.
             what: Name of the state for error messages.
         """
         memory = private_pages(place.stop - place.start, torch.uint8)

@@ -48,7 +48,7 @@ class HostMemory:
 
     Args:
         pinned: Page-lock memory that the training device copies.
-        pieces: Memory that the plan reserves. Other reservations get memory of their own.
+        pieces: Memory that the plan reserves. Other reservations get separate memory.
     """
 
     def __init__(self, *, pinned: bool = False, pieces: Sequence[HostPiece] = ()) -> None:
@@ -71,7 +71,7 @@ class HostMemory:
         ]
 
     def check_room(self, nbytes: int, sharers: int) -> None:
-        """Raise `OutOfMemoryError` if the host has no room for the states of all ranks.
+        """Raise `OutOfMemoryError` if the host has no space for the states of all ranks.
 
         Args:
             nbytes: Bytes for each rank.
@@ -154,7 +154,7 @@ class HostMemory:
 def free_host_bytes() -> int:
     """Return the bytes of host memory that this process can still allocate.
 
-    This is the smaller one of the machine's available memory and the rest of the control group's
+    This is the minimum of the machine's available memory and the unused part of the control group's
     limit.
     """
     free = int(psutil.virtual_memory().available)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..base.memory import LOCK_BYTES, private_pages
 
-ALIGNMENT = 256  # bytes; room offsets are multiples of it
+ALIGNMENT = 256  # bytes; the ring is divided at multiples of it
 
 
 class Copy(Protocol):
-    """A copy from or to a room of the ring."""
+    """A copy from or to a range of the ring."""
 
     def wait(self) -> None:
         """Wait until the copy is complete."""
@@ -33,7 +33,7 @@ class _Room:
     Attributes:
         start: The first byte.
         stop: The end of the bytes.
-        copy_event: The last copy from or to the room; None before the room is given back.
+        copy_event: The last copy from or to the range; None before `StagingRing.give`.
     """
 
     start: int
@@ -42,10 +42,10 @@ class _Room:
 
 
 class StagingRing:
-    """A ring buffer of rooms, which are released in about the order of their allocation.
+    """A ring buffer for ranges that are released in about the order of their allocation.
 
-    A released room can be reused when its last copy is complete. If the ring is full,
-    `take` waits for the oldest copy. Requests that do not fit get a spare room outside the ring.
+    A released range can be reused when its last copy is complete. If the ring is full, `take` waits
+    for the oldest copy. Requests that do not fit get spare memory outside the ring.
     """
 
     def __init__(self, *, is_locked: bool) -> None:
@@ -78,7 +78,7 @@ class StagingRing:
         self._memory = private_pages(nbytes, torch.uint8, locked=self._is_locked)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat room with arbitrary contents. It can be used until `give`.
+        """Return a flat tensor with arbitrary contents. It can be used until `give`.
 
         Args:
             numel: Number of elements.
@@ -99,11 +99,11 @@ class StagingRing:
         return found
 
     def give(self, room: Tensor, copy_event: Copy) -> None:
-        """Give a room back.
+        """Release memory that `take` has returned.
 
         Args:
-            room: The tensor that `take` returned.
-            copy_event: The room can be reused when this copy is complete.
+            room: The tensor.
+            copy_event: The memory can be reused when this copy is complete.
         """
         known = self._taken.pop(room.data_ptr(), None)
         if known is not None:
@@ -128,7 +128,7 @@ class StagingRing:
             return 0 if size <= self.nbytes else None
         first = self._rooms[0].start
         last = self._rooms[-1].stop
-        if self._rooms[-1].start < first:  # the newest rooms have wrapped around
+        if self._rooms[-1].start < first:  # the newest ranges have wrapped around
             return last if last + size <= first else None
         if last + size <= self.nbytes:
             return last

@@ -232,10 +232,10 @@ class Storage:
         copy_event.wait()
 
     def fetch(self, low: int, high: int) -> Work:
-        """Start to bring elements [low, high) into `memory`.
+        """Start to read elements [low, high) into `memory`.
 
         Returns:
-            The transfer, which is complete if the elements are there already.
+            The transfer, which is complete if the elements are in `memory` already.
         """
         return COMPLETED
 
@@ -272,7 +272,7 @@ class Storage:
         yield self.write(low, high)
 
     def store(self, low: int, high: int) -> Work:
-        """Start to move changed elements to the tier, because they are not needed soon."""
+        """Start to write changed elements to the tier, because they are not needed soon."""
         return COMPLETED
 
     def evict(self, low: int, high: int) -> None:
@@ -349,7 +349,7 @@ class Lender(Protocol):
 
 
 class Landing:
-    """Memory for a sum that is formed where its elements are stored."""
+    """Memory for a sum, which is formed directly in its storage."""
 
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept
@@ -410,7 +410,7 @@ class TierMemory(Protocol):
         """Describe how bytes are transferred, and what a faster transfer would need."""
 
     def check_room(self, nbytes: int, sharers: int) -> None:
-        """Raise if the ranks of this host cannot have so many bytes each; reserve nothing.
+        """Raise if the memory cannot hold the states of all ranks of this host; reserve nothing.
 
         Args:
             nbytes: Bytes for each rank.
@@ -584,8 +584,8 @@ class StreamCopyEngine(CopyEngine):
     def d2h(self, storage: Storage, finish: Callable[[], None]) -> Iterator[None]:
         """Run a block whose non_blocking copies write a storage.
 
-        The source is released when the next copy begins. To wait for this copy at once would block
-        the device.
+        The source is released when the next copy begins. An immediate wait for this copy would
+        block the device.
         """
         with self.on_side_stream(is_inward=False) as copy_event:
             yield
@@ -636,7 +636,7 @@ class StreamCopyEngine(CopyEngine):
 
     def reserve_staging(self, nbytes: int) -> None:
         if nbytes:
-            self.ring.reserve(max(nbytes, 3 * STRIDE_BYTES))  # `to_host` uses two rooms at a time
+            self.ring.reserve(max(nbytes, 3 * STRIDE_BYTES))  # `to_host` uses two ranges at a time
 
     def to_host(self, values: Tensor) -> Tensor:
         """Copy through the ring, so that no copy goes through pageable memory."""
@@ -668,7 +668,7 @@ class _Staged:
 
     Attributes:
         room: The memory on the host.
-        copied: The copy to `room`.
+        copied: The copy to the host.
         after: Event of the device after which it does not change the range.
     """
 
