@@ -158,7 +158,7 @@ def main() -> None:
     torch.set_num_threads(1)
     costs, (losses, decisions) = cost(asked.width, asked.rounds), gain(asked.steps)
     lines = [
-        "# Precision that follows what gradients show",
+        "# Precision chosen from gradient statistics",
         "",
         f"`python -m benchmarks.adaptive_precision --rounds {asked.rounds} --steps {asked.steps}`, "
         f"{date.today()}, {described(machine())}, one thread.",

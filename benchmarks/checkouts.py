@@ -226,16 +226,16 @@ def main() -> None:
     )
     names = columns.split(",")
     rows = [
-        "# Two checkouts, step beside step",
+        "# Steps of two checkouts",
         "",
         f"{date.today()}, {RANKS} ranks with a thread each, {len(os.sched_getaffinity(0))} cores, "
         f"{asked.steps} pairs",
         f"of steps a row.  `python -m benchmarks.checkouts` of {commit(ROOT)} against "
-        f"{commit(other)}: ratios are ours",
-        "divided by the other's, pair by pair.  Fastest: the fastest steps.  CPU time: of all "
-        "ranks, also by pairs.",
-        "Start: building the engine, once.  MB: proportional set size of all ranks at the end.  "
-        "Losses: bit by bit.",
+        f"{commit(other)}: ratios of our",
+        "time to the other's, for each pair.  Fastest: the ratio of the fastest steps.  CPU time: "
+        "the ratio of the CPU time of all ranks.",
+        "Start: one construction of the engine.  MB: proportional set size of all ranks at the "
+        "end.  Losses: compared bit by bit.",
         "",
         f"|{'|'.join(names)} |",
         "|" + "---|" * len(names),

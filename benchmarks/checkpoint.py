@@ -297,8 +297,8 @@ def main() -> None:
             about,
             "",
             *(table(name, each, ranks) for name, each in found.items()),
-            f"A save stages {STAGING_BYTES / 1e6:.0f} MB a rank, beside one piece of a million "
-            "elements; one written behind copies up to `checkpoint.snapshot_bytes` more.",
+            f"A save stages {STAGING_BYTES / 1e6:.0f} MB per rank and one piece of a million "
+            "elements. A background save copies up to `checkpoint.snapshot_bytes` more.",
             "",
         ]
     )

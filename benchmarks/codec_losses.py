@@ -158,7 +158,7 @@ def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
     unclipped = [last(losses) for losses in found.get(UNCLIPPED[0], ())]
     noise = f"{statistics.stdev(plain):.3f}" if len(plain) > 1 else "what one seed does not tell"
     lines = [
-        "# What codes on the wire do to a training",
+        "# Effect of codes on losses",
         "",
         f"Written by `benchmarks/codec_losses.py` on {date.today()}: {name} ({numel / 1e6:.2f}M "
         "parameters), the main",

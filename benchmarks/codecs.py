@@ -128,8 +128,8 @@ def table(speeds: dict[str, float], sums: dict[str, dict[str, list[float]]]) -> 
         f"Written by `benchmarks/codecs.py` on {date.today()}.  Load at the end: "
         f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
         "",
-        f"Kernels on one thread, {KERNEL_NUMEL >> 20} Mi elements of fp32 unless said, the median "
-        "round:",
+        f"Kernels on one thread, {KERNEL_NUMEL >> 20} Mi elements of fp32 if not stated "
+        "otherwise, the median round:",
         "",
         "| kernel | Gelem/s | goal | of a copy | goal |",
         "|---|---|---|---|---|",

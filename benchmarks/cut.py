@@ -203,16 +203,16 @@ def main() -> None:
             )
             sys.stderr.write(f"round {number + 1} of {options.rounds}, {name}: {said}\n")
     rows = [row(name, ends[name], options) for name in SYSTEMS]
-    text = f"""# A cut between two hosts, beside PyTorch's own
+    text = f"""# A cut between two hosts, compared with PyTorch
 
 Written by `benchmarks/cut.py` on {date.today()}: torch {torch.__version__}, two hosts of \
 namespaces with one rank each,
 {options.rounds} cuts for each system in turns.  Seconds are from the cut to the error in the \
 program, of both hosts.
-gloo's limit is 30 minutes unless a program says another; DDP and FSDP2 were given \
-{options.timeout:g} s.
+gloo's default limit is 30 minutes; DDP and FSDP2 were run with {options.timeout:g} s.
 
-| system | limit | median, worst | ranks that said nothing | named the other host | first words |
+| system | limit | median, worst | ranks without an error | named the other host | \
+start of the error |
 |---|---|---|---|---|---|
 """
     options.out.write_text(text + "\n".join(rows) + "\n")

@@ -102,7 +102,7 @@ def write_growth(results: Path) -> list[Path]:
     ranks, layers = points_by_ranks(content["runs"]), points_by_layers(content["runs"])
     page, picture = results.with_suffix(".md"), results.with_suffix(".png")
     lines = [
-        "# What grows: stage 3",
+        "# Step time by ranks and layers, stage 3",
         "",
         *about(content["about"], content["runs"]),
         "",

@@ -244,8 +244,8 @@ def report(
     lines = [
         "# A model larger than its memory",
         "",
-        "Written by `benchmarks/huge.py`; 2 ranks, 1,024 tokens a step, clipping on, everything on "
-        "the disk.",
+        "Written by `benchmarks/huge.py`; 2 ranks, 1,024 tokens a step, clipping on, all states "
+        "on the disk.",
         "",
         f"{date.today()}, torch {torch.__version__}, {about}",
         "",

@@ -94,16 +94,16 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     cores = take_a_core(rank, size)
     lines = [
-        "# What it costs to compare memory with what it should be",
+        "# Cost of the integrity comparison",
         "",
         f"{date.today()}, torch {torch.__version__}, {size} ranks with one thread each, {cores} "
         f"cores; medians of {asked.steps} pairs on rank 0.",
-        "Written by `benchmarks/integrity.py`: an engine with `integrity` at every step and one "
-        "without take each batch in turn.",
+        "Written by `benchmarks/integrity.py`: an engine with `integrity` at every step and an "
+        "engine without it take each batch in turn.",
         "",
-        "*One comparison*: the difference of a pair. *Held*: bytes of weights, masters and moments "
-        "on a rank. *One reading*: of these, at this core's rate; what rests is read twice, and "
-        "what was gathered once.",
+        "*One comparison*: the difference of a pair. *Held*: bytes of weights, main weights and "
+        "moments on a rank. *One reading*: the time to read these bytes at this core's rate; "
+        "slices are read twice, and gathered weights once.",
     ]
     for name in asked.cells.split(","):
         rows = race(Job(Cell.parse(name), rank, size), asked.steps)

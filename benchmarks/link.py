@@ -239,13 +239,13 @@ def collectives_table(found: dict[tuple[int, str], list[float]]) -> list[str]:
     """Return the lines of the second part; found: by ranks on a host and transport."""
     lines = [
         "",
-        f"A flat tensor of {4 * GATHERED // MIB} MiB gathered over {COLLECTIVES_RATE}, of which a "
-        "host lacks a half",
-        "(goal: 300 ms), and a table of a row of every rank (goal: 1.5 round trips and 0.3 ms), "
-        "beside torch's sum of",
-        f"one number, {TABLES} one behind another; the slowest rank's time, and rank 0's CPU in a "
-        "table, medians: with",
-        f"two ranks a host {os.cpu_count()} cores do four ranks' work.",
+        f"A flat tensor of {4 * GATHERED // MIB} MiB gathered over {COLLECTIVES_RATE}; each "
+        "host receives a half",
+        "(goal: 300 ms).  Rows: a table with a row of every rank (goal: 1.5 round trips and 0.3 "
+        "ms), compared with torch's sum",
+        f"of one number; {TABLES} are run in sequence.  Medians of the slowest rank's time, and "
+        "of rank 0's CPU time in a table.",
+        f"With two ranks per host {os.cpu_count()} cores do the work of four ranks.",
         "",
         "| ranks | over | gather, ms | share | rows, ms | CPU, ms | torch's sum, ms | round trip, "
         "ms | goal, ms |",
@@ -270,10 +270,9 @@ def table(
         "# A limited link between two hosts",
         "",
         f"Written by `benchmarks/link.py` on {date.today()}: one rank on each host, both send and "
-        "receive at once,",
-        "shares of the rate each way, the median round.  An interface's headers take 4 % of every "
-        "rate.  Without a",
-        "limit: GB/s each way at once, all cores for both hosts.  Load at the end: "
+        "receive at once.",
+        "Shares of the rate in each direction, the median round.  Headers take 4 % of every rate.",
+        "Without a limit: GB/s in each direction, all cores for both hosts.  Load at the end: "
         f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
         "",
         "| rate | messages | " + " | ".join(f"{way}, ms | share" for way in WAYS) + " |",

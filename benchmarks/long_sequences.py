@@ -268,13 +268,13 @@ def main() -> None:
         f"`python -m benchmarks.long_sequences`, {date.today()}, {described(machine())}, one "
         f"thread, load {os.getloadavg()[0]:.0f} at the end.",
         f"A Llama of {MODEL}, fp32, one sequence, AdamW, stage 3 on one rank, in a control group "
-        f"of {asked.limit_gib:g} GiB. Dense attention but in the row of a window, which is "
+        f"of {asked.limit_gib:g} GiB. Attention is dense, except in the row of a window: "
         f"{json.dumps(asked.window)}.",
-        f"No sequence above {asked.longest} tokens was tried with dense attention, whose time "
-        f"grows with the square of the length, nor above {asked.longest_window} with the window; "
-        '"by memory" is where the cost of a token would fill the group.',
+        f"Sequences above {asked.longest} tokens were not tried with dense attention, because its "
+        f"time grows with the square of the length, nor above {asked.longest_window} with the "
+        'window. "By memory" is the length at which the memory per token would fill the group.',
         "",
-        f"| each with what is above it | MiB at {first.tokens} tokens | tokens | over plain | by "
+        f"| each row adds a key | MiB at {first.tokens} tokens | tokens | over plain | by "
         "memory | MiB at most | processor seconds of the step |",
         "|---|---|---|---|---|---|---|",
         *(

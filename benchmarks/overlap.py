@@ -170,20 +170,20 @@ def main() -> None:
     if rank:
         return
     lines = [
-        "# Communication beside computation",
+        "# Overlap of communication and computation",
         "",
         f"{date.today()}, torch {torch.__version__}, {asked.cell.name}, {size} ranks with one "
         f"thread each, {cores} cores; medians of {asked.steps} steps on rank 0.",
-        "Written by `benchmarks/overlap.py`. Under way: from the call that starts a collective "
-        "until its data is here.",
-        "Hidden: of that, the part in which the rank did something else. Exposed: waiting, as a "
-        "part of the step.",
+        "Written by `benchmarks/overlap.py`. In flight: the time from the call that starts a "
+        "collective until its data has arrived.",
+        "Hidden: the share of this time in which the rank did other work. Exposed: the share of "
+        "the step in which it waited.",
         "",
-        "| stage | transport | overlap_comm | step, ms | under way, ms | hidden | exposed |",
+        "| stage | transport | overlap_comm | step, ms | in flight, ms | hidden | exposed |",
         "|--:|---|---|--:|--:|--:|--:|",
         *(setting.row() for setting in settings),
         "",
-        f"![when collectives were under way]({asked.out.with_suffix('.png').name})",
+        f"![when collectives were in flight]({asked.out.with_suffix('.png').name})",
     ]
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     draw(settings, asked.out.with_suffix(".png"))

@@ -163,8 +163,8 @@ def main() -> None:
         "",
         "- *Over the floor*: median of the steps' ratios, each to the floor's step before it; "
         "*middle half* of them; *fastest*: the fastest step over the floor's fastest.",
-        "- The rest: milliseconds of a step (means), by the engine's own clock. *Adding up*: "
-        "reading the other ranks' gradients.",
+        "- The other columns: milliseconds of a step (means), by the engine's own clock. *Adding "
+        "up*: reading the other ranks' gradients.",
     ]
     for name in asked.cells.split(","):
         rows = race(Job(Cell.parse(name), rank, size), asked.steps)

@@ -235,9 +235,9 @@ def main() -> None:
         lines, panels = lines + rows, panels + drawn
     lines += [
         "",
-        f"CPU microseconds of an action of our programs ({ACTIONS_CELL.name}): what a step takes "
-        "beyond its stages'",
-        "work, messages included and waiting not, least of the rounds, over our number of actions.",
+        f"CPU microseconds of an action of our programs ({ACTIONS_CELL.name}): the time of a step "
+        "without its stages'",
+        "work and without waiting, divided by our number of actions; the least of the rounds.",
         "",
         "| schedule | actions | ours | torch |",
         "|---|---|---|---|",

@@ -192,7 +192,7 @@ def main() -> None:
     tiles = measured(tiles_of(asked.tokens, 2 * asked.width), asked.rounds)
     inner = inside(asked.tokens, 2 * asked.width)
     lines = [
-        "# What recomputation costs and saves",
+        "# Cost and savings of recomputation",
         "",
         f"`python -m benchmarks.recomputation`, {date.today()}, {described(machine())}, one "
         f"thread, fp32, load {os.getloadavg()[0]:.0f}.",
@@ -200,7 +200,7 @@ def main() -> None:
         f"A Llama of {asked.layers} layers of width {asked.width}, {asked.tokens} tokens, dense "
         "attention:",
         "",
-        "| recomputed | time over nothing's | peak MiB | saved of what full saves |",
+        "| recomputed | time over no recomputation | peak MiB | saved, of full's savings |",
         "|---|---|---|---|",
         *(
             f"| {name} | {ratio:.2f} | {peak / 2**20:.0f} | {(most - peak) / (most - least):.0%} |"

@@ -48,7 +48,7 @@ WAYS = [
     Way("exact ties away from zero", half_up=True),
     Way("gradients of two halves, added and rounded", parts=RANKS),
     Way("gradients of two halves, added in fp32", parts=RANKS, rounded=False),
-    Way("both: what stages 0 to 3 compute, bit for bit", parts=RANKS, half_up=True),
+    Way("both: the bits of stages 0 to 3", parts=RANKS, half_up=True),
     Way("masters cut from bf16 weights", late=True),
 ]
 
@@ -106,15 +106,15 @@ def main() -> None:
     cell = Cell.parse(options.cell)
     reference = losses_of(SINGLE, cell, options.steps)
     lines = [
-        "# What rounding alone does to bf16 losses",
+        "# Effect of rounding on bf16 losses",
         "",
         f"{date.today()}, torch {torch.__version__}, {cell.name}, {options.steps} steps in one "
         "process on the CPU.",
-        "Written by `benchmarks/rounding.py`; no rank and no transport takes part.",
-        f"Each row changes one thing of: {SINGLE.what}; losses "
+        "Written by `benchmarks/rounding.py`; without ranks or transports.",
+        f"Each row changes one property of: {SINGLE.what}; losses "
         f"{', '.join(f'{each:.4f}' for each in reference)}.",
         "",
-        "| what differs | largest difference | of each step |",
+        "| difference | largest difference | of each step |",
         "|---|--:|---|",
     ]
     for way in WAYS:

@@ -373,15 +373,15 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
         f"Written by `benchmarks/slow_link.py` on {date.today()}: {given.cell.name} "
         f"({shape.numel / 1e6:.1f}M",
         f"parameters), {given.ranks} ranks on {HOSTS} hosts, {tokens} tokens each, {given.rounds} "
-        "rounds.  Steps in a",
-        f"turn, of which the last is measured: {given.in_a_row}.  Load at the end: "
+        "rounds.  The last step",
+        f"of each turn is measured; steps in a turn: {given.in_a_row}.  Load at the end: "
         f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.  Milliseconds of a step and of a "
         "rank's CPU",
-        "in one, medians; megabytes that left a host in one; a step over its own floor (a step "
-        "that never talks, with",
-        "both codes one that makes them too, or its bytes over the rate, whichever is longer); "
-        "times faster than our",
-        f"plain stage 3, and {PEER}.",
+        "in it, medians; megabytes that leave a host in a step; a step over its floor; times "
+        "faster than our plain stage",
+        f"3, and {PEER}.  The floor is a step without communication (for both codes, a step that "
+        "also makes them), or the",
+        "time of the bytes at the rate, whichever is longer.",
     ]
     for each in found:
         lines += [

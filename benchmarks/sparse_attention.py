@@ -174,12 +174,13 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     lines = [
-        "# Sparse attention beside dense attention",
+        "# Sparse and dense attention",
         "",
         f"`python -m benchmarks.sparse_attention --rounds {asked.rounds}`, {date.today()}, torch "
         f"{torch.__version__}, {described(machine())}, one thread, load {os.getloadavg()[0]:.0f} "
         "at the start.",
-        f"One head of {WIDTH}, forward and backward; density and peak as the script's head says.",
+        f"One head of {WIDTH}, forward and backward; the script's docstring defines density and "
+        "peak.",
         "",
         "| tokens | pattern | density | dense s | sparse s | times faster | of 1 / density | goal "
         "| peak MiB |",

@@ -102,7 +102,7 @@ def main() -> None:
             f"{nbytes:g} |"
         )
         sys.stderr.write(f"{lines[-1]}\n")
-    text = f"""# What it costs to watch for slow ranks and links
+    text = f"""# Cost of the detection of slow ranks and links
 
 Written by `benchmarks/stragglers.py` on {date.today()}: torch {torch.__version__}, {HOSTS} hosts \
 of namespaces with

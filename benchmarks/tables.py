@@ -63,7 +63,8 @@ def about(facts: Mapping[str, Any], runs: Runs) -> list[str]:
         f"without {flag}" for flag in machine["has_not"]
     ]
     return [
-        "Written from the JSON beside it; `benchmarks/README.md` says how it is measured.",
+        "Written from the JSON file of the same name; `benchmarks/README.md` describes "
+        "the measurement.",
         "",
         f"- {facts['date']}, commit {facts['commit']}, "
         f"{', '.join(f'{k} {v}' for k, v in versions.items())}",

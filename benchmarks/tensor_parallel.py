@@ -237,9 +237,9 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(row for row, _ in steps),
         "",
-        "A sum over both ranks, in microseconds, beside one addition of two such tensors within a "
-        "rank, and of one to",
-        "what the other rank has just written.",
+        "A sum over both ranks, in microseconds, compared with one addition of two such tensors "
+        "within a rank, and with an",
+        "addition of a tensor that the other rank has just written.",
         "",
         "| sum | least | median | own | other's | least / (own + 20) | least / (other's + 20) |",
         "|---|---|---|---|---|---|---|",

@@ -200,10 +200,10 @@ def row_of(cell: Cell, way: Way, ways: list[Way], rate: float) -> Row:
 PLACES = {"stage 3, device": "none", "stage 3, host": "cpu", "stage 3, disk": "nvme"}
 NOTES = (
     "Bytes are one rank's; the disk's speed is that of all ranks together.",
-    "Hidden: of the disk's time, what nobody waited for it. Beside compute, from the log of every "
-    "transfer: of the",
-    "time in which bytes moved, what passed while this rank waited neither for the disk nor for a "
-    "rank (goal: 50%).",
+    "Hidden: the part of the disk's time in which no rank waited for it. During compute, from the "
+    "log of all transfers:",
+    "the part of the transfer time in which this rank waited neither for the disk nor for a rank "
+    "(goal: 50%).",
 )
 
 
@@ -239,7 +239,7 @@ GOALS = (
     Goal("stage 3, disk", "disk: speed over a plain copy's", "of_copy", 0.85, is_most=False),
     Goal(
         "stage 3, disk",
-        "disk: share of transfer time beside compute",
+        "disk: share of transfer time during compute",
         "beside_compute",
         0.5,
         is_most=False,
@@ -262,15 +262,15 @@ def table(rows: list[Row], about: str) -> str:
     lines = [
         "# States on the host and on a disk",
         "",
-        "Written by `benchmarks/tiers.py`; medians, ratios turn by turn: each way takes two steps, "
-        "of which the second",
-        "counts, before the next one does.",
+        "Written by `benchmarks/tiers.py`; medians; ratios within a turn. In a turn each setting "
+        "takes two steps,",
+        "and the second step counts.",
         "",
         about,
         "",
         *goals(rows),
         "| cell | | step, s | over floor | over schedule bound | read, MB | written, MB | disk, "
-        "GB/s | of a plain copy | hidden | beside compute | at rest there, MB | same losses |",
+        "GB/s | of a plain copy | hidden | during compute | states there, MB | same losses |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|:-:|",
     ]
     for row in rows:

@@ -131,7 +131,7 @@ def main() -> None:
         f"`python -m benchmarks.tile_above --words {asked.words} --rounds {asked.rounds}`, "
         f"{date.today()}, {described(machine())}, one thread.",
         f"A tied weight of {asked.words} x {asked.width} in fp32 ({whole / 2**20:.1f} MiB), "
-        f"{asked.tokens} tokens a step.  On a busy machine ratios alone say something.",
+        f"{asked.tokens} tokens a step.  On a busy machine only the ratios are meaningful.",
         "",
         "| tile_above, of the weight | units | seconds | over whole layers | most gathered at "
         "once, MiB | loss |",

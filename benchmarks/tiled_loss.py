@@ -159,8 +159,8 @@ def main() -> None:
         f"{asked.tokens} tokens, width {asked.width}, fp32, forward and backward.",
         f"The bound of a peak is {BOUND} x (one tile of logits + both gradients).",
         "",
-        "| words | way | seconds | over all logits | peak MiB | over its bound | gradients differ "
-        "by |",
+        "| vocabulary | form | seconds | over all logits | peak MiB | over its bound | gradients "
+        "differ by |",
         "|---|---|---|---|---|---|---|",
     ]
     panels = []

@@ -106,14 +106,14 @@ def main() -> None:
     asked = parser.parse_args()
     layers = max(1, round(asked.millions * 1e6 / WIDTH**2))
     rows = [
-        "# A step of the engine beside PyTorch's fused AdamW",
+        "# A step of the engine and PyTorch's fused AdamW",
         "",
         f"{date.today()}, {len(CORES)} cores, {layers * WIDTH**2 / 1e6:.0f}M parameters, medians "
         f"of {asked.rounds}",
         "pairs of steps. `python -m benchmarks.update_kernels`. ns: nanoseconds per parameter. A "
         "step is the norm,",
-        "clipping and the update; PyTorch's is the fused fp32 AdamW alone. Ratio: ours over "
-        "theirs, pair by pair.",
+        "clipping and the update; PyTorch's is only the fused fp32 AdamW. Ratio: ours over "
+        "theirs, for each pair.",
         "",
         "| main weights, kernels | threads | ns ours | ns fused | ratio | least ours | least fused "
         "|",
