@@ -44,7 +44,7 @@ NEWEST = "newest"  # special tag: load the newest undamaged checkpoint
 LATEST_UNIVERSAL = "latest_universal"
 # Names with another meaning in a directory
 RESERVED_TAGS = (LATEST, NEWEST, LATEST_UNIVERSAL, "zero_to_fp32.py")
-MAX_TAG_BYTES = 200  # limit of a file system (255), less the suffix of hidden names
+MAX_TAG_BYTES = 200  # below a file system's limit of 255, because hidden names are longer
 # Kinds of chunk. A weight is saved in its most precise form: the main weight if there is one. The
 # live weight is its cast.
 WEIGHT = "weight"

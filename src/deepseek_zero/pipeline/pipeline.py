@@ -207,8 +207,8 @@ class Pipeline:
         The optimizer's step is not included.
 
         Args:
-            micro_batches: Items of `MicroBatch`, which are equal on all ranks of a pipeline, or of
-                `Labelled`. The first stage uses the inputs of a `Labelled`, the last its labels.
+            micro_batches: `MicroBatch` objects, equal on all ranks of a pipeline, or `Labelled`
+                objects. The first stage uses the inputs of a `Labelled`, the last one its labels.
 
         Returns:
             The mean loss over micro-batches and data-parallel ranks, a scalar that is the same on
