@@ -152,11 +152,11 @@ class OnePass:
         return threads_for(ranks_of_this_host())
 
     def rule(self, hypers: Mapping[str, Any]) -> Rule | None:
-        """Return the rule for these hyper-parameters; None if PyTorch has to compute the update."""
+        """Return the rule for these hyper-parameters, or None if PyTorch has to update."""
         return rule_of(type(self._inner).__name__, hypers) if self._is_known else None
 
     def group(self, hypers: Mapping[str, Any]) -> GroupUpdate | None:
-        """Return how the shards of a parameter group are updated; None if PyTorch has to do it."""
+        """Return the update of a parameter group's shards, or None if PyTorch does it."""
         rule = self.rule(hypers)
         return GroupUpdate(rule, hypers) if rule is not None else None
 
@@ -165,7 +165,7 @@ class OnePass:
 
         Args:
             param: The shard, as the optimizer knows it. Its values are not read.
-            group: Of its parameter group.
+            group: The update of its parameter group.
         """
         state = self._inner.state.get(param, {})
         held = [name for name in group.later.states if state.get(name) is not None]
@@ -193,7 +193,7 @@ class OnePass:
         return bool(is_exact)
 
     def compile(self, plan: ShardPlan, hypers: Mapping[str, Any], device: torch.device) -> None:
-        """Compile what the first updates of a planned group call, so that no step waits for it.
+        """Compile the kernels of a planned group, so that no step waits for it.
 
         Args:
             plan: The plan of a group that kernels update.
@@ -245,13 +245,13 @@ class OnePass:
         """Update one shard in place, and raise its counter by one.
 
         Args:
-            variant: What `variant` returned.
+            variant: The result of `variant`.
             layout: How the memory is stored.
             memory: The shard's gradient, main weight and states.
-            group: Of its parameter group.
-            counter: What `counter` returned.
-            factor: The gradient is multiplied by it before its use.
-            chance: Where random bits come from, if values are rounded at random.
+            group: The update of its parameter group.
+            counter: The result of `counter`.
+            factor: The factor by which the gradient is multiplied first.
+            chance: The source of random bits for stochastic rounding.
             pieces: The ranges of the parameters that the shard covers; they are needed for random
                 bits only.
         """
@@ -298,7 +298,7 @@ class GroupUpdate:
     """How the shards of one parameter group are updated in one step.
 
     Attributes:
-        rule: Of the optimizer.
+        rule: The rule of the optimizer.
         hypers: The hyper-parameters of the group, which stay as they are during the step.
         first: The variant for a shard without states.
         later: The variant for a shard with states.
@@ -313,7 +313,7 @@ class GroupUpdate:
         self.later = self.rule.variant(self.hypers, True)
 
     def scalars(self, number: float) -> Scalars:
-        """Return the scalars of an update. number: from 1 on; 0 if the rule does not count."""
+        """Return the scalars of update `number`, from 1 on; 0 if the rule does not count."""
         if number not in self._scalars:
             self._scalars[number] = self.rule.scalars(self.hypers, number)
         return self._scalars[number]
@@ -338,7 +338,7 @@ class Counter:
 def _part(
     variant: Variant, memory: Memory, chance: StochasticRounding, piece: Piece
 ) -> tuple[Memory, Chance]:
-    """Return the memory of a piece of a shard, and where its random bits begin."""
+    """Return the memory of a piece of a shard, and the start of its random bits."""
     kinds = ("weight", *variant.states, "")[:3]
     first, second, third = (crc32(f"{kind} of {piece.name}".encode()) for kind in kinds)
     begin = Chance(piece.element, chance.step, chance.seed, (first, second, third))

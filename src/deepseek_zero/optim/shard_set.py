@@ -128,7 +128,7 @@ class ShardSet:
 
     @property
     def plan(self) -> UpdatePlan:
-        """Return the shards and tiles of this rank as data, with the hyper-parameters in force."""
+        """Return this rank's shards and tiles as data, with current hyper-parameters."""
         return self._planned(type(self.inner).__name__, self.inner.param_groups)
 
     def finish(self) -> None:
@@ -265,7 +265,7 @@ class ShardSet:
             self.inner.state.update(states_at_construction(self.inner, group))
 
     def state_of_first_step(self, shard: MasterShard) -> dict[str, Any]:
-        """Return the state that the inner optimizer makes for a shard in its first step. Local."""
+        """Return the state of a shard that the inner optimizer's first step makes. Local."""
         number = next(
             number for number, shards in enumerate(self.shards_by_group) if shard in shards
         )
@@ -360,7 +360,7 @@ class ShardSet:
     def _reserve_staging(self, planned: UpdatePlan) -> None:
         """Reserve staging memory for all tiles that are copied at the same time.
 
-        One more tile covers the end of the ring, where a tile may not fit.
+        One more tile covers the end of the ring, because a tile may not fit there.
         """
         flow = self.settings.flow
         tiles = flow.ahead + 1 + flow.behind + 1

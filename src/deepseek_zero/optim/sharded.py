@@ -196,7 +196,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def plan(self) -> UpdatePlan:
-        """Return the shards and tiles of this rank as data, with the hyper-parameters in force."""
+        """Return this rank's shards and tiles as data, with current hyper-parameters."""
         return self.shard_set.plan
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

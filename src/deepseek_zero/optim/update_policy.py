@@ -56,14 +56,14 @@ class UpdatePolicy:
     checkpoint_key = ""
 
     def attach(self, optimizer: Stepping) -> None:
-        """Take the optimizer, before its first step. Collective if the policy's class says so."""
+        """Attach the optimizer before its first step. Some policies make this collective."""
 
     def explain(self) -> list[str]:
         """Return the lines of `engine.explain` about this policy."""
         return []
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """Take the tiles after shards have been cut anew. Local."""
+        """Use the new tiles after shards were cut again. Local."""
 
     def refuse_joining(self, what: str, fix: str) -> None:
         """Raise `UsageError` if no parameter can join the optimizer now.
@@ -93,7 +93,7 @@ class UpdatePolicy:
         return made
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
-        """Return the numbers of the units that have been updated by this decision already. Local.
+        """Return the numbers of the units that this decision has already updated. Local.
 
         Args:
             due: The decision that is carried out in this step; None if there is none.
@@ -101,13 +101,13 @@ class UpdatePolicy:
         return frozenset()
 
     def keep(self, made: Decision | None) -> None:
-        """Keep the decision of this step for a later one, if `due` returned another. Local."""
+        """Keep this step's decision for a later one, if `due` returned another. Local."""
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Take over the tiles that the plan lets come later. Local.
+        """Take over the tiles that the plan allows to be updated later. Local.
 
         Args:
-            tiles: Those of units that `conclude` did not return.
+            tiles: The tiles of units that `conclude` did not return.
             due: The decision of their update.
         """
 
@@ -139,10 +139,10 @@ class UpdatePolicy:
         return False
 
     def finish(self) -> None:
-        """Bring every state to where the last step leaves it. Local."""
+        """Complete or undo updates, so that states are as after the last step. Local."""
 
     def discard(self) -> None:
-        """Drop the updates that are not over, since other states are about to be loaded. Local."""
+        """Drop unfinished updates, because other states are about to be loaded. Local."""
 
     # -- checkpoints
 
@@ -154,13 +154,13 @@ class UpdatePolicy:
         """Take the values of a checkpoint.
 
         Args:
-            state: What `state_dict` returned; None if the checkpoint has none.
+            state: The result of `state_dict`; None if the checkpoint has none.
             has_moments: The states of the optimizer are loaded, too.
         """
 
     @property
     def keeps_own_states(self) -> bool:
-        """Whether ranks have states of their own, which belong to no element of the model."""
+        """Whether ranks have private states, which belong to no element of the model."""
         return False
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
