@@ -1,7 +1,7 @@
-"""Reads a model for the planner: its units and the shapes of their parameters.
+"""Read the units of a model, and the shapes of their parameters, for the planner.
 
-Only `read_model` sees a module. Its result has names, shapes and dtypes, and holds no parameter. It
-depends on the model only, so it is the same on every rank.
+Only `read_model` reads a module. Its result has names, shapes and dtypes, and holds no parameter.
+It depends on the model only, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGE_NUMEL = 1_000_000  # a block of this size is a unit even if it is not repe
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter, as the planner needs it.
+    """One parameter, as the planner sees it.
 
     Attributes:
         shape: The shape; of this rank's part if the parameter is split along "tp".
@@ -69,7 +69,7 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model, as the planner needs it.
+    """A model, as the planner sees it.
 
     Attributes:
         units: Its units, the root first.
@@ -81,7 +81,7 @@ class ModelShape:
 
     @property
     def wholes(self) -> dict[str, str]:
-        """For each tile of a parameter that is cut by rows (rows.py), the name of the whole one."""
+        """For each tile of a row-cut parameter (rows.py), the name of the whole one."""
         return {
             name: param.whole
             for unit in self.units
@@ -91,7 +91,7 @@ class ModelShape:
 
     @property
     def cuts(self) -> dict[str, Split]:
-        """How parameters are split along "tp", by name; only those that are."""
+        """The splits of the parameters that are split along "tp", by name."""
         return {
             name: param.split
             for unit in self.units
@@ -122,15 +122,19 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
     Units are repeated blocks (two or more children of one class in a container) and large single
     blocks. If such a block is only a sequence of repeated blocks, those are units instead.
 
-    A leaf module is no unit, because its parent may read its parameters directly:
-    nn.MultiheadAttention reads out_proj.weight. The exception are tiles: the class of their parent
-    declares that it only calls its children (`children_are_units`), and they are units wherever
-    they are.
+    A leaf module is not a unit, because its parent may read its parameters directly:
+    nn.MultiheadAttention reads out_proj.weight. Tiles are an exception. The class of their parent
+    declares that it only calls its children (`children_are_units`), so they are units in every
+    place.
 
     A parameter that several units use belongs to the root, which is gathered throughout.
     `settings.unit_names` replaces the search by names of classes or modules. Modules of
     `leaf_classes` (mixture-of-experts blocks), and modules made of small ones (`fuse_numel`), are
-    not searched, since small units travel in one message.
+    not searched, because small units are sent in one message.
+
+    Args:
+        model: The model.
+        settings: The settings of the plan.
     """
     params = _param_shapes(model, settings)
     if not settings.unit_names and _is_fine_grained(model, settings):
@@ -277,7 +281,7 @@ def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
 
 
 def _is_fine_grained(module: nn.Module, settings: PlanSettings) -> bool:
-    """Return whether the modules of this block, itself included, have few elements each.
+    """Return whether this block and the modules inside it have few elements each.
 
     This is DeepSpeed's granularity.
     """
@@ -331,8 +335,9 @@ DECLARED_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 def full_precision_names(model: nn.Module) -> frozenset[str]:
     """Return the parameters that stay in fp32 under a 16-bit policy.
 
-    These are batch norm's, whose running statistics need fp32, and those that a module declares by
-    a part of their name (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`).
+    These are the parameters of batch norms, because running statistics need fp32, and those that a
+    module declares by a part of their name (`_keep_in_fp32_modules`,
+    `_keep_in_fp32_modules_strict`).
     """
     found: set[str] = set()
     for prefix, module in model.named_modules():

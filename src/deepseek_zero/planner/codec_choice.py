@@ -1,13 +1,13 @@
-"""Chooses codecs that save time, from the measured speed of a link and of the codecs.
+"""Choose codecs that save time, from the measured speed of a link and of codecs.
 
 An element costs one rank this many seconds:
 
     plain   far x bytes / link
     coded   far x coded bytes / link  +  encoded / encode rate  +  decoded / decode rate
 
-`far` is how often the rank sends it to other hosts. Sending and coding are added, since codecs take
-cores from the computation of a step. A codec that saves less than a tenth is not used, because it
-changes the bits.
+`far` is how often the rank sends it to other hosts. The times to send and to code are added,
+because codecs use CPU cores that would compute the step. A codec that saves less than a tenth is
+not used, because it changes the bits.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Open:
         return best.codec if is_worth_it else None
 
     def describe(self, link: float) -> str:
-        """Return the choice, with the numbers that decided."""
+        """Return the choice, with the measurements on which it is based."""
         times = []
         for rate in (None, *self.among):
             codec = "as they are" if rate is None else rate.codec
@@ -116,10 +116,10 @@ class Open:
 def choose_codes(
     asked: Compression, link: float, weights: Open | None = None, gradients: Open | None = None
 ) -> Compression:
-    """Return a compression in which the open choices are made, and the reason.
+    """Return a compression in which the open choices are made, with the reason.
 
     Args:
-        asked: The compression that was configured.
+        asked: The configured compression.
         link: The bytes per second that the slowest rank sends to other hosts while all ranks send.
         weights: The choice for weights; None if there is none to make.
         gradients: The choice for gradients; None if there is none to make.

@@ -1,4 +1,4 @@
-"""Units whose modules are inside the module of another unit."""
+"""Units that are nested in the module of another unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ def enclosing(names: Sequence[str]) -> dict[int, int]:
 
 
 def outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
-    """Yield a unit and those that enclose it, from the inside; the root is left out."""
+    """Yield a unit and its enclosing units, from the inside out, without the root.
+
+    Args:
+        unit: The number of the unit.
+        around: The enclosing unit of each nested unit (`enclosing`).
+    """
     yield unit
     while unit in around:
         unit = around[unit]
@@ -36,9 +41,9 @@ def outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
 
 
 def cut_units(units: Sequence[UnitPlan]) -> frozenset[int]:
-    """Return the units that take micro-batches one after the other.
+    """Return the units that process micro-batches one after the other.
 
-    These are all units except the root and tiles, which need no cutting.
+    These are all units except the root and tiles. Tiles need no cut.
 
     Raises:
         UsageError: A unit is inside another, or there is none.

@@ -1,4 +1,4 @@
-"""What extensions add to the rows of the table, one class for each."""
+"""The additions of extensions to the rows of the table, one class for each."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ class SecondCopy(Extra):
     state = "weight"
 
     def promoted(self) -> Self:
+        """Return the extra for a row with an fp32 weight and gradient."""
         return replace(self, spec=replace(self.spec, dtype=torch.float32))
 
     def words(self, plan: ShardPlan) -> str:
+        """Return the text that reports append to the description of the state."""
         return f" + {self.spec}"
 
 
@@ -41,6 +43,7 @@ class LateGradient(Extra):
     updates_late = True
 
     def words(self, plan: ShardPlan) -> str:
+        """Return the text that reports append to the description of the state."""
         return f" + {late_gradient_of(plan)}"
 
 
@@ -53,6 +56,7 @@ class ErrorsKept(Extra):
     state = "grad"
 
     def words(self, plan: ShardPlan) -> str:
+        """Return the text that reports append to the description of the state."""
         return f" + errors {self.feedback.codec}"
 
 
@@ -65,13 +69,18 @@ class MomentaExchanged(Extra):
     state = "grad"
 
     def words(self, plan: ShardPlan) -> str:
+        """Return the text that reports append to the description of the state."""
         return f", momenta sent as {self.codec}"
 
 
 def with_momenta_exchanged(plan: ShardPlan, codec: Signs | None) -> ShardPlan:
     """Return the same row with momenta that are exchanged in place of gradients.
 
-    Without a codec or a gradient, the row does not change. Momenta are fp32.
+    Momenta are fp32.
+
+    Args:
+        plan: The row. It is returned unchanged if it has no gradient.
+        codec: The codec of the momenta; None returns the row unchanged.
     """
     if codec is None or plan.grad is None:
         return plan

@@ -1,4 +1,4 @@
-"""The places of parameters in a group's flat buffer, and the slice that each rank owns.
+"""The offsets of parameters in a group's flat buffer, and the slice of each rank.
 
 Pure arithmetic on names, shapes and offsets; it holds no tensor.
 """
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter: elements [start, stop) of the flat buffer."""
+    """The range of one parameter: elements [start, stop) of the flat buffer."""
 
     name: str
     shape: Shape
@@ -71,15 +71,22 @@ class FlatLayout:
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Return the part of a slot that a rank owns, as a flat range; empty if start >= stop."""
+        """Return the flat range [low, high) of a slot that a rank owns.
+
+        The range is empty if low >= high.
+
+        Args:
+            slot: The slot.
+            rank: The rank.
+        """
         low, high = self.bounds(rank)
         return max(slot.start, low), min(slot.stop, high)
 
     def cuts(self, start: int, stop: int, tile_numel: int) -> list[tuple[int, int]]:
-        """Cut a flat range at the ends of slices, and at every `tile_numel` elements of a slice.
+        """Cut a flat range at slice boundaries and every `tile_numel` elements of a slice.
 
-        A fused kernel treats the last few elements of a tensor with other instructions, which may
-        round differently. The cuts therefore depend on the layout only: not on the stage (a
+        A fused kernel processes the last few elements of a tensor with other instructions, which
+        may round differently. The cuts therefore depend only on the layout, and not on the stage (a
         replicated main weight is cut like a sharded one), on the memory, or on the parameter
         groups.
 
@@ -103,7 +110,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The padding: flat ranges [start, stop) that belong to no parameter."""
+        """The flat ranges [start, stop) of padding, which belongs to no parameter."""
         edges = sorted((slot.start, slot.stop) for slot in self.slots if slot.numel)
         found = []
         reached = 0
@@ -117,7 +124,9 @@ class FlatLayout:
 def even_layout(
     names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK, grain: int = 1
 ) -> FlatLayout:
-    """Lay out parameters in order and cut them into equal slices, also inside a parameter.
+    """Lay out parameters in order and cut them into equal slices.
+
+    A slice may begin inside a parameter.
 
     Args:
         names: The names of the parameters.

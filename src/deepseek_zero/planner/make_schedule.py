@@ -1,4 +1,4 @@
-"""Makes the schedule of a step, as a pure function of unit sizes, unit order and the memory window.
+"""Make the schedule of a step, as a pure function of unit sizes, order and window.
 
 `compute_order` lists the forwards and backwards of a step. `plan_schedule` adds the gathers before
 each use, and the releases and reductions after it.
@@ -207,9 +207,9 @@ class _Work:
 
 
 def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
-    """Return the order of backward: last used first, but a unit before the units inside it.
+    """Return the order of backward: last used first, but a unit before inner units.
 
-    The output of an enclosing unit comes after those of the units inside it.
+    The output of an enclosing unit is computed after the outputs of the units inside it.
     """
     root, *rest = order
     inside: dict[int, list[int]] = {unit: [] for unit in order}
@@ -224,7 +224,7 @@ def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
 
 
 def _ends(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
-    """Return, for each place of a pass, the units that are last used there, inner ones first."""
+    """Return the units last used at each position of a pass, inner ones first."""
     last = {each: k for k, unit in enumerate(order[1:], 1) for each in outward(unit, around)}
     found = [
         [each for each in outward(unit, around) if last[each] == k]
@@ -236,11 +236,11 @@ def _ends(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
 def _kept(
     sizes: Sequence[int], backward: Sequence[int], settings: PlanSettings, at_turn: set[int]
 ) -> frozenset[int]:
-    """Return the units to keep gathered between forward and backward: the last used first.
+    """Return the units to keep gathered between forward and backward.
 
-    Units are kept while the window and the reuse distance allow it. Units in `at_turn` are in use
-    when forward ends and when backward begins. They are kept in any case, since releasing them
-    would repeat a load without lowering the peak.
+    Units are kept while the window and the reuse distance allow it, the last used first. Units in
+    `at_turn` are in use when forward ends and when backward begins. They are kept in any case,
+    because a release would repeat a load without lowering the peak.
     """
     kept = set[int]()
     total = 0
@@ -262,10 +262,10 @@ def _gathers(
     resident: frozenset[int],
     stays: frozenset[int],
 ) -> list[list[int]]:
-    """Return, for each place of a pass, the units whose gather starts there.
+    """Return, for each position of a pass, the units to start gathering there.
 
     A gather starts as early as `ahead` allows (at least one unit early, unless it is 0), but not
-    before the window has room.
+    before it fits into the window.
     """
     window = settings.window_numel
     ahead = settings.ahead_numel if settings.overlap else 0

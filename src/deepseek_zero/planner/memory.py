@@ -30,12 +30,18 @@ COUNTER_BYTES = 4  # torch keeps steps in fp32 scalars
 
 
 def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
-    """Return the bytes of one state on one rank."""
+    """Return the bytes of one state on one rank.
+
+    Args:
+        spec: The spec of the state; None counts as 0 bytes.
+        padded_numel: The elements of the whole flat buffer, padding included.
+        ranks: The number of ranks that share slices.
+    """
     return 0 if spec is None else spec.resting.nbytes(spec.numel(padded_numel, ranks))
 
 
 def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | None, int]]:
-    """Return the states that have storage of their own: name, spec, and number of copies."""
+    """Return the states with separate storage: name, spec, and number of copies."""
     moments = plan.moments and replace(
         plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype)
     )
@@ -53,6 +59,10 @@ def host_pieces(group: GroupPlan, moments_per_element: int) -> list[HostPiece]:
 
     The training device copies weights and gradients. It copies main weights only if weights follow
     them by coded differences.
+
+    Args:
+        group: The group.
+        moments_per_element: The number of moments for each element.
     """
     found: list[HostPiece] = []
     for state, spec, count in _rows(group.plan, moments_per_element):
@@ -104,7 +114,12 @@ def group_bytes(
 
 
 def total_bytes(groups: Sequence[GroupPlan], moments_per_element: int = 2) -> dict[str, int]:
-    """Return the bytes of all groups on one rank, by state, without small tensors."""
+    """Return the bytes of all groups on one rank, by state, without small tensors.
+
+    Args:
+        groups: The groups.
+        moments_per_element: The number of moments for each element.
+    """
     total = dict.fromkeys(STATES, 0)
     for group in groups:
         for state, count in group_bytes(group, moments_per_element).items():
@@ -127,13 +142,18 @@ class StateCounts:
     options: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, group: Mapping[str, Any]) -> int:
-        """Return the values per element, with the hyper-parameters of a parameter group."""
+        """Return the values per element for the hyper-parameters of a parameter group."""
         return self.per_element + sum(
             count for option, count in self.options.items() if group.get(option)
         )
 
     def bytes_of(self, numel: int, group: Mapping[str, Any]) -> int:
-        """Return the bytes of one shard, with the hyper-parameters of a parameter group."""
+        """Return the bytes of the states of one shard.
+
+        Args:
+            numel: The number of elements of the shard.
+            group: The hyper-parameters of its parameter group.
+        """
         return numel * self.count(group) * torch.float32.itemsize + self.counters * COUNTER_BYTES
 
 
@@ -159,12 +179,20 @@ MUON = {True: StateCounts(1), False: StateCounts(2, 1)}  # by `use_muon` of the 
 
 
 def is_known(optimizer: str) -> bool:
-    """Return whether the states of an optimizer class are known; others count as those of Adam."""
+    """Return whether the states of an optimizer class are known.
+
+    An unknown class is counted like Adam.
+    """
     return optimizer in MOMENTS or optimizer == "Muon"
 
 
 def moments_for(optimizer: str, group: Mapping[str, Any]) -> StateCounts:
-    """Return the state counts of an optimizer class; an unknown class counts as Adam."""
+    """Return the state counts of an optimizer class; an unknown class counts as Adam.
+
+    Args:
+        optimizer: The name of the class.
+        group: The hyper-parameters of a parameter group.
+    """
     return (
         MUON[bool(group.get("use_muon"))] if optimizer == "Muon" else MOMENTS.get(optimizer, _ADAM)
     )

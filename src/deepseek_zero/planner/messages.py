@@ -1,4 +1,4 @@
-"""The sizes of reduction messages, their codecs, and the buffers that receive them."""
+"""The sizes and codecs of reduction messages, and their receive buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Messages(NamedTuple):
 
     Attributes:
         numel: The elements of a message for each rank.
-        in_flight: The number of messages under way at the same time.
+        in_flight: The number of messages in flight at the same time.
     """
 
     numel: int
@@ -34,8 +34,8 @@ class Messages(NamedTuple):
 def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 << 62) -> Messages:
     """Return how a reduction is cut into messages.
 
-    A message is a whole slice, or the part of it that fits a bucket. The next message travels while
-    the last one is waited for and added.
+    A message is a whole slice, or the part of it that fits a bucket. The next message is sent while
+    the last one is received and added.
 
     Args:
         slice_numel: The elements of a slice.
@@ -53,11 +53,11 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
 def hop_wires(
     wire: Codec, summand: torch.dtype, near: int, inside: Codec | None
 ) -> tuple[Codec, Codec]:
-    """Return the codecs of the two hops of a gradient: inside a host, and between hosts.
+    """Return the codecs of a gradient inside a host and between hosts.
 
     If there is one hop (`near` is 1), it has the first codec. Block codes are meant for links
-    between hosts. Inside a host, gradients travel in the dtype in which they are collected, unless
-    `inside` names a codec.
+    between hosts. Inside a host, gradients are sent in the dtype in which they are collected,
+    unless `inside` names a codec.
 
     Args:
         wire: The codec of gradients.
@@ -83,7 +83,7 @@ def message_rooms(
     near_in_place: bool,
     far_in_place: bool,
 ) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return the buffers in which one message's sum is received, as (dtype, elements).
+    """Return the receive buffers for the sum of one message, as (dtype, elements).
 
     With one hop this is one inbox. With two hops it is the sums of hosts, their codes if they are
     coded, and the inboxes of both hops.
@@ -95,7 +95,7 @@ def message_rooms(
         near: The number of ranks on one host, if sums are formed host by host; else 1.
         in_place: All ranks read each other's memory, so there is no inbox.
         near_in_place: The ranks of one host do.
-        far_in_place: The ranks with the same place on different hosts do.
+        far_in_place: The ranks with the same position on different hosts do.
     """
     (dtype, length), (far_dtype, far_length) = ((wire.dtype, wire.length(numel)) for wire in wires)
     if near == 1:

@@ -74,7 +74,12 @@ class PipelinePlan:
         return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
 
     def seen(self, outputs: Sequence[int], grads: Sequence[int]) -> PipelinePlan:
-        """Return the same plan with the message sizes of a step."""
+        """Return the same plan with the message sizes of a step.
+
+        Args:
+            outputs: For each boundary, the bytes of one micro-batch.
+            grads: For each boundary, the bytes of the gradient of one micro-batch.
+        """
         return replace(self, outputs=tuple(outputs), grads=tuple(grads), sample="of the last step")
 
     def boundaries(self) -> list[tuple[int, int, int, int]]:
@@ -123,7 +128,7 @@ class PipelinePlan:
 
     @property
     def received_bytes(self) -> int:
-        """The most bytes of received activations that are kept for backward at the same time."""
+        """The most bytes of received activations kept for backward at a time."""
         received = [
             self.outputs[stage - 1]
             for stage in self.stages
@@ -199,7 +204,7 @@ class TensorPlan:
         tokens: The tokens of a micro-batch; None while unknown.
         micro_batches: The micro-batches of a step.
         scratch_bytes: The bytes of the buffer that forms sums.
-        stages: The number of pipeline stages of this rank; each has a forward of its own.
+        stages: The number of pipeline stages of this rank, each with a separate forward.
     """
 
     ranks: int
@@ -211,12 +216,12 @@ class TensorPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that this rank sends for its layers in a step; 0 while tokens are unknown."""
+        """The bytes that this rank sends for its layers in a step; 0 if unknown."""
         return self.micro_batches * self.share_bytes * (self.tokens or 0) // self.ranks
 
     @property
     def sent_rows(self) -> int:
-        """The bytes that this rank sends in a step to compare random generators, once a forward."""
+        """The bytes per step that compare random generators, once in each forward."""
         return GENERATOR_BYTES * (self.ranks - 1) * self.micro_batches * self.stages
 
     def explain(self) -> list[str]:
@@ -252,7 +257,7 @@ class SequencePlan:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that this rank sends for attention in a step; 0 while they are unknown."""
+        """The bytes that this rank sends for attention in a step; 0 if unknown."""
         return self.micro_batches * (self.token_bytes or 0) * (self.tokens or 0)
 
     @property

@@ -34,14 +34,14 @@ from .volume import StepVolume, step_volume
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan assumes about the machine.
+    """The assumptions of a plan about the machine.
 
     Attributes:
         reads_in_place: The ranks that share slices are on one host and read each other's memory, so
             a gather needs no buffer.
         replicas_read_in_place: The same for the ranks that hold the same slices.
         near_read_in_place: The same for the ranks of one host, if sums are formed host by host.
-        far_read_in_place: The same for the ranks with the same place on different hosts.
+        far_read_in_place: The same for the ranks with the same position on different hosts.
         budgets: For each memory, the bytes for states and buffers of one rank; used if the settings
             leave the choice of memory open.
         spans_hosts: The ranks that share slices are on several hosts.
@@ -66,7 +66,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one rank of a run does and holds, as data."""
+    """The states, actions and messages of one rank of a run, as data."""
 
     settings: PlanSettings
     mesh: Mesh
@@ -147,7 +147,7 @@ class Plan:
         return {key: nbytes for key, nbytes in found.items() if nbytes}
 
     def pool_buffers(self) -> Counter[Size]:
-        """The buffers that the pool lends, by dtype and elements."""
+        """The buffers of the pool, by dtype and number of elements."""
         in_place = self.machine.reads_in_place
         replicas_in_place = self.machine.replicas_read_in_place
         return pool_buffers(
@@ -369,7 +369,16 @@ def plan_model(
     update: UpdateSettings | None = None,
     placement: PlacementSettings | None = None,
 ) -> Plan:
-    """Return the plan of one rank: `plan_shape` for the result of `read_model`."""
+    """Return the plan of one rank: `plan_shape` for the result of `read_model`.
+
+    Args:
+        model: The model.
+        settings: As in `plan_shape`.
+        mesh: As in `plan_shape`.
+        machine: As in `plan_shape`.
+        update: As in `plan_shape`.
+        placement: As in `plan_shape`.
+    """
     return plan_shape(read_model(model, settings), settings, mesh, machine, update, placement)
 
 
@@ -381,14 +390,16 @@ def plan_shape(
     update: UpdateSettings | None = None,
     placement: PlacementSettings | None = None,
 ) -> Plan:
-    """Return the plan of one rank. Pure: equal arguments give equal plans on every machine.
+    """Return the plan of one rank.
+
+    Pure: equal arguments give equal plans on every machine.
 
     Args:
         shape: The shape of the model, read with the same settings.
         settings: The settings of the plan.
         mesh: The mesh of ranks, at the coordinates of this rank, with its device; the device need
             not exist here.
-        machine: What is assumed about the machine.
+        machine: The assumptions about the machine.
         update: The settings of the optimizer; None if nothing is updated.
         placement: The choices of memory that are left open; `machine.budgets` decides them.
 
@@ -481,10 +492,11 @@ def _with_unit_tiers(
 
 
 def _working_bytes(plan: Plan, update: UpdateSettings | None) -> int:
-    """Return the bytes of lent buffers and of a step, if as much as possible is in other memories.
+    """Return the bytes of pool buffers and of a step, with few states on the device.
 
-    They are counted for rank 0, whose slices are the fullest, so that all ranks decide alike.
-    Gradients count as scaled, since a step may clip.
+    As many states as possible are in other memories. The bytes are counted for rank 0, which has
+    the fullest slices, so that all ranks decide alike. Gradients count as scaled, because a step
+    may clip.
     """
     if update is None:  # an optimizer may be added later
         names = frozenset(

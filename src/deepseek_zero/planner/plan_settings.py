@@ -75,14 +75,14 @@ class PlanSettings:
             (stage3_max_reuse_distance).
         ahead_numel: The elements gathered before they are needed.
         bucket_numel: The elements of a reduction message.
-        overlap: Reduce while backward goes on.
+        overlap: Reduce while backward runs.
         mean: Divide sums by the number of ranks.
         tunes: The sizes that were not configured, and may grow to shorten waiting (tuning.py).
         weight_tier: The memory of sharded weights.
         state_tier: The memory of moments, gradient shards, and main weights with their own storage.
         unit_tiers: The memories of units for which they differ.
         device_bytes: The most bytes of states and buffers on the training device.
-        delayed_update: Updates come one step late.
+        delayed_update: Each update runs one step late.
         reduces_once: Micro-batches add their gradients locally, and one reduction a step follows,
             at stages 2 and 3, too. Pipelines need it, since their stages would wait for each other.
         row_parts: The parts into which a micro-batch is cut by rows; their gradients are

@@ -1,12 +1,11 @@
-"""The buffers of the pool after a training step: the schedule is replayed with a ledger.
+"""Estimate the pool's buffers after a training step by replaying the schedule.
 
-The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps those that come back.
-So for each size it holds the largest number that was lent at the same time. That depends on the
-sizes of units, the window and the ranks, but not on the number of units (ZeRO-R's constant
-buffers).
+The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps returned ones. So for
+each size it holds the largest number that was in use at the same time. That depends on the sizes of
+units, the window and the ranks, but not on the number of units (ZeRO-R's constant buffers).
 
 A unit's gradient is counted from the time when backward reaches the unit. If other units are inside
-it, its first gradient may come later, and the number is an upper bound.
+it, its first gradient may be computed later, so the number is an upper bound.
 """
 
 from __future__ import annotations
@@ -34,27 +33,29 @@ Size = tuple[torch.dtype, int]  # dtype and number of elements, which identify a
 
 @dataclass
 class PoolLedger:
-    """Counts the lent buffers of each size, and the most at any time."""
+    """Counts the buffers of each size that are in use, and their maximum."""
 
     lent: Counter[Size] = field(default_factory=Counter)
     peak: Counter[Size] = field(default_factory=Counter)
 
     def take(self, sizes: Iterable[Size]) -> None:
+        """Count buffers of these sizes as in use."""
         for size in sizes:
             self.lent[size] += 1
             self.peak[size] = max(self.peak[size], self.lent[size])
 
     def give(self, sizes: Iterable[Size]) -> None:
+        """Count buffers of these sizes as returned."""
         self.lent.subtract(sizes)
 
 
 @dataclass
 class _Reduction:
-    """The reduction of one unit's gradients under way.
+    """The reduction of one unit's gradients in progress.
 
     Attributes:
-        lent: The buffers that come back when it ends.
-        staged: For each group, the size of a message, their number, and the most under way.
+        lent: The buffers that are returned when it ends.
+        staged: For each group, the size of a message, their number, and the most in flight.
     """
 
     is_sum: bool
@@ -111,9 +112,9 @@ class _StepReplay:
         self._send_differences()
 
     def _send_differences(self) -> None:
-        """Send the coded changes that whole weights follow after an update.
+        """Send the coded differences that whole weights follow after an update.
 
-        Coding needs a buffer, too.
+        The codec needs a buffer, too.
         """
         under_way: deque[Size] = deque()
         for group in (
@@ -176,7 +177,7 @@ class _StepReplay:
         ]
 
     def _send_weights(self, number: int) -> None:
-        """Send coded weights from a buffer of their own.
+        """Send coded weights from a separate buffer.
 
         A single rank decodes its weights in place.
         """
@@ -193,9 +194,9 @@ class _StepReplay:
         self.ledger.give(self.coded.pop(number, []))
 
     def _partials(self, unit: UnitPlan) -> list[Size]:
-        """Return the lent buffers that collect sharded gradients.
+        """Return the pool buffers that collect sharded gradients.
 
-        Whole gradients have their own storage.
+        Whole gradients have separate storage.
         """
         return [
             (group.plan.summand_dtype, group.padded_numel)
@@ -247,7 +248,7 @@ class _StepReplay:
         return group.hop_wires[0] != Cast(group.plan.summand_dtype)
 
     def _is_staged(self, group: GroupPlan) -> bool:
-        """Return whether a sum is kept in another memory than the one it is formed in."""
+        """Return whether a sum is formed in one memory and kept in another."""
         return (
             self.copies_sums
             and group.plan.grad is not None
@@ -255,7 +256,7 @@ class _StepReplay:
         )
 
     def _staging(self, group: GroupPlan) -> tuple[Size, int]:
-        """Return the buffer of one message's sum before its transfer, and the number of buffers."""
+        """Return the staging buffer of one message's sum, and the number of buffers."""
         assert group.plan.grad is not None
         message = self._messages(group).numel
         return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
@@ -328,7 +329,12 @@ def _is_cut(group: GroupPlan) -> bool:
 
 
 def scratch_numel(units: Sequence[UnitPlan], device: torch.device) -> int:
-    """Return the fp32 elements of the buffer in which sums over ranks and codecs work."""
+    """Return the elements of the fp32 scratch buffer for sums over ranks and codecs.
+
+    Args:
+        units: The units.
+        device: The training device.
+    """
     groups = [group for unit in units for group in unit.groups]
     has_codes = any(group.is_coded or group.plan.weight.rests_as is not None for group in groups)
     return (WORK_NUMEL if has_codes else SUM_TILE_NUMEL).on(device)

@@ -1,4 +1,4 @@
-"""Makes the row of the table for parameters of one dtype, from the settings of a plan."""
+"""Make the row of the table for parameters of one dtype, from a plan's settings."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def predivide_of(settings: PlanSettings, ranks: int) -> float:
 def gradient_wires(
     settings: PlanSettings, *, is_coded: bool, near: int
 ) -> tuple[Codec | None, Codec | None]:
-    """Return the codec of gradients, and their codec inside a host if sums are formed host by host.
+    """Return the codecs of gradients: in general, and inside a host.
 
-    None means that gradients are sent in the dtype in which they are collected.
+    The second one is used if sums are formed host by host. None means that gradients are sent in
+    the dtype in which they are collected.
 
     Args:
         settings: The settings of the plan.

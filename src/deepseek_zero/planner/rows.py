@@ -1,8 +1,8 @@
-"""The rows of a whole parameter that a tile holds, as data.
+"""The rows of a whole parameter that are in a tile, as data.
 
 A layer that is cut by rows (extensions/cut_layers.py) has several parameters in place of one.
-Checkpoints contain the whole one. A tile is a range of its elements, since rows are the first
-dimension.
+Checkpoints contain the whole parameter. A tile is a contiguous range of its elements, because rows
+are the first dimension.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ class Rows:
 
 
 def rows_of(param: Tensor) -> Rows | None:
-    """Return the rows that a tile holds; None if the parameter is whole."""
+    """Return the rows that are in a tile, or None if the parameter is whole."""
     found: Rows | None = param.__dict__.get("_zero_rows")
     return found
 
 
 def set_rows(param: Tensor, rows: Rows) -> None:
-    """Record which rows of a whole parameter this one holds."""
+    """Record which rows of a whole parameter are in this tile.
+
+    Args:
+        param: The tile.
+        rows: The rows.
+    """
     param.__dict__["_zero_rows"] = rows

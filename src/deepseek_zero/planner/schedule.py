@@ -1,4 +1,4 @@
-"""The schedule of a training step as data: a list of actions for each pass over the units.
+"""The schedule of a training step as data: the actions of each pass over units.
 
 `sharding/executor.py` runs it; the memory plan and the pictures read it. `print(schedule)` shows
 lines such as ``G0 F0 G1 F1 R1``:
@@ -67,7 +67,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over the units as a list of actions. All other attributes are derived from it."""
+    """One pass over the units as a list of actions; other attributes follow from it."""
 
     actions: tuple[Action, ...]
 
@@ -80,12 +80,12 @@ class Pass:
 
     @cached_property
     def position(self) -> dict[int, int]:
-        """The place of each unit in `order`."""
+        """The position of each unit in `order`."""
         return {unit: place for place, unit in enumerate(self.order)}
 
     @cached_property
     def computes(self) -> dict[int, tuple[Action, ...]]:
-        """The forwards or backwards of each unit, in order: one, or one for each micro-batch."""
+        """The forwards or backwards of each unit, in order (one for each micro-batch)."""
         found = dict[int, tuple[Action, ...]]()
         for action in self.actions:
             if action.kind.computes:
@@ -94,7 +94,7 @@ class Pass:
 
     @cached_property
     def gathers(self) -> tuple[tuple[int, ...], ...]:
-        """The units whose gathers come directly before each place of `order`."""
+        """For each position of `order`, the units to gather directly before it."""
         found: list[list[int]] = [[]]
         computing: int | None = None
         for action in self.actions:
@@ -163,7 +163,7 @@ class Schedule:
     kept: frozenset[int]
 
     def actions(self) -> list[Action]:
-        """Return all actions of one micro-batch that ends a step, the root's around all others."""
+        """Return all actions of one micro-batch that ends a step."""
         return [*self.forward.actions, *self.backward.actions]
 
     def passes(self, accumulation: int) -> list[tuple[Pass, int]]:

@@ -1,4 +1,4 @@
-"""Checks that a schedule keeps the rules, whatever the order of its units."""
+"""Check that a schedule keeps the rules for any order of its units."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def verify(
     A unit computes only while it and all units around it are gathered. It is gathered once in a
     pass, and nothing stays gathered after the last pass. Each micro-batch runs forward once and
     then backward once. Gradients are summed once, after the last micro-batch of the unit has run
-    backward. Sums over replicas come once a step, after every unit's sum over the shards, since a
-    rank that skips units would keep others waiting. An update comes before its unit's gather, or
-    after the last sum.
+    backward. Sums over replicas run once a step, after the sums of all units over the shards,
+    because a rank that skips units would otherwise keep others waiting. An update runs before its
+    unit's gather or after its last sum.
 
     Args:
         schedule: The schedule.
         around: The enclosing unit of each unit inside another.
         reduces_each_backward: Every backward reduces gradients.
-        all_reduced: The units whose sums are all-reduced over replicas.
+        all_reduced: The units with sums that are all-reduced over replicas.
 
     Raises:
         AssertionError: An action breaks a rule; the message names both.
@@ -79,7 +79,7 @@ class _Proof:
                 raise AssertionError(f"{action} {broken}, in ... {behind} {action} ...")
 
     def conclude(self, *, reduces: bool, ends_step: bool) -> None:
-        """Raise if a micro-batch has not done all that it must do."""
+        """Raise if a micro-batch is incomplete."""
         units = set(self.open)
         totals = units & self.all_reduced if ends_step else set[int]()
         left = [
@@ -93,7 +93,7 @@ class _Proof:
                 raise AssertionError(f"units {sorted(found)} {what}")
 
     def _rule_broken_by(self, action: Action, root: int) -> str:
-        """Take one action; return the rule that it breaks, or an empty text."""
+        """Apply one action and return the rule that it breaks, or an empty string."""
         unit = action.unit
         broken = ""
         match action.kind:

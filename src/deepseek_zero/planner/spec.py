@@ -21,7 +21,7 @@ parameters have only a weight.
 
 A state is sharded over the ranks along a set of mesh axes (`SHARD_AXES` by default); the other
 ranks hold the same slices. planner/row_of_group.py makes rows from settings, and planner/extras.py
-has what extensions add to a row.
+has the additions of extensions to a row.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Extra:
 
     Attributes:
         state: The state of the table that it belongs to.
-        updates_late: Updates come later than their step.
+        updates_late: Updates run later than their step.
     """
 
     state = ""
@@ -161,7 +161,7 @@ class ShardPlan:
         master_is_weight: The main weight is the storage of the weight (its slice at stages 1 and
             2), as in fp32 training.
         moments_format: The format in which moments are kept (precision/compact.py).
-        extras: What extensions add to the row (planner/extras.py).
+        extras: The additions of extensions to the row (planner/extras.py).
     """
 
     weight: Spec
@@ -178,7 +178,7 @@ class ShardPlan:
 
     @property
     def master_is_rounded(self) -> bool:
-        """Whether the main weight is the weight, in fewer bits than the optimizer computes in."""
+        """Whether the main weight is the weight, in a narrower dtype than the update."""
         return (
             self.master_is_weight
             and self.moments is not None
@@ -209,7 +209,7 @@ class ShardPlan:
 
     @cached_property
     def weight_is_independent(self) -> bool:
-        """Whether the weight is a state of its own instead of a cast of the main weight.
+        """Whether the weight is an independent state instead of a cast of the main weight.
 
         Ranks that all hold the weight then send each other coded changes of it.
         """
@@ -228,18 +228,21 @@ class ShardPlan:
 
     @cached_property
     def moments_external(self) -> bool:
-        """Whether moments are stored by us instead of by the optimizer."""
+        """Whether this library stores the moments instead of the optimizer."""
         return self.moments is not None and (
             self.moments.tier is not Tier.DEVICE or self.moments_format != "fp32"
         )
 
     @property
     def is_updated_on_host(self) -> bool:
-        """Whether the host updates the group, since its moments are not on the training device."""
+        """Whether the host updates the group, as its moments are not on the device."""
         return self.moments is not None and self.moments.tier is not Tier.DEVICE
 
     def promoted(self) -> ShardPlan:
-        """Return the same row with fp32 weight, gradient and main weight; moments do not change."""
+        """Return the same row with fp32 weight, gradient and main weight.
+
+        The moments do not change.
+        """
         grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
         weight = replace(self.weight, dtype=torch.float32)
         extras = tuple(extra.promoted() for extra in self.extras)

@@ -1,4 +1,4 @@
-"""How the elements of a parameter are distributed along the tensor-parallel axis, as data.
+"""How parameters are distributed along the tensor-parallel axis, as data.
 
     split     each rank holds ranges of one dimension; ranks may share a range (a kv head)
     equal     every rank holds all of it, and computes the same gradient
@@ -60,7 +60,13 @@ class Split:
 
     @classmethod
     def whole(cls, kind: Literal["equal", "partial"], shape: Shape, ranks: int) -> Split:
-        """Return the distribution of a parameter that every rank holds."""
+        """Return the distribution of a parameter that every rank holds.
+
+        Args:
+            kind: Whether ranks compute equal gradients or summands of the gradient.
+            shape: The shape of the parameter.
+            ranks: The number of ranks.
+        """
         ranges = ((0, shape[0]),) if shape else ()
         return cls(kind, shape, 0, (ranges,) * ranks)
 
@@ -78,7 +84,7 @@ class Split:
         )
 
     def summands(self, coordinate: int, ranks: int) -> tuple[int, ...]:
-        """Return the coordinates whose gradients are added into one.
+        """Return the coordinates with gradients that are added into one.
 
         They share a part of a split, or hold a partial parameter. The result is empty if a rank's
         own gradient is already complete.
@@ -93,7 +99,7 @@ class Split:
         return found if len(found) > 1 else ()
 
     def shares_evenly(self, ranks: int) -> bool:
-        """Return whether the ranks that add gradients are neighbours, in blocks of one size.
+        """Return whether the ranks that add gradients form contiguous blocks of one size.
 
         Communicators can only be made of such blocks.
         """
@@ -139,18 +145,23 @@ def split_of(param: Tensor) -> Split | None:
 def is_copy(param: Tensor) -> bool:
     """Return whether the parameter is tied to one of another stage.
 
-    That one counts in norms and checkpoints.
+    The other one counts in norms and checkpoints.
     """
     return bool(param.__dict__.get("_zero_is_copy"))
 
 
 def set_copy(param: Tensor) -> None:
-    """Mark a parameter as one that an earlier stage of the pipeline has, too."""
+    """Mark a parameter as a copy of a parameter in an earlier pipeline stage."""
     param.__dict__["_zero_is_copy"] = True
 
 
 def set_split(param: Tensor, split: Split) -> None:
-    """Record how a parameter is split along "tp"; its data is this rank's part."""
+    """Record how a parameter is split along "tp".
+
+    Args:
+        param: The parameter; its data is this rank's part.
+        split: The split.
+    """
     param.__dict__["_zero_split"] = split
 
 
@@ -163,7 +174,7 @@ def is_own_cut(param: Tensor) -> bool:
 
 
 def came_cut(model: nn.Module) -> dict[str, Split]:
-    """Return the splits of the parameters that the caller split itself."""
+    """Return the splits of the parameters that the caller split."""
     return {
         name: split
         for name, param in model.named_parameters()
@@ -172,7 +183,15 @@ def came_cut(model: nn.Module) -> dict[str, Split]:
 
 
 def refuse_other_cuts(cuts: Mapping[str, Split], tp: int) -> None:
-    """Raise `UsageError` if a parameter is split into a number of parts other than `tp`."""
+    """Raise if a parameter is split into a number of parts other than `tp`.
+
+    Args:
+        cuts: The splits by name of the parameter.
+        tp: The number of ranks along "tp".
+
+    Raises:
+        UsageError: The numbers differ.
+    """
     for name, split in cuts.items():
         if len(split.ranges) != tp:
             raise UsageError(
@@ -187,7 +206,9 @@ def refuse_other_cuts(cuts: Mapping[str, Split], tp: int) -> None:
 def set_own_cut(param: Tensor, split: Split) -> None:
     """Record how the caller split a parameter, before its model is wrapped.
 
-    Its data is this rank's part.
+    Args:
+        param: The parameter; its data is this rank's part.
+        split: The split.
     """
     set_split(param, split)
     param.__dict__["_zero_is_own_cut"] = True

@@ -1,9 +1,9 @@
-"""Assigns a memory to the weights and states of each unit, the fastest memory first.
+"""Assign a memory to the weights and states of each unit, fastest memory first.
 
-States that move most often come first: a sharded weight is read three times a step and written
-once, a moment is read and written once. Among those, the states of the first units come first:
-backward makes their gradients last, and the next forward needs their weights first. Pure arithmetic
-over plans.
+States that are moved most often are placed first: a sharded weight is read three times a step and
+written once, a moment is read and written once. Among those, the states of the first units are
+placed first, because backward computes their gradients last and the next forward needs their
+weights first. Pure arithmetic over plans.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class PlacementSettings:
     """The choices of memory that are left open.
 
     Attributes:
-        device: The bytes of the device for one rank; None for what is free, shared by the ranks of
-            a host.
+        device: The bytes of the device for one rank; None for the free bytes, divided by the
+            ranks of a host.
         host: The same for host memory.
         disk: The same for the disk.
         ratio: The share of the states that `offload_optimizer` moves.
@@ -50,7 +50,10 @@ class PlacementSettings:
 
 @dataclass(frozen=True)
 class TierChoices:
-    """The memories allowed for weights and states, fastest first; one entry is no choice."""
+    """The memories allowed for weights and states, fastest first.
+
+    With one entry there is no choice.
+    """
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
@@ -63,6 +66,11 @@ class TierChoices:
 
         On a CPU, host memory is the memory of the device, so it is a choice only if it has a
         budget.
+
+        Args:
+            settings: The settings of the plan.
+            placement: The configured choices.
+            device: The training device.
         """
         tiers = [Tier.DEVICE]
         tiers += [Tier.HOST] if placement.host is not None or device.type != "cpu" else []
@@ -81,6 +89,7 @@ class TierChoices:
 
     @property
     def are_open(self) -> bool:
+        """Whether a memory has to be chosen for weights or states."""
         return len(self.weights) > 1 or len(self.states) > 1
 
 

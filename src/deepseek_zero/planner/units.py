@@ -1,6 +1,6 @@
 """The units of a plan and their parameter groups.
 
-`plan_group` alone decides the specs and the layout of a group. `plan_units` calls it for a whole
+Only `plan_group` decides the specs and the layout of a group. `plan_units` calls it for a whole
 model, and sharding/regroup.py for a group that is divided during a run.
 """
 
@@ -55,7 +55,7 @@ class GroupKey:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The plan of one parameter group: its specs, its layout, and how its gradients are sent.
+    """The plan of one parameter group: its specs, layout and messages.
 
     Attributes:
         key: What the parameters have in common; None if only sizes matter.
@@ -78,7 +78,13 @@ class GroupPlan:
 
     @classmethod
     def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
-        """Return a group of which only the size is known."""
+        """Return a group of which only the size is known.
+
+        Args:
+            plan: The row of the group.
+            padded_numel: The elements of the flat buffer, padding included.
+            ranks: The number of ranks that share slices.
+        """
         return cls(plan, FlatLayout((), padded_numel // ranks, ranks))
 
     @property
@@ -146,7 +152,10 @@ class GroupPlan:
 
     @property
     def hop_wires(self) -> tuple[Codec, Codec]:
-        """The codecs of gradients inside a host and between hosts; with one hop, the first one."""
+        """The codecs of gradients inside a host and between hosts.
+
+        With one hop, the first codec is used.
+        """
         assert self.plan.grad is not None
         return hop_wires(
             self.plan.grad_wire, self.plan.summand_dtype, self.near, self.plan.grad.wire_inside
@@ -203,7 +212,7 @@ class GroupPlan:
         return replace(self, layout=LAYOUTS[granularity](self.names, shapes, self.ranks))
 
     def describe(self) -> str:
-        """Return a text with the memory and dtype of weight, gradient, main weight and moments."""
+        """Return a text with the memory and dtype of the four states."""
         return " | ".join(f"{state} {row}" for state, row in words_of(self.plan).items())
 
     def promoted(self) -> GroupPlan:
@@ -312,7 +321,14 @@ def coded_names(
 def group_params(
     unit: UnitShape, persistent: frozenset[str], settings: PlanSettings, mesh: Mesh
 ) -> dict[GroupKey, list[str]]:
-    """Return a unit's parameter names by group, in the order in which the model declares them."""
+    """Return a unit's parameter names by group, in the order of the model.
+
+    Args:
+        unit: The unit.
+        persistent: The names of parameters that stay gathered.
+        settings: The settings of the plan.
+        mesh: The mesh of ranks.
+    """
     groups: dict[GroupKey, list[str]] = {}
     coded = coded_names(unit, persistent, settings, mesh.shard_size)
     for name, param in unit.params.items():
@@ -343,9 +359,13 @@ def group_params(
 
 
 def persistent_names(units: Sequence[UnitShape], settings: PlanSettings) -> frozenset[str]:
-    """Return the parameters that are too small to be worth gathering; stage 3 only.
+    """Return the parameters that are too small to be worth a gather; stage 3 only.
 
-    The smallest come first, up to the largest sum that the settings allow.
+    The smallest are chosen first, up to the largest sum that the settings allow.
+
+    Args:
+        units: The units of the model.
+        settings: The settings of the plan.
     """
     if settings.stage < 3 or settings.persistence_numel <= 0:
         return frozenset()

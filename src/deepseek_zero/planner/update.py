@@ -51,7 +51,7 @@ class ParamGroupPlan:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """An optimizer, as the planner needs it.
+    """An optimizer, as the planner sees it.
 
     Attributes:
         optimizer: The name of its class (`moments_for` has its states).
@@ -59,11 +59,11 @@ class UpdateSettings:
         tile_numel: The elements of one optimizer call on the training device.
         scales_grads: Gradients may be clipped or unscaled.
         can_defer: Updates may run in the next forward.
-        by_unit: Tiles end where units do, since some units are updated in backward.
-        early_on_device: These may be units whose weights are on the training device.
+        by_unit: Tiles end at unit boundaries, because some units are updated in backward.
+        early_on_device: Units with weights on the training device may be updated in backward, too.
         undo_bytes: The bytes of the log that undoes such updates.
         crosses_hosts: The ranks that share slices are on several hosts.
-        kernels: What computes updates on a CPU: "auto", "numba" or "torch".
+        kernels: The implementation of updates on a CPU: "auto", "numba" or "torch".
         host_tile_numel: The elements of one call if the host updates.
         kernel_tile_numel: The elements of one call if a kernel updates states in memory.
         gpu_kernels: Kernels that NVRTC compiles update on NVIDIA GPUs.
@@ -121,7 +121,7 @@ class UpdateSettings:
 
     @property
     def grain(self) -> int:
-        """The number of elements at whose multiples each parameter of a layout begins.
+        """The number of elements to whose multiples parameters of a layout are aligned.
 
         It is above 1 for fused updates.
         """
@@ -291,7 +291,14 @@ class UpdatePlan:
         units: Sequence[UnitPlan],
         device: torch.device,
     ) -> UpdatePlan:
-        """Return the plan of given shards; `plan_update` cuts them."""
+        """Return the plan of given shards; `plan_update` cuts them.
+
+        Args:
+            settings: The settings of the optimizer.
+            shards: The shards, by parameter group.
+            units: The units.
+            device: The training device.
+        """
         return cls(settings, tuple(map(tuple, shards)), tile_order(shards, units, settings), device)
 
     @property
@@ -304,7 +311,7 @@ class UpdatePlan:
 
     @cached_property
     def kernels(self) -> str:
-        """What updates shards that have a kernel on a CPU: "numba" or "torch"."""
+        """The implementation of updates with a kernel on a CPU: "numba" or "torch"."""
         if self.settings.kernels != "auto":
             return self.settings.kernels
         numel = sum(shard.numel for shards in self.shards for shard in shards)
@@ -372,7 +379,7 @@ class UpdatePlan:
     def undo_bytes(self) -> int:
         """Return the bytes of the log that undoes updates in backward.
 
-        The log has room for as many of the first units as fit the budget.
+        The log covers as many of the first units as fit the budget.
         """
         total = 0
         for tiles in self.speculative.values() if self.settings.undo_bytes else ():
@@ -393,7 +400,7 @@ class UpdatePlan:
         return found
 
     def staging_bytes(self, tiles: int) -> int:
-        """Return the staging bytes through which `tiles` tiles travel between device and host."""
+        """Return the bytes that stage `tiles` tiles between device and host."""
         most = 0
         for tile in self.order.tiles:
             nbytes = sum(_staged_bytes(shard) for _, shard in tile)
@@ -465,7 +472,10 @@ class UpdatePlan:
         return shard.numel * (weight + own + moments) + scales
 
     def _home(self, shard: ShardRange) -> torch.device:
-        """Return the device that updates a shard; the host if its moments are in another memory."""
+        """Return the device that updates a shard.
+
+        It is the host if the moments are in another memory.
+        """
         return CPU if shard.group.plan.is_updated_on_host else self.device
 
     def _master_is_copied(self, shard: ShardRange) -> bool:
@@ -499,7 +509,7 @@ def _uses_disk(plan: ShardPlan) -> bool:
 
 
 def _staged_bytes(shard: ShardRange) -> int:
-    """Return the staging bytes of a shard that is on the training device and updated by the host.
+    """Return the staging bytes of a shard on the device that the host updates.
 
     They are rounded as in a `StagingRing`.
     """
@@ -522,7 +532,7 @@ def grad_is_cast(plan: ShardPlan) -> bool:
 def plan_update(
     units: Sequence[UnitPlan], settings: UpdateSettings, rank: int, device: torch.device = CPU
 ) -> UpdatePlan:
-    """Return what one rank updates.
+    """Return the shards and tiles that one rank updates.
 
     Args:
         units: The units.

@@ -1,4 +1,6 @@
-"""The bytes that a step will send, from plan and schedule only; base/meter.py counts what is sent.
+"""The bytes that a step will send, computed from plan and schedule only.
+
+base/meter.py counts the bytes that are really sent.
 
     G, gather      slice x (N-1), in the codec of weights; from a second copy on I ranks,
                    slice x N/I x (I-1)
@@ -62,7 +64,7 @@ class StepVolume:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of weights and gradients between ranks with the same piece of the model."""
+        """The bytes of weights and gradients between ranks with one piece of the model."""
         return self.gathers + self.reduces + self.refresh
 
     @property
@@ -151,7 +153,7 @@ def _movements(
     settings: PlanSettings,
     pipeline: PipelinePlan | None,
 ) -> Iterator[tuple[ActionKind, int, int]]:
-    """Yield the movements of a step: their kind, the number of the unit, and how often."""
+    """Yield the movements of a step: kind, number of the unit, and repetitions."""
     if pipeline is None:
         for walk, times in schedule.passes(settings.accumulation):
             yield from ((action.kind, action.unit, times) for action in walk.actions)
@@ -230,7 +232,7 @@ def _to_others(group: GroupPlan, wire: Codec, *, inside: bool = False) -> int:
 
 
 def _near_slices(group: GroupPlan) -> int:
-    """Return how many slices a rank sends inside its host in one movement host by host."""
+    """Return how many slices a rank sends inside its host in a host-by-host movement."""
     return group.ranks // group.near * (group.near - 1)
 
 

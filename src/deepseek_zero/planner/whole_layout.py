@@ -1,4 +1,4 @@
-"""The layout that cuts no parameter, for optimizers that need whole tensors."""
+"""A layout in which no parameter is cut, for optimizers that need whole tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from .layout import BLOCK, FlatLayout, Shape, Slot, even_layout
 def whole_layout(
     names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK
 ) -> FlatLayout:
-    """Lay out parameters so that none is cut, for optimizers that need whole matrices or norms.
+    """Lay out parameters so that none is cut between ranks.
 
-    The largest parameter goes to the rank with the fewest elements so far. Slices are padded to the
-    fullest rank.
+    Some optimizers need whole matrices or norms. The largest parameter goes to the rank with the
+    fewest elements so far. Slices are padded to the fullest rank.
+
+    Args:
+        names: The names of the parameters.
+        shapes: Their shapes.
+        ranks: The number of slices.
+        block: The length of a slice is a multiple of this many elements.
     """
     loads = [0] * ranks
     place: dict[int, tuple[int, int]] = {}
