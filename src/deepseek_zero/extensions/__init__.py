@@ -1,4 +1,6 @@
-"""Features that attach to the extension points of the core. The core imports none of them.
+"""Features that attach to the extension points of the core.
+
+The core imports none of them.
 
 The names below are loaded on first use, so a run without a feature does not import its file.
 """

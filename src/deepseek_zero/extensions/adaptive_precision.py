@@ -339,7 +339,7 @@ class AdaptivePrecision(UpdatePolicy):
 
 
 def _counts(unit: Unit) -> list[float]:
-    """Return elements, counted, lost and largest of this rank's part of a unit's gradient."""
+    """Return elements, counted, lost and largest of this rank's part of a gradient."""
     total = [0.0, 0.0, 0.0, 0.0]
     for part in _gradients(unit):
         size = part.abs()

@@ -52,9 +52,21 @@ class TwoHops(Route):
         return cls(ByHost.over(comm, intra_node, inter_node))
 
     def hops(self, comm: Comm) -> tuple[Comm, Comm]:
+        """Return the communicators within this host and between hosts."""
         return self.hosts.intra_node, self.hosts.inter_node
 
     def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
+        """Fill `full` with the slices of all ranks, first between hosts and then within.
+
+        Args:
+            full: The output, with this rank's slice in place.
+            lane: The name of the lane.
+            comm_ctx: The ranks that share slices.
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective within the lane.
+        """
         return self.hosts.all_gather(full, lane, what, comm_ctx.gather_kind)
 
     def room(
@@ -65,6 +77,15 @@ class TwoHops(Route):
         numel: int,
         slice_numel: int,
     ) -> MessageRoom:
+        """Return the receive buffers of both hops for a part of a message.
+
+        Args:
+            comm_ctx: The ranks that share slices.
+            message: The message that a rank sends in the first hop.
+            arriving: The message that a rank receives in the last hop.
+            numel: The most elements that a rank sends to another one.
+            slice_numel: The elements of a slice.
+        """
         return TwoHopRoom(comm_ctx, self.hosts, message, arriving, numel, slice_numel)
 
 

@@ -53,6 +53,12 @@ class CodedStorage(Storage):
         return found[low - start : high - start]
 
     def read_now(self, low: int, high: int) -> Tensor:
+        """Return decoded elements [low, high) in new memory, as `read` does.
+
+        Args:
+            low: The first element.
+            high: The end of the range.
+        """
         return self.read(low, high)
 
     @contextmanager
@@ -92,6 +98,15 @@ class CodedWeight(WeightGather):
         return buffer.counted(group.comm_ctx, what)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
+        """Start to gather the codes of all slices and decode them into `whole`.
+
+        Args:
+            whole: The output, from `lend`.
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective within the gather lane.
+        """
         comm_ctx = self.group.comm_ctx
         comm = comm_ctx.comm
         codes = self.group.weight.memory

@@ -16,7 +16,7 @@ from ..sharding.param_group import ParamGroup
 
 
 class DeferredUpdate(UpdatePolicy):
-    """Runs the later tiles of a step before their states are read, in the order of the tiles."""
+    """Runs the later tiles of a step in order, before their states are read."""
 
     def __init__(self) -> None:
         self._updater: Updater
@@ -29,6 +29,12 @@ class DeferredUpdate(UpdatePolicy):
         self._tiles = self._updater.prefetcher(())
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
+        """Keep the tiles until their states are read. Local.
+
+        Args:
+            tiles: The tiles.
+            due: The decision of their update.
+        """
         if not tiles:
             return
         updater = self._updater
@@ -43,11 +49,15 @@ class DeferredUpdate(UpdatePolicy):
 
     @property
     def waiting(self) -> set[ParamGroup]:
-        """Return the groups of which an update is deferred."""
+        """Return the groups that have a deferred update."""
         return {group for group, count in self._tiles_left.items() if count}
 
     def flush(self) -> None:
-        """Run every deferred update. Local. Raise `UsageError` after an update that failed."""
+        """Run every deferred update. Local.
+
+        Raises:
+            UsageError: An earlier update failed.
+        """
         if self._updater.is_busy:
             return
         self._updater.refuse_mixture()

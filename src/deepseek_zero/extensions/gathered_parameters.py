@@ -297,7 +297,7 @@ def member_names(group: ParamGroup) -> str:
 
 
 def set_full_values(group: ParamGroup, full: Tensor) -> None:
-    """Write new values of a whole group into this rank's part of its weight and main weight. Local.
+    """Write a group's new values into this rank's weight and main weight. Local.
 
     Unchanged elements of the main weight keep their bits.
 

@@ -237,6 +237,19 @@ class MomentumExchange(GradReduction):
         self._loss_scale = loss_scale
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
+        """Start to exchange momenta, computed from this rank's own gradient.
+
+        Args:
+            partial: This rank's gradient of all elements of the group.
+            what: The name of the unit, for messages.
+            has_earlier_sum: The step has an earlier sum. This is not possible here.
+
+        Raises:
+            UsageError: The step has an earlier sum.
+
+        Note:
+            Collective within the reduce lane.
+        """
         group = self.group
         if has_earlier_sum:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""The step of 1-bit Adam: after `freeze_step` steps, ranks exchange momenta as signs.
+"""The step of 1-bit Adam: after `freeze_step`, ranks exchange momenta as signs.
 
 `optimizers/one_bit_adam.py` has the optimizer, and `momentum_exchange.py` the exchange of one
 group.
@@ -64,6 +64,15 @@ class MomentumSteps(UpdatePolicy):
         return inner
 
     def refuse_joining(self, what: str, fix: str) -> None:
+        """Raise if a parameter would join the optimizer after `freeze_step`.
+
+        Args:
+            what: The event that makes parameters join.
+            fix: What the user can do.
+
+        Raises:
+            UsageError: Ranks already exchange momenta.
+        """
         if self._inner.takes_momenta:
             raise UsageError(
                 "a parameter joins the optimizer behind OneBitAdam's freeze_step.",
@@ -73,18 +82,30 @@ class MomentumSteps(UpdatePolicy):
             )
 
     def after_step(self, result: StepResult, rescale: float) -> None:
+        """End the step of the exchange, and start exchanging at `freeze_step`. Collective.
+
+        Args:
+            result: The result of the step.
+            rescale: The new loss scale divided by the old one.
+        """
         for group in self._optimizer.runtime.trained_groups:
             group.gradient.reduction.end_step(keep=not result.skipped)
         self._follow(is_forced=False)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
+        """Keep the states of one group from a checkpoint until `states_loaded`. Local.
+
+        Args:
+            group: The parameter group.
+            saved: The saved states by name.
+        """
         self._own_states[id(group)] = saved
 
     def states_loaded(self, rescale: float) -> None:
         self._follow(is_forced=True)
 
     def _follow(self, *, is_forced: bool) -> None:
-        """Start or end the exchange if the optimizer has reached `freeze_step`. Collective.
+        """Start or end the exchange, depending on `freeze_step`. Collective.
 
         Args:
             is_forced: Start or end it in any case, because states have been loaded.
@@ -113,7 +134,7 @@ class MomentumSteps(UpdatePolicy):
         return self._optimizer.loss_scale
 
     def _own_momentum(self, group: ParamGroup) -> Tensor:
-        """Return this rank's slice of the optimizer's momentum, flat; missing states are zeros."""
+        """Return this rank's flat slice of the momentum; missing states are zeros."""
         optimizer = self._optimizer
         device = optimizer.runtime.comm_ctx.pool.device
         found = torch.zeros(group.layout.slice_numel, device=device)

@@ -40,11 +40,31 @@ class SumOverReplicas(GradReduction):
         return False
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Reduce this rank's slice; at stage 0, `complete` gathers the other slices."""
+        """Start to reduce this rank's slice within its replica.
+
+        At stage 0, `complete` gathers the other slices.
+
+        Args:
+            partial: This rank's gradient of all elements of the group.
+            what: The name of the unit, for messages.
+            has_earlier_sum: Not used.
+
+        Note:
+            Collective within the reduce lane.
+        """
         comm_ctx = self.group.comm_ctx
         return move(partial, own_slice(partial, comm_ctx.comm.rank), comm_ctx, what)
 
     def complete(self, buffer: FlatBuffer, what: str) -> Pending:
+        """Start to add the sums of the replicas; at stage 0, gather all slices after that.
+
+        Args:
+            buffer: The sum within this replica.
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective over the ranks that hold the same slices, and at stage 0 within the replica.
+        """
         comm_ctx = self.group.comm_ctx
         outer = replace(self.outer, bucket_numel=comm_ctx.bucket_numel)
         pending = all_reduce(buffer.shard(comm_ctx.comm.rank), outer, what)
@@ -53,12 +73,23 @@ class SumOverReplicas(GradReduction):
         return pending.then(lambda: all_gather(buffer.memory, "reduce", comm_ctx, what).wait())
 
     def copy_from_first(self, values: Tensor, what: str) -> None:
+        """Copy `values` from the first replica to the others.
+
+        Args:
+            values: The elements, written on all but the first replica.
+            what: The name of the values, for messages.
+
+        Note:
+            Collective over the ranks that hold the same slices.
+        """
         comm = self.outer.comm
         scatter(comm, [values] * comm.size, values, what)
 
 
 def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
-    """Replace flat values by their sum over the ranks, in fp32 in rank order, rounded once.
+    """Replace flat values by their sum over the ranks.
+
+    The sum is formed in fp32 in rank order and rounded once.
 
     Args:
         values: One-dimensional, of one length on every rank, on any device. It may be neither read

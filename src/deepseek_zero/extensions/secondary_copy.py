@@ -1,4 +1,4 @@
-"""A second copy of sharded weights, sharded over the ranks of one host (hpZ of ZeRO++).
+"""A second copy of sharded weights on the ranks of one host (hpZ of ZeRO++).
 
 The first gather after a change of the weights uses all ranks that share slices, and each rank keeps
 its slice of the second copy. Later gathers read the second copy. Results do not change, because the
@@ -53,6 +53,15 @@ class SecondaryCopy(WeightGather):
         return weight
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
+        """Start to gather from the second copy if it is current, or make it current.
+
+        Args:
+            whole: The output, from `lend`.
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective within the gather lane.
+        """
         target = FlatBuffer(self.buffer.layout, self.buffer.spec.gathered(), whole.memory)
         if self.is_current:
             return move(self.buffer, target, self.comm_ctx, what)

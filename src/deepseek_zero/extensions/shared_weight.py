@@ -1,4 +1,4 @@
-"""Weights in memory that all ranks of one host map, so that a gather copies nothing."""
+"""Weights in memory that all ranks of a host map, so that a gather copies nothing."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
+        """Start to wait until the slices of all ranks can be read in place.
+
+        Args:
+            whole: The output, from `lend`.
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective within the gather lane.
+        """
         return self.group.comm_ctx.comm.in_place.gather(self.memory, what)
 
     def before_write(self, what: str) -> None:

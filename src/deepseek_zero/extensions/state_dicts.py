@@ -79,7 +79,7 @@ class StateDicts:
 
 
 def _shard(units: Sequence[Unit], mode: StateDicts) -> list[Any]:
-    """Register hooks on every module that holds parameters, and return torch's handles.
+    """Register hooks on every module with parameters, and return torch's handles.
 
     Hooks on submodules of a unit make their own state dicts work too.
     """
@@ -118,7 +118,7 @@ def own_names(unit: Unit, module: nn.Module) -> list[str]:
 
 
 def _join_stages(model: nn.Module, comm: Comm, mode: StateDicts) -> list[Any]:
-    """Make a rank's stages save and load the state dict of the whole model. Collective.
+    """Make a rank's stages save and load the whole model's state dict. Collective.
 
     Returns torch's handles. `comm` has the ranks along "pp".
     """
@@ -216,7 +216,7 @@ class _Stages:
 
 
 class _Saver:
-    """Gathers a unit while torch reads its parameters, then replaces the views by copies.
+    """Gathers a unit while torch reads it, then replaces the views by copies.
 
     Weights that forward gathers as codes are gathered exactly here.
     """
@@ -291,7 +291,7 @@ class _Saver:
 
 
 def _show_empty(unit: Unit) -> list[ParamInfo]:
-    """Make each sharded parameter of a unit an empty tensor until `reshard`; return them."""
+    """Make each sharded parameter of a unit empty until `reshard`, and return them."""
     resting = [member for member in unit.members() if type(member.param) is ShardedParameter]
     for member in resting:
         member.unshard(member.placeholder.new_empty(0))

@@ -20,7 +20,7 @@ from ..base.errors import UsageError
 
 
 class TiledLinear(nn.Module):
-    """nn.Linear as a grid of smaller layers, for input of shape ``(..., in_features)``.
+    """nn.Linear as a grid of smaller layers, for inputs ``(..., in_features)``.
 
     The grid has `out_splits` rows of `in_splits` tiles of nearly equal size. Each output tile is
     the sum of its row, in the order of the input tiles. The last tile of a row adds the bias.
@@ -217,7 +217,7 @@ def run_tiles(
 
 
 def _cuts(side: str, features: int, splits: int) -> list[int]:
-    """Return the boundaries of the tiles; if splits do not divide, the first are one larger."""
+    """Return the boundaries of the tiles; if needed, the first ones are one larger."""
     if not isinstance(splits, int) or not 1 <= splits <= features:
         raise UsageError(
             f"a TiledLinear of {side}_features={features} cannot have {side}_splits={splits}.",

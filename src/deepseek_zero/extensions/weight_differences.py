@@ -1,8 +1,8 @@
-"""Whole weights on every rank that follow their main weights by quantized differences.
+"""Whole weights that follow their main weights by quantized differences.
 
 This is used at stages 1 and 2 with compressed weights. Each rank sends the difference between its
 main weights and the weight. Quantization errors stay in the main weights, so later differences
-correct them. The weight is a state of its own.
+correct them. The weight is an independent state.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ class WeightDifferences(WeightGather):
         self._is_written = False
 
     def refresh(self, what: str, *, is_update: bool) -> Pending:
+        """Start to send the coded differences of an update, or the whole changed slices.
+
+        Args:
+            what: The name of the unit, for messages.
+            is_update: A step has changed the main weights; False if a program wrote values, which
+                are sent uncoded.
+
+        Note:
+            Collective: every rank that shares the group's slices must call it.
+        """
         group = self.group
         master = group.master
         assert master is not None

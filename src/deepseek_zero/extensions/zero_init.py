@@ -1,4 +1,4 @@
-"""`zero.Init`: build a model shard by shard, with the values of a plain construction.
+"""`zero.Init`: build a model shard by shard, with the values of a plain build.
 
 When a parent registers a submodule, the submodule is complete, and its parameters are sharded: each
 rank keeps an equal slice of rank 0's values. A later initialization (`model.apply(init_weights)`)
@@ -107,7 +107,7 @@ class InitShard(ModelBuilder):
         return _mark_of(param) != self.mark or self._is_replaced(param)
 
     def _is_replaced(self, param: nn.Parameter) -> bool:
-        """Return whether the memory of the whole parameter was replaced (`.data = `, `set_`)."""
+        """Return whether the parameter's whole memory was replaced (`.data = `, `set_`)."""
         whole = self.unsharded
         return (
             whole is not None
@@ -331,7 +331,7 @@ class Init:
             self.shard(module)
 
     def open_comm(self) -> Comm:
-        """Return the communicator of the ranks that build together; create it on first use.
+        """Return the communicator of the building ranks; create it on first use.
 
         Note:
             Collective at the first call.
@@ -351,7 +351,7 @@ class Init:
         return self
 
     def _watch_constructors(self) -> None:
-        """Record each module that declares fp32 parameters before its submodules are built."""
+        """Record each module that declares fp32 parameters, before its children are built."""
         plain = nn.Module.__init__
 
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -389,7 +389,7 @@ class Init:
         return param.dtype if self._declaring or self.dtype is None else self.dtype
 
     def _cast_rest(self) -> None:
-        """Cast the parameters that were not cast yet, except those that a module keeps in fp32."""
+        """Cast the remaining parameters, except those that a module keeps in fp32."""
         declaring = [module for each in self._declaring if (module := each()) is not None]
         kept = {
             id(module.get_parameter(name))
@@ -512,7 +512,7 @@ def _stands_for(value: Any, owner: Any) -> bool:
 
 
 def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
-    """Return a handle: a sharded parameter that represents another one in another dtype."""
+    """Return a sharded parameter that represents another one in another dtype."""
     handle = nn.Parameter(nothing, requires_grad=False)
     set_owner(handle, owner)
     handle.__class__ = ShardedParameter
@@ -665,7 +665,14 @@ def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
 
 
 def keep_alive(param: nn.Parameter, shard: InitShard) -> None:
-    """Make a parameter under construction own its slice. Once wrapped, its group does."""
+    """Make a parameter own its slice while the model is built.
+
+    After the model is wrapped, the parameter's group owns the slice.
+
+    Args:
+        param: The parameter.
+        shard: Its slice.
+    """
     set_owner(param, shard)
     param.__dict__["_zero_init"] = shard
 
