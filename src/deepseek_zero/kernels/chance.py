@@ -1,4 +1,4 @@
-"""Random bits of stochastic rounding: 16 per element, drawn by NumPy's Philox4x64-10.
+"""Random bits of stochastic rounding: 16 per element, from NumPy's Philox4x64-10.
 
 `precision/compact.py` defines which bits an element gets. Importing this module imports numba.
 """

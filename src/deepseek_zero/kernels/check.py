@@ -36,7 +36,7 @@ _HYPERS: dict[str, dict[str, Any]] = {
 
 
 class Chance(NamedTuple):
-    """The random bits of a range of elements of one parameter (`precision/compact.py`).
+    """The random bits for a range of one parameter (`precision/compact.py`).
 
     Attributes:
         element: The index of the first element in the parameter.

@@ -1,4 +1,4 @@
-"""Compiles loops over flat CPU memory with numba, if it is installed, and runs them.
+"""Compile loops over flat CPU memory with numba, if it is installed.
 
 numba is optional (the extra `fast`). It is imported at the first update and not with the package,
 because the import takes 0.3 s and each kernel takes up to 0.7 s to compile.

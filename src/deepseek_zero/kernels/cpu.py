@@ -124,7 +124,7 @@ def _element_of(variant: Variant, layout: Layout) -> Any:
 
 @cache
 def compiled_loop(variant: Variant, layout: Layout) -> Callable[..., None]:
-    """Return the loop over the elements of a shard. numba compiles it at its first call.
+    """Return the loop over a shard's elements. numba compiles it at its first call.
 
     Args:
         variant: The formula.

@@ -21,7 +21,14 @@ _I32 = ir.IntType(32)
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, rounded once."""
+    """Return a * b + c, rounded once.
+
+    Args:
+        typing: The typing context that numba passes.
+        a: A float32 factor.
+        b: A float32 factor.
+        c: A float32 summand.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)
@@ -31,7 +38,12 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def bits_of(typing: Any, value: Any) -> Any:
-    """Return the bits of a float32 as int32."""
+    """Return the bits of a float32 as int32.
+
+    Args:
+        typing: The typing context that numba passes.
+        value: The float32.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _I32)
@@ -41,7 +53,12 @@ def bits_of(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def float_of(typing: Any, bits: Any) -> Any:
-    """Return the float32 with these bits (int32)."""
+    """Return the float32 with the given bits.
+
+    Args:
+        typing: The typing context that numba passes.
+        bits: The bits as int32.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _F32)
@@ -51,7 +68,12 @@ def float_of(typing: Any, bits: Any) -> Any:
 
 @intrinsic
 def from_fp16(typing: Any, half: Any) -> Any:
-    """Convert fp16 to float32."""
+    """Convert fp16 to float32.
+
+    Args:
+        typing: The typing context that numba passes.
+        half: The bits of the fp16 number as int16.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], _F16), _F32)
@@ -61,7 +83,15 @@ def from_fp16(typing: Any, half: Any) -> Any:
 
 @intrinsic
 def to_fp16(typing: Any, value: Any) -> Any:
-    """Convert float32 to the nearest fp16, ties to even."""
+    """Convert float32 to the nearest fp16, ties to even.
+
+    Args:
+        typing: The typing context that numba passes.
+        value: The float32.
+
+    Returns:
+        The bits of the fp16 number as int16.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.fptrunc(args[0], _F16), _I16)

@@ -1,4 +1,4 @@
-"""Defines the optimizers with one-pass updates: their states, scalars and formulas.
+"""The optimizers with one-pass updates: their states, scalars and formulas.
 
 This file is the definition of the bits of an update (docs/design/updates.md). A formula is written
 once, over operations that the caller passes in. numba compiles it with its own operations
@@ -48,7 +48,7 @@ Formula = Callable[[Value, Value, Value, Value, Any, Any], tuple[Value, Value, V
 
 @dataclass(frozen=True)
 class Variant:
-    """The options that select a formula of a rule. Each variant is compiled separately.
+    """The options that select a formula of a rule; each variant has its own kernel.
 
     Attributes:
         rule: The name of the rule.

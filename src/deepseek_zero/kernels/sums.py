@@ -4,8 +4,8 @@ Each function has two implementations with the same bits. Operations of torch an
 everywhere. Loops that numba compiles (`lanes.py`) are used for large tensors in CPU memory and
 compiled at first use.
 
-The sum of squares is a sum over blocks of 1,024 elements. The first block begins where the flat
-layout does, and elements that are not counted are zeros. A block is a table of 32 rows and 32
+The sum of squares is a sum over blocks of 1,024 elements. The first block begins at the start of
+the flat layout, and elements that are not counted are zeros. A block is a table of 32 rows and 32
 columns. All numbers are float64, in which the square of a float32 is exact. The squares of each
 column are added in row order. Column k is then added to column k + 16, next k to k + 8, until one
 number remains. The sums of blocks are added in order.
@@ -85,13 +85,13 @@ def scale_and_store(total: Tensor, into: Tensor, divisor: float, *, add: bool) -
 
 
 def is_power_of_two(divisor: float) -> bool:
-    """Return whether multiplying by 1 / divisor is exact, which is faster than dividing."""
+    """Return whether multiplying by 1 / divisor is exact; it is faster than dividing."""
     return math.frexp(divisor)[0] == 0.5
 
 
 @np.errstate(over="ignore")  # Squares of float64 gradients may overflow
 def sum_of_squares(values: Tensor, first: int, threads: int) -> float:
-    """Return the sum of squares of flat values on the CPU, in the order of this module.
+    """Return the sum of squares of flat values on the CPU, in this module's order.
 
     Args:
         values: The values, flat.
@@ -112,12 +112,12 @@ def sum_of_squares(values: Tensor, first: int, threads: int) -> float:
 
 
 def compile_squares(dtype: torch.dtype) -> None:
-    """Compile the loop of `sum_of_squares` for large tensors of a dtype, if there is one."""
+    """Compile the loop of `sum_of_squares` for large tensors of a dtype, if any."""
     sum_of_squares(torch.zeros(LARGE, dtype=dtype), 0, 1)
 
 
 def _fits_loop(*tensors: Tensor) -> bool:
-    """Return whether a compiled loop may process the tensors, and they are large enough."""
+    """Return whether the tensors are large enough and suited for a compiled loop."""
     if tensors[0].numel() < LARGE:
         return False
     is_plain = all(
@@ -240,7 +240,7 @@ def _has_sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
 
 @cache
 def _has_square_loop(dtype: torch.dtype) -> bool:
-    """Compile the loop of squares, and return whether it has NumPy's bits on this machine."""
+    """Compile the loop of squares, and return whether its bits equal NumPy's here."""
     return _is_exact(f"the sum of squares of {dtype}", (dtype,), lambda: _squares_differ(dtype))
 
 
