@@ -222,7 +222,7 @@ def plan(
     leaf_modules: Sequence[str] = (),
     example: Any = None,
 ) -> Plan:
-    """Return the plan of one rank, down to the bytes that it holds and sends.
+    """Return the plan of one rank: units, specs, layouts, schedule, update and bytes.
 
     It is the plan that `initialize` builds for the same model and configuration. Nothing is built,
     and no process group is needed, so every rank of every world can be planned on any machine.
