@@ -131,7 +131,7 @@ class Stages:
         """Build the pipeline over the wrapped stages, and the plain loop over it.
 
         Args:
-            comm: The communicator of the world.
+            comm: The communicator of the ranks of one piece; `comm.whole` is the world.
             mesh: The mesh of ranks.
             runtime: The runtime of the wrapped stages.
 
