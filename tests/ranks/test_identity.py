@@ -176,7 +176,7 @@ def test_an_update_without_memory_in_a_reduction_reaches_the_other_rank_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same through an engine, where the sum is formed by whoever looks."""
-    from deepseek_zero.sharding import buffer
+    from deepseek_zero.sharding import message
 
     engine = engine_for(seeded(Model), STAGE_3)
     one_good_step(engine)
@@ -187,7 +187,7 @@ def test_an_update_without_memory_in_a_reduction_reaches_the_other_rank_by_name(
 
     began = time.monotonic()
     if rank == 1:
-        monkeypatch.setattr(buffer, "ordered_sum", no_room)
+        monkeypatch.setattr(message, "ordered_sum", no_room)
     with pytest.raises(
         torch.OutOfMemoryError if rank == 1 else PeerError,
         match="tried to allocate" if rank == 1 else "rank 1 raised an error.*OutOfMemoryError",

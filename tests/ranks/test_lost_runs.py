@@ -181,7 +181,7 @@ def test_a_tag_does_not_take_the_place_of_what_is_no_checkpoint(tmp_path: Path) 
         alone(lambda folder=folder: (folder / "notes").write_text("mine"))
         alone(lambda folder=folder: (folder / "empty").mkdir())
         for tag in ("logs", "notes"):
-            with pytest.raises(CheckpointError, match=rf"{tag}(.|\n)*no checkpoint"):
+            with pytest.raises(CheckpointError, match=rf"{tag}(.|\n)*is not a checkpoint"):
                 engine.save_checkpoint(folder, tag=tag)
         dist.barrier()
         assert (

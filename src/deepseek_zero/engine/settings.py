@@ -470,8 +470,7 @@ def step_settings_of(
         kernel_tile_numel=at_most(KERNEL_TILE_NUMEL),
         can_defer=offload.pipeline and config.precision != "auto",
         by_unit=updates_ahead(config),
-        # In CPU memory, ranks of a host read each other's weights, also in backward.
-        early_on_device=device.type != "cpu",
+        on_accelerator=device.type != "cpu",
         undo_bytes=offload.undo_bytes,
         flow=PrefetchSettings(ahead=ahead, behind=behind),
         granularity=granularity,

@@ -36,7 +36,7 @@ class StepSettings:
         flow: How many tiles are fetched ahead.
         can_defer: A policy may run updates of offloaded weights after the step.
         by_unit: Tiles end at unit boundaries, because a policy updates some units in backward.
-        early_on_device: Units with weights on the training device may be updated in backward, too.
+        on_accelerator: The training device is not a CPU.
         undo_bytes: The size in bytes of the log that undoes such updates.
         kernels: The implementation of updates that have a kernel: "auto", "numba" or "torch".
     """
@@ -51,7 +51,7 @@ class StepSettings:
     flow: PrefetchSettings = field(default_factory=PrefetchSettings)
     can_defer: bool = False
     by_unit: bool = False
-    early_on_device: bool = False
+    on_accelerator: bool = False
     undo_bytes: int = 0
     kernels: str = "auto"
 
@@ -86,7 +86,7 @@ def update_settings_of(
         scales_grads=scales_grads,
         can_defer=settings.can_defer,
         by_unit=settings.by_unit,
-        early_on_device=settings.early_on_device,
+        on_accelerator=settings.on_accelerator,
         undo_bytes=undo_bytes,
         kernels=_kernels_for(optimizer, settings.kernels),
         host_tile_numel=settings.host_tile_numel,

@@ -60,7 +60,7 @@ class UpdateSettings:
         scales_grads: Gradients may be clipped or unscaled.
         can_defer: Updates may run in the next forward.
         by_unit: Tiles end at unit boundaries, because some units are updated in backward.
-        early_on_device: Units with weights on the training device may be updated in backward, too.
+        on_accelerator: The training device is not a CPU.
         undo_bytes: The bytes of the log that undoes such updates.
         crosses_hosts: The ranks that share slices are on several hosts.
         kernels: The implementation of updates on a CPU: "auto", "numba" or "torch".
@@ -75,7 +75,7 @@ class UpdateSettings:
     scales_grads: bool = False
     can_defer: bool = True
     by_unit: bool = False
-    early_on_device: bool = False
+    on_accelerator: bool = False
     undo_bytes: int = 0
     crosses_hosts: bool = False
     kernels: str = "torch"
@@ -114,7 +114,8 @@ class UpdateSettings:
         if plan.weight.placement is not S:
             return False
         if plan.is_updated_on_host and plan.grad is not None and plan.grad.tier is not Tier.DEVICE:
-            return self.early_on_device or not self.by_unit
+            # Ranks of one host read each other's weights in place in CPU memory.
+            return self.on_accelerator
         updates_late = any(extra.updates_late for extra in plan.extras)
         is_on_device = not plan.is_offloaded and not updates_late
         return self.crosses_hosts and not self.by_unit and is_on_device

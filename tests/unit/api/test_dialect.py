@@ -117,12 +117,16 @@ def writes(text: str) -> Iterator[int]:
             yield node.lineno
 
 
-def test_initialize_has_at_most_60_lines() -> None:
+def test_initialize_has_at_most_60_lines_beside_its_docstring() -> None:
     tree = ast.parse((PACKAGE / "api" / "initialize.py").read_text())
     (function,) = [
         node
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.name == "initialize"
     ]
+    docstring = function.body[0]
+    assert isinstance(docstring, ast.Expr)
     assert function.end_lineno is not None
-    assert function.end_lineno - function.lineno < 60
+    assert docstring.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    assert lines - (docstring.end_lineno - docstring.lineno + 1) <= 60
