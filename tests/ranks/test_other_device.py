@@ -42,7 +42,7 @@ if not is_full():
         ("random_schedules", 1),
         ("faults_of_other_systems", 1),
         ("kernels_on_the_device", 1),
-        ("activations_and_memory", 2),
+        ("activations_and_memory", 1),
         ("planned_on_shapes", 2),
         ("offloaded_states", 2),
     ]
