@@ -148,8 +148,8 @@ class OffloadOptimizerKeywords(TypedDict, total=False):
     enough to set the key in one of them (DeepSpeed's default: false).
     """
     pipeline: bool | Auto | None
-    """Update sharded weights when the next forward gathers them if the host updates them or several hosts share them.
-    Results are bitwise equal.
+    """Update sharded weights when the next forward gathers them: offloaded ones, those of an accelerator that the host
+    updates, and those that several hosts share. Results are bitwise equal.
     """
     pipeline_read: bool | Auto | None
     """Read the next tiles while one is updated (DeepSpeed's default: false)."""

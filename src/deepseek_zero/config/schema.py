@@ -112,8 +112,9 @@ class OffloadOptimizer(Section):
     )
     pipeline: bool = effective(
         True,
-        "Update sharded weights when the next forward gathers them if the host updates them or "
-        "several hosts share them. Results are bitwise equal.",
+        "Update sharded weights when the next forward gathers them: offloaded ones, those of an "
+        "accelerator that the host updates, and those that several hosts share. Results are "
+        "bitwise equal.",
         example=False,
     )
     pipeline_read: bool = effective(
