@@ -157,6 +157,9 @@ class SpeculativeUpdate(UpdatePolicy):
 
     def after_reduce(self, unit: Unit) -> None:
         """Update the reduced units whose weight is no longer in use. Local."""
+        step = self.runtime.step
+        if step.phase is not Phase.BACKWARD or not step.is_boundary:
+            return  # a later micro-batch adds to the gradient
         self._reduced.append(unit)
         in_use = [each for each in self._reduced if _is_in_use(each)]
         free = [each for each in self._reduced if each not in in_use]
@@ -166,8 +169,6 @@ class SpeculativeUpdate(UpdatePolicy):
 
     def _update(self, unit: Unit) -> None:
         if unit.number not in self.units or self._is_off or unit.number in self._done:
-            return
-        if self.runtime.step.phase is not Phase.BACKWARD or not self.runtime.step.is_boundary:
             return
         if self._decision is None:
             self._decision = self._expected()
