@@ -270,16 +270,14 @@ def test_a_port_that_is_taken_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPa
         for name, value in said.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(
-            PeerError, match=r"rank 0 of 2 did not meet the others at 127.0.0.1:\d+"
+            PeerError, match=r"rank 0 of 2 could not join the other ranks at 127.0.0.1:\d+"
         ) as caught:
             deepseek_zero.init_distributed()
     assert len(str(caught.value).splitlines()) == 3
     assert "#0" not in "".join(traceback.format_exception(caught.value)), "no frames of C++"
 
 
-@pytest.mark.parametrize(
-    ("rank", "whom"), [(0, "1 more to come"), (1, "rank 0, which listens there")]
-)
+@pytest.mark.parametrize(("rank", "whom"), [(0, "1 more rank"), (1, "rank 0, which listens there")])
 def test_a_rank_that_meets_nobody_says_whom_it_waits_for_and_ends(
     rank: int, whom: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -295,7 +293,7 @@ def test_a_rank_that_meets_nobody_says_whom_it_waits_for_and_ends(
         monkeypatch.setenv(name, value)
     with (
         caplog.at_level("WARNING"),
-        pytest.raises(PeerError, match=rf"rank {rank} of 2 did not meet the others at"),
+        pytest.raises(PeerError, match=rf"rank {rank} of 2 could not join the other ranks at"),
     ):
         deepseek_zero.init_distributed()
     assert (

@@ -418,10 +418,10 @@ class ScalesItself:
     def _step_supports_amp_scaling(self) -> bool:
         raise UsageError(
             "a torch.amp.GradScaler steps an optimizer of deepseek_zero.",
-            "It looks for infinities in whole gradients, and each rank holds slices; losses would "
+            "It checks whole gradients for infinities, but each rank holds slices; losses would "
             "be scaled twice.",
-            'leave it out: "fp16": {"enabled": true} scales losses, skips steps and moves the '
-            "scale itself. A scaler made with enabled=False may stay.",
+            'remove it: "fp16": {"enabled": true} scales losses, skips steps and adjusts the '
+            "scale. A scaler with enabled=False is allowed.",
         )
 
 
@@ -489,9 +489,9 @@ def _named_device(variable: str, kind: str) -> torch.device:
         and module.is_available()
     ):
         raise UsageError(
-            f"{variable}={kind}, but this torch has no device of that name at hand.",
-            "It is where forward and backward compute.",
-            f"unset {variable}, or write cpu or cuda.",
+            f"{variable}={kind}, but torch has no such device on this machine.",
+            "It names the device that runs forward and backward.",
+            f"unset {variable}, or set it to cpu or cuda.",
         )
     return torch.device(kind, local_rank() % module.device_count())
 

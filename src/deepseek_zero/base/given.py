@@ -47,7 +47,7 @@ def path_of(call: str, name: str, value: Any) -> Path:
             refuse_url(f"{call}({name}={shown(value)})", text)
             return Path(text)
     raise refuse(
-        call, name, value, "the path of a file or a directory", "pass a text or a pathlib.Path."
+        call, name, value, "the path of a file or a directory", "pass a string or a pathlib.Path."
     )
 
 
@@ -56,10 +56,10 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return _URL.match(os.fspath(path)) is not None
 
 
-URL_REASON = "Files are on a file system that the hosts have mounted; object stores are not built."
+URL_REASON = "Files must be on a mounted file system; object stores are not built."
 URL_FIX = (
-    "mount the store and name the folder, or write to a local folder and copy it; write ./ before "
-    "a folder s3:."
+    "mount the store and pass its folder, or write to a local folder and copy it; write ./ before "
+    "the name of a local folder s3:."
 )
 
 

@@ -62,7 +62,7 @@ def dead_after() -> float:
         return checked_dead_after(seconds, DEAD_AFTER)
     except ValueError:
         raise UsageError(
-            f"{DEAD_AFTER}={text} is no number.", fix="give seconds, or inf for never."
+            f"{DEAD_AFTER}={text} is not a number.", fix="set it to seconds, or inf for never."
         ) from None
 
 
@@ -79,8 +79,8 @@ def checked_dead_after(seconds: float, name: str) -> float:
     if not seconds >= LEAST_DEAD_AFTER:  # also true for NaN
         raise UsageError(
             f"{name} is {seconds:g}.",
-            "Hosts hear of each other every second.",
-            f"give {LEAST_DEAD_AFTER:g} s or more, or inf for never.",
+            "Hosts send each other a heartbeat every second.",
+            f"set it to {LEAST_DEAD_AFTER:g} s or more, or inf for never.",
         )
     return seconds
 

@@ -106,10 +106,8 @@ def _freed_memory(is_kept: bool) -> Capability:
     if is_kept:
         return Capability(name, f"up to {KEPT_BYTES >> 20} MiB are kept for the next use")
     if stated:
-        return Capability(name, f"as {', '.join(stated)} says")
-    return Capability(
-        name, "returned to the system", "only glibc's own allocator can be told to keep it"
-    )
+        return Capability(name, f"set by {', '.join(stated)}")
+    return Capability(name, "returned to the system", "only glibc's own allocator can keep it")
 
 
 def _huge_pages() -> Capability:
@@ -120,10 +118,7 @@ def _huge_pages() -> Capability:
         said = None
     if said is not None and said[1] in ("always", "madvise"):
         return Capability(name, "huge pages")
-    why = (
-        f"{HUGE_PAGES_SWITCH} says {said[1] if said else 'nothing'}: 512 page faults in place of "
-        "one"
-    )
+    why = f"{HUGE_PAGES_SWITCH} is {said[1] if said else 'missing'}: 512 page faults instead of one"
     return Capability(name, f"pages of {PAGE} bytes", why)
 
 
@@ -133,10 +128,10 @@ def _written_pages() -> Capability:
         os.pread(_page_map(os.getpid()), _ENTRY, 0)
     except OSError as error:
         why = (
-            f"/proc/self/pagemap cannot be read ({error.strerror}), so nobody knows whether they "
-            "were written"
+            f"/proc/self/pagemap cannot be read ({error.strerror}), so it is unknown whether "
+            "they were written"
         )
-        return Capability(name, "mapped anew after each use", why)
+        return Capability(name, "mapped again after each use", why)
     return Capability(name, "stay mapped")
 
 
@@ -488,7 +483,7 @@ class Segment:
         except OSError as error:
             os.close(descriptor)
             raise OutOfMemoryError(
-                f"{nbytes:,} bytes of shared memory cannot be had: {error.strerror}.",
+                f"{nbytes:,} bytes of shared memory cannot be allocated: {error.strerror}.",
                 "Ranks of one host exchange weights and gradients through it.",
                 'use a smaller model or batch, or "transport": "gloo".',
             ) from error

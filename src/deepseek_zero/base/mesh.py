@@ -97,7 +97,7 @@ class Mesh:
                 raise UsageError(
                     f"mesh axis {axis} is {shown(size)}.",
                     "An axis has at least one rank.",
-                    "give it a whole number from 1 on"
+                    "set it to a whole number of at least 1"
                     + (", or leave it out." if axis == "dp_shard" else "."),
                 )
 
@@ -276,9 +276,9 @@ class Mesh:
         ]
         if len(sizes := sorted({len(run) for run in runs})) > 1:
             raise UsageError(
-                f"ranks_per_host={per_host}: of the ranks that hold the slices of one state, hosts "
+                f"ranks_per_host={per_host}, but of the ranks that shard a state hosts "
                 f"have {' or '.join(map(str, sizes))}.",
-                "Sums by host are formed in every host over the same number of ranks.",
+                "Sums by host are formed over the same number of ranks on every host.",
                 f"choose a divisor of {self.shard_size}, or 1 for sums in the order of ranks.",
             )
         return runs
@@ -337,7 +337,7 @@ def axes_of(value: Any) -> dict[str, Any]:
         if ranks != list(range(len(ranks))):
             raise UsageError(
                 f"the device mesh has its ranks in the order {shown(ranks)}.",
-                "Ranks ascend along the axes, the last one fastest.",
+                "Ranks ascend along the axes, fastest along the last one.",
                 "build it with init_device_mesh, with its axes in the order "
                 + ", ".join(AXES)
                 + ".",
@@ -346,7 +346,7 @@ def axes_of(value: Any) -> dict[str, Any]:
         if sorted(known, key=lambda name: AXES.index(name) if name in AXES else -1) != known:
             raise UsageError(
                 f"the device mesh has its axes in the order {', '.join(names)}.",
-                "The order says which ranks are neighbours.",
+                "The order determines which ranks are neighbours.",
                 "use the order " + ", ".join(AXES) + ".",
             )
         return _named(dict(zip(names, value.mesh.shape, strict=True)), value)
@@ -361,7 +361,7 @@ def axes_of(value: Any) -> dict[str, Any]:
             {axis: size for axis, size in found.items() if axis in keeps or size != 1}, value
         )
     raise UsageError(
-        f"mesh={shown(value)} is no mesh.",
+        f"mesh={shown(value)} is not a mesh.",
         "A mesh names axes and their sizes.",
         'pass a dict ({"dp_replicate": 2, "dp_shard": 4}), a Mesh, or a DeviceMesh with '
         "mesh_dim_names.",
@@ -474,7 +474,7 @@ def init_distributed(
         # Only the first line, because torch appends a page of C++ frames
         lines = str(error).splitlines() or [type(error).__name__]
         raise PeerError(
-            f"rank {found.rank} of {found.size} did not meet the others at "
+            f"rank {found.rank} of {found.size} could not join the other ranks at "
             f"{found.address}:{found.port}: {lines[0][:300]}",
             "Rank 0 listens there, and every rank connects to it before training begins.",
             "look at rank 0's output first; another job on that port needs another MASTER_PORT.",
@@ -490,7 +490,7 @@ def _met(found: World, timeout: timedelta) -> Any:
     others = (
         "rank 0, which listens there once it has started"
         if found.rank
-        else f"{found.size - 1} more to come"
+        else f"{found.size - 1} more rank(s)"
     )
     waits = (
         f"rank {found.rank} has waited {TELL_SECONDS:.0f} s at {found.address}:{found.port} for "

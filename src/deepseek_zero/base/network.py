@@ -74,8 +74,8 @@ def reached_at(met_at: str | None) -> str:
     if len(own) < 2:
         return own.pop() if own else LOOPBACK
     raise UsageError(
-        f"nothing says which address of this host others reach: it has {', '.join(sorted(own))}.",
-        f"Its own name, {socket.gethostname()}, is no help here, and it has no way to other "
+        f"it is unknown which address other hosts can reach: {', '.join(sorted(own))}.",
+        f"Its name, {socket.gethostname()}, resolves to none of them, and it has no route to other "
         "networks.",
         f"name an interface ({INTERFACE}; the launcher's --interface).",
     )
@@ -140,10 +140,10 @@ def interface_of(address: str) -> str:
     for _, name in socket.if_nameindex():
         if _own_address(name) == address:
             return name
-    reason = "gloo, which carries the start of a run, wants the name of an interface"
+    reason = "gloo, which connects the ranks at the start, needs the name of an interface"
     raise UsageError(
         f"no network interface of this host has the IPv4 address {address}.",
-        reason + (", and what is looked for here are IPv4 addresses." if ":" in address else "."),
+        reason + (", and only IPv4 addresses can be found." if ":" in address else "."),
         "name the interface instead.",
     )
 

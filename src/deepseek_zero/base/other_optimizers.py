@@ -23,14 +23,14 @@ class OtherOptimizer(NamedTuple):
 _REMOVED = "DeepSpeed has removed it (pull request 8489: it had no users)"
 _WIDTHS = OtherOptimizer(
     "it scales by the width of layers that the mup package marks, which is not planned",
-    "take another optimizer, for example AdamW",
+    "use another optimizer, for example AdamW",
 )
 # by name in lower case
 OTHER_OPTIMIZERS = {
     "zerooneadam": OtherOptimizer(
-        _REMOVED, "take OneBitAdam, or Adam with zero_quantized_gradients, which needs no warm-up"
+        _REMOVED, "use OneBitAdam, or Adam with zero_quantized_gradients, which needs no warm-up"
     ),
-    "onebitlamb": OtherOptimizer(_REMOVED, "take Lamb with zero_quantized_gradients"),
+    "onebitlamb": OtherOptimizer(_REMOVED, "use Lamb with zero_quantized_gradients"),
     "muadam": _WIDTHS,
     "muadamw": _WIDTHS,
     "musgd": _WIDTHS,

@@ -115,7 +115,7 @@ def _lead(store: Any, size: int, deadline: float) -> str:
             store.set(f"{prefix}/complete", "1")
             return prefix
         _sleep(
-            next(pauses), deadline, f"ranks {', '.join(map(str, sorted(missing)[:8]))} did not come"
+            next(pauses), deadline, f"ranks {', '.join(map(str, sorted(missing)[:8]))} did not join"
         )
 
 
@@ -134,7 +134,7 @@ def _follow(store: Any, rank: int, deadline: float) -> str:
         if prefix != joined:
             store.set(f"{prefix}/joined/{rank}", "1")
             joined = prefix
-        _sleep(next(pauses), deadline, f"rank {rank} got no answer from rank 0")
+        _sleep(next(pauses), deadline, f"rank {rank} received no answer from rank 0")
 
 
 def _pauses() -> Iterator[float]:

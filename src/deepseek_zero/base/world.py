@@ -178,7 +178,7 @@ def discover(environ: Mapping[str, str]) -> World:
     ):
         if stated not in (None, actual):
             raise UsageError(
-                f"{name}={stated}, but {launcher.source} says {actual} "
+                f"{name}={stated}, but {launcher.source} has {actual} "
                 f"({launcher.rank}={found.rank}, {launcher.size}={found.size}).",
                 "A process has one rank in one world.",
                 f"unset {name}, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT together.",
@@ -212,7 +212,7 @@ def _stated(environ: Mapping[str, str], rank: int | None, size: int | None) -> W
         raise UsageError(
             f"RANK={rank}, but {world}.",
             "Ranks are numbered from 0 to WORLD_SIZE - 1.",
-            f"{TORCHRUN.fix}; a program that is to run alone unsets RANK, or sets {ALONE}=1.",
+            f"{TORCHRUN.fix}; to run one process, unset RANK or set {ALONE}=1.",
         )
     if size in (None, 1):
         return World(local_rank=_number(environ, TORCHRUN.local_rank, 0))
@@ -293,10 +293,12 @@ def _number(
     if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= (
         int(text) if most is None else most
     ):
-        limits = f"a number from {least} on" if most is None else f"a number from {least} to {most}"
+        limits = f"a number of at least {least}"
+        if most is not None:
+            limits = f"a number from {least} to {most}"
         raise UsageError(
             f"{name}={text[:80]!r} is not {limits}.",
-            "It says where this process stands among the ranks of its world.",
+            "It describes the position of this process among the ranks.",
             f"unset it, or let a launcher set it (`deepseek-zero run --nproc N`); {ALONE}=1 means "
             "one process.",
         )
@@ -385,7 +387,7 @@ _MOST_HOSTS = 100_000
 
 def _no_host_list(text: str) -> UsageError:
     return UsageError(
-        f"{text[:80]!r} is no list of hosts.",
+        f"{text[:80]!r} is not a list of hosts.",
         'Slurm writes SLURM_STEP_NODELIST as "h[0-1,7],g3".',
         SLURM.fix + ".",
     )
@@ -438,8 +440,8 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
     raise UsageError(
         f"{world.source} started {world.size} processes, and {' and '.join(missing)} "
         f"{'is' if len(missing) == 1 else 'are'} not set.",
-        "Its variables do not say where they can meet, and each would train a model of its own.",
-        f"{world.fix}; {ALONE}=1 means {world.size} trainings of one process on purpose.",
+        "Its variables have no address for the rendezvous; each would train a separate model.",
+        f"{world.fix}; {ALONE}=1 means {world.size} separate runs on purpose.",
     )
 
 
@@ -503,9 +505,9 @@ def _refuse_foreign_address(environ: Mapping[str, str], world: World) -> None:
             probe.bind(place)
     except OSError as error:
         raise UsageError(
-            f"the ranks would meet at {world.address}, which is no address of this machine "
+            f"the rendezvous address is {world.address}, which is not an address of this machine "
             f"({error}).",
-            f"Rank 0 listens there, and {world.source}'s variables say no better.",
+            f"Rank 0 listens there, and {world.source}'s variables have no other address.",
             f"{world.fix}.",
         ) from None
 
@@ -600,9 +602,9 @@ def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
         return found if stated is None else stated
     if PET.num_nodes in environ and found.num_nodes > 1:
         raise UsageError(
-            f"{PET.num_nodes}={environ[PET.num_nodes][:80]}, but {found.source} says "
+            f"{PET.num_nodes}={environ[PET.num_nodes][:80]}, but {found.source} has "
             f"{found.num_nodes} machines.",
-            "Each of them would start a training of its own.",
+            "Each of them would start a separate run.",
             f"unset {PET.num_nodes}, or set {ALONE}=1 for that.",
         )
     # The number of processes per host, not of hosts
@@ -624,7 +626,7 @@ def _nodes_said(environ: Mapping[str, str], engine: NodeWords) -> Nodes:
     least, most = _count_said(environ, engine)
     if least != most:
         raise UsageError(
-            f"{engine.num_nodes}={environ[engine.num_nodes][:80]} asks for {least} to {most} "
+            f"{engine.num_nodes}={environ[engine.num_nodes][:80]} requests {least} to {most} "
             "machines.",
             "A world of changing size is not built.",
             f"set {engine.num_nodes} to one number.",
@@ -662,9 +664,9 @@ def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | N
     if launcher is SLURM and nodes is None:
         nodes = len(_task_counts(environ)) or None
     if nodes != tasks.size or launcher is not SLURM:
-        why = "Each would start a training of its own."
+        why = "Each would start a separate run."
         if launcher is SLURM:
-            why = "It is started once on each host."
+            why = "It must be started once on each host."
         raise UsageError(
             f"{launcher.source} started {tasks.size} copies of this launcher "
             f"({launcher.size}={tasks.size}).",
@@ -672,7 +674,7 @@ def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | N
             "let it start the script itself (`srun python script.py`, `mpirun python script.py`), "
             "which makes one "
             f"world{'; or add --ntasks-per-node=1 to srun' if launcher is SLURM else ''}; "
-            f"{ALONE}=1 means trainings of their own.",
+            f"{ALONE}=1 means separate runs.",
         )
     return Nodes(launcher.source, nodes, tasks.node, address=tasks.address, port=tasks.port)
 
@@ -683,25 +685,23 @@ def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) 
         if _number(environ, each.rank, 0) and each.size not in environ:
             raise UsageError(
                 f"{each.rank}={environ[each.rank]}, but {each.size} is not set.",
-                f"{each.source} numbers its processes and counts them; each would train a model of "
-                "its own.",
+                f"{each.source} sets both for its processes; each would train a separate model.",
                 f"start the script through {each.source}, or set {ALONE}=1 for one process on "
                 "purpose.",
             )
     if launcher is not None and (count := _number(environ, launcher.size, 1) or 1) > 1:
         raise UsageError(
-            f"{TORCHRUN.size}=1, but {launcher.source} says {count} ({launcher.size}={count}).",
-            f"It started {count} processes, and each would train a model of its own.",
+            f"{TORCHRUN.size}=1, but {launcher.source} has {count} ({launcher.size}={count}).",
+            f"It started {count} processes, and each would train a separate model.",
             f"unset RANK and WORLD_SIZE; {ALONE}=1 means one process on purpose.",
         )
     for engine in (PET, *ENGINES):
         most = _count_said(environ, engine)[1]
         if most > 1:
             raise UsageError(
-                f"{engine.num_nodes}={environ[engine.num_nodes][:80]}, and this process is no rank "
-                "of a world.",
-                f"The same command runs on {most} machines, and each would train a model of its "
-                "own.",
+                f"{engine.num_nodes}={environ[engine.num_nodes][:80]}, but this process is not one "
+                "of several ranks.",
+                f"The same command runs on {most} machines, and each would train a separate model.",
                 "start the script with `deepseek-zero run script.py`, which reads these variables; "
                 f"{ALONE}=1 means one process on purpose.",
             )
@@ -730,7 +730,7 @@ _INDEXED_JOB = Suspicion(
     "JOB_COMPLETION_INDEX",
     0,
     ("NNODES", "NUM_NODES"),
-    "Each pod of an indexed Kubernetes Job would train a model of its own.",
+    "Each pod of an indexed Kubernetes Job would train a separate model.",
     "start the script in every pod with `deepseek-zero run --num-nodes PODS --node-rank "
     f"$JOB_COMPLETION_INDEX --master-addr FIRST_POD train.py`; {ALONE}=1 means one process on "
     "purpose.",
@@ -753,7 +753,7 @@ def suspect_lone_process(environ: Mapping[str, str]) -> UsageError | None:
     if found is None:
         return None
     return UsageError(
-        f"{found.name}={environ[found.name]}, and no launcher says more.", found.why, found.fix
+        f"{found.name}={environ[found.name]}, but no launcher has set a rank.", found.why, found.fix
     )
 
 
@@ -764,7 +764,7 @@ def refuse_lone_process(environ: Mapping[str, str]) -> None:
         if _value_of(environ, count) >= 2:
             assert found is not None
             raise UsageError(
-                f"{found.name}={environ[found.name]} and {count}={environ[count]}, and this "
+                f"{found.name}={environ[found.name]} and {count}={environ[count]}, but this "
                 "process has no rank.",
                 found.why,
                 found.fix,

@@ -88,7 +88,7 @@ def test_a_mesh_is_read_from_every_spelling(value: Any) -> None:
         ({"dp_shard": 0}, "dp_shard is 0"),
         ({"dp_replicate": "two"}, "dp_replicate is 'two'"),
         ({"dp_replicate": True}, "dp_replicate is True"),
-        (4, "mesh=4 is no mesh"),
+        (4, "mesh=4 is not a mesh"),
         (
             FakeDeviceMesh(("dp_shard", "dp_replicate"), torch.arange(8).view(2, 4)),
             "axes in the order",

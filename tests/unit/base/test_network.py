@@ -45,7 +45,7 @@ def test_without_a_way_out_the_only_address_is_it_and_of_several_none(
     monkeypatch.setitem(MEANT, network._FAR, "127.0.0.1")
     assert network.reached_at("h0") == "10.77.0.1"
     on_h0["v1"] = "10.88.0.1"
-    with pytest.raises(UsageError, match=r"(?s)it has 10\.77\.0\.1, 10\.88\.0\.1.*--interface"):
+    with pytest.raises(UsageError, match=r"(?s)can reach: 10\.77\.0\.1, 10\.88\.0\.1.*--interface"):
         network.reached_at("h0")
     on_h0.clear()
     assert network.reached_at("h0") == network.LOOPBACK

@@ -104,7 +104,8 @@ def test_a_second_rendezvous_of_rank_0_does_not_take_ranks_from_the_first() -> N
 
 
 @pytest.mark.parametrize(
-    ("rank", "missing"), [(0, "ranks 1, 2 did not come"), (1, "rank 1 got no answer from rank 0")]
+    ("rank", "missing"),
+    [(0, "ranks 1, 2 did not join"), (1, "rank 1 received no answer from rank 0")],
 )
 def test_a_rank_that_waits_in_vain_is_told_for_whom(rank: int, missing: str) -> None:
     with pytest.raises(dist.DistStoreError, match=missing):

@@ -191,7 +191,7 @@ def test_each_launchers_variables_describe_its_world(name: str) -> None:
 REFUSED = {
     "an empty rank": ({**TORCHRUN, "RANK": ""}, r"RANK='' is not a number"),
     "a rank in words": ({**TORCHRUN, "RANK": "one"}, r"RANK='one' is not a number"),
-    "a negative rank": ({**TORCHRUN, "RANK": "-1"}, r"RANK='-1' is not a number from 0"),
+    "a negative rank": ({**TORCHRUN, "RANK": "-1"}, r"RANK='-1' is not a number of at least 0"),
     "a rank outside": ({**TORCHRUN, "RANK": "4"}, r"RANK=4, but WORLD_SIZE=4"),
     "a rank without a world": ({"RANK": "1"}, r"RANK=1, but WORLD_SIZE is not set"),
     "a rank outside a world of one": (
@@ -200,7 +200,10 @@ REFUSED = {
     ),
     "an empty size": ({**TORCHRUN, "WORLD_SIZE": ""}, r"WORLD_SIZE='' is not a number"),
     "a size in words": ({"WORLD_SIZE": "2 "}, r"WORLD_SIZE='2 ' is not a number"),
-    "no ranks at all": ({**TORCHRUN, "WORLD_SIZE": "0"}, r"WORLD_SIZE='0' is not a number from 1"),
+    "no ranks at all": (
+        {**TORCHRUN, "WORLD_SIZE": "0"},
+        r"WORLD_SIZE='0' is not a number of at least 1",
+    ),
     "a size without a rank": ({"WORLD_SIZE": "2", **PLACE}, r"WORLD_SIZE=2 but RANK is not set"),
     "a long value": ({"RANK": "9" * 100_000}, r"RANK='9{80}' is not a number"),
     "a local rank in words": ({**TORCHRUN, "LOCAL_RANK": "x"}, r"LOCAL_RANK='x' is not a number"),
@@ -228,7 +231,7 @@ REFUSED = {
         {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
         r"SLURM_PROCID is not set",
     ),
-    "two sizes": ({**SRUN, "WORLD_SIZE": "8", **PLACE}, r"WORLD_SIZE=8, but Slurm says 7"),
+    "two sizes": ({**SRUN, "WORLD_SIZE": "8", **PLACE}, r"WORLD_SIZE=8, but Slurm has 7"),
     "a host outside": (
         {**TORCHRUN, "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2"},
         r"this host is number 2 \(GROUP_RANK or NODE_RANK\), but GROUP_WORLD_SIZE=2",
@@ -240,13 +243,13 @@ REFUSED = {
     "a rank of PMI's without a size": ({"PMI_RANK": "3"}, r"PMI_RANK=3, but PMI_SIZE is not set"),
     "one process by hand, four by mpirun": (
         {**MPICH, "RANK": "0", "WORLD_SIZE": "1"},
-        r"WORLD_SIZE=1, but MPICH or Intel MPI says 4",
+        r"WORLD_SIZE=1, but MPICH or Intel MPI has 4",
     ),
     "one process by hand, seven by srun": (
         {**SRUN, "RANK": "0", "WORLD_SIZE": "1"},
-        r"WORLD_SIZE=1, but Slurm says 7",
+        r"WORLD_SIZE=1, but Slurm has 7",
     ),
-    "two ranks": ({**OPEN_MPI, "RANK": "0"}, r"RANK=0, but Open MPI says 1"),
+    "two ranks": ({**OPEN_MPI, "RANK": "0"}, r"RANK=0, but Open MPI has 1"),
 }
 
 
@@ -321,7 +324,7 @@ def test_slurms_list_of_hosts_is_expanded(text: str, hosts: str) -> None:
     "text", ["h[0-1", "h0]", "h[1-]", "h[x]", "h[3-1]", "a,,b", "h[0-999999]", "a b", "h[]"]
 )
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no list of hosts"):
+    with pytest.raises(UsageError, match="is not a list of hosts"):
         list(hosts_of(text))
 
 
@@ -421,12 +424,12 @@ def test_each_engines_variables_describe_the_machines_of_a_launcher(
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({**KUBEFLOW, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 asks for 1 to 4 machines"),
+        ({**KUBEFLOW, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 requests 1 to 4 machines"),
         ({**KUBEFLOW, "PET_NNODES": "two"}, "PET_NNODES='two' is not a number"),
         (SRUN, r"Slurm started 7 copies of this launcher \(SLURM_STEP_NUM_TASKS=7\)"),
         (OPEN_MPI, "Open MPI started 2 copies of this launcher"),
         ({**OPEN_MPI, "PET_NPROC_PER_NODE": "2"}, "Open MPI started 2 copies of this launcher"),
-        ({**LAUNCHERS_OF_SRUN, "PET_NNODES": "1"}, "PET_NNODES=1, but Slurm says 2 machines"),
+        ({**LAUNCHERS_OF_SRUN, "PET_NNODES": "1"}, "PET_NNODES=1, but Slurm has 2 machines"),
         ({**SKYPILOT, "SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK='' is not a number"),
     ],
 )
@@ -451,7 +454,7 @@ def test_a_command_that_runs_on_several_machines_and_is_no_rank_is_refused(
     environ: dict[str, str],
 ) -> None:
     with pytest.raises(
-        UsageError, match=r"=(1:)?2, and this process is no rank of a world"
+        UsageError, match=r"=(1:)?2, but this process is not one of several ranks"
     ) as caught:
         discover(environ)
     assert "deepseek-zero run" in caught.value.fix and "DEEPSEEK_ZERO_ALONE=1" in caught.value.fix
@@ -469,7 +472,8 @@ def test_rank_0_must_own_an_address_that_nobody_stated() -> None:
         fix="write -x MASTER_ADDR=<address>",
     )
     with pytest.raises(
-        UsageError, match=r"meet at 192.0.2.1, which is no address of this machine"
+        UsageError,
+        match=r"rendezvous address is 192.0.2.1, which is not an address of this machine",
     ) as caught:
         meeting_place({}, guessed)
     assert "-x MASTER_ADDR" in caught.value.fix

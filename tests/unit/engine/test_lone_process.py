@@ -36,6 +36,6 @@ def test_a_slurm_job_of_several_machines_and_tasks_is_refused(
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with pytest.raises(
-        UsageError, match="SLURM_JOB_NUM_NODES=2 and SLURM_NTASKS=4, and this process has no rank"
+        UsageError, match="SLURM_JOB_NUM_NODES=2 and SLURM_NTASKS=4, but this process has no rank"
     ):
         deepseek_zero.initialize(model=nn.Linear(4, 4), config=CONFIG)
