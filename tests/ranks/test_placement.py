@@ -184,8 +184,8 @@ def test_what_computes_is_never_the_memory_that_weights_rest_in(tier: str, ranks
     ("zero", "top", "said"),
     [
         (AUTO, {"memory_budget": {"device": 0, "disk": 4096}}, "fit nowhere"),
-        ({}, {"memory_budget": {"host": 1 << 30}}, "every place is stated"),
-        ({"offload_optimizer": {"ratio": 0.5}}, {}, "share of nothing"),
+        ({}, {"memory_budget": {"host": 1 << 30}}, "has no effect: no device is auto"),
+        ({"offload_optimizer": {"ratio": 0.5}}, {}, "has no effect: nothing is offloaded"),
     ],
 )
 def test_what_cannot_be_placed_is_said_before_anything_is_allocated(

@@ -599,7 +599,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated() -> None:
                 "offload_param": {"device": "nvme", "nvme_path": "/a"},
                 "offload_optimizer": {"device": "nvme", "nvme_path": "/b"},
             },
-            "name one directory for both",
+            "use one directory for both",
         ),
     ],
 )

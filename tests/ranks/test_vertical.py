@@ -415,8 +415,7 @@ def test_units_that_contain_each_other_and_models_without_units_are_refused() ->
         (
             2,
             8,
-            "vertical_micro_batches = 4.* needs stage 3: at stage 2 weights are whole on every "
-            "rank",
+            "vertical_micro_batches = 4.* needs stage 3: at stage 2 every rank holds all weights",
         ),
         (3, 6, "vertical_micro_batches = 4.* does not divide train_micro_batch_size_per_gpu = 6"),
     ],

@@ -130,7 +130,7 @@ class _Resolver:
                 self.decisions.append(AutoDecision(key, table[key], "the default of the key", True))
             else:
                 self.decisions.append(
-                    AutoDecision(key, None, "left out: its owner's default holds", True)
+                    AutoDecision(key, None, "not set: its owner's default is used", True)
                 )
         self.problems.raise_if_any()
         return self.config.with_decisions(tuple(self.decisions))
@@ -214,7 +214,7 @@ def _ranks(run: _Resolver) -> None:
         why = (
             "every rank of the run"
             if data_size == world
-            else "what the other axes leave of the world"
+            else "the world size divided by the other axes"
         )
         run.decide("dp_degree", data_size, why)
     for key, size in (("pp_degree", facts.stages), ("mp_degree", facts.tensor_size)):

@@ -73,7 +73,7 @@ def attempt(request: BatchRequest) -> Batch | Problem:
                 key, f"{label}: {value} has to be greater than 0", f"set {key} to 1 or more", value
             )
     if request.require_key and request.train is None and request.micro is None:
-        return Problem(_KEYS[0], NOTHING_STATED, f"state one of {_KEYS[0]} and {_KEYS[1]}")
+        return Problem(_KEYS[0], NOTHING_STATED, f"set {_KEYS[0]} or {_KEYS[1]}")
     return _check(_fill(_with_loader(request)))
 
 
@@ -126,7 +126,7 @@ def _fill(request: BatchRequest) -> Batch:
 
 def _why_micro(request: BatchRequest) -> str:
     if request.micro is None:
-        return "no data loader is known: micro-batch 1"
+        return "no data loader was passed: micro-batch 1"
     if request.loader == request.micro:
         return "micro-batch from the data loader; train batch = micro-batch x accumulation x ranks"
     return "train batch = micro-batch x accumulation x ranks"

@@ -304,7 +304,7 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     zero_quantized_gradients: bool | Auto | None
     """Reduce gradients of matrices as int4 blocks (qgZ). `compression.gradients` has the details."""
     compression: CompressionSectionKeywords | Auto | None
-    """Matrices in fewer bits on their way between ranks."""
+    """Matrices that are sent between ranks in fewer bits."""
     zeropp_loco_param: LocoParamKeywords | Auto | None
     """Error feedback for quantized gradients with a running mean of errors (LoCo); in bf16 unless
     `compression.gradients.error_feedback` is int8.
@@ -650,7 +650,7 @@ class CheckpointKeywords(TypedDict, total=False):
     keep_every: float | Auto | None
     """Ours. With keep_last: checkpoints at multiples of this number of steps are never removed."""
     save_on_signal: SaveOnSignalKeywords | Auto | None
-    """Saving when somebody asks the job to end."""
+    """Saving when the job receives a signal to end."""
     load_universal: bool | Auto | None
     """Load from DeepSpeed's universal format."""
     checkpoint_serialization: bool | Auto | None
@@ -839,7 +839,7 @@ class _Keys(TypedDict, total=False):
     measurement at the start. Results are bitwise equal.
     """
     integrity: IntegritySectionKeywords | Auto | None
-    """Ours. Finding bits that changed in memory or on their way."""
+    """Ours. Detection of bits that changed in memory or in transfers."""
     network: NetworkKeywords | Auto | None
     """Ours. Where the ranks of a host listen."""
     ranks_per_host: float | Auto | None

@@ -74,9 +74,9 @@ def _layer_spec(key: str, spec: Mapping[str, Any], problems: Problems) -> None:
     dim = spec.get("partition_dim")
     if dim not in (None, _DIMS.get(kind)):
         fix = (
-            f"remove it: {kind} cuts dimension {_DIMS.get(kind)}"
+            f"remove it: {kind} splits dimension {_DIMS.get(kind)}"
             if kind in _DIMS
-            else "remove it: skip cuts nothing"
+            else "remove it: skip splits nothing"
         )
         problems.found.append(
             Problem(f"{key}.partition_dim", "is not built", fix, dim, not_built=True)
@@ -88,10 +88,10 @@ def _layer_spec(key: str, spec: Mapping[str, Any], problems: Problems) -> None:
         )
         problems.found.append(Problem(f"{key}.shape", "is not built", fix, shape, not_built=True))
     if spec.get("grad_allreduce") and kind != "skip":
-        fix = "remove it: the gradient of a layer that is cut is a rank's own"
+        fix = "remove it: the gradient of a split layer belongs to one rank"
         problems.add(
             f"{key}.grad_allreduce",
-            f"is for layers that are skipped, and this is {kind}",
+            f"applies only to layers that are skipped, and this one is {kind}",
             fix,
             True,
         )

@@ -30,9 +30,9 @@ from .schema import Config, OffloadOptimizer, OffloadParam
 from .text import Source, read
 
 BOTH_GIVEN = (
-    "two configurations were given: one to initialize, and one by the flag --deepspeed_config"
+    "two configurations were given: the argument of initialize and the flag --deepspeed_config"
 )
-BOTH_ARGUMENTS = "two configurations were given: by --deepscale_config and by --deepspeed_config"
+BOTH_ARGUMENTS = "two configurations were given: --deepscale_config and --deepspeed_config"
 NONE_GIVEN = "no configuration was given"
 
 
@@ -100,7 +100,7 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
     if old_flag is not None:
         _warn("--deepscale_config is deprecated, please use --deepspeed_config")
         if flag is not None:
-            raise ConfigError(BOTH_ARGUMENTS, fix="pass --deepspeed_config alone")
+            raise ConfigError(BOTH_ARGUMENTS, fix="pass only --deepspeed_config")
         flag = old_flag
     if flag is not None and given is not None:
         raise ConfigError(
@@ -207,23 +207,21 @@ def _precision(config: Config, problems: Problems) -> None:
         problems.add(
             "fp16.enabled",
             "bfloat16 and fp16 modes cannot be simultaneously enabled",
-            "switch one of them off",
+            "disable one of them",
             True,
         )
     if on and config.torch_autocast.enabled and not problems.goes_on:
         problems.add(
             "torch_autocast.enabled",
-            f"{on[0]}.enabled casts the model itself; autocast wants it in fp32",
-            f"switch {on[0]} or torch_autocast off",
+            f"{on[0]}.enabled casts the model; autocast needs it in fp32",
+            f"disable {on[0]} or torch_autocast",
             True,
         )
     wanted = config.precision
     has_no_master = config.bf16.master == "none" or config.bf16.bf16_master_weights_and_grads
     if wanted == "auto" and has_no_master:
-        fix = 'keep a master ("split" or "fp32"), or name the precision'
-        problems.add(
-            "bf16.master", "leaves nothing to lift a unit from where precision is auto", fix, "none"
-        )
+        fix = 'use "split" or "fp32", or set precision to a dtype'
+        problems.add("bf16.master", "keeps no fp32 values, which precision auto needs", fix, "none")
     for name in on:
         if wanted not in (None, "auto", name):
             problems.add(
@@ -245,7 +243,7 @@ def _loss_scale(config: Config, problems: Problems) -> None:
         if value <= 0:
             problems.add(
                 key,
-                "must be greater than 0 while the loss scale is dynamic",
+                "must be greater than 0 if the loss scale is dynamic",
                 "remove it or set it to 1",
                 value,
             )
@@ -297,15 +295,15 @@ def _tiers(config: Config, problems: Problems) -> Config:
         if stage < least and problems.goes_on:
             problems.warn(
                 f"{key}.device",
-                f"{offload.device} is left out, as DeepSpeed does: it needs stage {least} or more",
+                f"{offload.device} is ignored, as DeepSpeed does: it needs stage {least} or more",
             )
             config = config.changed({"zero_optimization": {name: {"device": "none"}}})
             continue
         if stage < least:
             problems.add(
                 f"{key}.device",
-                f"needs stage {least} or more: at stage {stage} every rank holds all of it",
-                f'write "stage": {least}, or "device": "none"',
+                f"needs stage {least} or more: at stage {stage} every rank holds the whole state",
+                f'set "stage": {least}, or "device": "none"',
                 offload.device,
             )
         if offload.device == "nvme":
@@ -321,8 +319,8 @@ def _tiers(config: Config, problems: Problems) -> Config:
     if len(set(paths.values())) > 1:
         problems.add(
             "zero_optimization.offload_param.nvme_path",
-            "differs from that of offload_optimizer: a rank keeps its states in one file",
-            "name one directory for both",
+            "differs from that of offload_optimizer, but a rank stores its states in one file",
+            "use one directory for both",
             paths["offload_param"],
         )
     return config
@@ -337,21 +335,22 @@ def _open_places(config: Config, problems: Problems) -> None:
     if is_open and not has_path and budget.disk is not None:
         problems.add(
             "memory_budget.disk",
-            "names no disk",
-            "name a directory on it as nvme_path, or remove it",
+            "has no directory",
+            "set nvme_path to a directory on that disk, or remove it",
             budget.disk,
         )
     for name, value in (("host", budget.host), ("disk", budget.disk)):
         if not is_open and value is not None:
-            fix = 'write "device": "auto" in offload_optimizer or offload_param, or remove it'
-            problems.add(
-                f"memory_budget.{name}", "has nothing to decide: every place is stated", fix, value
-            )
+            fix = 'set "device": "auto" in offload_optimizer or offload_param, or remove it'
+            problems.add(f"memory_budget.{name}", "has no effect: no device is auto", fix, value)
     states = config.zero_optimization.offload_optimizer
     if states.ratio != 1.0 and states.device not in ("cpu", "nvme"):
-        fix = 'write "device": "cpu" or "nvme" beside it, or remove it'
+        fix = 'set "device": "cpu" or "nvme" in offload_optimizer, or remove it'
         problems.add(
-            "zero_optimization.offload_optimizer.ratio", "is a share of nothing", fix, states.ratio
+            "zero_optimization.offload_optimizer.ratio",
+            "has no effect: nothing is offloaded",
+            fix,
+            states.ratio,
         )
 
 
@@ -362,14 +361,14 @@ def _vertical(config: Config, problems: Problems) -> None:
     stage = config.zero_optimization.stage
     if count > 1 and stage < 3:
         what = (
-            f"needs stage 3: at stage {stage} weights are whole on every rank, so there is no load "
+            f"needs stage 3: at stage {stage} every rank holds all weights, so there is no load "
             "to share"
         )
-        problems.add(key, what, 'write "stage": 3, or gradient_accumulation_steps instead', count)
+        problems.add(key, what, 'set "stage": 3, or use gradient_accumulation_steps', count)
     samples = config.stated("train_micro_batch_size_per_gpu")
     if isinstance(samples, int) and samples % count:
-        what = f"does not divide train_micro_batch_size_per_gpu = {samples}, the batch that it cuts"
-        problems.add(key, what, f"make that a multiple of {count}", count)
+        what = f"does not divide train_micro_batch_size_per_gpu = {samples}, which it splits"
+        problems.add(key, what, f"set that to a multiple of {count}", count)
 
 
 def _schedules(config: Config, problems: Problems) -> None:
@@ -381,17 +380,17 @@ def _schedules(config: Config, problems: Problems) -> None:
         if value is None or value is False:
             continue
         if offload.device == "none":
-            fix = 'write "device": "cpu" or "nvme" in offload_optimizer, or remove it'
-            problems.add(key, "is for states that rest in another memory", fix, value)
+            fix = 'set "device": "cpu" or "nvme" in offload_optimizer, or remove it'
+            problems.add(key, "applies only to offloaded states", fix, value)
         stage = config.zero_optimization.stage
         if name == "super_offload" and stage != 3:
-            what = f"needs stage 3: at stage {stage} programs see weights before the step is over"
-            problems.add(key, what, 'write "stage": 3, or remove it', value)
+            what = f"needs stage 3: at stage {stage} programs can read weights before the step ends"
+            problems.add(key, what, 'set "stage": 3, or remove it', value)
         if config.precision == "auto":
-            fix = "name the precision, or remove it"
+            fix = "set precision to a dtype, or remove it"
             problems.add(
                 key,
-                "contradicts precision auto, which may change a unit's plan at a step's end",
+                "contradicts precision auto, which may change the dtype of a unit after a step",
                 fix,
                 value,
             )
@@ -423,17 +422,17 @@ def _pipeline(config: Config, problems: Problems) -> None:
     """Check that the pipeline keys fit its schedule."""
     section = config.pipeline
     if section.virtual > 1 and section.schedule == "1f1b":
-        fix = 'write "schedule": "interleaved" or "breadth_first", or remove it'
+        fix = 'set "schedule": "interleaved" or "breadth_first", or remove it'
         problems.add(
             "pipeline.virtual",
-            "is more than schedule 1f1b has: one stage on a rank",
+            "must be 1 with schedule 1f1b, which has one stage on each rank",
             fix,
             section.virtual,
         )
     if section.group is not None and section.schedule != "breadth_first":
-        fix = 'write "schedule": "breadth_first", or remove it'
+        fix = 'set "schedule": "breadth_first", or remove it'
         problems.add(
-            "pipeline.group", f"is no matter of schedule {section.schedule}", fix, section.group
+            "pipeline.group", f"does not apply to schedule {section.schedule}", fix, section.group
         )
 
 
@@ -445,13 +444,13 @@ def _types(config: Config, autos: Set[str], problems: Problems) -> None:
     ):
         if section.params and not section.type and f"{name}.type" not in autos:
             fix = f'add "type": "{example}" or another'
-            problems.add(f"{name}.params", f"has no {name}.type beside it", fix, section.params)
+            problems.add(f"{name}.params", f"needs {name}.type", fix, section.params)
 
 
 def _packages(config: Config, problems: Problems) -> None:
     for name, (module, install) in PACKAGES.items():
         if getattr(config, name).enabled and find_spec(module) is None:
-            fix = f"{install}, or switch it off"
+            fix = f"{install}, or disable it"
             problems.add(f"{name}.enabled", f"the package {module} is not installed", fix, True)
 
 
@@ -469,5 +468,5 @@ def _feedback(config: Config, problems: Problems) -> None:
         if value not in (None, "off"):
             if isinstance(value, Section):
                 value = value.stated_values()
-            why = "gradients are sent as they are: zero_quantized_gradients codes them"
+            why = "gradients are not quantized: set zero_quantized_gradients"
             problems.without_effect(f"zero_optimization.{key}", value, why)

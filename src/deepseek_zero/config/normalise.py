@@ -125,7 +125,7 @@ class Normaliser:
             return value
         if not depth:
             self.problems.add(
-                path, f"is nested deeper than {_DEEPEST} levels", "does it hold itself?", value
+                path, f"is nested deeper than {_DEEPEST} levels", "does it contain itself?", value
             )
             return None
         if isinstance(value, Mapping):
@@ -136,10 +136,10 @@ class Normaliser:
         told = f"{prefix}{shown(name)}"
         if self.unknown_is_error or prefix:
             self.problems.add(
-                told, f"a key must be a text, not {article(name)}", "write it in quotes", value
+                told, f"a key must be a string, not {article(name)}", "write it in quotes", value
             )
         else:
-            self.problems.warn(told, f"a key that is {article(name)} and no text, ignored")
+            self.problems.warn(told, f"a key that is {article(name)} instead of a string, ignored")
 
     def _section(
         self, model: type[Section], given: Mapping[str, Any], prefix: str
@@ -249,9 +249,8 @@ class Normaliser:
             if isinstance(value, str) and value.strip().lower() == AUTO:
                 self.autos.add(f"{path}.{name}")
             elif number is not None:
-                self.problems.warn(
-                    f"{path}.{name}", f"read the text {shown(value)} as a number; remove the quotes"
-                )
+                note = f"read the string {shown(value)} as a number; remove the quotes"
+                self.problems.warn(f"{path}.{name}", note)
                 values[name] = number
             else:
                 values[name] = value
@@ -406,8 +405,8 @@ def _number(value: Any, kind: type, inf: Any) -> tuple[Any, str]:
     if isinstance(value, str):
         number = math.inf if value.strip().lower() in ("inf", "infinity") else quoted_number(value)
         if number is None:
-            raise Mismatch(f"must be {article}, not the text {shown(value)}")
-        note = f"read the text {shown(value)} as a number; remove the quotes"
+            raise Mismatch(f"must be {article}, not the string {shown(value)}")
+        note = f"read the string {shown(value)} as a number; remove the quotes"
         value = number
     if isinstance(value, bool) or not isinstance(value, Real):
         raise Mismatch(f"must be {article}, not {_called(value)}")
@@ -433,7 +432,7 @@ def _bool(value: Any) -> tuple[bool, str]:
     if isinstance(value, str) and value.strip().lower() in _BOOLS:
         return _BOOLS[
             value.strip().lower()
-        ], f"read the text {shown(value)} as a word; remove the quotes"
+        ], f"read the string {shown(value)} as a boolean; remove the quotes"
     if isinstance(value, int) and value in (0, 1):
         return bool(value), f"read {value} as {str(bool(value)).lower()}"
     raise Mismatch(f"must be true or false, not {_called(value)}")
@@ -443,11 +442,9 @@ def _text(value: Any) -> tuple[str, str]:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str):
-        raise Mismatch(f"must be a text, not {_called(value)}")
+        raise Mismatch(f"must be a string, not {_called(value)}")
     if "\0" in value or (not value.isascii() and _SURROGATE.search(value)):
-        raise Mismatch(
-            "must be a text that can be written: no null character, no half of a character"
-        )
+        raise Mismatch("must be a string without null characters and without lone surrogates")
     return value, ""
 
 
@@ -488,7 +485,7 @@ def _mapping(value: Any) -> tuple[dict[str, Any], str]:
 def _called(value: Any) -> str:
     words = {
         bool: "true or false",
-        str: "a text",
+        str: "a string",
         dict: "an object",
         list: "a list",
         NoneType: "null",

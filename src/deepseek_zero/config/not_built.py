@@ -107,7 +107,7 @@ _ROWS = (
         "aio.use_gds",
         "Transfer between disk and GPU without host memory.",
         default=False,
-        alternative="states travel through host memory",
+        alternative="states are copied through host memory",
     ),
     # Gradients and precision
     NotBuilt(
@@ -117,7 +117,7 @@ _ROWS = (
         alternative="embeddings are reduced like other matrices, with the same result",
         removed="pull request 8504: it had no users",
         fix=(
-            "leave it out: embeddings are reduced like other matrices, with "
+            "remove it: embeddings are reduced like other matrices, with "
             "zero_quantized_gradients in 4 bits"
         ),
     ),
@@ -142,14 +142,14 @@ _ROWS = (
         "Module classes whose gradients are reduced in the autocast dtype.",
         default=(),
         part=Milestone.SPEED,
-        alternative="gradients travel in their own dtype",
+        alternative="gradients are sent in their own dtype",
     ),
     NotBuilt(
         "data_types.param_dtype",
         "Dtype of the weights in computation.",
         kind=_Dtype,
         part=Milestone.CLIENTS,
-        alternative="the sections fp16 and bf16 say it",
+        alternative="the sections fp16 and bf16 decide it",
     ),
     NotBuilt(
         "data_types.buffer_dtype",
@@ -328,7 +328,7 @@ _ROWS = (
         "data_efficiency.data_routing",
         "Random layer-token dropping.",
         default={},
-        alternative="layers compute all tokens, as those do that no program converts",
+        alternative="layers compute all tokens, like layers that no program converts",
     ),
     NotBuilt(
         "compression_training",
@@ -399,8 +399,8 @@ def _refuse_section(row: NotBuilt, stated: Mapping[str, Any], problems: Problems
     if not _asks(False, value):
         return
     others = ", ".join(name for name in stated if name != row.switch)
-    beside = f" (with {others})" if others else ""
-    _refuse(row, f"{row.path}.{row.switch}", value, beside, problems)
+    suffix = f" (with {others})" if others else ""
+    _refuse(row, f"{row.path}.{row.switch}", value, suffix, problems)
     if not (problems.goes_on and row.alternative):
         return
     for name, default in row.strict.items():
@@ -408,15 +408,15 @@ def _refuse_section(row: NotBuilt, stated: Mapping[str, Any], problems: Problems
             problems.found.append(_problem(row, f"{row.path}.{name}", stated[name]))
 
 
-def _refuse(row: NotBuilt, key: str, value: Any, beside: str, problems: Problems) -> None:
+def _refuse(row: NotBuilt, key: str, value: Any, suffix: str, problems: Problems) -> None:
     if problems.goes_on and row.alternative:
-        problems.warn(key, f"{shown(value)}{beside} is not built; {row.alternative}")
+        problems.warn(key, f"{shown(value)}{suffix} is not built; {row.alternative}")
     else:
-        problems.found.append(_problem(row, key, value, beside))
+        problems.found.append(_problem(row, key, value, suffix))
 
 
-def _problem(row: NotBuilt, key: str, value: Any, beside: str = "") -> Problem:
-    what = f"is not built{beside}: {row.reason}"
+def _problem(row: NotBuilt, key: str, value: Any, suffix: str = "") -> Problem:
+    what = f"is not built{suffix}: {row.reason}"
     return Problem(key, what, row.fix, value, not_built=True)
 
 

@@ -491,7 +491,7 @@ class ZeroOptimization(Section):
         example=True,
     )
     compression: CompressionSection = section(
-        CompressionSection, "Matrices in fewer bits on their way between ranks."
+        CompressionSection, "Matrices that are sent between ranks in fewer bits."
     )
     zeropp_loco_param: LocoParam | None = effective(
         None,
@@ -521,7 +521,7 @@ class ZeroOptimization(Section):
     override_module_apply: bool = accepted(
         True,
         "Gather parameters inside Module.apply.",
-        "apply on a parameter at rest raises with advice instead",
+        "apply on a sharded parameter raises an error with advice instead",
     )
     pipeline_loading_checkpoint: bool = accepted(
         False,
@@ -958,7 +958,7 @@ class Checkpoint(Section):
         needs={"checkpoint.keep_last": 3},
     )
     save_on_signal: SaveOnSignal = section(
-        SaveOnSignal, "Saving when somebody asks the job to end."
+        SaveOnSignal, "Saving when the job receives a signal to end."
     )
     load_universal: bool = accepted(
         False,
@@ -1621,7 +1621,7 @@ class Config(Section):
         example="gloo",
     )
     integrity: IntegritySection = section(
-        IntegritySection, "Ours. Finding bits that changed in memory or on their way."
+        IntegritySection, "Ours. Detection of bits that changed in memory or in transfers."
     )
     network: Network = section(Network, "Ours. Where the ranks of a host listen.")
     ranks_per_host: int | None = effective(

@@ -98,8 +98,8 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: "
             f"{line}",
             fix=(
-                "comments and trailing commas are allowed; words are true, false, null; names "
-                "stand in double quotes"
+                "comments and trailing commas are allowed; the literals are true, false and null; "
+                "keys are in double quotes"
             ),
         ) from None
     except (
@@ -108,7 +108,7 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
     ) as error:  # a number with thousands of digits, or endless brackets
         raise ConfigError(
             f"{source} cannot be read as JSON: {error}.",
-            fix="look for numbers and nesting that nobody means.",
+            fix="look for very long numbers and very deep nesting.",
         ) from None
     if not isinstance(values, dict):
         raise ConfigError(

@@ -172,14 +172,14 @@ def test_the_configuration_comes_in_every_way(way: str, tmp_path: Path) -> None:
                 "config": CONFIG,
                 "args": argparse.Namespace(deepspeed_config="x.json"),
             },
-            "one to initialize, and one by the flag --deepspeed_config",
+            "the argument of initialize and the flag --deepspeed_config",
         ),
         (
             {
                 "model": "net",
                 "args": argparse.Namespace(deepspeed_config="x.json", deepscale_config="y.json"),
             },
-            "by --deepscale_config and by --deepspeed_config",
+            "--deepscale_config and --deepspeed_config",
         ),
         (
             {"model": "net", "config": CONFIG, "mpu": object()},

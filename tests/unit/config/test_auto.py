@@ -190,7 +190,7 @@ def test_an_auto_optimizer_is_the_programs_own_or_adamw() -> None:
 def test_an_argument_nobody_knows_is_left_to_the_optimizer() -> None:
     config = resolved({"optimizer": {"type": "AdamW", "params": {"amsgrad": AUTO}}})
     assert config.optimizer.params == {}
-    assert reason(config, "optimizer.params.amsgrad").why == "left out: its owner's default holds"
+    assert reason(config, "optimizer.params.amsgrad").why == "not set: its owner's default is used"
 
 
 def test_an_auto_schedule_takes_its_peak_from_the_optimizer() -> None:
