@@ -517,6 +517,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def pci_address(gpu: int) -> str:
+    """Return the address of a CUDA device on the PCI bus, as /sys writes it.
+
+    Args:
+        gpu: Index of the device.
+    """
+    found: Any = torch.cuda.get_device_properties(gpu)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
 def free_device_bytes(device: torch.device) -> int | None:
     """Return the free bytes of a GPU's memory, or None on a CPU."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import mmap
 import os
-import re
 import sys
 import time
 import weakref
@@ -19,18 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import host
 from .capabilities import Capability
 from .errors import OutOfMemoryError
 
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
-HUGE_PAGES_SWITCH = "/sys/kernel/mm/transparent_hugepage/enabled"
 NAME = "deepseek_zero"  # name of the pages in /proc/PID/maps, by which they cannot be opened
 # About the size of the activations and of one unit's gradients of a model for a laptop
 KEPT_BYTES = 256 << 20
@@ -112,13 +110,10 @@ def _freed_memory(is_kept: bool) -> Capability:
 
 def _huge_pages() -> Capability:
     name = "memory of states"
-    try:
-        said = re.search(r"\[(\w+)\]", Path(HUGE_PAGES_SWITCH).read_text(encoding="ascii"))
-    except OSError:
-        said = None
-    if said is not None and said[1] in ("always", "madvise"):
-        return Capability(name, "huge pages")
-    why = f"{HUGE_PAGES_SWITCH} is {said[1] if said else 'missing'}: 512 page faults instead of one"
+    mode = host.THIS_HOST.huge_pages()
+    if mode in ("always", "madvise"):
+        return Capability(name, f"huge pages ({mode})")
+    why = f"transparent huge pages: {mode or 'none'}, so 512 page faults instead of one"
     return Capability(name, f"pages of {PAGE} bytes", why)
 
 
@@ -252,7 +247,12 @@ class Slab:
         self._used.add(offset)
         return found
 
-    def touch(self, threads: int, advance: Callable[[int], None]) -> None:
+    def touch(
+        self,
+        threads: int,
+        advance: Callable[[int], None],
+        begin: Callable[[], None] | None = None,
+    ) -> None:
         """Allocate all pages with several threads, so that no first use waits for them.
 
         The contents are not changed. Without MADV_POPULATE_WRITE (Linux before 5.14) nothing
@@ -261,6 +261,8 @@ class Slab:
         Args:
             threads: The number of threads.
             advance: Called with the number of bytes whose pages were allocated.
+            begin: Called first in each thread. The system places pages on the NUMA node of the
+                thread that touches them.
         """
         if sys.platform != "linux":
             return
@@ -271,7 +273,8 @@ class Slab:
         count = _TRIAL_BYTES // _TOUCH_BYTES
         trial = slices[:count]
         rest = slices[count:]
-        with ThreadPoolExecutor(max(1, min(threads, len(slices))), "deepseek_zero touch") as pool:
+        workers = max(1, min(threads, len(slices)))
+        with ThreadPoolExecutor(workers, "deepseek_zero touch", begin) as pool:
             began = time.perf_counter()
             _touch(trial, pool, advance)
             seconds = time.perf_counter() - began

@@ -1,7 +1,7 @@
 """The command `deepseek-zero doctor`: show what this machine has.
 
-It starts no process group, allocates nothing on a GPU, and writes only unnamed files.
-cli/__init__.py imports it late because it imports torch.
+It starts no process group and writes only unnamed files. On a GPU it allocates nothing but CUDA's
+context, which page-locking needs. cli/__init__.py imports it late because it imports torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import platform
 import resource
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,8 +26,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from deepseek_zero.base import memory
-from deepseek_zero.base.errors import StorageError, UsageError
+from deepseek_zero.base import host, memory
+from deepseek_zero.base.device import pci_address
+from deepseek_zero.base.errors import OutOfMemoryError, StorageError, UsageError
 from deepseek_zero.base.plugins import COMMANDS, contributions
 from deepseek_zero.base.world import (
     ask_mpi,
@@ -36,11 +38,17 @@ from deepseek_zero.base.world import (
     suspect_lone_process,
 )
 from deepseek_zero.cli.agent import gpus_of_this_machine
-from deepseek_zero.cli.nodes import THREAD_VARIABLES, NodeMachine, allowed_cores
+from deepseek_zero.cli.nodes import THREAD_VARIABLES, NodeMachine
 from deepseek_zero.kernels import cuda
-from deepseek_zero.kernels.compiler import available
+from deepseek_zero.kernels.compiler import (
+    available,
+    bind_update_thread,
+    threads_for,
+    update_cpus,
+)
 from deepseek_zero.kernels.nvidia import nvrtc_version
 from deepseek_zero.tiers.disk import Disk
+from deepseek_zero.tiers.host import MOST_THREADS, free_host_bytes
 
 GIB = 2**30
 
@@ -53,7 +61,8 @@ MIN_OPEN_FILES = 256
 
 SHM = Path("/dev/shm")
 
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+LOCK_TEST_BYTES = 256 << 20  # page-locked for a measurement, if a quarter of the memory is more
+PLACE_TEST_BYTES = 8 << 20  # touched to see on which NUMA node pages are placed
 
 BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
 FP16_CPU_FLAGS = ("amx_fp16", "avx512_fp16", "fphp")
@@ -79,7 +88,7 @@ class Finding:
 
 def findings() -> list[Finding]:
     """Return all findings, in the order of the table."""
-    machine = NodeMachine(allowed_cores(), gpus_of_this_machine(os.environ))
+    machine = NodeMachine(host.allowed_cores(), gpus_of_this_machine(os.environ))
     return [
         Finding("python", platform.python_version(), "3.11 or newer is needed"),
         _torch(),
@@ -89,7 +98,10 @@ def findings() -> list[Finding]:
         _update_kernels(),
         *_gpu_update_kernels(),
         _memory(),
+        _cgroup_memory(),
         *_gpus(machine),
+        *_nodes(machine),
+        _page_locking(),
         *_formats(machine),
         *_backends(machine),
         *_spaces(),
@@ -181,16 +193,92 @@ def _gpu_update_kernels() -> Iterator[Finding]:
 
 def _memory() -> Finding:
     total = psutil.virtual_memory().total
-    free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # the limit of a container, if any
-        total = min(total, int(MEMORY_LIMIT.read_text()))
-    free = min(free, total)
+    free = free_host_bytes()
+    group = host.THIS_HOST.cgroup_memory()
+    if group is not None:
+        total = min(total, group.limit)
     verdict = Severity.GOOD if free >= MIN_MEMORY_GIB * GIB else Severity.NOTE
     # bf16 training with fp32 main weights and Adam: 2 + 4 + 8 bytes, and a 2-byte gradient, for
     # each parameter.
     millions = int(free / 16 / 1e6)
     meaning = f"states of about {millions:,} million parameters (16 bytes each), before activations"
     return Finding("memory", f"{free / GIB:.1f} GiB free of {total / GIB:.1f}", meaning, verdict)
+
+
+def _cgroup_memory() -> Finding:
+    """Report the memory that the control groups of this process leave."""
+    name = "memory of the cgroup"
+    group = host.THIS_HOST.cgroup_memory()
+    if group is None:
+        return Finding(name, "no limit", "neither by version 1 nor by version 2")
+    return Finding(
+        name,
+        f"{group.free / GIB:.1f} GiB free of {group.limit / GIB:.1f}",
+        f"version {group.version}; page-locked memory and the page cache count",
+    )
+
+
+def _nodes(machine: NodeMachine) -> Iterator[Finding]:
+    """Report the NUMA nodes, and where update threads run and place pages."""
+    nodes = host.THIS_HOST.nodes()
+    listed = [f"node {number}: CPUs {host.format_cpus(cpus)}" for number, cpus in nodes.items()]
+    yield Finding("NUMA nodes", str(len(nodes) or "unknown"), "; ".join(listed) or "not in /sys")
+    try:
+        cpus = update_cpus()
+    except UsageError as error:
+        yield Finding("update threads", "unclear", str(error), Severity.BAD)
+        return
+    if cpus:
+        meaning = "bound to the CPUs near the GPU"
+    elif len(nodes) < 2:
+        meaning = "not bound: the host has one NUMA node"
+    elif not machine.gpus:
+        meaning = "not bound: there is no GPU"
+    else:
+        meaning = "not bound: no CPU near the GPU is known, or this process may not use it"
+    threads = threads_for(machine.default_nproc)
+    where = host.format_cpus(cpus or host.allowed_cpus())
+    yield Finding("update threads", f"{threads} per rank on CPUs {where}", meaning)
+    yield Finding(
+        "pages of states", _place_of_pages(), "where update threads place them, by a test buffer"
+    )
+
+
+def _place_of_pages() -> str:
+    """Return the NUMA nodes of a test buffer that update threads have touched."""
+    slab = memory.Slab([PLACE_TEST_BYTES])
+    slab.touch(1, lambda nbytes: None, bind_update_thread)
+    buffer = slab.take(PLACE_TEST_BYTES, torch.uint8)
+    assert buffer is not None
+    found = host.THIS_HOST.pages_by_node(buffer.data_ptr())
+    parts = [f"node {node}: {nbytes / 2**20:.0f} MiB" for node, nbytes in found.items()]
+    return ", ".join(parts) or "unknown"
+
+
+def _page_locking() -> Finding:
+    """Measure how long it takes to touch and page-lock host memory."""
+    name = "page-locked memory"
+    if not torch.cuda.is_available():
+        return Finding(name, "none", "without a GPU, nothing is page-locked")
+    nbytes = min(LOCK_TEST_BYTES, free_host_bytes() // 4) // memory.PAGE * memory.PAGE
+    slab = memory.Slab([nbytes])
+    threads = min(MOST_THREADS, threads_for(1))
+    torch.cuda.synchronize()  # CUDA's start is not part of the measurement
+    began = time.perf_counter()
+    slab.touch(threads, lambda nbytes: None, bind_update_thread)
+    touched = time.perf_counter()
+    try:
+        slab.lock(lambda nbytes: None)
+    except OutOfMemoryError as error:
+        return Finding(name, "refused", str(error), Severity.BAD)
+    locked = time.perf_counter()
+    gigabytes = nbytes / 1e9
+    return Finding(
+        name,
+        f"{(locked - began) / gigabytes:.2f} s per GB",
+        f"{(touched - began) / gigabytes:.2f} s to touch the pages, the rest to lock them; "
+        f"measured on {nbytes >> 20} MiB",
+    )
 
 
 def _gpus(machine: NodeMachine) -> Iterator[Finding]:
@@ -201,8 +289,12 @@ def _gpus(machine: NodeMachine) -> Iterator[Finding]:
     for index, name in enumerate(machine.gpus):
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / GIB:.0f} GiB"
+        node = host.THIS_HOST.node_of_gpu(pci_address(index))
+        place = "NUMA node unknown" if node is None else f"NUMA node {node}"
         yield Finding(
-            f"GPU {name}", properties.name, f"{memory}, compute capability {_capability(index)}"
+            f"GPU {name}",
+            properties.name,
+            f"{memory}, compute capability {_capability(index)}, {place}",
         )
 
 

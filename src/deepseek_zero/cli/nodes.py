@@ -14,11 +14,8 @@ use only the standard library, so torch is not needed if there are no GPUs to co
 
 from __future__ import annotations
 
-import math
-import os
 import re
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -312,8 +309,6 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
 
 @dataclass(frozen=True)
 class NodeMachine:
@@ -343,21 +338,6 @@ class NodeMachine:
         """
         threads = max(1, self.cores // nproc)
         return {name: str(threads) for name in THREAD_VARIABLES if name not in environment}
-
-
-def allowed_cores(quota_file: Path = CPU_QUOTA) -> int:
-    """Return the number of CPU cores that this process may use.
-
-    It is limited by the CPU affinity and by the container's quota, rounded up.
-    """
-    affinity = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    with suppress(OSError, ValueError):
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            return max(1, min(affinity, math.ceil(int(quota) / int(period))))
-    return affinity
 
 
 def visible_gpus(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:

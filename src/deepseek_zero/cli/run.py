@@ -25,6 +25,7 @@ from rich.text import Text
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.given import refuse_url
+from deepseek_zero.base.host import allowed_cores
 from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, MESH, TLS, checked_dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.network import lead_gloo
@@ -40,7 +41,7 @@ from deepseek_zero.cli.launcher_options import (
 )
 from deepseek_zero.cli.lifeline import Lifeline
 from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
-from deepseek_zero.cli.nodes import Asked, NodeMachine, NodePlan, allowed_cores, plan_node
+from deepseek_zero.cli.nodes import Asked, NodeMachine, NodePlan, plan_node
 from deepseek_zero.cli.ranks import Command, Outcome, Target
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")

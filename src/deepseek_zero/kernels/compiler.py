@@ -1,4 +1,4 @@
-"""Compile loops over flat CPU memory with numba, if it is installed.
+"""Compile loops over flat CPU memory with numba, if it is installed, and run them on threads.
 
 numba is optional (the extra `fast`). It is imported at the first update and not with the package,
 because the import takes 0.3 s and each kernel takes up to 0.7 s to compile.
@@ -7,14 +7,18 @@ because the import takes 0.3 s and each kernel takes up to 0.7 s to compile.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
+from ..base import host
+from ..base.device import default_device, pci_address
 from ..base.errors import UsageError
 from ..base.log import log_once
 
@@ -82,19 +86,65 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def threads_for(ranks_here: int) -> int:
     """Return how many threads a rank may use: cores divided by ranks on the host.
 
-    The cores are those on which this process may run. `OMP_NUM_THREADS` is ignored, because
+    The cores are those on which this process may run, and no more than the quota of its control
+    groups. Bound threads are no more than their CPUs. `OMP_NUM_THREADS` is ignored, because
     torchrun sets it to 1 even if cores are free.
     """
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    return max(1, cores // max(1, ranks_here))
+    cores = len(host.allowed_cpus())
+    quota = _cpu_quota(host.THIS_HOST)
+    if quota is not None:
+        cores = min(cores, quota)
+    threads = max(1, cores // max(1, ranks_here))
+    cpus = update_cpus()
+    return min(threads, len(cpus)) if cpus else threads
+
+
+def update_cpus() -> frozenset[int]:
+    """Return the CPUs to which the update threads of this rank are bound.
+
+    On a host with several NUMA nodes, these are the CPUs near the rank's GPU on which this process
+    may run. The result is empty if the threads are not bound.
+    """
+    if not hasattr(os, "sched_setaffinity") or not _has_several_nodes(host.THIS_HOST):
+        return frozenset()
+    device = default_device()
+    if device.type != "cuda":
+        return frozenset()
+    return _cpus_near_gpu(host.THIS_HOST, device.index or 0) & host.allowed_cpus()
+
+
+def bind_update_thread() -> None:
+    """Bind the calling thread to `update_cpus`. Call it in threads that this module starts only.
+
+    A thread that migrates to another NUMA node reads memory of a remote node from then on.
+    """
+    cpus = update_cpus()
+    if cpus:
+        with suppress(OSError):  # the system no longer grants these CPUs
+            os.sched_setaffinity(threading.get_native_id(), cpus)
+
+
+@cache
+def _cpu_quota(files: host.HostFiles) -> int | None:
+    return files.cpu_quota()
+
+
+@cache
+def _has_several_nodes(files: host.HostFiles) -> bool:
+    return len(files.nodes()) > 1
+
+
+@cache
+def _cpus_near_gpu(files: host.HostFiles, gpu: int) -> frozenset[int]:
+    """Return the CPUs near a GPU; none if its NUMA node is not known."""
+    node = files.node_of_gpu(pci_address(gpu))
+    return frozenset() if node is None else files.cpus_near(node)
 
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """Return the thread pool of a process. A forked child creates its own."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="deepseek_zero-update")
+    return ThreadPoolExecutor(threads, "deepseek_zero-update", bind_update_thread)
 
 
 def in_slices(numel: int, threads: int, run: Callable[[int, int], None]) -> None:

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
 
+from ..base import host
 from ..base.capabilities import Capability
 from ..base.device import default_device
 from ..base.errors import OutOfMemoryError
 from ..base.memory import PAGE, Slab, private_pages
 from ..base.progress import LongWork
 from ..base.quantities import format_bytes
-from ..kernels.compiler import threads_for
+from ..kernels.compiler import bind_update_thread, threads_for
 from .tier import HostStorage, TransferMeter
-
-_CGROUP = Path("/sys/fs/cgroup")
-
 
 MOST_THREADS = 8  # threads that populate pages; more gain little
 
@@ -142,7 +139,7 @@ class HostMemory:
         total = sum(slab.nbytes for slab in slabs.values())
         with LongWork("reserving host memory", total) as work:
             for slab in slabs.values():
-                slab.touch(threads, work.advance)
+                slab.touch(threads, work.advance, bind_update_thread)
         if True in slabs:
             with LongWork("page-locking host memory", slabs[True].nbytes) as work:
                 slabs[True].lock(work.advance)
@@ -154,13 +151,9 @@ class HostMemory:
 def free_host_bytes() -> int:
     """Return the bytes of host memory that this process can still allocate.
 
-    This is the minimum of the machine's available memory and the unused part of the control group's
+    This is the minimum of the machine's available memory and the unused part of the control groups'
     limit.
     """
     free = int(psutil.virtual_memory().available)
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
+    group = host.THIS_HOST.cgroup_memory()
+    return free if group is None else min(free, group.free)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_zero.base import memory
+from deepseek_zero.base import host, memory
 from deepseek_zero.base.capabilities import Capabilities, Capability, as_text
+from tests.fake_host import files_of
 
 FAST = Capability("states", "past the page cache")
 SLOW = Capability("states", "through the page cache", "the file system refuses O_DIRECT")
@@ -28,19 +29,23 @@ def test_a_way_that_some_ranks_take_names_them() -> None:
 
 @pytest.mark.parametrize(
     ("switch", "way"),
-    [("always [madvise] never", "huge pages"), ("always madvise [never]", "pages of 4096 bytes")],
+    [
+        ("always [madvise] never", "huge pages (madvise)"),
+        ("[always] madvise never", "huge pages (always)"),
+        ("always madvise [never]", "pages of 4096 bytes"),
+    ],
 )
 def test_huge_pages_are_told_by_the_systems_switch(
     switch: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "enabled").write_text(switch)
-    monkeypatch.setattr(memory, "HUGE_PAGES_SWITCH", str(tmp_path / "enabled"))
+    files = files_of(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": switch})
+    monkeypatch.setattr(host, "THIS_HOST", files)
     monkeypatch.setattr(memory, "PAGE", 4096)
     found = next(
         each for each in memory.capabilities(keeps_freed=True) if each.name == "memory of states"
     )
     assert found.way == way
-    assert bool(found.lacks) == (way != "huge pages")
+    assert bool(found.lacks) == ("huge" not in way)
 
 
 def test_an_unreadable_page_map_is_a_slower_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from deepseek_zero.base import host
 from deepseek_zero.cli import doctor
 from deepseek_zero.cli.nodes import NodeMachine
+from tests import cudart, fake_host
 
 EXPECTED = {
     "python",
@@ -24,6 +27,11 @@ EXPECTED = {
     "disk here",
     "open files",
     "memory of states",
+    "memory of the cgroup",
+    "NUMA nodes",
+    "update threads",
+    "pages of states",
+    "page-locked memory",
 }
 
 
@@ -125,3 +133,54 @@ def test_the_world_and_its_source_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setenv("PET_NNODES", "1:4")
     assert told()["`run` joins"].verdict is doctor.Severity.BAD
+
+
+def test_nodes_of_workers_and_of_pages_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchtitan#3489: update threads migrated between NUMA nodes, and nothing showed it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+    fake_host.install(monkeypatch, fake_host.two_nodes(tmp_path, ("0-7", "8-15")))
+    pages = "0 default anon=2048 N0=512 N1=1536 kernelpagesize_kB=4"
+    fake_host.files_of(tmp_path, {"proc/self/numa_maps": pages})
+    found = {one.name: one for one in doctor._nodes(NodeMachine(16, ("0", "1")))}
+    assert found["NUMA nodes"].value == "2"
+    assert found["NUMA nodes"].meaning == "node 0: CPUs 0-7; node 1: CPUs 8-15"
+    assert found["update threads"].value == "8 per rank on CPUs 8-15"
+    assert found["update threads"].meaning == "bound to the CPUs near the GPU"
+    assert found["pages of states"].value == "node 0: 2 MiB, node 1: 6 MiB"
+    fake_host.install(monkeypatch, host.HostFiles(tmp_path), gpu=False)
+    found = {one.name: one for one in doctor._nodes(NodeMachine(16))}
+    assert found["update threads"].value == "2 per rank on CPUs 0-15"
+    assert found["update threads"].meaning == "not bound: there is no GPU"
+
+
+def test_the_time_of_page_locking_is_measured_next_to_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert doctor._page_locking().value == "none"
+    runtime = cudart.install(monkeypatch)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(doctor, "LOCK_TEST_BYTES", 8 << 20)
+    found = doctor._page_locking()
+    assert found.value.endswith(" s per GB") and "measured on 8 MiB" in found.meaning
+    assert runtime.most == 8 << 20 and not runtime.ranges, "locked for the measurement only"
+    runtime.limit = 0
+    found = doctor._page_locking()
+    assert found.verdict is doctor.Severity.BAD and "CUDA error 2, out of memory" in found.meaning
+    gc.collect()
+    assert not runtime.ranges
+
+
+def test_the_memory_that_the_cgroup_leaves_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "THIS_HOST", host.HostFiles(tmp_path))
+    assert doctor._cgroup_memory().value == "no limit"
+    group = "sys/fs/cgroup/memory/memory"
+    limits = {f"{group}.limit_in_bytes": str(3 << 29), f"{group}.usage_in_bytes": str(1 << 29)}
+    fake_host.files_of(tmp_path, limits)
+    found = doctor._cgroup_memory()
+    assert found.value == "1.0 GiB free of 1.5" and found.meaning.startswith("version 1;")
+    assert doctor._memory().value == "1.0 GiB free of 1.5", "states fit only into these"

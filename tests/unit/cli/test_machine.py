@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_zero.cli.nodes import NodeMachine, allowed_cores, visible_gpus
+from deepseek_zero.base import host
+from deepseek_zero.base.host import allowed_cores
+from deepseek_zero.cli.nodes import NodeMachine, visible_gpus
+from tests.fake_host import files_of
 
 
 @pytest.mark.parametrize(("cores", "nproc"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 32)])
@@ -33,14 +36,16 @@ def test_threads_set_by_the_user_stay() -> None:
     }
 
 
-def test_a_containers_quota_limits_the_cores(tmp_path: Path) -> None:
-    quota = tmp_path / "cpu.max"
-    quota.write_text("50000 100000\n")
-    assert allowed_cores(quota) == 1
-    quota.write_text("max 100000\n")
-    assert (
-        allowed_cores(quota) == len(os.sched_getaffinity(0)) == allowed_cores(tmp_path / "absent")
-    )
+def test_a_containers_quota_limits_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quota = "sys/fs/cgroup/cpu.max"
+    monkeypatch.setattr(host, "THIS_HOST", files_of(tmp_path, {quota: "50000 100000"}))
+    assert allowed_cores() == 1
+    files_of(tmp_path, {quota: "max 100000"})
+    assert allowed_cores() == len(os.sched_getaffinity(0))
+    (tmp_path / quota).unlink()
+    assert allowed_cores() == len(os.sched_getaffinity(0))
 
 
 def test_visible_gpus_are_the_entries_of_the_environment_variable() -> None:
