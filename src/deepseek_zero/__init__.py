@@ -26,8 +26,17 @@ from .base.lazy import import_at_once
 from .base.plugins import contributed_name, contributed_names
 
 if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+    from . import checkpointing as checkpointing
+    from . import comm as comm
+    from . import optimizer as optimizer
+    from . import utils as utils
+    from . import zero as zero
     from .api.configuration import ConfigKeywords
     from .api.distributed import init_distributed
+    from .api.engine import ZeroEngine
     from .api.initialize import initialize
     from .api.wrap import DeepSeekZeRO3, ZeroOptimizer
     from .base.errors import ConfigError as DeepSpeedConfigError
@@ -35,6 +44,17 @@ if TYPE_CHECKING:
     from .base.log import logger
     from .engine.start import plan
     from .utils import log_dist
+
+    dist = comm
+
+    # The names that other packages contribute (base/plugins.py)
+    DeepSpeedEngine = ZeroEngine
+
+    def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser: ...
+    def install_as_deepspeed() -> Path: ...
+    def is_dropin_active() -> bool: ...
+    def uninstall_as_deepspeed() -> None: ...
+
 
 __version__ = "0.1.0"
 
@@ -80,7 +100,7 @@ def _files() -> frozenset[str]:
     return frozenset(module.name for module in iter_modules(__path__))
 
 
-def __getattr__(name: str) -> Any:
+def _load_name(name: str) -> Any:
     value: Any
     if name == "__all__":
         value = [*_NAMES, *contributed_names(__name__)]
@@ -100,6 +120,10 @@ def __getattr__(name: str) -> Any:
             raise given.with_suggestion(error, owner, name, __dir__) from None
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # otherwise a type checker accepts any name
+    __getattr__ = _load_name
 
 
 def __dir__() -> list[str]:

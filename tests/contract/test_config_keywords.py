@@ -1,5 +1,5 @@
 """config/keywords.pyi says what the schema says, and a type checker takes right programs and
-refuses a wrong key.
+refuses a wrong key or name.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ dz.DeepSeekZeRO3(model, stage=2, lr=1e-3, optimizer="adam", gradient_clipping=1.
                  zero_optimization={"stage": 2})
 dz.DeepSeekZeRO3(model, **loaded)
 dz.DeepSeekZeRO3(model)
+engine, optimizer, loader, schedule = dz.initialize(model=model)
+same: dz.DeepSpeedEngine = engine
+rest = (dz.checkpointing, dz.comm, dz.dist, dz.optimizer, dz.utils, dz.zero)
 """
 WRONG = {
     'dz.DeepSeekZeRO3(model, gradient_cliping=1.0)': "gradient_cliping",
@@ -67,6 +70,9 @@ WRONG = {
     'c3: ConfigKeywords = {"optimizer": {"type": 3}}': "optimizer",
     'c4: ConfigKeywords = {"bf16": {"master": "double"}}': "bf16",
     'dz.initialize(model=model, config=5)': "config",
+    'dz.initialise(model=model)': "initialise",
+    'dz.zerro': "zerro",
+    'path: int = dz.install_as_deepspeed()': "int",
 }  # fmt: skip
 
 
@@ -110,14 +116,18 @@ def test_the_module_has_the_types_that_the_stub_declares_for_both_doors() -> Non
 def test_the_doors_say_so_in_their_signatures() -> None:
     for name in ("config", "config_params"):
         assert "Configuration" in str(inspect.signature(dz.initialize).parameters[name].annotation)
+    results = inspect.signature(dz.initialize).return_annotation
+    assert results == "tuple[ZeroEngine, ShardedOptimizer | None, ShardedLoader | None, Any]"
     hints = typing.get_type_hints(dz.DeepSeekZeRO3.__init__)
     assert typing.get_args(hints["zero_config"]) == (ZeroKeywords,)
 
 
 def test_a_type_checker_takes_right_programs_and_refuses_wrong_keys(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(RIGHT + "\n".join(WRONG) + "\n", encoding="utf-8")
-    first = len(RIGHT.splitlines()) + 1
+    names = [f"dz.{name}\n" for name in dz.__all__]
+    right = RIGHT + "".join(names)
+    program.write_text(right + "\n".join(WRONG) + "\n", encoding="utf-8")
+    first = len(right.splitlines()) + 1
     # Only the doors are looked at: torch and the rest of the house would take a minute and say
     # nothing new.
     files = [SOURCE / "__init__.py", STUB]

@@ -245,7 +245,7 @@ def missing_in(span: str) -> list[str]:
     if is_known(span):
         return []
     if span.startswith("-") or "deepseek-zero" in span or span.split()[0] in COMMANDS | SUBCOMMANDS:
-        words = house().words | {"--help"}
+        words = house().words | {"--help", "--install-completion"}  # typer adds the two
         return [
             option
             for option in re.findall(r"--[\w-]+", span)

@@ -128,7 +128,7 @@ def test_a_plan_is_what_the_ranks_of_its_axes_hold_and_send(
     train(engine)
     assert meter.sent_bytes["send"] == volume.boundaries + volume.first_step_headers
     assert sent_by(engine) == said_by(plan)
-    now = engine.current_plan()
+    now = engine.plan()
     assert now.volume() == volume and now.bytes_by_state() == plan.bytes_by_state()
     told = volume.boundaries > 0, volume.tensor > 0, volume.sequence > 0
     assert told == ("pp" in mesh, "tp" in mesh, "sp" in mesh)

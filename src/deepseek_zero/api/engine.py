@@ -31,6 +31,7 @@ from ..engine.engine import Engine, Parts
 from ..engine.memory import memory_report, traced
 from ..engine.micro_batches import change_accumulation
 from ..engine.state_offload import KINDS, StateOffload
+from ..report.measure import MemoryReport
 from ..sharding.step_state import Phase
 
 if TYPE_CHECKING:  # as in engine/engine.py
@@ -608,11 +609,10 @@ class ZeroEngine(Engine):
         """
         return self.parts.sparse_attention
 
-    def memory_report(self) -> Any:
+    def memory_report(self) -> MemoryReport:
         """Return the predicted and measured bytes of this rank by kind of state.
 
-        Returns:
-            A `report.measure.MemoryReport`.
+        `print` of it shows a table.
         """
         parked = self.parts.recompute.offloaded() if self.parts.recompute is not None else []
         return memory_report(self.runtime, self.optimizer, parked, self.parts.pipeline)
@@ -632,18 +632,19 @@ class ZeroEngine(Engine):
         if picture is not None:
             path_of("explain", "picture", picture)
         if picture is not None and is_rank_zero():
-            report.draw(self.current_plan(), picture)
+            report.draw(self.plan(), picture)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
         capabilities = [
             "capabilities:",
             *(f"  {line}" for line in self.parts.capabilities.explain()),
         ]
         steps = engine.lines_about_steps(self.runtime, self.optimizer)
-        network = engine.lines_about_network(self.runtime, self.current_plan())
+        plan = self.plan()
+        network = engine.lines_about_network(self.runtime, plan)
         stragglers = self.step_fields.stragglers
         if stragglers is not None and stragglers.link:
             network.append(stragglers.link)
-        return "\n".join([self.plan(), *capabilities, *steps, *network, *parked])
+        return "\n".join([*plan.explain(), *capabilities, *steps, *network, *parked])
 
     @contextmanager
     def timeline(self) -> Iterator[report.Timeline]:

@@ -11,9 +11,11 @@ from torch import nn
 from ..base.errors import UsageError
 from ..base.given import refuse, whole_number
 from ..config import choose_source
+from ..engine.data import ShardedLoader
 from ..engine.mesh_statements import MeshStatement
 from ..engine.request import Request, parameters_of
 from ..engine.start import prepare_process, start
+from ..optim.sharded import ShardedOptimizer
 from .dialect import current_dialect
 from .engine import ZeroEngine
 from .leaves import leaf_module_names, mark_configured
@@ -40,7 +42,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Configuration = None,
     mesh: Any = None,
-) -> tuple[ZeroEngine, Any, Any, Any]:
+) -> tuple[ZeroEngine, ShardedOptimizer | None, ShardedLoader | None, Any]:
     """Shard a model and return the engine that trains it.
 
     The model is changed in place and stays available as `engine.module`.

@@ -39,7 +39,6 @@ app = typer.Typer(
         "machine."
     ),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -355,12 +355,8 @@ class Engine(StandsForModule):
 
     # -- inspection
 
-    def plan(self) -> str:
-        """Return the plan of every unit and the schedule, as text."""
-        return "\n".join(self.current_plan().explain())
-
-    def current_plan(self) -> Plan:
-        """Return the current plan of this rank.
+    def plan(self) -> Plan:
+        """Return the current plan of this rank; `print` of it shows a table.
 
         It has the message and micro-batch sizes of the last step.
         """

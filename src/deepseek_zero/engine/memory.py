@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import parallel, report
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
-from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
+from ..report.measure import OTHER, MemoryReport, bytes_of, live_storages, moments_of
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Storage
 
@@ -71,7 +71,7 @@ def memory_report(
             for tier, memory in group.comm_ctx.tiers.memories.items()
         }
     everything = live_storages(runtime.comm_ctx.pool.device.type)
-    measured["other"] = sum(count for address, count in everything.items() if address not in seen)
+    measured[OTHER] = sum(count for address, count in everything.items() if address not in seen)
     return MemoryReport(plan_of(runtime, optimizer, pipeline).bytes_by_state(), measured)
 
 

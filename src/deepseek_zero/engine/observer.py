@@ -20,6 +20,7 @@ from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..base.world import is_rank_zero
 from ..optim.sharded import ShardedOptimizer
+from ..planner.plan import Plan
 from ..report.flops import FlopsSettings, ForwardCost, flops_table
 from ..report.monitor import MonitorMaster
 from ..report.records import RecordWriter, StepRecord
@@ -44,8 +45,8 @@ class Observed(Protocol):
         """The runtime of the sharded model."""
         ...
 
-    def plan(self) -> str:
-        """The plan, as text."""
+    def plan(self) -> Plan:
+        """The current plan of this rank."""
         ...
 
 
@@ -107,10 +108,11 @@ class Observer:
             self._record = replace(self._record, loss=loss)
             self._unread = []
 
-    def planned(self, plan: str) -> None:
+    def planned(self, plan: Plan) -> None:
         """Write the plan as text next to the records, and again after a unit was promoted."""
         if self.writer is not None:
-            (self.writer.folder / PLAN_NAME).write_text(plan + "\n", encoding="utf-8")
+            text = "\n".join(plan.explain()) + "\n"
+            (self.writer.folder / PLAN_NAME).write_text(text, encoding="utf-8")
 
     def timed(self, name: str) -> AbstractContextManager[Any]:
         """Time a part of the step if `wall_clock_breakdown` is on."""

@@ -11,14 +11,17 @@ from torch import Tensor
 
 from ..base.device import without_torch_function
 from ..base.memory import segment_views
-from ..base.quantities import unit_of
+from ..base.quantities import format_bytes, unit_of
 
 STATES = ("weight", "grad", "master", "moments", "buffers")  # the order of tables and pictures
 
 
+OTHER = "other"
+
+
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank by state.
+    """Bytes on this rank by state. `print` of it shows a table.
 
     `measured["other"]` counts live storages that belong to no state, such as batches and tensors of
     the caller.
@@ -35,7 +38,31 @@ class MemoryReport:
     @property
     def measured_total(self) -> int:
         """Return the sum without "other"."""
-        return sum(count for state, count in self.measured.items() if state != "other")
+        return sum(count for state, count in self.measured.items() if state != OTHER)
+
+    def table(self) -> list[str]:
+        """Return the lines of a table with a row per state that has bytes, and the totals."""
+        states = dict.fromkeys([*self.predicted, *self.measured])
+        states.pop(OTHER, None)
+        lines = ["memory of this rank", _row("state", "predicted", "measured")]
+        for state in states:
+            predicted = self.predicted.get(state, 0)
+            measured = self.measured.get(state, 0)
+            if predicted or measured:
+                lines.append(_row(state, format_bytes(predicted), format_bytes(measured)))
+        totals = (format_bytes(self.predicted_total), format_bytes(self.measured_total))
+        lines.append(_row("total", *totals))
+        other = self.measured.get(OTHER, 0)
+        if other:
+            lines.append(_row("other tensors", "-", format_bytes(other)))
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.table())
+
+
+def _row(state: str, predicted: str, measured: str) -> str:
+    return f"  {state:<16} {predicted:>12} {measured:>12}"
 
 
 def live_storages(device_type: str | None = None) -> dict[int, int]:

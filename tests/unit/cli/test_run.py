@@ -301,3 +301,17 @@ def test_the_version_is_an_option_and_the_package_a_program() -> None:
     assert told[0].startswith(
         f"deepseek-zero {deepseek_zero.__version__}, torch {torch.__version__.partition('+')[0]}"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["ch"], "checkpoint"), (["checkpoint", "ver"], "verify"), (["run", "--npr"], "--nproc")],
+)
+def test_a_shell_completes_commands_and_options(words: list[str], expected: str) -> None:
+    variables = {
+        "_DEEPSEEK_ZERO_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["deepseek-zero", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    result = CliRunner().invoke(cli.app, [], env=variables)
+    assert result.output.split() == [expected]

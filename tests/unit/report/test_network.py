@@ -129,9 +129,7 @@ def test_what_codes_save_between_hosts_is_what_a_run_without_them_sends(
             engine.backward(engine(torch.ones(1, 512)).square().mean())
             engine.step()
         meter, comm_ctx = engine.runtime.comm.meter, engine.runtime.comm_ctx
-        links = {
-            link.name: link for link in network_links(engine.current_plan(), meter, None, comm_ctx)
-        }
+        links = {link.name: link for link in network_links(engine.plan(), meter, None, comm_ctx)}
         far = meter.counted_bytes[1] / meter.counted_steps
         engine.destroy()
         return links, far
