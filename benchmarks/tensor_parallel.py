@@ -207,7 +207,7 @@ def measure_sums(repeats: int = 300) -> tuple[list[str], Panel]:
                 (f"{size}, over its own", least / (own + 20)),
                 ("over the other's", least / (others + 20)),
             ]
-    return rows, Panel("a sum over two ranks, over one addition + 20 µs", bars, 1.5)
+    return rows, Panel("a sum over two ranks, over one addition + 20 μs", bars, 1.5)
 
 
 def main() -> None:

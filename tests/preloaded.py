@@ -10,7 +10,7 @@ import gc
 from contextlib import suppress
 
 import deepseek_zero
-import tests.rank_pool
+import tests.rank_pool  # noqa: F401
 import tests.training  # noqa: F401
 
 assert deepseek_zero.initialize, "asked for, since names of the package are imported when they are"
