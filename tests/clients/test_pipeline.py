@@ -27,4 +27,4 @@ def test_rows_of_each_rank_are_refused_before_the_first_step() -> None:
     process = start([*OURS, *TWO], "program_pipeline.py", 2, "prepared")
     out, errors = process.communicate(timeout=200)
     assert process.returncode != 0 and "TOLD" not in out
-    assert "ranks of a pipeline were given different batches" in errors
+    assert "ranks of a pipeline received different batches" in errors

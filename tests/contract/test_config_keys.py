@@ -239,7 +239,7 @@ def verifies_the_mesh() -> None:
     for mesh in ({"dp_replicate": 2}, {"dp_shard": 2}):
         with pytest.raises(UsageError, match="does not fit a world of 1"):
             engine_with(mesh=mesh)
-    with pytest.raises(UsageError, match="mics_shard_size is 2, and there are 1 ranks"):
+    with pytest.raises(UsageError, match="mics_shard_size is 2, but there are 1 ranks"):
         engine_with(zero_optimization={"stage": 3, "mics_shard_size": 2})
 
 

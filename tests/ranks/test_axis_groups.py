@@ -37,7 +37,7 @@ def test_every_rank_hears_which_rank_an_mpu_has_elsewhere() -> None:
     rank = dist.get_rank()
     told = {"get_data_parallel_world_size": lambda: 2, "get_data_parallel_rank": lambda: 0}
     with pytest.raises(
-        UsageError, match=r"mpu= says that rank 1 is at data=0, and the mesh .* has it at data=1"
+        UsageError, match=r"mpu= has rank 1 at data=0, but the mesh .* has it at data=1"
     ):
         deepseek_zero.initialize(
             model=torch.nn.Linear(2, 2), config={}, mpu=SimpleNamespace(**told)

@@ -77,7 +77,7 @@ def test_a_rank_whose_file_system_refuses_direct_io_says_so(tmp_path: Path) -> N
         if "through the page cache" in line
     )
     assert line.endswith("[rank 1]"), line
-    said = [text for text in heard.texts if "slower ways" in text]
+    said = [text for text in heard.texts if "slower methods" in text]
     assert len(said) == (1 if rank == 0 else 0), "once, by the rank that speaks for all"
     assert all(line in text for text in said)
 

@@ -446,10 +446,10 @@ def test_seed_0s_door_takes_a_mesh(stage: int) -> None:
         (
             {"dp_replicate": 2},
             {"mesh": {"dp_shard": 2}},
-            "mesh= says .*, and the configuration's mesh says",
+            "mesh= has .*, but the configuration's mesh has",
         ),
-        ({"dp_shard": 2}, {"mics_shard_size": 1}, "mics_shard_size says dp_replicate=2"),
-        (None, {"mics_shard_size": 3}, "mics_shard_size is 3, and there are 2 ranks"),
+        ({"dp_shard": 2}, {"mics_shard_size": 1}, "mics_shard_size has dp_replicate=2"),
+        (None, {"mics_shard_size": 3}, "mics_shard_size is 3, but there are 2 ranks"),
     ],
 )
 def test_a_mesh_that_does_not_fit_or_is_said_twice_is_refused(

@@ -89,8 +89,8 @@ def flip_master(engine: Engine) -> None:
     flip_bit(master.buffer.memory)
 
 
-OTHER = r"is another on rank 1 than on ranks 0, 2"
-RESTED = r"changed on rank 1 while nothing wrote it"
+OTHER = r"differs on rank 1 from ranks 0, 2"
+RESTED = r"changed on rank 1 although nothing wrote it"
 
 
 @pytest.mark.ranks(3)
@@ -172,7 +172,7 @@ def test_of_two_ranks_neither_is_named_but_for_what_rests() -> None:
     engine = start(1)
     with pytest.raises(
         IntegrityError,
-        match=r"weight of .* differs between ranks 0, 1, of which none is in the majority",
+        match=r"weight of .* differs between ranks 0, 1, without a majority",
     ):
         train(engine, flip_weight)
     engine.destroy()
@@ -185,7 +185,7 @@ def test_of_two_ranks_neither_is_named_but_for_what_rests() -> None:
 @pytest.mark.ranks(4)
 def test_slices_are_compared_among_replicas() -> None:
     engine = start(2, mesh={"dp_replicate": 2}, bf16={"enabled": True})
-    twins = "differs between ranks 1, 3, of which none is in the majority"
+    twins = "differs between ranks 1, 3, without a majority"
     with pytest.raises(
         IntegrityError, match=f"step 3: master of .* {RESTED}; master of .* {twins}"
     ):

@@ -179,9 +179,7 @@ def test_what_a_stage_cannot_do_is_refused_by_name() -> None:
     engine = engine_of(llama(), {"pp": 2}, config_of(1, "fp32"))
     with pytest.raises(UsageError, match="called directly"):
         engine.module(**next(batches_of(0, 0)))
-    with pytest.raises(
-        BatchMismatchError, match="ranks of a pipeline were given different batches"
-    ):
+    with pytest.raises(BatchMismatchError, match="ranks of a pipeline received different batches"):
         engine(**next(batches_of(0, dist.get_rank())))
     with pytest.raises(UsageError, match="whose backward is due"):
         engine.backward(torch.ones((), requires_grad=True))

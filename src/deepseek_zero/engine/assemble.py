@@ -102,17 +102,17 @@ def assemble(
         world,
         [f"{mesh}"],
         "the mesh",
-        "It says which ranks meet where.",
-        "state the same mesh on every rank.",
+        "It determines which ranks communicate with each other.",
+        "pass the same mesh on every rank.",
     )
     agree_on(
         world,
         shared_values(config),
         "the configuration",
-        "All ranks run the same steps over slices of the same tensors, and save in step.",
+        "All ranks run the same steps over shards of the same tensors, and save together.",
         "pass the same configuration on every rank.",
     )
-    with AllRanks(world, "looking at the model's parameters"):
+    with AllRanks(world, "inspecting the model's parameters"):
         refuse_changes_on(config, mesh)
         refuse_auto_on(config, mesh)
         axis = "tp" if mesh.tp > 1 else None
@@ -220,12 +220,10 @@ def assemble(
         parts.recompute.capabilities() if parts.recompute is not None else []
     )
     parts.capabilities = Capabilities.of_ranks(
-        comm.all_gather_text(as_text(capabilities), "what each rank's machine grants")
+        comm.all_gather_text(as_text(capabilities), "the capabilities of each rank's machine")
     )
     if parts.capabilities.fallbacks:
-        log_first(
-            "\n  ".join(["this run makes do with slower ways:", *parts.capabilities.fallbacks])
-        )
+        log_first("\n  ".join(["this run uses slower methods:", *parts.capabilities.fallbacks]))
     return parts
 
 
@@ -276,7 +274,7 @@ def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
         return [Capability("bf16 arithmetic", "in hardware")]
     return [
         Capability(
-            "bf16 arithmetic", "by conversion", f"this {device.type.upper()} has no units for it"
+            "bf16 arithmetic", "by conversion", f"this {device.type.upper()} does not compute in it"
         )
     ]
 
@@ -292,9 +290,9 @@ def _tell_what_stays_whole(plan: Plan) -> None:
     if plan.settings.stage == 3 and whole > (1 - NEXT_TO_NOTHING) * total:
         told = f"all {total}" if whole == total else f"{whole} of {total}"
         log_once(
-            f"stage 3 shards next to nothing: {told} parameters stay whole on every rank, in "
+            f"stage 3 shards almost nothing: {told} parameters are replicated, in "
             "tensors of at most zero_optimization.stage3_param_persistence_threshold = "
-            f"{plan.settings.persistence_numel}; 0 shards them all."
+            f"{plan.settings.persistence_numel}; 0 shards all of them."
         )
 
 
@@ -313,11 +311,11 @@ def _recompute_for(
     tp = comm.along.get("tp") if settings.partitioned else None
     if settings.partitioned and (tp is None or shards_tokens):
         why = (
-            "they are sharded over tokens already"
+            "they are already sharded over tokens"
             if tp is not None
             else "there are no tensor-parallel ranks"
         )
-        log_once(f"partition_activations: inputs of checkpoints are not cut: {why}.")
+        log_once(f"partition_activations: inputs of checkpoints are not split: {why}.")
         tp = None
     with AllRanks(comm, "opening the nvme_path of activations"):
         return configure(settings, tp)

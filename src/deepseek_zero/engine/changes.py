@@ -86,8 +86,8 @@ def _attend(model: nn.Module, sparse: attention.SparseAttention) -> None:
         attention.attend_sparsely(model, sparse)
         return
     log_once(
-        f"sparse_attention: the attention of {type(model).__name__} is its own; "
-        "engine.sparse_attention(query, key, value) is the configuration's."
+        f"sparse_attention: {type(model).__name__} is not a transformers model; call "
+        "engine.sparse_attention(query, key, value) for the configured attention."
     )
 
 
@@ -97,8 +97,9 @@ def _cut_large_layers(model: nn.Module, config: Config) -> None:
     _refuse_meta(choice)
     if choice.left:
         log_once(
-            f"{len(choice.left)} parameters above zero_optimization.tile_above stay whole, among "
-            f"them '{choice.left[0]}': only torch's own Linear and Embedding are cut.",
+            f"{len(choice.left)} parameters above zero_optimization.tile_above are not split, "
+            "among "
+            f"them '{choice.left[0]}': only torch's own Linear and Embedding are split.",
             logging.WARNING,
         )
     if choice.cuts:
@@ -145,10 +146,10 @@ def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None
         cut = sorted(group.names & tiles.keys())
         if group.is_uncut and cut:
             raise NotBuiltError(
-                f"zero_optimization.tile_above cuts '{tiles[cut[0]]}', and "
-                f"{getattr(parts.cls, '__name__', '')} looks at a whole parameter at a time.",
-                "Its update of a tile would be another one.",
-                "leave tile_above out, or train that parameter with an optimizer that works "
+                f"zero_optimization.tile_above splits '{tiles[cut[0]]}', but "
+                f"{getattr(parts.cls, '__name__', '')} needs whole parameters.",
+                "Its update of a tile would differ from that of the whole parameter.",
+                "remove tile_above, or train that parameter with an optimizer that works "
                 "element by element.",
             )
 
@@ -185,15 +186,16 @@ def refuse_changes_on(config: Config, mesh: Mesh) -> None:
         raise NotBuiltError(
             "activation_checkpointing.tiled_loss and tiled_mlp on a mesh with stages (pp) are not "
             "built.",
-            "A stage runs the model's own forward with stand-ins for the blocks of others.",
-            "leave them out, or pp.",
+            "A stage runs the model's own forward with placeholders for the blocks of other "
+            "stages.",
+            "remove them, or pp.",
         )
     if config.zero_optimization.tile_above is not None and tiles != TileSettings():
         raise NotBuiltError(
-            "zero_optimization.tile_above beside activation_checkpointing.tiled_loss or tiled_mlp.",
-            "These read a layer's weight themselves, or call the layer for a part of the tokens at "
+            "zero_optimization.tile_above with activation_checkpointing.tiled_loss or tiled_mlp.",
+            "These read a layer's weight directly, or call the layer for a part of the tokens at "
             "a time.",
-            "leave out one of them.",
+            "remove one of them.",
         )
     for axis, size in (("tp", mesh.tp), ("pp", mesh.pp)):
         if size > 1 and config.zero_optimization.tile_above is not None:
@@ -201,7 +203,7 @@ def refuse_changes_on(config: Config, mesh: Mesh) -> None:
                 f"zero_optimization.tile_above on a mesh with {axis} = {size}.",
                 "Layers that are split over tp are tiles already, and stages of a pipeline share "
                 "whole weights.",
-                f"leave out tile_above, or {axis}.",
+                f"remove tile_above, or {axis}.",
             )
 
 
@@ -215,9 +217,9 @@ def _refuse_meta(choice: extensions.CutChoice) -> None:
     for cut in choice.cuts:
         if cut.weight.is_meta:
             raise NotBuiltError(
-                f"zero_optimization.tile_above would cut '{cut.name}', which has no values yet "
+                f"zero_optimization.tile_above would split '{cut.name}', which has no values yet "
                 "(meta device).",
-                "Drawn tile by tile its values would be others than those of the whole layer.",
+                "Initialized tile by tile, its values would differ from those of the whole layer.",
                 "build the model under `with deepseek_zero.zero.Init():`, or load its weights "
                 "(zero.load_weights).",
             )

@@ -148,11 +148,11 @@ class ClientStates:
         shape = f" has shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
         raise UsageError(
             f"state '{key}' ({type(first).__name__}){shape} that {self._optimizer} has for "
-            f"'{overlaps[0].slot.name}', of shape {overlaps[0].slot.shape}, cannot be cut into "
-            "slices.",
-            "Only state with the parameter's own shape, and numbers, can be cut.",
-            'give the optimizer\'s class the attribute granularity = "tensor", so that it gets '
-            "whole parameters, or let it make that state in its first step.",
+            f"'{overlaps[0].slot.name}', of shape {overlaps[0].slot.shape}, cannot be split into "
+            "shards.",
+            "Only state with the parameter's own shape, and numbers, can be split.",
+            'give the optimizer\'s class the attribute granularity = "tensor", so that it receives '
+            "whole parameters, or let it create that state in its first step.",
         )
 
     def _joined(

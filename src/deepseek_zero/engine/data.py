@@ -223,9 +223,9 @@ class ShardedLoader:
         here = self._described(self.epoch)
         if any(state.get(name, value) != value for name, value in here.items()):
             log_once(
-                f"the data are in another order than those of the saved run ({here['length']:,} "
-                f"samples; it had {int(state['length']):,}): its epoch goes on at sample "
-                f"{samples:,} of this one, which may repeat some and leave others out.",
+                f"the data have another order than in the saved run ({here['length']:,} "
+                f"samples; it had {int(state['length']):,}): the epoch continues at sample "
+                f"{samples:,} of this order, which may repeat some samples and skip others.",
                 logging.WARNING,
             )
 

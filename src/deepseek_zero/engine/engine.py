@@ -249,7 +249,7 @@ class Engine(StandsForModule):
                 "the engine has no optimizer.",
                 "initialize got neither `optimizer` nor a configuration with an `optimizer` "
                 "section.",
-                "add one of the two; without an optimizer the engine serves inference only.",
+                "pass one of the two; without an optimizer the engine can only run inference.",
             )
         self.held_reductions.refuse_step()
         if self.parts.loop is not None:
@@ -279,8 +279,9 @@ class Engine(StandsForModule):
         if not self._told_of_direct_steps:
             self._told_of_direct_steps = True
             log_once(
-                "optimizer.step() was called directly: it counts as a step of the engine and moves "
-                "its learning-rate schedule, as engine.step() at the end of an accumulation.  Do "
+                "optimizer.step() was called directly: it counts as a step of the engine and "
+                "advances "
+                "its learning-rate schedule, like engine.step() at the end of an accumulation.  Do "
                 "not call lr_scheduler.step() as well."
             )
         counted = self.begun if self.config.managed_gradient_accumulation else 0
@@ -391,8 +392,8 @@ class Engine(StandsForModule):
 def _move_rates(scheduler: Any, lr_kwargs: dict[str, Any]) -> None:
     if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs:
         raise UsageError(
-            "ReduceLROnPlateau was not told what it waits for.",
-            "It lowers the rate when a number stops falling, and engine.step() knows none.",
-            'pass it: engine.step(lr_kwargs={"metrics": loss}).',
+            "ReduceLROnPlateau received no metric.",
+            "It lowers the rate when a metric stops improving, and engine.step() has none.",
+            'pass one: engine.step(lr_kwargs={"metrics": loss}).',
         )
     scheduler.step(**lr_kwargs)

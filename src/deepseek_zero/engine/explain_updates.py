@@ -31,11 +31,11 @@ def explain_updates(optimizer: ShardedOptimizer) -> list[str]:
     elif plan.device != CPU and plan.settings.gpu_kernels and cuda.why_not(plan.device) is not None:
         why = f"no kernel can be compiled for {plan.device}, because {cuda.why_not(plan.device)}"
     elif plan.settings.kernels == "torch" and available(optimizer.settings.kernels) == "torch":
-        why = "numba is not installed, or kernels are switched off"
+        why = "numba is not installed, or kernels are disabled"
     elif plan.settings.kernels == "torch":
-        why = "PyTorch's own fused update has other bits on this CPU than the kernels"
+        why = "PyTorch's fused update and the kernels differ in rounding on this CPU"
     elif plan.kernels == "torch":
         why = "this rank updates so few elements that compiling kernels is not worth it"
     else:
-        why = "there is no kernel for how the others are stored, or for where they are updated"
+        why = "there is no kernel for the format or the device of the other shards"
     return [f"updates: {name} by PyTorch for {len(shards) - count} of {len(shards)} shards: {why}"]

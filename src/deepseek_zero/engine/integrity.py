@@ -54,7 +54,7 @@ MOST_SHOWN = 8  # findings of one step that an error or a warning lists
 # Fields of the step message
 OF_PIECE = "digest of states that a piece's ranks share"
 OF_REPLICAS = "digest of states that replicas share"
-CHANGED = "states at rest that changed"
+CHANGED = "states that changed without an update"
 # For each state: the sum of each block, and its parameters
 Table = dict[str, list[tuple[int, str]]]
 Sums = list[int]  # one per block
@@ -197,7 +197,7 @@ class Integrity:
             )
             texts = [said]
             if len(of_piece) > 1:
-                texts = self._runtime.comm.whole.all_gather_text(said, "what differs between ranks")
+                texts = self._runtime.comm.whole.all_gather_text(said, "differences between ranks")
             self._tell(
                 step, found_in([json.loads(text) for text in texts], self._pieces, self._replicas)
             )
@@ -221,9 +221,9 @@ class Integrity:
         )
         error = IntegrityError(
             f"step {step}: {shown}.",
-            "A bit changed in memory or on its way, or a core computed wrong: nothing that was "
-            "asked for did it.",
-            "test the memory of that rank's host, and start again from a checkpoint that was saved "
+            "A bit changed in memory or in a transfer, or a core computed a wrong result; no "
+            "operation of the run explains it.",
+            "test the memory of that rank's host, and resume from a checkpoint that was saved "
             f"before step {max(1, step - self.settings.every)}.",
         )
         if self.settings.ends:
@@ -307,7 +307,7 @@ def found_in(
         replicas: The sets of ranks that are replicas of each other.
     """
     lines = [
-        f"{what} changed on rank {rank} while nothing wrote it"
+        f"{what} changed on rank {rank} although nothing wrote it"
         for rank, (_, _, changed) in enumerate(heard)
         for what in changed
     ]
@@ -341,8 +341,8 @@ def _who(sums: Mapping[int, int]) -> str:
     """Return the ranks whose sum differs from that of most ranks."""
     ((most, count),) = Counter(sums.values()).most_common(1)
     if 2 * count <= len(sums):
-        return f" differs between {listed_ranks(list(sums))}, of which none is in the majority"
+        return f" differs between {listed_ranks(list(sums))}, without a majority"
     others, agreed = (
         [rank for rank, each in sums.items() if (each == most) is alike] for alike in (False, True)
     )
-    return f" is another on {listed_ranks(others)} than on {listed_ranks(agreed)}"
+    return f" differs on {listed_ranks(others)} from {listed_ranks(agreed)}"

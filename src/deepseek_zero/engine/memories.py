@@ -74,7 +74,7 @@ def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
     if not tiers.memories:
         return
     needed = plan.bytes_by_tier()
-    with AllRanks(comm, "asking for room"):
+    with AllRanks(comm, "checking free memory"):
         for tier, memory in tiers.memories.items():
             memory.check_room(needed[tier], ranks_of_this_host())
 

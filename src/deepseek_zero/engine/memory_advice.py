@@ -120,7 +120,7 @@ class MemoryAdvice:
         lines = [
             f"This was {where} on rank {self.plan.mesh.rank}.",
             f"Why: {_PREDICTION} {format_bytes(planned)} for this rank on {device} ({listed}). "
-            f"Activations and other tensors, with this request, take {format_bytes(other)}. This "
+            f"Activations and other tensors, with this request, need {format_bytes(other)}. This "
             f"process can have {format_bytes(room)} there.",
             f"What to do: {self._advice(room, planned, other)}",
         ]
@@ -131,7 +131,7 @@ class MemoryAdvice:
         best = first = ""
         if least <= room:
             first = (
-                "these bytes would fit, so memory is fragmented or limited elsewhere: on a GPU try "
+                "this size would fit, so memory is fragmented or has another limit: on a GPU try "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Or "
             )
         for change in self._changes(activations_first=other > planned):
@@ -141,7 +141,7 @@ class MemoryAdvice:
                 continue
             if needed <= room and needed < least:
                 return (
-                    f"{first}{change.text}. By the plan this rank then needs "
+                    f"{first}{change.text}. According to the plan this rank then needs "
                     f"{format_bytes(needed)}, which fits."
                 )
             if needed < least:
@@ -153,7 +153,7 @@ class MemoryAdvice:
                 "smaller model."
             )
         return (
-            f"no single change fits by the plan. The largest saving: {best}; this rank then needs "
+            f"no single change is enough. The largest saving is: {best}; this rank then needs "
             f"{format_bytes(least)}. Use more ranks as well, or a smaller micro-batch."
         )
 

@@ -100,8 +100,8 @@ def _axes_in(text: str) -> dict[str, int]:
     except ValueError:
         raise UsageError(
             f"the variable {MESH} is {shown(text)}.",
-            "It names axes and sizes.",
-            f"write {MESH}=pp=2,tp=2, or unset it.",
+            "It must contain axes and their sizes.",
+            f"set {MESH}=pp=2,tp=2, or unset it.",
         ) from None
 
 
@@ -145,9 +145,10 @@ def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
     for each in statements:
         if each.data_size not in (None, found.data_size):
             raise UsageError(
-                f"{each.where} says {_count(each.data_size or 0)}, and the mesh ({found}) has "
+                f"{each.where} has {_count(each.data_size or 0)}, but the mesh ({found}) has "
                 f"{found.data_size}.",
-                "Data-parallel ranks are those that see different batches: the world by pp, sp and "
+                "Data-parallel ranks are those with different batches: the world divided by pp, "
+                "sp and "
                 "tp.",
                 "state it in one place.",
             )
@@ -162,18 +163,19 @@ def _compare_places(statement: MeshStatement, mesh: Mesh) -> None:
         for name, place in stated.items():
             if place != actual[name]:
                 raise UsageError(
-                    f"{statement.where} says that rank {rank} is at {name}={place}, and the mesh "
+                    f"{statement.where} has rank {rank} at {name}={place}, but the mesh "
                     f"({mesh}) has it at {name}={actual[name]}.",
                     f"Ranks ascend along {', '.join(AXES)}, the last one fastest.",
-                    "lay its groups out in that order, or leave it out.",
+                    "create its groups in that order, or do not pass it.",
                 )
     for axis, ranks in statement.groups.items():
         if ranks != (own := mesh.ranks_along(axis)):
             raise UsageError(
-                f"{statement.where} has rank {mesh.rank} meet the ranks {list(ranks)} along "
-                f"{axis}, and the mesh ({mesh}) has it meet {list(own)}.",
+                f"{statement.where} has rank {mesh.rank} in a group with the ranks {list(ranks)} "
+                "along "
+                f"{axis}, but in the mesh ({mesh}) they are {list(own)}.",
                 f"Ranks ascend along {', '.join(AXES)}, the last one fastest.",
-                "leave the group out.",
+                "do not pass the group.",
             )
 
 
@@ -210,9 +212,9 @@ def _in_groups(statement: MeshStatement, size: int, sizes: Mapping[str, Any], ra
             along_sp = f", {sp} along sp"
             divisible = " that sp divides"
         raise UsageError(
-            f"zero_optimization.{statement.where} is {size}, and there are {ranks * sp} ranks"
+            f"zero_optimization.{statement.where} is {size}, but there are {ranks * sp} ranks"
             f"{along_sp}.",
-            "States are cut within groups of so many ranks, and every rank is in one.",
+            "States are sharded within groups of this size, and every rank is in one group.",
             f"choose a divisor of the number of ranks{divisible}.",
         )
     return Mesh(**sizes, dp_replicate=ranks * sp // size)
@@ -220,7 +222,7 @@ def _in_groups(statement: MeshStatement, size: int, sizes: Mapping[str, Any], ra
 
 def _disagreement(first: str, one: str, second: str, other: str) -> UsageError:
     return UsageError(
-        f"{first} says {one}, and {second} says {other}.",
+        f"{first} has {one}, but {second} has {other}.",
         "A run has one mesh.",
         "state it in one place.",
     )
@@ -230,11 +232,11 @@ def _misfit(
     sizes: Mapping[str, int], sources: Mapping[str, str], ranks: int, world: Mesh
 ) -> UsageError:
     stated = [axis for axis, size in sizes.items() if size > 1]
-    told = ", ".join(f"{sources[axis]} says {axis}={sizes[axis]}" for axis in stated)
+    told = ", ".join(f"{sources[axis]} has {axis}={sizes[axis]}" for axis in stated)
     return UsageError(
         f"the mesh ({', '.join(f'{axis}={sizes[axis]}' for axis in stated)}) does not fit a world "
         f"of {world.world_size} ranks.",
-        f"{told}: {ranks} ranks hold one copy of the model, and the world is whole copies.",
+        f"{told}: {ranks} ranks hold one copy of the model, so the world must be a multiple of it.",
         f"start a multiple of {ranks} ranks (deepseek-zero run --nproc {ranks} script.py), or "
         "choose smaller sizes.",
     )

@@ -96,15 +96,15 @@ def has_graph(loss: Any, mesh: Mesh) -> bool:
     if not isinstance(loss, Tensor):
         raise UsageError(
             f"engine.backward got a {type(loss).__name__} where a tensor is needed.",
-            "A loss is differentiated through the operations that made it.",
+            "A loss is differentiated through the operations that computed it.",
             "pass the loss itself, not loss.item().",
         )
     if not loss.requires_grad and mesh.world_size == 1:
         raise UsageError(
             "engine.backward got a loss that does not require a gradient.",
-            "It was computed under torch.no_grad(), detached, or made of parameters that are "
+            "It was computed under torch.no_grad(), detached, or computed from parameters that are "
             "frozen.",
-            "compute it from the model's outputs with gradients on.",
+            "compute it from the model's outputs with gradients enabled.",
         )
     return loss.requires_grad
 
@@ -112,8 +112,8 @@ def has_graph(loss: Any, mesh: Mesh) -> bool:
 def warn_of_graphless(step: int) -> None:
     """Log that this rank's loss cannot be differentiated."""
     logger.warning(
-        f"step {step}: this rank's loss does not require a gradient, so it counts as zeros beside "
-        "the other ranks'.  If that is so on all of them, the step is an error; this is said once."
+        f"step {step}: this rank's loss does not require a gradient, so its gradients count as "
+        "zeros.  If no rank's loss requires one, the step raises an error.  This is logged once."
     )
 
 
@@ -157,8 +157,8 @@ class HeldReductions:
         if self.name:
             raise UsageError(
                 f"{name} context manager reentry is unsupported: nested in {self.name}.",
-                "Both say when gradients are reduced.",
-                "leave one of the two out.",
+                "Both determine when gradients are reduced.",
+                "remove one of the two.",
             )
         self.name = name
         try:
@@ -173,5 +173,5 @@ class HeldReductions:
                 f"It is illegal to call Engine.step() inside {self.name} context manager "
                 "(no_sync).",
                 "The gradients of its backwards are not reduced yet.",
-                "call step() behind the block.",
+                "call step() after the block.",
             )

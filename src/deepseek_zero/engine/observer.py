@@ -77,9 +77,9 @@ class Observer:
         except OSError as error:
             raise StorageError(
                 f"the run's records cannot be written: {str(error)[:300]}.",
-                "records.path, or the output_path of a monitor, names a directory that cannot be "
-                "made or written.",
-                "name another directory, or switch it off.",
+                "records.path, or the output_path of a monitor, is a directory that cannot be "
+                "created or written.",
+                "set another directory, or disable it.",
             ) from error
         self._record: StepRecord | None = None
         self._unread: list[Tensor] = []  # losses of the last step that are not in its record yet

@@ -75,9 +75,10 @@ def optimizer_parts(
         made = client(_groups(model, params))
         if not isinstance(made, Optimizer):
             raise UsageError(
-                f"the callable given as optimizer made {shown(made)}, which is no "
+                f"the callable passed as optimizer returned {shown(made)}, which is not a "
                 "torch.optim.Optimizer.",
-                "It is called with parameter groups, and what it returns is stepped over slices of "
+                "It is called with parameter groups, and the returned optimizer steps over shards "
+                "of "
                 "them.",
                 "return an optimizer, for example torch.optim.AdamW(groups, lr=0.001).",
             )
@@ -101,7 +102,7 @@ def optimizer_parts(
         raise UsageError(
             f"optimizer {config.optimizer.type} has nothing to train.",
             empty,
-            "leave the optimizer out of the configuration to run the model alone, or let "
+            "remove the optimizer from the configuration to run only inference, or let "
             "parameters require gradients.",
         )
     decisive = MOMENT_OPTIONS | OPEN_OPTIONS.keys()
@@ -226,7 +227,8 @@ def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
         raise UsageError(
             f"the {type(client).__name__} that was passed as optimizer has already taken steps: "
             f"its state counts {counted:g}.",
-            "The engine counts steps from its own first one, so schedule, loss scale and optimizer "
+            "The engine counts steps from its own first step, so schedule, loss scale and "
+            "optimizer "
             "would disagree.",
             "pass a fresh optimizer and load its state from a checkpoint afterwards.",
         )
@@ -244,9 +246,9 @@ def _refuse_tensors(optimizer: str, number: int, group: Mapping[str, Any]) -> No
             continue
         if any(isinstance(each, Tensor) and each.dim() > 0 for each in values):
             raise UsageError(
-                f"parameter group {number} of {optimizer} holds tensors under '{key}'.",
-                "Only what is in the optimizer's `state`, by parameter, can be cut into slices.",
-                "keep it there: self.state[param]['name'] = tensor.",
+                f"parameter group {number} of {optimizer} has tensors under '{key}'.",
+                "Only the optimizer's `state`, by parameter, can be split into shards.",
+                "store them there: self.state[param]['name'] = tensor.",
             )
 
 

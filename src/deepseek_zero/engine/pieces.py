@@ -220,9 +220,10 @@ def refuse_auto_on(config: Config, mesh: Mesh) -> None:
     if mesh.pp > 1 and config.precision == "auto" and policy_of(config).compute is not None:
         raise NotBuiltError(
             "precision auto on a mesh with stages (pp).",
-            "Units are a stage's own, and messages between stages and the loss scale are all "
-            "stages'.",
-            'name the precision ("bf16", "fp16"), or leave out pp.',
+            "Each unit belongs to one stage, but messages between stages and the loss scale "
+            "concern "
+            "all stages.",
+            'set precision to "bf16" or "fp16", or remove pp.',
         )
 
 
@@ -237,9 +238,9 @@ def refuse_shared_loader(config: Config, mesh: Mesh, what: str) -> None:
     if mesh.pp > 1 and pipeline_settings_of(config).has_own_rows:
         raise UsageError(
             f"{what} with pipeline.rows = own.",
-            "The engine's loaders deal the same rows to all ranks of a pipeline: they would be "
-            "computed once for each.",
-            "leave pipeline.rows out, or pass batches of a loader that deals rows by rank.",
+            "The engine's loaders give the same rows to all ranks of a pipeline: they would be "
+            "computed once for each rank.",
+            "remove pipeline.rows, or pass batches of a loader with different rows on each rank.",
         )
 
 
@@ -249,8 +250,8 @@ def _take_stages(
     if config.zero_optimization.vertical_micro_batches > 1:
         raise UsageError(
             "vertical_micro_batches on a mesh with stages.",
-            "Both take a step's micro-batches in an order of their own.",
-            'leave it out; "pipeline": {"schedule": "breadth_first"} is that order over stages.',
+            "Each of them sets the order of a step's micro-batches.",
+            'remove it; "pipeline": {"schedule": "breadth_first"} is the same order over stages.',
         )
     settings = pipeline_settings_of(config)
     if chain is not None:
@@ -268,8 +269,8 @@ def _take_stages(
         )
     elif settings.recomputed:
         log_once(
-            f"pipeline.activation_checkpoint_interval = {settings.recomputed} is for a "
-            f"PipelineModule; {type(model).__name__} recomputes where it says so itself "
+            f"pipeline.activation_checkpoint_interval = {settings.recomputed} applies only to a "
+            f"PipelineModule; {type(model).__name__} configures recomputation itself "
             "(gradient_checkpointing_enable).",
             logging.WARNING,
         )
@@ -307,12 +308,13 @@ def compare_stages(batch: Any, comm: Comm) -> None:
     """
     if (found := parallel.difference(batch, comm)) is not None:
         raise BatchMismatchError(
-            f"the ranks of a pipeline were given different batches: {found}.",
-            "Every stage runs the model's forward on the same inputs; accelerate and the Trainer "
-            "give each others.",
+            f"the ranks of a pipeline received different batches: {found}.",
+            "Every stage runs the model's forward on the same inputs, but accelerate and the "
+            "Trainer "
+            "give each rank different ones.",
             "shard data over mesh.data_size by mesh.data_index, not over the world by rank, as the "
             'engine\'s own loader does (training_data); or set "pipeline": {"rows": "own"}: '
-            "the pipeline then computes every rank's rows.",
+            "the pipeline then computes the rows of every rank.",
         )
 
 
@@ -438,7 +440,7 @@ def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
     split = parallel.choose(model, mesh.tp, settings)
     parallel.prove(model, split)
     if split.why_whole:
-        log_once(f"tensor_parallel.sequence is auto, and stays off. {split.why_whole}")
+        log_once(f"tensor_parallel.sequence is auto and remains disabled. {split.why_whole}")
     given = policy.compute or policy.autocast
     return split, parallel.traffic_of(model, split, settings, mesh.coordinates["tp"], given)
 
@@ -476,9 +478,9 @@ def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool)
     if is_optimized_by_caller:
         raise NotBuiltError(
             f"the plan of pipeline rank {index} of a list of layers that has built stage "
-            f"{model.index}, with an optimizer of its own.",
-            "It has the parameters of the stage that is built.",
-            "name the optimizer in the configuration, or plan the rank of this stage.",
+            f"{model.index}, with a passed optimizer.",
+            "The optimizer has the parameters of the stage that was built.",
+            "set the optimizer in the configuration, or plan the rank of this stage.",
         )
     return on_meta(model.stage(index))
 
@@ -526,8 +528,8 @@ def no_example(argument: str) -> UsageError:
         argument: The argument that could provide a batch.
     """
     return UsageError(
-        "a pipeline needs a batch to find the model's blocks by, and none is known.",
-        "It runs the model's forward once on shapes alone, to see which blocks hand each other "
+        "a pipeline needs a batch to find the model's blocks, and there is none.",
+        "It runs the model's forward once on shapes only, to see which blocks pass each other "
         "their outputs.",
         f"pass {argument}, or give the model an attribute dummy_inputs: the arguments of a forward "
         "by name.",

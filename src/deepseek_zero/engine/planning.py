@@ -121,16 +121,16 @@ def with_chosen_codes(
     if settings.stage in (1, 2) and asked.weights is None:
         log_once(
             f"compression.auto: at stage {settings.stage} it does not choose the bits of weights, "
-            "which are sent as they are: which masters a run has hangs on them.  "
-            "compression.weights.bits states them."
+            "which are sent unquantized, because the main weights depend on them.  "
+            "Set them with compression.weights.bits."
         )
     table = comm.whole.all_gather_rows(
-        torch.tensor([len(shard.inter_node)]), "who has ranks on other hosts"
+        torch.tensor([len(shard.inter_node)]), "ranks on other hosts"
     )
     if not int(table.min()):
         log_once(
-            "compression.auto: the ranks that share slices are on one host, so nothing is coded by "
-            "choice."
+            "compression.auto: the ranks that shard a state are on one host, so nothing is "
+            "quantized."
         )
         return replace(settings, compression=replace(asked, left_open=()))
     link = inter_node_rate(shard, "the rate of the link")
@@ -175,9 +175,9 @@ def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
         (asked.weights, asked.gradients, asked.inside, asked.frozen)
     ):
         log_once(
-            "precision auto chooses between 16 and 32 bits of units, not between those of codes: "
-            "the error of a codec as a signal is not built, and codes keep what the configuration "
-            "says."
+            "precision auto chooses the dtype of units (16 or 32 bits), not the bits of quantized "
+            "messages: it does not read their quantization error, and they keep the configured "
+            "bits."
         )
 
 
@@ -241,29 +241,30 @@ def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
         state for state, codec in wanted.items() if codec is not None and not found[state]
     ):
         why = (
-            f"no unit has matrices of {asked.min_numel:,} elements that travel "
+            f"no unit has matrices of {asked.min_numel:,} elements that are sent "
             "(compression.min_numel)"
         )
         if state == "frozen weights":
             why = (
-                "at stage 3 alone weights are sharded"
+                "weights are sharded at stage 3 only"
                 if plan.settings.stage < 3
                 else _nothing_frozen(plan)
             )
         elif plan.mesh.shard_size == 1:
-            why = "no other rank shares slices with this one"
+            why = "no other rank has shards of the same state"
         elif state == "weights" and plan.settings.stage == 0:
             why = "stage 0 updates whole weights on every rank"
         elif found["gradients"] and state != "weights":
             why = "sums are not formed by host (ranks_per_host)"
         done = "kept" if state == "frozen weights" else "sent"
-        log_once(f"{state} are {done} as they are, though {wanted[state]} is asked for: {why}.")
+        log_once(f"{state} are {done} unquantized, although {wanted[state]} is configured: {why}.")
     is_coded = any(wanted[state] is not None and found[state] for state in ("weights", "gradients"))
     if is_coded and among_hosts and not plan.machine.spans_hosts:
         log_once(
-            "codes save nothing between hosts here, and round and take time inside: ranks that "
-            "share slices are all on one host, and what goes to others (sums over replicas, "
-            "activations) is sent as it is."
+            "quantization saves no bytes between hosts here, and costs time and precision: ranks "
+            "that "
+            "shard a state are all on one host, and messages to other hosts (sums over replicas, "
+            "activations) are sent unquantized."
         )
 
 
@@ -277,7 +278,7 @@ def say_other_wires(plan: Plan) -> None:
     )
     is_other = any(row.grad is not None and row.grad.dtype != asked for row, _ in rows)
     found = {
-        "matrices, which are sent as codes": any(
+        "matrices, which are sent quantized": any(
             isinstance(row.grad_wire, Blocks) for row, _ in rows
         ),
         "the sums of hosts, which are fp32 (ranks_per_host)": by_host,
@@ -285,7 +286,7 @@ def say_other_wires(plan: Plan) -> None:
         and is_other,
     }
     if others := [name for name, is_there in found.items() if is_there]:
-        log_once(f"communication_data_type does not hold for {', nor for '.join(others)}.")
+        log_once(f"communication_data_type does not apply to {', nor to '.join(others)}.")
 
 
 def _nothing_frozen(plan: Plan) -> str:
@@ -311,19 +312,16 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
     size = settings.secondary_ranks
     why = ""
     if size >= mesh.shard_size:
-        why = f"{mesh.shard_size} ranks share slices, so that no smaller group is left for a copy"
+        why = f"{mesh.shard_size} ranks shard a state, so there is no smaller group for a copy"
     elif settings.stage < 3:
         why = f"stage {settings.stage} keeps whole weights, which are not gathered"
     elif in_place:
-        why = (
-            "every rank reads the others' weights where they lie (one host), so that a gather "
-            "moves nothing"
-        )
+        why = "every rank reads the others' weights in place (one host), so a gather copies nothing"
     elif settings.weight_tier is not Tier.DEVICE:
-        why = "offload_param has the weights leave the device, and a copy would be there"
+        why = "offload_param moves the weights off the device, where the copy would be"
     if size == 1 or not why:
         return settings
-    log_once(f"zero_hpz_partition_size = {size} changes nothing here: {why}.")
+    log_once(f"zero_hpz_partition_size = {size} has no effect here: {why}.")
     return replace(settings, secondary_ranks=1)
 
 
@@ -344,14 +342,14 @@ def with_order_of_sums(
         return settings
     if counted > 1 and optimizer is not None and issubclass(optimizer, optimizers.OneBitAdam):
         log_once(
-            "sums are formed in the order of ranks, and not host by host: OneBitAdam exchanges "
+            "sums are formed in the order of ranks, not by host: OneBitAdam exchanges "
             "momenta rank by rank."
         )
         counted = 1
     try:
         mesh.near_size(counted)
     except UsageError as error:
-        log_once(f"sums are formed in the order of ranks, and not host by host: {error.what}")
+        log_once(f"sums are formed in the order of ranks, not by host: {error.what}")
         counted = 1
     return replace(settings, ranks_per_host=counted)
 
@@ -399,7 +397,7 @@ def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device)
         memory if placement.host is None else placement.host,
         disk if placement.disk is None else placement.disk,
     ]
-    least = comm.all_gather_rows(torch.tensor(mine), "room for states").amin(dim=0)
+    least = comm.all_gather_rows(torch.tensor(mine), "free memory for states").amin(dim=0)
     return dict(zip((Tier.DEVICE, Tier.HOST, Tier.NVME), map(int, least), strict=True))
 
 
@@ -421,9 +419,9 @@ def stated_budgets(
     asked = {*choices.weights, *choices.states} if choices.are_open else set[Tier]()
     if missing := [tier.value for tier in stated if tier in asked and stated[tier] is None]:
         raise UsageError(
-            'the configuration leaves memories open ("auto"), and no budget is given for '
+            'the configuration has device "auto", and there is no budget for '
             f"{', '.join(missing)}.",
-            "A plan of another machine cannot look at what is free there.",
+            "A plan for another machine cannot measure its free memory.",
             "state memory_budget.device, .host and .disk in bytes of one rank.",
         )
     return {tier: nbytes for tier, nbytes in stated.items() if nbytes is not None}

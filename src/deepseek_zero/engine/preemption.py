@@ -56,9 +56,9 @@ class Preemption:
         if foreign:
             raise UsageError(
                 f"{foreign[0]} has a handler that was not set from Python.",
-                "checkpoint.save_on_signal calls the handler it finds, and this one cannot be "
+                "checkpoint.save_on_signal calls the previous handler, and this one cannot be "
                 "called.",
-                "leave the signal out of checkpoint.save_on_signal.signals, or set the handler "
+                "remove the signal from checkpoint.save_on_signal.signals, or set the handler "
                 "with signal.signal.",
             )
         try:
@@ -67,8 +67,8 @@ class Preemption:
         except ValueError:
             raise UsageError(
                 "checkpoint.save_on_signal needs the main thread.",
-                "Python lets no other thread take signals.",
-                "initialize the engine in the main thread, or leave checkpoint.save_on_signal out.",
+                "Python allows no other thread to handle signals.",
+                "initialize the engine in the main thread, or remove checkpoint.save_on_signal.",
             ) from None
         self._process = os.getpid()
         say_that_we_save(self.settings.signals)

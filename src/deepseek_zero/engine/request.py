@@ -55,23 +55,23 @@ class Request:
             and not callable(optimizer)
         ):
             fix = (
-                'a name goes into the configuration: "optimizer": {"type": "AdamW", '
+                'set a name in the configuration: "optimizer": {"type": "AdamW", '
                 '"params": {"lr": 0.001}}.'
             )
             raise refuse(
                 self.door,
                 "optimizer",
                 optimizer,
-                "a torch.optim.Optimizer, or a callable that makes one",
+                "a torch.optim.Optimizer, or a callable that returns one",
                 fix,
             )
         if schedule is not None and not callable(schedule) and not hasattr(schedule, "step"):
-            wanted = "a schedule with step(), or a callable that makes one of an optimizer"
-            fix = "pass one of torch.optim.lr_scheduler, or leave it out."
+            wanted = "a schedule with step(), or a callable that returns one for an optimizer"
+            fix = "pass one of torch.optim.lr_scheduler, or remove it."
             raise refuse(self.door, "lr_scheduler", schedule, wanted, fix)
         if isinstance(data, DataLoader):
-            wanted = "a dataset: the engine makes a loader of it for this rank's share"
-            fix = "pass its dataset, or keep the loader and leave this out."
+            wanted = "a dataset, for which the engine creates a loader of this rank's share"
+            fix = "pass its dataset, or use the loader and remove this argument."
             raise refuse(self.door, "training_data", data, wanted, fix)
         is_dataset = isinstance(data, IterableDataset) or (
             hasattr(data, "__getitem__") and hasattr(data, "__len__")
@@ -87,7 +87,7 @@ class Request:
                 "collate_fn",
                 self.collate_fn,
                 "a function of a list of samples",
-                "leave it out.",
+                "remove it.",
             )
 
 
@@ -104,7 +104,7 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
     """
     wanted = "an iterable of parameters, or of groups of them"
     if isinstance(given, Mapping):
-        raise refuse(call, name, given, wanted, "write a list around it: [{...}].")
+        raise refuse(call, name, given, wanted, "pass a list: [{...}].")
     if isinstance(given, Tensor | str | bytes) or not isinstance(given, Iterable):
         raise refuse(call, name, given, wanted, "pass model.parameters().")
     found = list[Any]()
@@ -135,7 +135,7 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
                     call,
                     name,
                     given,
-                    f"{wanted}, and {shown(member)} is no parameter",
+                    f"{wanted}, and {shown(member)} is not a parameter",
                     "pass parameters.",
                 )
         found.append(entry)

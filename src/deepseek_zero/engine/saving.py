@@ -246,9 +246,9 @@ def save_checkpoint(
     num_begun = engine.begun
     if num_begun:
         log_once(
-            f"saved between two micro-batches of one step: the gradients of {num_begun} of them "
-            "are not in the checkpoint, and a run that goes on from it takes that step from its "
-            "first micro-batch again."
+            f"saved between two micro-batches of a step: the gradients of {num_begun} of them "
+            "are not in the checkpoint, and a resumed run repeats that step from its "
+            "first micro-batch."
         )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
     trainer["global_samples"] -= num_begun * engine._batch.micro * engine.mesh.data_size
@@ -321,9 +321,9 @@ def _foreign_layout(
         named = layout_named(chosen.layout)
         if isinstance(named, EngineLayout) and settings.folders:
             raise CheckpointError(
-                f"ranks save into different folders, and checkpoint.layout asks for {named.title}.",
-                "Files in that layout are made of the states of several ranks.",
-                'name one folder on all ranks, or set checkpoint.layout to "slices".',
+                f"ranks save into different folders, but checkpoint.layout is {named.title}.",
+                "Files in that layout contain the states of several ranks.",
+                'pass one folder on all ranks, or set checkpoint.layout to "slices".',
             )
         return named if isinstance(named, EngineLayout) else None
     wants_slices = (
@@ -429,7 +429,7 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
     if newest is not None and not chosen:
         log_once(
             f"{folder / LATEST} is missing or empty: '{newest}', the newest good checkpoint there, "
-            "is loaded. Name a tag to load another one.",
+            "is loaded. Pass a tag to load another one.",
             logging.WARNING,
         )
     elif newest is None and comm.rank == 0:
@@ -495,9 +495,9 @@ def _warn_of_other_batch(engine: Trainer, saved: Mapping[str, Any] | None) -> No
     log_once(
         f"the global batch was {saved['train']} samples a step when the checkpoint was saved, and "
         f"is {now.train} now: micro-batch x accumulation x ranks was {before} and is {after}.  The "
-        "losses will differ from those of one run.  To keep the batch, write "
-        f'"train_batch_size": {saved["train"]} into the configuration and leave '
-        '"gradient_accumulation_steps" out; else adjust the learning rate.',
+        "losses will differ from those of an uninterrupted run.  To keep the batch, set "
+        f'"train_batch_size": {saved["train"]} in the configuration and remove '
+        '"gradient_accumulation_steps"; otherwise adjust the learning rate.',
         logging.WARNING,
     )
 

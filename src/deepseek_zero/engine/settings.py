@@ -255,25 +255,26 @@ def compression_of(config: Config) -> Compression:
     if weight_bits == 4 and zero.stage == 3:
         raise UsageError(
             "zero_optimization.compression.weights.bits is 4 at stage 3.",
-            "Weights themselves lose too much in 4 bits: the loss shows it at once.",
-            "take 8 bits, or stage 1 or 2, where the changes of weights are sent.",
+            "4 bits are too few for weights: the loss becomes worse immediately.",
+            "use 8 bits, or stage 1 or 2, which send the changes of weights.",
         )
     if weight_bits and zero.stage in (1, 2) and policy_of(config).master == "none":
         raise UsageError(
             f"weights are sent in {weight_bits} bits at stage {zero.stage} "
-            "(zero_quantized_weights), and bf16 has no master.",
-            "What codes leave out of a weight is kept in its fp32 master.",
-            "take another master, or leave weights as they are.",
+            "(zero_quantized_weights), but bf16.master is none.",
+            "The quantization error of a weight is kept in its main weight.",
+            "set another bf16.master, or send weights unquantized.",
         )
     grad_bits = gradients.bits or (GRADIENT_BITS if zero.zero_quantized_gradients else None)
     codes_inside = gradients.inside_bits != EXACT_INSIDE
     if codes_inside and not grad_bits and not zero.compression.auto:
         raise UsageError(
-            f"zero_optimization.compression.gradients.inside_bits is {gradients.inside_bits}, and "
-            "gradients travel as they are.",
-            "What is sent in few bits inside a host is sent so between hosts too, where the link "
+            f"zero_optimization.compression.gradients.inside_bits is {gradients.inside_bits}, but "
+            "gradients are not quantized.",
+            "Gradients in few bits inside a host must have few bits between hosts too, where the "
+            "link "
             "is slower.",
-            "state gradients.bits, zero_quantized_gradients or compression.auto as well.",
+            "also set gradients.bits, zero_quantized_gradients or compression.auto.",
         )
     weight_codec = grad_codec = inside = feedback = None
     if weight_bits:
@@ -317,11 +318,11 @@ def _left_open(config: Config, weight_bits: int | None, grad_bits: int | None) -
         return found
     if _feedback(config) is not None:
         raise UsageError(
-            "compression.auto leaves the bits of gradients open beside error feedback "
+            "compression.auto cannot choose the bits of gradients with error feedback "
             "(error_feedback, zeropp_loco_param).",
-            "What codes leave out is a state of its own, in checkpoints too, and hangs on the "
-            "codes.",
-            "state compression.gradients.bits, or leave error feedback out.",
+            "The quantization error is a state that checkpoints contain, and its format depends on "
+            "the bits.",
+            "set compression.gradients.bits, or remove error feedback.",
         )
     return (*found, "gradients")
 
@@ -345,11 +346,13 @@ def _frozen_codec(config: Config) -> Blocks | None:
         return None
     if zero.offload_param.device != "none":
         raise UsageError(
-            "zero_quantized_nontrainable_weights beside offload_param.device "
+            "zero_quantized_nontrainable_weights with offload_param.device "
             f"{zero.offload_param.device!r} is not built.",
-            "Codes rest on the training device; in another memory frozen weights rest as they are.",
-            "leave one of the two out: codes take a quarter of fp32 or half of bf16, another "
-            "memory takes all.",
+            "Quantized weights must be on the training device; offloaded weights are not "
+            "quantized.",
+            "remove one of the two: quantized weights need a quarter of fp32 or half of bf16 "
+            "there, "
+            "offloaded ones nothing.",
         )
     return Blocks(WEIGHT_BITS, zero.compression.weights.block, EXACT_SCALE_BITS)
 
@@ -656,10 +659,10 @@ def sequence_settings_of(
         return parallel.SequenceSettings(asked)
     if asked not in ("auto", stated.attention):
         raise UsageError(
-            f"sequence_parallel.attention is {asked}, and the mpu's ranks share sequences by "
+            f"sequence_parallel.attention is {asked}, but the mpu's ranks share sequences by "
             f"{stated.attention}.",
-            "Its loader cuts sequences in order, and its loss is weighed outside.",
-            "leave the key out, or the mpu, and state mesh={'sp': ...}.",
+            "Its loader splits sequences in order, and the program weights its loss.",
+            "remove the key; or do not pass the mpu, and pass mesh={'sp': ...}.",
         )
     return stated
 

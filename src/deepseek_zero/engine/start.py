@@ -120,7 +120,8 @@ def prepare_process(raw: RawConfig) -> None:
     for name, value in stated.items():
         if (said := os.environ.setdefault(name, value)) != value:
             log_once(
-                f"{name}={said} stands; the configuration's section `network` would have {value}"
+                f"{name}={said} takes precedence over {value} of the configuration's section "
+                "`network`"
             )
 
 
@@ -191,14 +192,14 @@ def _schedule(parts: Parts, request: Request) -> Any:
     if parts.optimizer is None:
         if request.drops_idle_schedule:
             log_once(
-                "a learning-rate schedule was given without an optimizer to schedule: left out.",
+                "a learning-rate schedule was given without an optimizer to schedule: ignored.",
                 logging.WARNING,
             )
             return None
         raise UsageError(
             "a learning-rate schedule was given without an optimizer to schedule.",
             "initialize got neither `optimizer` nor a configuration with an `optimizer` section.",
-            "add one of the two, or leave the schedule out.",
+            "pass one of the two, or do not pass the schedule.",
         )
     if given is not None:
         is_factory = callable(given) and not hasattr(given, "step")

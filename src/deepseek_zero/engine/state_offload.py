@@ -106,7 +106,7 @@ class StateOffload:
             self._restore()
         except (MemoryError, RuntimeError) as error:
             logger.warning(
-                "destroy() could not bring back the states that offload_states() moved away, and "
+                "destroy() could not reload the states that offload_states() moved, and "
                 f"dropped them: {brief(error)}. Call reload_states() before destroy() to keep them."
             )
             for parked in self._parked:
@@ -262,7 +262,7 @@ class OffloadedGuard(StateGuard):
 def refuse_offloaded_state() -> NoReturn:
     """Raise the error for the use of an offloaded state."""
     raise UsageError(
-        "a state is used that engine.offload_states() has moved away.",
-        "Its memory was returned.",
+        "a state is used that engine.offload_states() has moved.",
+        "Its memory was freed.",
         "call engine.reload_states() on all ranks before the next forward, step, save or load.",
     )

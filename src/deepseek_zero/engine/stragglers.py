@@ -39,7 +39,7 @@ MOSTLY = 0.5  # share of the window's seconds
 OWN_SECONDS = "own seconds"
 WAITS = "seconds of waiting"
 # The sum of all parts: a rank that shares its core is slow in different parts at different times
-ALL = "all that it does itself"
+ALL = "its own work"
 
 
 class Stragglers:

@@ -124,7 +124,7 @@ def own_batches(engine: Engine) -> Iterator[Any]:
     """
     if engine.training_dataloader is None:
         raise UsageError(
-            "train_batch was given no data_iter, and the engine has no loader of its own.",
+            "train_batch received no data_iter, and the engine has no data loader.",
             "",
             "pass an iterator of micro-batches, or training_data to initialize.",
         )

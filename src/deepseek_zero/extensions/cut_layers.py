@@ -269,7 +269,8 @@ def _refuse_unlike(holder: Holder) -> None:
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
         what = "max_norm" if layer.max_norm is not None else "sparse gradients"
         raise NotBuiltError(
-            f"zero_optimization.tile_above would cut '{holder.name}', an nn.Embedding with {what}.",
+            f"zero_optimization.tile_above would split '{holder.name}', an nn.Embedding with "
+            f"{what}.",
             "A tile sees neither the whole weight nor all indices.",
             f"build it without {what}, or raise tile_above above its size.",
         )

@@ -66,7 +66,7 @@ ARGUMENTS: dict[str, Case] = {
     ),
     "a factory of no optimizer": (
         lambda: initialize(optimizer=lambda params: 5),
-        "made 5, which is no torch.optim",
+        "returned 5, which is not a torch.optim",
     ),
     "model_parameters": (
         lambda: initialize(model_parameters=5),
@@ -74,13 +74,13 @@ ARGUMENTS: dict[str, Case] = {
     ),
     "numbers for parameters": (
         lambda: initialize(model_parameters=[1]),
-        r"model_parameters=.*1 is no parameter",
+        r"model_parameters=.*1 is not a parameter",
     ),
     "a tensor for parameters": (
         lambda: initialize(model_parameters=torch.ones(2)),
         "model_parameters=",
     ),
-    "one group": (lambda: initialize(model_parameters={"params": []}), "write a list around it"),
+    "one group": (lambda: initialize(model_parameters={"params": []}), "pass a list"),
     "a group without params": (lambda: initialize(model_parameters=[{"lr": 1.0}]), "'params'"),
     "no parameter at all": (lambda: initialize(model_parameters=[]), "nothing to train"),
     "training_data": (lambda: initialize(training_data=5), r"initialize\(training_data=5\)"),

@@ -87,7 +87,7 @@ def test_each_rank_of_an_mpu_is_compared_with_the_mesh() -> None:
     assert choose_mesh([said], world) == mesh
     places[5]["tp"] = 0
     with pytest.raises(
-        UsageError, match=r"mpu= says that rank 5 is at tp=0, and the mesh \(.*\) has it at tp=1"
+        UsageError, match=r"mpu= has rank 5 at tp=0, but the mesh \(.*\) has it at tp=1"
     ):
         choose_mesh([said], world)
 
@@ -99,7 +99,7 @@ def test_a_world_of_one_takes_an_mpu() -> None:
     ]
     assert (engine.mpu, engine.mp_world_size, engine.sequence_parallel_size) == (mpu, 1, 1)
     assert engine.data_parallel_group is None and engine.autotp_size() == 0
-    with pytest.raises(UsageError, match="mpu= says 2 data-parallel ranks, and the mesh"):
+    with pytest.raises(UsageError, match="mpu= has 2 data-parallel ranks, but the mesh"):
         deepseek_zero.initialize(
             model=nn.Linear(2, 2), config={}, mpu=mpu_of(data_parallel_world_size=2)
         )
@@ -114,9 +114,7 @@ def test_a_topology_and_its_grid_state_stages_and_who_is_where() -> None:
     assert choose_mesh([ours], world) == mesh
     stages = saying(PipeDataParallelTopology(num_pp=2, num_dp=4))
     assert choose_mesh([stages, MeshStatement("mesh=", {"tp": 2})], world) == mesh
-    with pytest.raises(
-        UsageError, match=r"PipelineModule says that rank 1 is at tp=0, and the mesh"
-    ):
+    with pytest.raises(UsageError, match=r"PipelineModule has rank 1 at tp=0, but the mesh"):
         choose_mesh([saying(ProcessTopology(["pipe", "model", "data"], [2, 2, 2]))], world)
     alone = mpu_statement(PipelineParallelGrid(PipeModelDataParallelTopology(1, 1, 1)))
     assert (dict(alone.axes), alone.data_size) == ({"tp": 1, "pp": 1}, 1)

@@ -149,7 +149,7 @@ def test_errors_are_deepspeeds() -> None:
 
 def test_a_modules_stages_and_the_runs_are_the_same() -> None:
     module = PipelineModule([nn.Linear(2, 2)], num_stages=1)
-    with pytest.raises(UsageError, match="mesh= says pp=2, and PipelineModule says pp=1"):
+    with pytest.raises(UsageError, match="mesh= has pp=2, but PipelineModule has pp=1"):
         deepseek_zero.initialize(
             model=module, config={"train_micro_batch_size_per_gpu": 1}, mesh={"pp": 2}
         )

@@ -122,7 +122,7 @@ def test_ranks_with_different_meshes_are_refused_at_the_start(first: Mesh, secon
     for error in found:
         assert isinstance(error, ModelMismatchError), error
         assert "ranks differ in the mesh: rank 0 has" in str(error)
-        assert "state the same mesh on every rank" in str(error)
+        assert "pass the same mesh on every rank" in str(error)
 
 
 @pytest.mark.parametrize("name", tiny.EIGHT)

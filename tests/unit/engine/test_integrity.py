@@ -28,23 +28,23 @@ def tables(**states: Sequence[Sequence[int] | None]) -> dict[int, Table]:
         (tables(weight=[[1, 2], [1, 2], [1, 2]]), []),
         (
             tables(weight=[[1, 2], [1, 3], [1, 2]]),
-            ["weight of 'p1' is another on rank 1 than on ranks 0, 2"],
+            ["weight of 'p1' differs on rank 1 from ranks 0, 2"],
         ),
         (
             tables(weight=[[9], [1], [1], [8]]),
-            ["weight of 'p0' differs between ranks 0, 1, 2, 3, of which none is in the majority"],
+            ["weight of 'p0' differs between ranks 0, 1, 2, 3, without a majority"],
         ),
         (
             tables(weight=[[9], [1], [1], [8], [1]]),
-            ["weight of 'p0' is another on ranks 0, 3 than on ranks 1, 2, 4"],
+            ["weight of 'p0' differs on ranks 0, 3 from ranks 1, 2, 4"],
         ),
         (
             tables(weight=[[1], [2]]),
-            ["weight of 'p0' differs between ranks 0, 1, of which none is in the majority"],
+            ["weight of 'p0' differs between ranks 0, 1, without a majority"],
         ),
         (
             tables(weight=[[1, 5, 6], [1, 2, 3], [1, 2, 3]]),
-            ["weight of 'p1' (and 1 MiB more) is another on rank 0 than on ranks 1, 2"],
+            ["weight of 'p1' (and 1 MiB more) differs on rank 0 from ranks 1, 2"],
         ),
         (
             tables(weight=[[1], [1], [1]], gradient=[[4], None, [4]]),
@@ -53,8 +53,8 @@ def tables(**states: Sequence[Sequence[int] | None]) -> dict[int, Table]:
         (
             tables(weight=[[1], [1], [2]], master=[[1], [3], [1]]),
             [
-                "weight of 'p0' is another on rank 2 than on ranks 0, 1",
-                "master of 'p0' is another on rank 1 than on ranks 0, 2",
+                "weight of 'p0' differs on rank 2 from ranks 0, 1",
+                "master of 'p0' differs on rank 1 from ranks 0, 2",
             ],
         ),
         ({5: tables(weight=[[1]])[0]}, []),
@@ -73,6 +73,6 @@ def test_pieces_are_compared_among_themselves_and_replicas_their_slices() -> Non
         (whole[rank], slices[rank], [] if rank != 3 else ["master of 'a'"]) for rank in range(4)
     ]
     assert found_in(heard, ((0, 1), (2, 3)), ((0, 2), (1, 3))) == [
-        "master of 'a' changed on rank 3 while nothing wrote it",
-        "moment of 'p0' differs between ranks 1, 3, of which none is in the majority",
+        "master of 'a' changed on rank 3 although nothing wrote it",
+        "moment of 'p0' differs between ranks 1, 3, without a majority",
     ]

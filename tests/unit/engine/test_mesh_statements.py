@@ -73,23 +73,23 @@ def test_places_that_agree_make_one_mesh(
 @pytest.mark.parametrize(
     ("config", "given", "words"),
     [
-        ({"mp_degree": 2}, {"tp": 4}, "mesh= says tp=4, and mp_degree says tp=2"),
+        ({"mp_degree": 2}, {"tp": 4}, "mesh= has tp=4, but mp_degree has tp=2"),
         (
             {"mp_degree": 2, "tensor_parallel": {"autotp_size": 4}},
             None,
-            "mp_degree says tp=2, and .*autotp_size says tp=4",
+            "mp_degree has tp=2, but .*autotp_size has tp=4",
         ),
         (
             {"pipeline": {"stages": 2}, "pp_degree": 4},
             None,
-            "pp_degree says pp=4, and pipeline.stages says pp=2",
+            "pp_degree has pp=4, but pipeline.stages has pp=2",
         ),
-        ({"mp_degree": 1}, {"tp": 2}, "mesh= says tp=2, and mp_degree says tp=1"),
-        ({"mp_degree": 2}, Mesh(), "mesh= says tp=1, and mp_degree says tp=2"),
+        ({"mp_degree": 1}, {"tp": 2}, "mesh= has tp=2, but mp_degree has tp=1"),
+        ({"mp_degree": 2}, Mesh(), "mesh= has tp=1, but mp_degree has tp=2"),
         (
             {"mesh": {"dp_replicate": 2}},
             {"dp_replicate": 4},
-            "mesh= says .*, and the configuration's mesh says",
+            "mesh= has .*, but the configuration's mesh has",
         ),
         (
             {"pp_degree": 3},
@@ -100,12 +100,12 @@ def test_places_that_agree_make_one_mesh(
         (
             {"zero_optimization": {"mics_shard_size": 3}},
             None,
-            "mics_shard_size is 3, and there are 8 ranks",
+            "mics_shard_size is 3, but there are 8 ranks",
         ),
         (
             {"zero_optimization": {"mics_shard_size": 2}, "sequence_parallel_size": 4},
             None,
-            "mics_shard_size is 2, and there are 8 ranks, 4 along sp",
+            "mics_shard_size is 2, but there are 8 ranks, 4 along sp",
         ),
         ({}, {"tp": 0}, "mesh axis tp is 0"),
     ],
@@ -120,14 +120,14 @@ def test_places_that_disagree_are_both_named(
 def test_a_lone_process_is_told_the_command() -> None:
     with pytest.raises(UsageError, match="run --nproc 4") as error:
         chosen({"pp_degree": 2, "mp_degree": 2}, ranks=1)
-    assert "pp_degree says pp=2, mp_degree says tp=2: 4 ranks hold one copy" in str(error.value)
+    assert "pp_degree has pp=2, mp_degree has tp=2: 4 ranks hold one copy" in str(error.value)
 
 
 def test_an_argument_that_states_the_data_ranks_is_compared() -> None:
     others = [MeshStatement("mesh_param=", {"sp": 2}, data_size=4)]
     assert chosen({}, others=others).sizes == (1, 1, 4, 2, 1)
     with pytest.raises(
-        UsageError, match=r"mesh_param= says 4 data-parallel ranks, and the mesh .* has 2"
+        UsageError, match=r"mesh_param= has 4 data-parallel ranks, but the mesh .* has 2"
     ):
         chosen({"mp_degree": 2}, others=others)
 
@@ -137,7 +137,7 @@ def test_the_launchers_command_line_is_one_more_place(monkeypatch: pytest.Monkey
     assert chosen({}).sizes == (2, 1, 2, 1, 2)
     assert chosen({"mp_degree": 2}).sizes == (2, 1, 2, 1, 2)
     with pytest.raises(
-        UsageError, match="mp_degree says tp=4, and the launcher's command line says tp=2"
+        UsageError, match="mp_degree has tp=4, but the launcher's command line has tp=2"
     ):
         chosen({"mp_degree": 4})
     assert choose_mesh(statements_of(load({}), launched=False), Mesh().on_world(8)).sizes == (

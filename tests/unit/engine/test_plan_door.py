@@ -89,7 +89,7 @@ def test_open_memories_need_budgets_and_are_placed_by_them() -> None:
         "offload_optimizer": {"device": "auto"},
         "stage3_param_persistence_threshold": 0,
     }
-    with pytest.raises(UsageError, match="no budget is given for device, host"):
+    with pytest.raises(UsageError, match="there is no budget for device, host"):
         deepseek_zero.plan(on_meta(2), CONFIG | {"zero_optimization": zero}, ranks=2, device="cuda")
     budget = {"device": 1600 << 20, "host": 1 << 40}
     config = CONFIG | {"zero_optimization": zero, "memory_budget": budget}

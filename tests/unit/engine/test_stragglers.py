@@ -70,7 +70,7 @@ def test_a_rank_that_is_slow_now_in_one_part_and_now_in_another_is_named(told: l
     for window in range(1, 6):
         found.compare(WINDOW * window, fields_of(slower(2, window % 2, 0.4)))
     assert told == [
-        f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: all that it does itself "
+        f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: its own work "
         f"took 1.70 s of {WINDOW} steps, 1.30 s on the median rank, the third time in a row."
     ]
 

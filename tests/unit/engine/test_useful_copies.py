@@ -33,15 +33,15 @@ MESH = Mesh(dp_replicate=2, dp_shard=4).on_world(8)
 @pytest.mark.parametrize(
     ("settings", "in_place", "words"),
     [
-        ({"secondary_ranks": 2}, True, "a gather moves nothing"),
+        ({"secondary_ranks": 2}, True, "a gather copies nothing"),
         ({"secondary_ranks": 2, "stage": 2}, False, "stage 2 keeps whole weights"),
         (
             {"secondary_ranks": 2, "weight_tier": Tier.HOST},
             False,
-            "offload_param has the weights leave the device",
+            "offload_param moves the weights off the device",
         ),
-        ({"secondary_ranks": 4}, False, "no smaller group is left"),
-        ({"secondary_ranks": 8}, False, "no smaller group is left"),
+        ({"secondary_ranks": 4}, False, "there is no smaller group"),
+        ({"secondary_ranks": 8}, False, "there is no smaller group"),
     ],
 )
 def test_where_no_copy_would_be_read_there_is_none(
@@ -128,7 +128,10 @@ def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
     plan = plan_model(nn.Linear(8, 8), settings, MESH, Machine(spans_hosts=spans_hosts))
     with caplog.at_level("INFO", logger="deepseek_zero"):
         say_uncoded(plan, among_hosts=among_hosts)
-    assert any("codes save nothing between hosts" in line for line in caplog.messages) == is_said
+    assert (
+        any("quantization saves no bytes between hosts" in line for line in caplog.messages)
+        == is_said
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
             torch.bfloat16,
             {"compression": Compression(gradients=Blocks(4, 128))},
             Mesh(dp_shard=2),
-            "sent as codes",
+            "sent quantized",
         ),
         (
             torch.bfloat16,
@@ -150,7 +153,7 @@ def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
             torch.bfloat16,
             {"ranks_per_host": 2},
             Mesh(dp_replicate=2, dp_shard=4),
-            "hosts, .*, nor for sums over replicas",
+            "hosts, .*, nor to sums over replicas",
         ),
         (torch.float32, {"ranks_per_host": 2}, Mesh(dp_shard=4), ""),
         (torch.bfloat16, {}, Mesh(dp_shard=4), ""),
@@ -180,5 +183,5 @@ def test_codes_do_not_follow_their_error_and_precision_auto_says_so(
     config = Config.model_validate({"precision": precision})
     with caplog.at_level("INFO", logger="deepseek_zero"):
         say_fixed_codes(config, settings)
-    said = any("the error of a codec as a signal is not built" in line for line in caplog.messages)
+    said = any("it does not read their quantization error" in line for line in caplog.messages)
     assert said is (precision == "auto" and codec is not None)

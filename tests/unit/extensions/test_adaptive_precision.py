@@ -137,7 +137,7 @@ def test_stages_are_refused_by_name() -> None:
 
 
 def test_codes_that_do_not_follow_their_error_are_said_so(caplog: pytest.LogCaptureFixture) -> None:
-    told = "the error of a codec as a signal is not built"
+    told = "it does not read their quantization error"
     for more in ({}, {"zero_quantized_gradients": True}):
         config = {
             "precision": "auto",

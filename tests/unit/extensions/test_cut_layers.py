@@ -135,7 +135,7 @@ def test_what_is_no_plain_layer_stays_whole_and_is_named() -> None:
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}])
 def test_an_embedding_that_tiles_cannot_be_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(NotBuiltError, match="tile_above would cut 'embed'"):
+    with pytest.raises(NotBuiltError, match="tile_above would split 'embed'"):
         choose_cuts(Model(**options), 60, same)
 
 
@@ -187,13 +187,13 @@ def test_axes_that_cut_the_model_are_refused_by_name(axis: str) -> None:
 @pytest.mark.parametrize("key", ["tiled_loss", "tiled_mlp"])
 def test_tiles_of_tokens_beside_it_are_refused_by_name(key: str) -> None:
     config = configured(activation_checkpointing={key: 16})
-    with pytest.raises(NotBuiltError, match="tile_above beside activation_checkpointing"):
+    with pytest.raises(NotBuiltError, match="tile_above with activation_checkpointing"):
         deepseek_zero.plan(Model(), config, ranks=2)
 
 
 def test_an_optimizer_that_needs_whole_matrices_is_refused_by_name() -> None:
     with pytest.raises(
-        NotBuiltError, match=r"cuts 'embed\.weight', and Lamb looks at a whole parameter"
+        NotBuiltError, match=r"splits 'embed\.weight', but Lamb needs whole parameters"
     ):
         deepseek_zero.plan(Model(), configured("Lamb"), ranks=2)
 
@@ -201,7 +201,7 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_by_name() -> None:
 def test_a_model_without_values_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = Model()
-    with pytest.raises(NotBuiltError, match=r"cut 'embed\.weight', which has no values yet"):
+    with pytest.raises(NotBuiltError, match=r"split 'embed\.weight', which has no values yet"):
         deepseek_zero.initialize(model=model, config=configured())
 
 

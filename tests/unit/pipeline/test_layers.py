@@ -240,7 +240,7 @@ def test_the_plan_of_any_rank_is_that_of_the_stage_it_would_build(rank: int) -> 
     assert own.numel == sum(param.numel() for param in built[rank].parameters())
     assert before == [(name, id(param)) for name, param in built[1 - rank].named_parameters()]
     client = torch.optim.AdamW(built[1 - rank].parameters())
-    with pytest.raises(NotBuiltError, match="with an optimizer"):
+    with pytest.raises(NotBuiltError, match="with a passed optimizer"):
         del config["optimizer"]
         deepseek_zero.plan(
             built[1 - rank], config, ranks=2, rank=rank, mesh={"pp": 2}, optimizer=client

@@ -95,7 +95,7 @@ def test_that_weights_are_not_chosen_for_at_stages_1_and_2_is_said(
         stage, compression=Compression(weights=weights, left_open=("gradients",))
     )
     planning.with_chosen_codes(Config(), settings, alone, Mesh())
-    assert any("compression.weights.bits states them" in line for line in said) == is_said
+    assert any("Set them with compression.weights.bits" in line for line in said) == is_said
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,5 @@ def test_codes_beside_another_memory_are_refused_by_name() -> None:
         "zero_quantized_nontrainable_weights": True,
         "offload_param": {"device": "cpu"},
     }
-    with pytest.raises(
-        UsageError, match="zero_quantized_nontrainable_weights beside offload_param"
-    ):
+    with pytest.raises(UsageError, match="zero_quantized_nontrainable_weights with offload_param"):
         plan_settings_of(resolve(load({"zero_optimization": section}), Facts()))
