@@ -158,7 +158,7 @@ MAX_GRAD_NORM = (
 )
 # section -> (module to import, how to install it)
 PACKAGES = {
-    "tensorboard": ("tensorboard", 'pip install "deepseek-zero[tensorboard]"'),
+    "tensorboard": ("tensorboard", "pip install tensorboard"),
     "wandb": ("wandb", "pip install wandb"),
     "comet": ("comet_ml", "pip install comet-ml"),
 }

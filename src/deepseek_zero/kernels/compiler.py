@@ -64,7 +64,7 @@ def available(wanted: str) -> str:
             "updates are to be computed by numba, which is not installed.",
             'The configuration says "optimizer": {"kernels": "numba"}, or '
             f"{VARIABLE} says numba.",
-            "install the extra: pip install -e '.[fast]'; or leave the setting out.",
+            "install the extra `fast`: pip install numba; or leave the setting out.",
         )
     log_once(
         "numba is not installed, so PyTorch computes updates on a CPU, more slowly; the extra "

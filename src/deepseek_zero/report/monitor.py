@@ -217,7 +217,7 @@ _WRITERS: dict[str, Any] = {
     "comet": CometWriter,
 }
 _PACKAGES = {
-    "tensorboard": ("tensorboard", 'pip install "deepseek-zero[tensorboard]"'),
+    "tensorboard": ("tensorboard", "pip install tensorboard"),
     "wandb": ("wandb", "pip install wandb"),
     "comet": ("comet_ml", "pip install comet-ml"),
 }

@@ -62,7 +62,7 @@ def require_matplotlib() -> None:
         raise NotBuiltError(
             "plots need matplotlib, which is not installed.",
             "It is an optional dependency.",
-            'pip install "deepseek-zero[plots]".',
+            "pip install matplotlib.",
         )
 
 

@@ -107,8 +107,7 @@ def require_cryptography() -> None:
         raise UsageError(
             f"this job asks for TLS, and the package cryptography cannot be imported: {error}.",
             f"--tls, or {TLS}=1, encrypts what leaves a host; cryptography makes the certificate.",
-            'install the extra tls on every host: pip install "deepseek-zero[tls]"; or leave '
-            "--tls out.",
+            "install it on every host: pip install cryptography; or leave --tls out.",
         ) from error
 
 
