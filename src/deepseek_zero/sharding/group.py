@@ -14,7 +14,7 @@ from ..planner.spec import ShardPlan
 from ..planner.units import GroupPlan
 from .buffer import CommContext, FlatBuffer, StateGuard
 from .main_weight import MasterWeight
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import reshard, unshard
 
 
 @dataclass(eq=False)
@@ -46,14 +46,11 @@ class ParamInfo:
 
     def unshard(self, data: Tensor) -> None:
         """Make the parameter a view of `data`, in the class that it had before wrapping."""
-        # Inlined, because this runs for every parameter of every unit in each step.
-        self.param.__class__ = self.param_class
-        self.param.data = data
+        unshard(self.param, self.param_class, data)
 
     def reshard(self) -> None:
         """Make the parameter a `ShardedParameter` whose data is the placeholder."""
-        self.param.data = self.placeholder
-        self.param.__class__ = ShardedParameter
+        reshard(self.param, self.placeholder)
 
 
 class Group(Protocol):
