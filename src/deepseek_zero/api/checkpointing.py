@@ -131,18 +131,18 @@ def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSet
         tier = Tier.HOST if cpu else None if tier is Tier.HOST else tier
     if contiguous is not None:
         tier = tier or Tier.DEVICE if contiguous else None if tier is Tier.DEVICE else tier
+    changed = replace(settings, tier=tier)
     count = words.get("num_checkpoints")
+    if count is not None:
+        count = whole_number("configure", "num_checkpoints", count, 1)
+        changed = replace(changed, checkpoints=count)
     profile = words.get("profile")
+    if profile is not None:
+        changed = replace(changed, profile=bool(profile))
     partitioned = words.get("partition_activations")
-    return replace(
-        settings,
-        tier=tier,
-        checkpoints=settings.checkpoints
-        if count is None
-        else whole_number("configure", "num_checkpoints", count, 1),
-        profile=settings.profile if profile is None else bool(profile),
-        partitioned=settings.partitioned if partitioned is None else bool(partitioned),
-    )
+    if partitioned is not None:
+        changed = replace(changed, partitioned=bool(partitioned))
+    return changed
 
 
 def is_configured() -> bool:

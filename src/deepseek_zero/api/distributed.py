@@ -116,9 +116,8 @@ def join(
                 "leave dist_init_required out, or call torch.distributed.init_process_group first.",
             )
         whole_number("init_distributed", "world_size", world_size, -1)
-        whole_number(
-            "init_distributed", "rank", rank, -1, world_size - 1 if world_size > 0 else None
-        )
+        last_rank = world_size - 1 if world_size > 0 else None
+        whole_number("init_distributed", "rank", rank, -1, last_rank)
         if urlsplit(init_method or "").scheme == "file":
             backend = dist_backend or default_backend(default_device())
             device_id = device_of_group(backend)

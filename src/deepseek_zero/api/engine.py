@@ -415,9 +415,8 @@ class ZeroEngine(Engine):
                 "pass module_state_dict()'s result.",
             )
         inner = checkpoint.get("module")
-        self.module.load_state_dict(
-            inner if isinstance(inner, Mapping) else dict(checkpoint), strict=strict
-        )
+        states = inner if isinstance(inner, Mapping) else dict(checkpoint)
+        self.module.load_state_dict(states, strict=strict)
 
     def save_16bit_model(
         self,
@@ -685,12 +684,8 @@ class ZeroEngine(Engine):
         if picture is not None:
             path_of("memory_trace", "picture", picture)
         recompute = self.parts.recompute
-        trace = traced(
-            self.runtime,
-            self.optimizer,
-            recompute.offloaded if recompute is not None else list,
-            self.parts.pipeline,
-        )
+        offloaded = recompute.offloaded if recompute is not None else list
+        trace = traced(self.runtime, self.optimizer, offloaded, self.parts.pipeline)
         with trace.recording():
             yield trace
         if picture is not None and is_rank_zero():

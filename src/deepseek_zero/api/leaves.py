@@ -197,9 +197,11 @@ def _not_found(model: nn.Module, asked: Sequence[object]) -> LeafNotFoundError:
 def _is_one_of(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> bool:
     kind = type(module)
     names = {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
-    return any(
-        each in names if isinstance(each, str) else isinstance(module, each) for each in classes
-    )
+    for each in classes:
+        is_match = each in names if isinstance(each, str) else isinstance(module, each)
+        if is_match:
+            return True
+    return False
 
 
 def _tell_of_wrapped(module: nn.Module) -> None:

@@ -50,13 +50,9 @@ def mpu_statement(mpu: Any) -> MeshStatement:
             "pass an object with get_model_parallel_world_size(), get_model_parallel_rank(), and "
             "so on."
         )
-        raise refuse(
-            "initialize",
-            "mpu",
-            mpu if not own else f"of rank {empty[0]}",
-            "an object that tells the sizes of groups",
-            fix,
-        )
+        given = f"of rank {empty[0]}" if own else mpu
+        wanted = "an object that tells the sizes of groups"
+        raise refuse("initialize", "mpu", given, wanted, fix)
     for rank, each in enumerate(sizes):
         if each != sizes[0]:
             raise UsageError(

@@ -101,7 +101,8 @@ def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = config.get("optimizer")
     rate = config.pop("lr", None)
     if isinstance(optimizer, str):
-        resolve_optimizer(config.pop("optimizer"), {} if rate is None else {"lr": rate})
+        arguments = {} if rate is None else {"lr": rate}
+        resolve_optimizer(config.pop("optimizer"), arguments)
     elif optimizer is not None and (
         not isinstance(optimizer, Mapping) or {"type", "params"} & optimizer.keys()
     ):

@@ -522,8 +522,9 @@ def _encrypting_transport(transport: str, world: WorldContext, device: torch.dev
     if not uses_tls() or world.hosts.is_one:
         return transport
     if transport == "gloo" or device.type != "cpu":
+        name = "gloo" if device.type == "cpu" else "NCCL"
         raise UsageError(
-            f"{'gloo' if device.type == 'cpu' else 'NCCL'} encrypts nothing, and {TLS} is set.",
+            f"{name} encrypts nothing, and {TLS} is set.",
             "Tensors would travel between hosts for everybody to read.",
             'leave "transport" out, train on CPUs, or give the job a network of its own and '
             "leave --tls out.",

@@ -345,11 +345,11 @@ class FlightRecorder:
         if self._looks < CONFIRMED:
             return None
         engines = {place.engine for place in suspects.values()}
-        names = ", ".join(
-            f"{self.name(rank, engine)} is in '{place.name()}'"
-            + (f" of {place.engine}" if len(engines) > 1 else "")
-            for rank, place in suspects.items()
-        )
+        described = []
+        for rank, place in suspects.items():
+            of_engine = f" of {place.engine}" if len(engines) > 1 else ""
+            described.append(f"{self.name(rank, engine)} is in '{place.name()}'{of_engine}")
+        names = ", ".join(described)
         return PeerError(
             f"ranks called different collectives: {names}.",
             "Every rank must make the same sequence of calls; no data was exchanged under a wrong "

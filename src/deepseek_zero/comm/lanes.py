@@ -63,13 +63,10 @@ class Lanes:
         self.last = issued
         lane.log.append((lane.issued, what))
         lane.issued += 1
+        interval = self.waits.poll_interval if self.waits.polls_often else None
+        checksum = zlib.crc32(what.encode())
         cid = CollectiveId(
-            lane.name,
-            lane.number,
-            issued.sequence,
-            zlib.crc32(what.encode()),
-            issued.arrived,
-            self.waits.poll_interval if self.waits.polls_often else None,
+            lane.name, lane.number, issued.sequence, checksum, issued.arrived, interval
         )
         wait = self.waits.wait_or_raise(world, self.transport, issued, lambda: start(cid))
         is_here = None

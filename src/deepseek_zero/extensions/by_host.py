@@ -145,7 +145,8 @@ class TwoHopRoom(MessageRoom):
             inboxes_of_hosts = torch.split(near_inbox[: across.size * numel_of_host], numel_of_host)
             near_boxes = [boxes_in(each, near, length) for each in inboxes_of_hosts]
         far_length = wire.length(numel)
-        far_boxes = boxes_in(inboxes[0] if inboxes else None, across, far_length)
+        far_inbox = inboxes[0] if inboxes else None
+        far_boxes = boxes_in(far_inbox, across, far_length)
         # Ranks that read in place may still read the previous range
         across.wait_until_read(sent)
         of_hosts = torch.split(sums[: across.size * numel], numel)

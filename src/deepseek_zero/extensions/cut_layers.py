@@ -213,12 +213,10 @@ class CutEmbedding(CutLayer, nn.Embedding):
             here = input < high if number == 0 else input >= low
             if 0 < number < last:
                 here &= input < high
-            padding = self.padding_idx - low if self.padding_idx is not None else -1
-            use = partial(
-                _look_up,
-                padding=padding if 0 <= padding < high - low else None,
-                scales=self.scale_grad_by_freq,
-            )
+            padding = None
+            if self.padding_idx is not None and low <= self.padding_idx < high:
+                padding = self.padding_idx - low
+            use = partial(_look_up, padding=padding, scales=self.scale_grad_by_freq)
             found = self.tiles[number](input[here] - low, use=use)
             if whole is None:
                 whole = found.new_empty((*input.shape, self.embedding_dim))

@@ -72,14 +72,16 @@ class DelayedGradient(GradSum):
         self.absent = other.absent
         other.absent = absent
         other.known_squares = None
-        other.become(GradState.REDUCED if comes else GradState.EMPTY)
+        after = GradState.REDUCED if comes else GradState.EMPTY
+        other.become(after)
         self.restore(is_full=keep)
         if not keep:
             self.discard()
 
     def restore(self, *, is_full: bool) -> None:
         """Set whether `buffer` holds a gradient, as after loading a checkpoint."""
-        self.become(GradState.HELD if is_full else GradState.EMPTY)
+        state = GradState.HELD if is_full else GradState.EMPTY
+        self.become(state)
 
     def discard(self) -> None:
         """Drop the gradient, so that no update uses it."""

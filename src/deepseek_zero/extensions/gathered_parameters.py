@@ -187,7 +187,8 @@ class GatheredParameters:
                 with torch.no_grad():
                     self._take_over() if self.modifier_rank is not None else self._refuse_changes()
         finally:
-            self._back_to_rest(self.modifier_rank if kind is None else None)
+            winner = self.modifier_rank if kind is None else None
+            self._back_to_rest(winner)
 
     def discard(self) -> None:
         """Leave the context as after an exception: changes are dropped. Local."""
@@ -222,10 +223,10 @@ class GatheredParameters:
             return
         row = torch.tensor([len(changed)])
         if int(comms[0].all_gather_rows(row, "changes in GatheredParameters").sum()):
+            where = f", among {changed[0]}." if changed else " on another rank."
             raise UsageError(
                 "parameters had an in-place modification inside "
-                "GatheredParameters(modifier_rank=None)"
-                + (f", among {changed[0]}." if changed else " on another rank."),
+                f"GatheredParameters(modifier_rank=None){where}",
                 "Each rank would keep a different change, or none.",
                 "name the rank whose change counts: GatheredParameters(params, modifier_rank=0).",
             )

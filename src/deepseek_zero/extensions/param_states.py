@@ -166,13 +166,16 @@ def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, 
 
 def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
     known = sorted({key for state in optimizer.load_states().values() for key in state})
+    reason = "An optimizer makes its state in its first step."
+    fix = "take a step first."
+    if known:
+        reason = f"It has {', '.join(known)}."
+        fix = "name one of these."
     return UsageError(
         f"optimizer {type(optimizer.inner).__name__} has no element-wise state '{key}' for "
         f"'{name}'.",
-        f"It has {', '.join(known)}."
-        if known
-        else "An optimizer makes its state in its first step.",
-        "name one of these." if known else "take a step first.",
+        reason,
+        fix,
     )
 
 
@@ -197,10 +200,8 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
     with torch.no_grad():
         start, stop, place = owner.weight.local_range(slot, rank)
         with owner.weight.writing(place, place + stop - start) as view:
-            cast_master(
-                flat[start:stop].to(owner.master.dtype if owner.master is not None else view.dtype),
-                view,
-            )
+            dtype = owner.master.dtype if owner.master is not None else view.dtype
+            cast_master(flat[start:stop].to(dtype), view)
         if owner.master is not None:
             start, stop, place = owner.master.buffer.local_range(slot, rank)
             owner.master.write(place, place + stop - start, flat[start:stop])
@@ -305,7 +306,11 @@ def full_master(param: nn.Parameter) -> Tensor | None:
     Returns:
         A tensor in the parameter's shape; None if there is no main weight.
     """
-    return _full(param, lambda group: group.master.values() if group.master is not None else None)
+
+    def values_of(group: ParamGroup) -> FlatBuffer | None:
+        return None if group.master is None else group.master.values()
+
+    return _full(param, values_of)
 
 
 def full_grad(param: nn.Parameter) -> Tensor | None:

@@ -107,10 +107,9 @@ class Tuner:
             totals.get(name, 0.0) - self._seen.get(name, 0.0) for name in (lane, "all")
         )
         self._seen = totals
-        shares = self.comm.all_gather_rows(
-            torch.tensor([waited / passed if passed > 0 else 0.0], dtype=torch.float64), "waits"
-        )
-        share = float(shares.max())
+        own_share = waited / passed if passed > 0 else 0.0
+        row = torch.tensor([own_share], dtype=torch.float64)
+        share = float(self.comm.all_gather_rows(row, "waits").max())
         old = knob.value
         if not knob.adjust(share):
             return {}

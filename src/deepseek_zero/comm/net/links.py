@@ -128,11 +128,14 @@ class Links:
                 CONNECT_SECONDS,
             )
             missing = [link for link in self.links.values() if not link.resumed]
-        return "; ".join(
-            f"rank {self.rank} has no connection to rank {link.rank} at "
-            f"{link.address[0]}:{link.address[1]}" + (f" ({link.gone})" if link.gone else "")
-            for link in missing
-        )
+        described = []
+        for link in missing:
+            reason = f" ({link.gone})" if link.gone else ""
+            described.append(
+                f"rank {self.rank} has no connection to rank {link.rank} at "
+                f"{link.address[0]}:{link.address[1]}{reason}"
+            )
+        return "; ".join(described)
 
     def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
         """Start one collective: send a tensor to each of these ranks, and receive one.
@@ -249,7 +252,10 @@ class Links:
     def _watch(self, link: Link, *, blocked: bool) -> None:
         if link.connection is not None and link.is_blocked != blocked:
             link.is_blocked = blocked
-            self._poll.modify(link.connection, select.EPOLLIN | (select.EPOLLOUT if blocked else 0))
+            events = select.EPOLLIN
+            if blocked:
+                events |= select.EPOLLOUT
+            self._poll.modify(link.connection, events)
 
     # -- receiving
 

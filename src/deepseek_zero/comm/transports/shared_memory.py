@@ -540,12 +540,8 @@ class SharedMemory:
         }
 
         def land(found: Mapping[int, Tensor]) -> None:
-            use(
-                [
-                    own if rank == self.pages.rank else found.get(rank, own[:0])
-                    for rank in self.ranks
-                ]
-            )
+            pieces_by_rank = {**found, self.pages.rank: own}
+            use([pieces_by_rank.get(rank, own[:0]) for rank in self.ranks])
 
         sent = self._in_world({peer: pieces[peer] for peer in self.peers if pieces[peer].numel()})
         return self.pages.start(sent, boxes, own, cid, land)
