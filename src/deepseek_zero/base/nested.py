@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+FLATTEN = "__tensor_flatten__"  # method of torch's protocol for tensor subclasses
+
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Replace each tensor in a value, changing mappings and objects in place.
@@ -158,3 +160,30 @@ def on_meta(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
     return deepcopy(model, memo)
+
+
+def is_subclass(value: Any) -> bool:
+    """Return whether a value is a tensor subclass that wraps other tensors, as torchao's do.
+
+    The elements of such a tensor can be neither viewed nor cut.
+    """
+    return (
+        isinstance(value, Tensor)
+        and type(value) not in (Tensor, nn.Parameter)
+        and hasattr(value, FLATTEN)
+    )
+
+
+def inner_tensors(value: Any) -> dict[str, Tensor]:
+    """Return the plain tensors of a tensor subclass by attribute name.
+
+    The names of nested tensors are joined by dots.
+    """
+    found: dict[str, Tensor] = {}
+    for name in getattr(value, FLATTEN)()[0]:
+        inner = getattr(value, name)
+        if is_subclass(inner):
+            found |= {f"{name}.{path}": each for path, each in inner_tensors(inner).items()}
+        else:
+            found[name] = inner
+    return found

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base.progress import LongWork
-from ..optim.updater import PrefetchSettings, TilePrefetcher
+from ..optim.tile_memory import PrefetchSettings, TilePrefetcher
 from ..sharding.param_group import ParamGroup
 from .format import SavedChunk
 from .safetensors_file import TensorInfo, encode_header

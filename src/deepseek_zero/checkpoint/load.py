@@ -23,10 +23,10 @@ from ..base.errors import CheckpointError
 from ..base.log import log_first
 from ..base.memory import trim_heap
 from ..base.mesh import AXES
+from ..base.nested import inner_tensors, is_subclass
 from ..optim.inner_states import discard_updates, load_inner, reset_states
+from ..optim.master_shard import MasterShard, ParamOverlap
 from ..optim.sharded import ShardedOptimizer
-from ..optim.tensor_subclasses import inner_tensors, is_subclass
-from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
 from ..sharding.grad_sum import GradSum

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointError
+from ..base.nested import inner_tensors, is_subclass
+from ..optim.master_shard import MasterShard, ParamOverlap
 from ..optim.sharded import ShardedOptimizer
-from ..optim.tensor_subclasses import inner_tensors, is_subclass
-from ..optim.updater import MasterShard, ParamOverlap, StorageRange
+from ..optim.tile_memory import StorageRange
 from ..planner.extras import feedback_of
 from ..planner.spec import R
 from ..sharding.grad_sum import GradSum

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError
 from ..checkpoint.boxes import ParamPart, read_part
-from ..optim.twins import CUT_INTO, TIED_TO
-from ..optim.updater import MasterShard, ParamOverlap
+from ..optim.master_shard import MasterShard, ParamOverlap
+from ..optim.param_groups import CUT_INTO, TIED_TO
 from ..planner.layout import Shape
 from ..planner.rows import rows_of
 from ..planner.split import split_of

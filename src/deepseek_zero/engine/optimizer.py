@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError, shown
 from ..kernels.rules import OPEN_OPTIONS
+from ..optim.param_groups import without_twins
 from ..optim.shard_set import unknown_parameter
-from ..optim.twins import without_twins
 from ..optimizers.registry import granularity_of, resolve_optimizer
 from ..planner.memory import MOMENT_OPTIONS
 from ..planner.update import ParamGroupPlan

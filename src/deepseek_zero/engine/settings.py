@@ -24,7 +24,7 @@ from ..config.layer_specs import layer_rules
 from ..extensions.policies import PolicySettings
 from ..extensions.tuning import KEYS as TUNED
 from ..optim.step_settings import KERNEL_TILE_NUMEL, TILE_ALIGNMENT, TILE_NUMEL, StepSettings
-from ..optim.updater import PrefetchSettings
+from ..optim.tile_memory import PrefetchSettings
 from ..planner.plan_settings import Compression, PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.codecs import EXACT_SCALE_BITS, Blocks, Cast

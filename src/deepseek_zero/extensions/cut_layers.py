@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..base.errors import NotBuiltError, UsageError
-from ..optim.twins import CUT_INTO
+from ..optim.param_groups import CUT_INTO
 from ..planner.rows import Rows, set_rows
 from ..sharding.sharded_parameter import owner_of, take_values
 from .tiled import run_tiles

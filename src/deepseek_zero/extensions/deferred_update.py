@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..optim.master_shard import Tile, tiles_by_group
+from ..optim.tile_memory import TilePrefetcher
 from ..optim.update_policy import Stepping, UpdatePolicy
-from ..optim.updater import Decision, Tile, TilePrefetcher, Updater, hypers_of, tiles_by_group
+from ..optim.updater import Decision, Updater, hypers_of
 from ..sharding.param_group import ParamGroup
 
 

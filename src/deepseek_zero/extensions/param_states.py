@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..optim.master_shard import ParamOverlap
 from ..optim.sharded import ShardedOptimizer
-from ..optim.updater import ParamOverlap
 from ..planner.layout import Slot
 from ..planner.spec import R, S
 from ..precision.policy import cast_master

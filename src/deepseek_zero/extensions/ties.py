@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError
-from ..optim.twins import TIED_TO
+from ..optim.param_groups import TIED_TO
 from ..sharding.sharded_parameter import ShardedParameter, owner_of
 
 

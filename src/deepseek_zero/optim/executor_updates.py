@@ -14,9 +14,8 @@ from ..optimizers.registry import granularity_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.unit import Unit
-from .fused import are_updated_on_cpu, prefer_fused
+from .param_groups import are_updated_on_cpu, prefer_fused, without_twins
 from .shard_set import ShardSet
-from .twins import without_twins
 
 
 class ExecutorUpdates:

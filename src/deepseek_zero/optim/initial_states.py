@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError
-from ..optimizers.plain_steps import undecorated
+from ..optimizers.plain_steps import raw_step, undecorated
 from ..optimizers.registry import known_arguments
-from .updater import MasterShard, ParamOverlap
+from .master_shard import MasterShard, ParamOverlap
 
 
 class InitialStates(Protocol):
@@ -91,3 +91,29 @@ def states_at_construction(
             "give the optimizer all parameters when you build it, also those that are frozen at "
             "first.",
         ) from error
+
+
+def state_of_first_step(optimizer: Optimizer, shard: MasterShard, number: int) -> dict[str, Any]:
+    """Return the state that an optimizer creates for a shard in its first step. Local.
+
+    The step runs on a parameter of zeros in place of the shard. It changes neither weights nor
+    parameter groups.
+
+    Args:
+        optimizer: The optimizer.
+        shard: The shard.
+        number: Index of its parameter group.
+    """
+    twin = nn.Parameter(torch.zeros_like(shard.param, device=shard.master.update_device))
+    twin.grad = torch.zeros_like(twin)
+    held = [dict(group) for group in optimizer.param_groups]
+    try:
+        for place, group in enumerate(optimizer.param_groups):
+            group["params"] = [twin] if place == number else []
+        with torch.no_grad():
+            raw_step(optimizer)()
+        return dict(optimizer.state.pop(twin, {}))
+    finally:
+        for group, before in zip(optimizer.param_groups, held, strict=True):
+            group.clear()
+            group.update(before)

@@ -30,6 +30,8 @@ from ..kernels.sums import compile_squares
 from ..planner.spec import ShardPlan
 from ..precision.compact import StochasticRounding
 from ..precision.policy import LOW_PRECISION, has_nan, settle_nan
+from .master_shard import MasterShard
+from .moments import Moments
 
 _NOTHING: NDArray[Any] = np.zeros(0, np.int16)
 _ABSENT = torch.empty(0)
@@ -231,6 +233,44 @@ class OnePass:
             self._counters[id(param)] = counter
         return counter
 
+    def update_shard(
+        self,
+        shard: MasterShard,
+        grad: Tensor,
+        group: GroupUpdate,
+        moments: Moments,
+        factor: float,
+        chance: StochasticRounding,
+    ) -> bool:
+        """Update a shard with a kernel.
+
+        Args:
+            shard: The shard.
+            grad: Its gradient.
+            group: The update of its parameter group.
+            moments: The moments of the optimizer.
+            factor: The factor by which the gradient is multiplied first.
+            chance: The source of random bits for stochastic rounding.
+
+        Returns:
+            False if PyTorch has to update the shard. Nothing has changed then.
+        """
+        variant = self.variant(shard.param, group)
+        if variant is None:
+            return False
+        main, other = shard.master.for_kernel(shard.start, shard.stop)
+        layout = layout_of(grad, main, other, shard.group.plan.moments_format)
+        if not self.is_exact(variant, layout, main.device):
+            return False
+        shard.group.guard.before_write()
+        counter = self.counter(shard.param, group)
+        memory = Memory(grad, main, other, moments.in_place(shard, variant.states))
+        pieces = pieces_of(shard) if layout.is_random else ()
+        self.update(variant, layout, memory, group, counter, factor, chance, pieces)
+        if other is None:
+            shard.master.copy_to_weight(shard.start, shard.stop)
+        return True
+
     def update(
         self,
         variant: Variant,
@@ -333,6 +373,14 @@ class Counter:
     def is_on(self, device: torch.device) -> bool:
         """Return whether a kernel on a device can raise it."""
         return self.tensor.device == device and self.tensor.dtype == torch.float32
+
+
+def pieces_of(shard: MasterShard) -> list[Piece]:
+    """Return the ranges of the parameters that a shard covers."""
+    return [
+        Piece(cover.slot.name, cover.offset, cover.offset + cover.stop - cover.start, cover.start)
+        for cover in shard.overlaps()
+    ]
 
 
 def _part(

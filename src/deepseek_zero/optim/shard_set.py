@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,19 +20,14 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.regroup import relayout
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
-from .initial_states import InitialStates, makes_states, states_at_construction
+from .initial_states import InitialStates, makes_states, state_of_first_step, states_at_construction
+from .master_shard import MasterShard, ParamOverlap, Tiles
+from .moments import Moments
 from .one_pass import planned_layout
 from .step_settings import StepSettings, update_settings_of
+from .tile_memory import Scratch
 from .update_policy import UpdatePolicy
-from .updater import (
-    MasterShard,
-    Moments,
-    ParamOverlap,
-    Scratch,
-    Tiles,
-    Updater,
-    cuts_of,
-)
+from .updater import Updater
 
 
 class ShardSet:
@@ -269,7 +265,7 @@ class ShardSet:
         number = next(
             number for number, shards in enumerate(self.shards_by_group) if shard in shards
         )
-        return self.updater.state_of_first_step(shard, number)
+        return state_of_first_step(self.inner, shard, number)
 
     def add_missing_states(self) -> None:
         """Create the state from construction for shards not in the checkpoint. Local."""
@@ -365,6 +361,28 @@ class ShardSet:
         flow = self.settings.flow
         tiles = flow.ahead + 1 + flow.behind + 1
         self.runtime.comm_ctx.copy_engine.reserve_staging(planned.staging_bytes(tiles))
+
+
+def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
+    """Return the ranges of a shard within which all parameters have the same key.
+
+    The whole shard is returned if all keys are equal or if it is a whole tensor.
+
+    Args:
+        shard: The shard.
+        apart: Returns the key of a parameter's range.
+    """
+    covers = list(shard.overlaps())
+    runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
+    if len(runs) < 2:
+        return [shard.planned]
+    edges = [shard.start, *(shard.start + run[0].offset for run in runs[1:]), shard.stop]
+    return [
+        ShardRange(
+            shard.group.planned, low, high, tuple(cover.slot.name for cover in run), (high - low,)
+        )
+        for run, low, high in zip(runs, edges, edges[1:], strict=False)
+    ]
 
 
 def gradients_are_scaled(runtime: Runtime) -> bool:

@@ -28,17 +28,17 @@ from ..planner.update import UpdatePlan
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .executor_updates import ExecutorUpdates
-from .fused import are_updated_on_cpu, prefer_fused
 from .initial_states import InitialStates
 from .inner_states import load_saved_states, saved_states
+from .master_shard import MasterShard, Tiles
 from .nonfinite import NonFiniteReport
+from .param_groups import are_updated_on_cpu, prefer_fused, without_twins
 from .rank_agreement import compare_optimizers, refuse_disagreement, report_idle
 from .shard_set import ShardSet, gradients_are_scaled
 from .step_message import StepMessage
 from .step_settings import StepSettings
-from .twins import without_twins
 from .update_policy import UpdatePolicy
-from .updater import Decision, MasterShard, Tiles, hypers_of
+from .updater import Decision, hypers_of
 from .verdict import StepResult, agree_on_norm, clip_factor
 
 P = TypeVar("P", bound=UpdatePolicy)

@@ -10,7 +10,7 @@ from ..kernels.check import pytorch_differs
 from ..kernels.compiler import available, chosen
 from ..kernels.rules import NAMES
 from ..planner.update import ParamGroupPlan, UpdateSettings
-from .updater import PrefetchSettings
+from .tile_memory import PrefetchSettings
 
 # Elements per optimizer call (4 MiB of fp32 on the CPU). Working set and scratch memory stay small,
 # and the overhead of a call is a few per cent of its time.

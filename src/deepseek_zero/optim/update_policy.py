@@ -12,7 +12,10 @@ from ..precision.loss_scale import LossScaler
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
-from .updater import Decision, MasterShard, Moments, Scratch, Tile, Tiles, Updater
+from .master_shard import MasterShard, Tile, Tiles
+from .moments import Moments
+from .tile_memory import Scratch
+from .updater import Decision, Updater
 from .verdict import StepResult, Verdict
 
 

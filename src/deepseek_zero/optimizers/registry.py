@@ -183,7 +183,7 @@ _REFUSED: dict[type, str] = {
 }
 
 # PyTorch has one kernel for a whole step of these, on CPU and CUDA (for Adagrad on a CPU only:
-# `prefer_fused` in optim/fused.py). foreach and differentiable exclude it.
+# `prefer_fused` in optim/param_groups.py). foreach and differentiable exclude it.
 _WITH_FUSED_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _EXCLUDE_FUSED = frozenset({"fused", "foreach", "differentiable"})
 

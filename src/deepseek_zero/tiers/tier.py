@@ -225,6 +225,11 @@ class Storage:
         """Return the number of elements."""
         return self.memory.numel()
 
+    @property
+    def itemsize(self) -> int:
+        """Return the size of one element in bytes."""
+        return self.memory.itemsize
+
     def wait_for_copy(self) -> None:
         """Wait until every copy to or from the training device is complete."""
         copy_event = self.copy_event
@@ -683,11 +688,18 @@ class StagedTile:
     Tiles are copied to the host early, and copied back late.
     """
 
+    is_offloaded = False
+
     def __init__(self, there: Tensor, copy_engine: StreamCopyEngine, is_read: bool) -> None:
         self.on_device = there
         self.copy_engine = copy_engine
         self.is_read = is_read
         self._staged: dict[tuple[int, int], _Staged] = {}
+
+    @property
+    def itemsize(self) -> int:
+        """Return the size of one element in bytes."""
+        return self.on_device.itemsize
 
     def fetch(self, low: int, high: int, after: CopyEvent) -> Work:
         """Start to copy elements [low, high) to the host.
@@ -716,10 +728,20 @@ class StagedTile:
         staged.copied.wait()
         return staged.room
 
+    def read(self, low: int, high: int) -> Tensor:
+        """Return the fetched elements."""
+        found = self.view(low, high)
+        assert found is not None, "read before it was fetched"
+        return found
+
+    def write(self, low: int, high: int) -> Tensor:
+        """Return elements to write; fetch them first if necessary."""
+        self.fetch(low, high, COMPLETED).wait()
+        return self.read(low, high)
+
     def store(self, low: int, high: int) -> Work:
         """Copy the elements back to the device. Its later work uses the new values."""
-        held = self.view(low, high)
-        assert held is not None, "stored before it was fetched"
+        held = self.read(low, high)
         after = self._staged[low, high].after
         with self.copy_engine.on_side_stream(is_inward=True, after=after) as copy_event:
             self.on_device[low:high].copy_(held, non_blocking=True)
@@ -727,15 +749,10 @@ class StagedTile:
         self._release(low, high, copy_event)
         return copy_event
 
-    def discard(self, low: int, high: int) -> None:
+    def evict(self, low: int, high: int) -> None:
         """Release elements that have not changed, without copying them back."""
         if self.view(low, high) is not None:
             self._release(low, high, COMPLETED)
-
-    def clear(self) -> None:
-        """Release everything that was fetched, after an update failed."""
-        for low, high in list(self._staged):
-            self.discard(low, high)
 
     def _release(self, low: int, high: int, copy_event: CopyEvent) -> None:
         self.copy_engine.ring.give(self._staged.pop((low, high)).room, copy_event)

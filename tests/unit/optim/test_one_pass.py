@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import deepseek_zero as dz
 from deepseek_zero.kernels import cuda
 from deepseek_zero.kernels.rules import Layout, Variant
-from deepseek_zero.optim.fused import prefer_fused
 from deepseek_zero.optim.inner_states import reset_states
 from deepseek_zero.optim.one_pass import Counter, Memory, OnePass, Piece
+from deepseek_zero.optim.param_groups import prefer_fused
 from deepseek_zero.precision.compact import StochasticRounding
 
 

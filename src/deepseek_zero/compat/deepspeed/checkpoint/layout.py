@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ....base.errors import CheckpointError
+from ....base.nested import is_subclass
 from ....checkpoint import files
 from ....checkpoint.catalogue import remove_replaced
 from ....checkpoint.contents import Contents, Loaded, LoadSettings, SaveSettings
@@ -39,7 +40,6 @@ from ....checkpoint.state import is_scalar_state
 from ....checkpoint.torch_file import torch_records
 from ....checkpoint.verify import FileSubset, raise_faults, verify
 from ....optim.sharded import ShardedOptimizer
-from ....optim.tensor_subclasses import is_subclass
 from ....optimizers.lamb import Lamb
 from ....optimizers.lion import Lion
 from ....precision.loss_scale import LossScaleSettings

@@ -1,16 +1,25 @@
-"""Replace tied and cut parameters in the parameter groups of an optimizer."""
+"""Prepare the parameter groups of an optimizer that a program gives.
+
+Tied and cut parameters are replaced, and PyTorch's fused kernels are enabled if the program left
+the choice open.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from ..base.device import CPU
 from ..base.errors import UsageError
+from ..sharding.runtime import Runtime
 
 TIED_TO = "_zero_tied_to"  # attribute: the parameter to which this one is tied
 CUT_INTO = "_zero_cut_into"  # attribute: the parameters into which this one was cut
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -43,3 +52,25 @@ def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 mine[id(each)] = each
         found.append({**group, "params": list(mine.values())})
     return found
+
+
+def are_updated_on_cpu(runtime: Runtime) -> bool:
+    """Return whether all main weights are updated on a CPU."""
+    masters = [group.master for group in runtime.trained_groups]
+    return all(each is None or each.update_device == CPU for each in masters)
+
+
+def prefer_fused(optimizer: Optimizer, *, on_cpu: bool) -> None:
+    """Enable PyTorch's fused kernels if the user left the choice open.
+
+    A fused kernel reads and writes memory once instead of many times.
+
+    Args:
+        optimizer: The inner optimizer.
+        on_cpu: All shards of all ranks are updated on a CPU. PyTorch has no fused Adagrad on CUDA.
+    """
+    if type(optimizer) not in FUSED or (type(optimizer) is torch.optim.Adagrad and not on_cpu):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused", False) is None and not group.get("foreach"):
+            group["fused"] = True

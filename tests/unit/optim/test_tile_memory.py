@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deepseek_zero.optim.updater import PrefetchSettings, StorageRange, TilePrefetcher
+from deepseek_zero.optim.tile_memory import PrefetchSettings, StorageRange, TilePrefetcher
 from deepseek_zero.tiers.tier import Storage, Work
 
 

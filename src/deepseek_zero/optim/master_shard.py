@@ -1,0 +1,259 @@
+"""The parts of main weights that the inner optimizer sees as parameters, and tiles of them.
+
+`MasterShard` gives the optimizer the values of its range in `param`. If the main weight is not
+updated in place, the values are copied for the update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..planner.layout import Slot
+from ..planner.spec import R
+from ..planner.update import ShardRange, UpdatePlan
+from ..planner.update import Tile as PlannedTile
+from ..precision.compact import StochasticRounding
+from ..precision.policy import scratch_numel
+from ..sharding.grad_sum import GradSum
+from ..sharding.main_weight import MasterWeight
+from ..sharding.param_group import ParamGroup
+from ..tiers.tier import COMPLETED, CopyEvent
+from .tile_memory import Scratch, StorageRange
+
+GradSource = Callable[[ParamGroup], GradSum]  # the gradient that a group is updated from
+
+
+def collected(group: ParamGroup) -> GradSum:
+    """Return the gradient sum of the last backward."""
+    return group.gradient.sum
+
+
+@dataclass(eq=False)
+class MasterShard:
+    """A range of a group's main weight that the inner optimizer sees as one parameter.
+
+    If the main weight is copied for updates (`MasterWeight.is_copied_for_update`), `param` has
+    values only during an update, and NaN between updates.
+
+    Attributes:
+        group: The parameter group.
+        start: First element in this rank's main weight and reduced gradient.
+        stop: End of the range.
+        param: The parameter that the inner optimizer updates.
+        names: Names of the parameters that the range covers.
+        at: Offset of the shard in the scratch buffers of its tile, in elements.
+        has_kernel: The storage formats allow an update in one pass (one_pass.py).
+    """
+
+    group: ParamGroup
+    start: int
+    stop: int
+    param: nn.Parameter
+    names: tuple[str, ...]
+    at: int = 0
+    has_kernel: bool = False  # used only if the hyper-parameters have a rule (one_pass.py)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def planned(self) -> ShardRange:
+        """Return the plan's description of the shard."""
+        return ShardRange(
+            self.group.planned, self.start, self.stop, self.names, tuple(self.param.shape)
+        )
+
+    @property
+    def master(self) -> MasterWeight:
+        assert self.group.master is not None
+        return self.group.master
+
+    @property
+    def rank(self) -> int:
+        return self.group.comm_ctx.comm.rank
+
+    def grad(self, source: GradSource) -> Tensor | None:
+        """Return the gradient in the shape of `param`, or None if there is none."""
+        if self.is_absent(source):
+            return None
+        part = source(self.group).read(self.start, self.stop)
+        return None if part is None else part.view(self.param.shape)
+
+    def storage_ranges(self, source: GradSource = collected) -> Iterator[StorageRange]:
+        """Yield the storage ranges that the update of this shard reads or writes.
+
+        They belong to main weights, weights and gradients outside the training device.
+        """
+        for storage in self.master.offloaded():
+            yield StorageRange(storage, self.start, self.stop)
+        buffer = source(self.group).buffer
+        if buffer is not None and not buffer.storage.on_device:
+            yield StorageRange(buffer.storage, self.start, self.stop, changes=False)
+
+    def staged_ranges(
+        self, source: GradSource = collected, after: CopyEvent = COMPLETED
+    ) -> Iterator[StorageRange]:
+        """Yield the ranges on the training device that the host updates or reads.
+
+        Args:
+            source: Returns the gradient sum of a group.
+            after: Event of the device after which it does not change the ranges.
+        """
+        if self.master.staged is not None:
+            yield StorageRange(self.master.staged, self.start, self.stop, after=after)
+        staged = source(self.group).staged_tile()
+        if staged is not None:
+            yield StorageRange(staged, self.start, self.stop, changes=False, after=after)
+
+    def overlaps(self) -> Iterator[ParamOverlap]:
+        """Yield the range of each parameter that the shard covers."""
+        low = 0 if self.master.placement is R else self.group.layout.bounds(self.rank)[0]
+        first = low + self.start
+        last = low + self.stop
+        for number, member in enumerate(self.group.members):
+            slot = member.slot
+            start = max(slot.start, first)
+            stop = min(slot.stop, last)
+            if start < stop:
+                yield ParamOverlap(
+                    slot, start - slot.start, stop - slot.start, self, start - first, number
+                )
+
+    def is_absent(self, source: GradSource) -> bool:
+        """Return whether no parameter of the shard has a gradient, so that it is skipped.
+
+        Parameters without a gradient are frozen, or their gradients were dropped.
+        """
+        absent = source(self.group).absent or set()
+        return bool(absent) and all(cover.number in absent for cover in self.overlaps())
+
+    def chance(self, chance: StochasticRounding, state: str) -> Tensor:
+        """Return random bits for stochastic rounding: one int16 per element, flat.
+
+        Args:
+            chance: Random bits of this update.
+            state: Name of the state that is rounded.
+        """
+        parts = [
+            chance.of(f"{state} of {cover.slot.name}", cover.start, cover.stop - cover.start)
+            for cover in self.overlaps()
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def load_values(self, scratch: Scratch) -> None:
+        """Load the main weights into `param` before the optimizer changes them."""
+        self.group.guard.before_write()
+        values = self.master.in_place_view(self.start, self.stop)
+        home = self.master.update_device
+        if values is None:
+            into = scratch.take("masters", self.master.dtype, home)[self.at : self.at + self.numel]
+            helper = None
+            if self.master.is_split:
+                helper = scratch.take(
+                    "join", torch.int32, home, scratch_numel(home, scratch.numel[home])
+                )
+            values = self.master.read(self.start, self.stop, into, helper)
+        self.param.data = values.view(self.param.shape)
+
+    def store_values(self, scratch: Scratch, chance: StochasticRounding, *, keep: bool) -> None:
+        """Take the values out of `param` again after an update.
+
+        Args:
+            scratch: Provides the placeholder for main weights that are not updated in place.
+            chance: Random bits for weights that are stored with stochastic rounding.
+            keep: First write the values of `param` to the main weight. False after an error.
+        """
+        if keep and self.master.in_place_view(self.start, self.stop) is None:
+            random = self.chance(chance, "weight") if self.master.is_rounded else None
+            self.master.write_consuming(self.start, self.stop, self.param.data.reshape(-1), random)
+        if keep:
+            self.master.copy_to_weight(self.start, self.stop)
+        if self.master.is_copied_for_update:
+            self.param.data = scratch.placeholder(
+                self.param.shape, self.param.dtype, self.master.update_device
+            )
+
+
+@dataclass(frozen=True)
+class ParamOverlap:
+    """The elements of one parameter that a shard covers.
+
+    Attributes:
+        slot: Place of the parameter in its group.
+        start: First covered element of the parameter.
+        stop: End of the covered elements.
+        shard: The shard.
+        offset: First covered element in the shard.
+        number: Index of the parameter in its group.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    shard: MasterShard
+    offset: int
+    number: int
+
+    @property
+    def is_absent(self) -> bool:
+        """Return whether the parameter got no gradient in the last step."""
+        return self.number in (self.shard.group.gradient.sum.absent or ())
+
+    def of(self, state: Tensor) -> Tensor:
+        """Return the covered elements of a state of the shard's size, as a flat view."""
+        return state.view(-1)[self.offset : self.offset + self.stop - self.start]
+
+
+Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, shard)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of an optimizer in the order of `UpdatePlan.order`.
+
+    Attributes:
+        now: Tiles that are updated in the step, before it returns.
+        later: Tiles that may be updated at other times, by unit number.
+    """
+
+    now: list[Tile]
+    later: dict[int, list[Tile]]
+
+    @classmethod
+    def of(cls, plan: UpdatePlan, shards_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:
+        """Build the tiles of a plan from its shards.
+
+        Args:
+            plan: The plan of the updates.
+            shards_by_group: Shards that were made from `plan.shards`, in the same order.
+        """
+        shard_of = {
+            id(planned): shard
+            for ranges, shards in zip(plan.shards, shards_by_group, strict=True)
+            for planned, shard in zip(ranges, shards, strict=True)
+        }
+
+        def tile_of(planned_tile: PlannedTile) -> Tile:
+            tile = Tile()
+            filled = 0
+            for number, planned in planned_tile:
+                shard = shard_of[id(planned)]
+                shard.at = filled
+                shard.has_kernel = plan.has_kernel(number, planned)
+                tile.append((number, shard))
+                filled += shard.numel
+            return tile
+
+        later = {unit: list(map(tile_of, tiles)) for unit, tiles in plan.order.later.items()}
+        return cls(list(map(tile_of, plan.order.now)), later)
+
+
+def tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
+    """Return the number of tiles that contain a part of each group."""
+    return Counter(group for tile in tiles for group in {shard.group for _, shard in tile})

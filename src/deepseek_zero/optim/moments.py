@@ -1,0 +1,327 @@
+"""Moments that are stored in another memory, in fewer bits, or both.
+
+There is one storage per group and kind of moment. This works with every PyTorch optimizer: a state
+is stored this way if the first step creates it with as many elements as the shard. Counters and
+states of other shapes are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError
+from ..base.nested import inner_tensors, is_subclass
+from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storage_format
+from ..tiers.tier import Storage, Tier
+from .master_shard import MasterShard
+from .tile_memory import Scratch, StorageRange
+
+
+@dataclass(eq=False)
+class Moment:
+    """One kind of moment of one group.
+
+    Attributes:
+        storage: Holds the elements between updates.
+        dtype: Data type in which the optimizer works.
+        kept: Storage format; None if the elements are stored in `dtype`.
+        powers: Scales of 8-bit blocks, by id of the shard. They stay on the device of the update.
+        is_fresh: Elements that no shard uses yet are still zero.
+    """
+
+    storage: Storage
+    dtype: torch.dtype
+    kept: StorageFormat | None
+    powers: dict[int, Tensor] = field(default_factory=dict)
+    is_fresh: bool = True
+
+    @property
+    def is_stored(self) -> bool:
+        """Return whether the optimizer sees a placeholder between updates."""
+        return self.kept is not None or self.storage.is_offloaded
+
+
+class Moments:
+    """The moments of one optimizer."""
+
+    def __init__(self, inner: Optimizer, scratch: Scratch) -> None:
+        self._inner = inner
+        self._scratch = scratch
+        self._found: dict[tuple[int, str], Moment] = {}  # by (id of the group, name)
+        self._names: dict[int, list[str]] = {}
+        self._counted: set[int] = set()  # ids of shards whose moments the optimizer keeps itself
+
+    def offloaded(self) -> Iterable[Storage]:
+        """Return the storages of moments that are not on the training device."""
+        storages = (moment.storage for moment in self._found.values())
+        return (storage for storage in storages if not storage.on_device)
+
+    def on_device(self) -> Iterator[Tensor]:
+        """Yield the tensors of moments on the training device."""
+        for moment in self._found.values():
+            yield from moment.powers.values()
+            if moment.storage.on_device:
+                yield moment.storage.memory
+
+    def storage_ranges(self, shard: MasterShard) -> Iterator[StorageRange]:
+        """Yield the storage ranges of moments that the update of a shard reads and writes."""
+        for name in self._names.get(id(shard.group), ()):
+            yield StorageRange(self._found[id(shard.group), name].storage, shard.start, shard.stop)
+
+    def storages(self, shard: MasterShard) -> Iterator[tuple[StorageRange, Tensor | None]]:
+        """Yield the storage range of each moment of a shard, and its scales if it has any."""
+        state = self._inner.state.get(shard.param, {})
+        for name in self._names.get(id(shard.group), ()):
+            if name in state:
+                moment = self._found[id(shard.group), name]
+                yield (
+                    StorageRange(moment.storage, shard.start, shard.stop),
+                    moment.powers.get(id(shard)),
+                )
+
+    def resting(self, shard: MasterShard) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors of a shard's moments as they are stored between steps.
+
+        Moments on a disk are left out.
+        """
+        for name, value in self._inner.state.get(shard.param, {}).items():
+            if is_subclass(value):
+                yield from ((f"{name}.{path}", each) for path, each in inner_tensors(value).items())
+                continue
+            if not self._scratch.is_placeholder(value):
+                yield from [(name, value)] if isinstance(value, Tensor) else ()
+                continue
+            moment = self._found[id(shard.group), name]
+            if not moment.storage.is_offloaded:
+                yield name, moment.storage.read(shard.start, shard.stop)
+
+    def load(self, shard: MasterShard, *, working: bool = True) -> None:
+        """Load the moments of a shard into the optimizer's state.
+
+        Args:
+            shard: The shard.
+            working: Decode into the buffers that all tiles share, for the update of one tile.
+        """
+        shard.group.guard.before_write()
+        if shard.param not in self._inner.state:
+            return
+        for name in self._names.get(id(shard.group), ()):
+            moment = self._found[id(shard.group), name]
+            state = self._inner.state[shard.param]
+            if not self._scratch.is_placeholder(state.get(name)):
+                continue
+            if moment.kept is None:
+                values = moment.storage.write(shard.start, shard.stop)
+            else:  # decoded into a copy, so there is nothing to store yet
+                values = moment.storage.read(shard.start, shard.stop)
+                shared = self._shared(shard, name, moment.dtype) if working else None
+                values = moment.kept.decode(values, moment.powers.get(id(shard)), shared)
+            state[name] = values.view(shard.param.shape)
+
+    def read(self, shard: MasterShard, name: str) -> Tensor:
+        """Return one moment as fp32, or in the data type of the optimizer.
+
+        The result is a view or a copy. Deferred updates do not run.
+
+        Args:
+            shard: The shard.
+            name: Name of the moment.
+        """
+        value: Tensor = self._inner.state[shard.param][name]
+        moment = self._found.get((id(shard.group), name))
+        if moment is None or (moment.kept is not None and not self._scratch.is_placeholder(value)):
+            return value
+        # The optimizer's state may be a view of memory whose pages have been freed together with
+        # another shard of the same chunk.
+        values = moment.storage.read_now(shard.start, shard.stop)
+        if moment.kept is None:
+            return values
+        return moment.kept.decode(values, moment.powers.get(id(shard)), None)
+
+    def store(self, shard: MasterShard, chance: StochasticRounding, *, keep: bool) -> None:
+        """Store the optimizer's state of a shard.
+
+        Values that are stored in another form are replaced by placeholders until the next `load`.
+
+        Args:
+            shard: The shard.
+            chance: Random bits for values that are stored in fewer bits.
+            keep: Encode the new values. False after an update that failed.
+        """
+        shard.group.guard.before_write()
+        state = self._inner.state.get(shard.param, {})
+        self._count(shard, state)
+        if not shard.group.plan.moments_external:
+            return
+        for name, value in state.items():
+            if (
+                not isinstance(value, Tensor)
+                or value.shape != shard.param.shape
+                or is_subclass(value)
+            ):
+                continue
+            if self._scratch.is_placeholder(value):
+                continue
+            moment = self._moment(shard, name, value.dtype)
+            own = moment.storage.memory[shard.start : shard.stop]
+            if moment.kept is not None:
+                own = moment.storage.write(shard.start, shard.stop)
+                powers = self._scales(moment, shard)
+                if keep:
+                    moment.kept.encode(value.reshape(-1), own, powers, shard.chance(chance, name))
+            elif value.data_ptr() != own.data_ptr():
+                moment.storage.write(shard.start, shard.stop).copy_(value.reshape(-1))
+            state[name] = self._seen(shard, moment, own, value.shape)
+
+    def in_place(self, shard: MasterShard, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """Return a shard's stored moments as flat tensors for an update in place.
+
+        Missing moments are created as zeros. Between updates the optimizer sees the same state as
+        after `store`.
+
+        Args:
+            shard: The shard.
+            names: Names of all its moments.
+        """
+        shard.group.guard.before_write()
+        state = self._inner.state[shard.param]
+        missing = [name for name in names if state.get(name) is None]
+        if not shard.group.plan.moments_external:
+            for name in missing:
+                state[name] = torch.zeros(shard.param.shape, device=shard.master.update_device)
+            self._count(shard, state)
+            return tuple(state[name].view(-1) for name in names)
+        found = []
+        for name in names:
+            moment = self._moment(shard, name, torch.float32)
+            own = moment.storage.write(shard.start, shard.stop)
+            found.append(own)
+            if name in missing:
+                if not moment.is_fresh or moment.storage.is_offloaded:
+                    own.zero_()
+                state[name] = self._seen(shard, moment, own, shard.param.shape)
+        self._count(shard, state)
+        return tuple(found)
+
+    def forget(self) -> None:
+        """Zero the memory of all states that are created from now on."""
+        for moment in self._found.values():
+            moment.is_fresh = False
+
+    def _seen(self, shard: MasterShard, moment: Moment, own: Tensor, shape: torch.Size) -> Tensor:
+        """Return the tensor that the optimizer's state holds between updates."""
+        if moment.is_stored:
+            return self._scratch.placeholder(shape, moment.dtype, shard.master.update_device)
+        return own.view(shape)
+
+    def refuse_cut(self, shard: MasterShard) -> None:
+        """Raise `UsageError` if a shard's moments cannot be cut.
+
+        8-bit moments cannot be cut, because neighbouring elements of a block share an exponent.
+        """
+        if any(id(shard) in moment.powers for moment in self._found.values()):
+            raise UsageError(
+                f"the optimizer's state of {', '.join(shard.names[:3])} is kept in 8 bits, and not "
+                "all of it is to be updated.",
+                "Blocks of moments that reach from one parameter into the next share an exponent; "
+                "updating one would change the other's.",
+                "freeze whole units (blocks), or set optimizer.moments to bf16 or fp32.",
+            )
+
+    def cut(self, shard: MasterShard, into: Sequence[MasterShard]) -> None:
+        """Divide the optimizer's state of a shard among the ranges into which it was cut.
+
+        Args:
+            shard: The shard that was cut.
+            into: The new shards.
+        """
+        # A checkpoint that is being written reads the state by this shard
+        shard.group.guard.before_write()
+        state = self._inner.state.pop(shard.param, None)
+        self._counted.discard(id(shard))
+        for part in into if state is not None else ():
+            low = part.start - shard.start
+            high = part.stop - shard.start
+            own = self._inner.state[part.param] = {}
+            for name, value in state.items():
+                if not isinstance(value, Tensor):
+                    own[name] = value
+                elif value.shape != shard.param.shape:
+                    own[name] = value.clone()
+                elif self._scratch.is_placeholder(value):
+                    own[name] = self._scratch.placeholder(
+                        part.param.shape, value.dtype, value.device
+                    )
+                else:
+                    own[name] = value.view(-1)[low:high].view(part.param.shape)
+
+    def _shared(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the buffer for a moment during an update, which all tiles share."""
+        return self._scratch.take(name, dtype, shard.master.update_device)[
+            shard.at : shard.at + shard.numel
+        ]
+
+    def offload(self, shard: MasterShard, chance: StochasticRounding) -> None:
+        """Store moments that were loaded from a checkpoint, and move them to their tier.
+
+        Args:
+            shard: The shard.
+            chance: The random bits for stochastic rounding.
+        """
+        self.store(shard, chance, keep=True)
+        for left in [stretch.release() for stretch in self.storage_ranges(shard)]:
+            if left is not None:
+                # Otherwise all moments would be in memory if this disk is slower than the source.
+                left.wait()
+
+    def _scales(self, moment: Moment, shard: MasterShard) -> Tensor | None:
+        if moment.kept is None or not moment.kept.has_scales:
+            return None
+        if id(shard) not in moment.powers:
+            powers = torch.zeros(
+                -(-shard.numel // BLOCK), dtype=torch.int8, device=shard.master.update_device
+            )
+            moment.powers[id(shard)] = powers
+        return moment.powers[id(shard)]
+
+    def _moment(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Moment:
+        key = id(shard.group), name
+        if key not in self._found:
+            plan = shard.group.plan
+            group = shard.group
+            assert plan.moments is not None
+            kept = storage_format(plan.moments_format, name) if dtype == torch.float32 else None
+            stored = kept.dtype if kept is not None else dtype
+            what = f"{name} of {group.members[0].name}"
+            numel = shard.master.buffer.memory.numel()
+            if plan.moments.tier is Tier.DEVICE:
+                storage = Storage(
+                    torch.zeros(numel, dtype=stored, device=shard.master.update_device)
+                )
+                self._scratch.budget.reserve_for(storage, storage.memory.nbytes, what)
+            else:
+                storage = group.comm_ctx.tiers.reserve(
+                    plan.moments.tier, numel, stored, what, is_copied=False
+                )
+            self._found[key] = Moment(storage, dtype, kept)
+            self._names.setdefault(id(group), []).append(name)
+        return self._found[key]
+
+    def _count(self, shard: MasterShard, state: dict[str, Any]) -> None:
+        """Count the optimizer's own allocations against the budget of the training device."""
+        if state and id(shard) not in self._counted:
+            self._counted.add(id(shard))
+            rest = shard.group.plan.moments_external
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            nbytes = sum(
+                value.nbytes for value in tensors if not rest or value.shape != shard.param.shape
+            )
+            self._scratch.budget.reserve_for(
+                shard, nbytes, f"the optimizer's state of {shard.names[0]}"
+            )

@@ -1,0 +1,208 @@
+"""Memory for updates of tiles: shared buffers, and states that come from other memories.
+
+Checkpoints read states through the same classes. Without offload a tile has no states in other
+memories.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..base.nested import is_subclass
+from ..tiers.budget import DeviceBudget
+from ..tiers.tier import COMPLETED, CopyEvent, StagedTile, Storage, Work
+
+T = TypeVar("T")
+
+
+@dataclass
+class Scratch:
+    """Buffers that all tiles share during updates.
+
+    The buffer "grads" holds gradients that are cast, unscaled and clipped. The buffer "masters"
+    holds main weights that are joined from their two halves (precision/policy.py).
+
+    Attributes:
+        device: The training device. Its buffers are counted in `budget`.
+        numel: Elements of the largest tile, by device that runs updates.
+        budget: Memory budget of the training device.
+        kept: Allocated buffers by name and device.
+    """
+
+    device: torch.device
+    numel: dict[torch.device, int] = field(default_factory=dict)
+    budget: DeviceBudget = field(default_factory=DeviceBudget)
+    kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+
+    def take(
+        self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None
+    ) -> Tensor:
+        """Return a named buffer with arbitrary contents; allocate it on first use.
+
+        Args:
+            what: Name of the buffer.
+            dtype: Data type. A buffer of another type is replaced.
+            home: Device that runs the update.
+            numel: Number of elements; by default those of the largest tile.
+
+        Raises:
+            OutOfMemoryError: The budget of the training device does not allow the allocation.
+        """
+        found = self.kept.get((what, home))
+        if found is None or found.dtype != dtype:
+            numel = self.numel[home] if numel is None else numel
+            self._count(home, numel * dtype.itemsize, "what an optimizer's step works in")
+            if found is not None:
+                self._count(home, -found.nbytes, "")
+            self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
+        return found
+
+    def grow(self, fullest: Mapping[torch.device, int]) -> None:
+        """Make room for larger tiles.
+
+        Buffers that are too small are freed, and allocated again on their next use.
+
+        Args:
+            fullest: Elements of the largest tile by device.
+        """
+        for home, numel in fullest.items():
+            if numel <= self.numel.get(home, 0):
+                continue
+            self.numel[home] = numel
+            for key in [
+                key for key in self.kept if key[0] not in ("nothing", "undo") and key[1] == home
+            ]:
+                self._count(home, -self.kept.pop(key).nbytes, "")
+
+    def drop(self, what: str) -> None:
+        """Free all buffers with this name."""
+        for key in [key for key in self.kept if key[0] == what]:
+            self._count(key[1], -self.kept.pop(key).nbytes, "")
+
+    def placeholder(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
+        """Return a tensor of this shape without values: one NaN, expanded.
+
+        Args:
+            shape: Shape of the tensor.
+            dtype: Data type of the NaN if it is not allocated yet.
+            home: Device of the tensor.
+        """
+        key = "nothing", home
+        if key not in self.kept:
+            self._count(home, dtype.itemsize, "what stands for values that are elsewhere")
+            self.kept[key] = torch.full((), float("nan"), dtype=dtype, device=home)
+        return self.kept[key].expand(shape)
+
+    def is_placeholder(self, value: object) -> bool:
+        """Return whether a value is a placeholder for values that are stored elsewhere."""
+        if not isinstance(value, Tensor) or is_subclass(value):
+            return False
+        nothing = self.kept.get(("nothing", value.device))
+        return nothing is not None and value.data_ptr() == nothing.data_ptr()
+
+    def _count(self, home: torch.device, nbytes: int, what: str) -> None:
+        if home == self.device:
+            self.budget.reserve(nbytes, what)
+
+
+@dataclass(frozen=True)
+class StorageRange:
+    """Elements [low, high) of a state that is in another memory between updates.
+
+    Attributes:
+        storage: The storage, or the tensor on the training device that the host works on.
+        low: The first element.
+        high: The end of the elements.
+        changes: The update writes the elements.
+        after: Event of the training device after which it does not change the elements.
+    """
+
+    storage: Storage | StagedTile
+    low: int
+    high: int
+    changes: bool = True
+    after: CopyEvent = COMPLETED
+
+    @property
+    def itemsize(self) -> int:
+        """Return the size of one element in bytes."""
+        return self.storage.itemsize
+
+    def fetch(self) -> Work:
+        if isinstance(self.storage, StagedTile):
+            return self.storage.fetch(self.low, self.high, self.after)
+        return self.storage.fetch(self.low, self.high)
+
+    def values(self) -> Tensor:
+        """Return the fetched elements as a read-only view."""
+        return self.storage.read(self.low, self.high)
+
+    def restore(self, values: Tensor) -> None:
+        """Overwrite the elements with earlier bytes, and store them."""
+        self.storage.write(self.low, self.high).view(torch.uint8).copy_(values)
+        self.release()
+
+    def release(self) -> Work | None:
+        if self.changes:
+            return self.storage.store(self.low, self.high)
+        self.storage.evict(self.low, self.high)
+        return None
+
+
+@dataclass(frozen=True)
+class PrefetchSettings:
+    """Limits of a `TilePrefetcher`.
+
+    Attributes:
+        ahead: Tiles that are fetched before their turn.
+        behind: Tiles that may still be stored when the next tile is updated.
+    """
+
+    ahead: int = 2
+    behind: int = 2
+
+
+class TilePrefetcher(Generic[T]):
+    """Fetches tiles in order before their updates, and stores them afterwards.
+
+    `next` returns a tile to update, and `release` stores it. The last stores may still be in
+    progress when `next` returns None.
+    """
+
+    def __init__(
+        self,
+        tiles: Sequence[T],
+        touched: Callable[[T], Iterable[StorageRange]],
+        settings: PrefetchSettings,
+    ) -> None:
+        self._touched = touched
+        self._settings = settings
+        self._upcoming = iter(tiles)
+        self._coming: deque[tuple[T, list[Work]]] = deque()
+        self._going: deque[list[Work | None]] = deque()
+
+    def next(self) -> T | None:
+        """Return the next tile with its states fetched, or None after the last tile."""
+        for early in islice(self._upcoming, self._settings.ahead + 1 - len(self._coming)):
+            self._coming.append((early, [stretch.fetch() for stretch in self._touched(early)]))
+        if not self._coming:
+            return None
+        tile, tickets = self._coming.popleft()
+        for ticket in tickets:
+            ticket.wait()
+        return tile
+
+    def release(self, tile: T) -> None:
+        """Start to store the changed states of a tile."""
+        self._going.append([stretch.release() for stretch in self._touched(tile)])
+        while len(self._going) > self._settings.behind:
+            for left in self._going.popleft():
+                if left is not None:
+                    left.wait()
