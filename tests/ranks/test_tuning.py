@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import deepseek_zero
 from deepseek_zero.extensions.tuning import PERIOD
+from deepseek_zero.sharding.regroup import resize
 from tests.models import Gpt, seeded
 from tests.training import ALL, Run, start_engine, train_step
 
@@ -32,8 +33,9 @@ def test_sizes_change_between_steps_and_every_bit_stays(stage: int, transport: s
         for step in (1, 2):
             if change:
                 settings = engine.runtime.settings
-                engine.runtime.resize(
-                    replace(settings, ahead_numel=20_000 * step, bucket_numel=10_000 * step)
+                resize(
+                    engine.runtime,
+                    replace(settings, ahead_numel=20_000 * step, bucket_numel=10_000 * step),
                 )
             losses += train_step(engine, run, step)
         assert (str(engine.runtime.executor.schedule) != before) is (change and stage == 3)

@@ -32,7 +32,7 @@ from ..precision.policy import cast_master
 from ..sharding.grad_sum import GradSum
 from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
-from ..sharding.regroup import follow_requires_grad
+from ..sharding.regroup import follow_requires_grad, send_as
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import IMPLEMENTATION_OPTIONS, Contents, Loaded, LoadSettings
@@ -170,7 +170,7 @@ def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
             f"the run that is gone on with had chosen {said}: so does this one, whatever it "
             "measured"
         )
-        runtime.send_as(replace(found, why=f"{said}, as the run that was gone on with had chosen"))
+        send_as(runtime, replace(found, why=f"{said}, as the run that was gone on with had chosen"))
 
 
 def replace_states(

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from .. import activations, engine, parallel
 from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
 from ..base import memory
-from ..base.capabilities import Capabilities, Capability, as_text
-from ..base.device import has_fast_bf16
+from ..base.capabilities import Capabilities, as_text
 from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks, agree, agree_on
@@ -25,12 +23,7 @@ from ..extensions.state_dicts import StateDicts
 from ..extensions.ties import refuse_owned, tie_shared
 from ..extensions.tuning import tune_sizes
 from ..extensions.zero_init import materialise
-from ..planner.auto_wrap_policy import ModelShape, read_model
-from ..planner.plan import Plan
-from ..planner.plan_settings import PlanSettings
-from ..planner.spec import S
 from ..planner.split import refuse_other_cuts
-from ..precision.policy import Policy
 from ..sharding.wrap import wrap_model
 from .changes import (
     changes_of_piece,
@@ -44,9 +37,9 @@ from .dialect import BuildRules
 from .engine import Parts
 from .memories import check_room, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
-from .optimizer import Client, OptimizerParts, optimizer_parts
+from .optimizer import Client, look_at
 from .pieces import cut_along_axes, plan_layers, refuse_auto_on
-from .planning import plan_run, update_of
+from .planning import number_formats, plan_run, say_whole_weights, update_of
 from .saving import Saver
 from .settings import (
     plan_settings_of,
@@ -60,8 +53,6 @@ from .settings import (
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
-
-NEXT_TO_NOTHING = 0.1  # share of a model's parameters that stage 3 shards
 
 
 def assemble(
@@ -164,7 +155,7 @@ def assemble(
         runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model, materialise)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
         tune_sizes(runtime)
-        _tell_what_stays_whole(plan)
+        say_whole_weights(plan)
         if chosen.make is not None and chosen.cls is not None:
             optimizer_class = rules.optimizer_class(chosen.cls, plan.settings)
             optimizer = optimizer_class(
@@ -225,75 +216,6 @@ def assemble(
     if parts.capabilities.fallbacks:
         log_first("\n  ".join(["this run uses slower methods:", *parts.capabilities.fallbacks]))
     return parts
-
-
-def look_at(
-    config: Config,
-    settings: PlanSettings,
-    model: nn.Module,
-    client: Client,
-    params: Sequence[Any] | None,
-    *,
-    is_part: bool = False,
-    coordinate: int = 0,
-) -> tuple[ModelShape, OptimizerParts]:
-    """Read what a plan needs from a model and its optimizer. Local.
-
-    Args:
-        config: The configuration.
-        settings: The settings of the plan.
-        model: The model.
-        client: As in `assemble`.
-        params: As in `assemble`.
-        is_part: As in `optimizer_parts`.
-        coordinate: As in `optimizer_parts`.
-
-    Raises:
-        UsageError: The optimizer has a parameter that the model lacks, or `settings` name modules
-            that it lacks.
-    """
-    optimizer = optimizer_parts(
-        config, model, client, params, is_part=is_part, coordinate=coordinate
-    )
-    return read_model(model, settings), optimizer
-
-
-def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
-    """Return whether the device computes in bf16 natively, if the run uses it.
-
-    Args:
-        policy: The dtypes of the run.
-        device: The training device.
-
-    Returns:
-        One entry for the report of capabilities; none if the run does not compute in bf16.
-    """
-    if policy.compute is not torch.bfloat16:
-        return []
-    if has_fast_bf16(device):
-        return [Capability("bf16 arithmetic", "in hardware")]
-    return [
-        Capability(
-            "bf16 arithmetic", "by conversion", f"this {device.type.upper()} does not compute in it"
-        )
-    ]
-
-
-def _tell_what_stays_whole(plan: Plan) -> None:
-    """Log that stage 3 shards almost nothing.
-
-    This happens because the default threshold is meant for large models.
-    """
-    groups = [group for unit in plan.units for group in unit.groups]
-    total = plan.numel
-    whole = sum(group.layout.numel for group in groups if group.plan.weight.placement is not S)
-    if plan.settings.stage == 3 and whole > (1 - NEXT_TO_NOTHING) * total:
-        told = f"all {total}" if whole == total else f"{whole} of {total}"
-        log_once(
-            f"stage 3 shards almost nothing: {told} parameters are replicated, in "
-            "tensors of at most zero_optimization.stage3_param_persistence_threshold = "
-            f"{plan.settings.persistence_numel}; 0 shards all of them."
-        )
 
 
 def _recompute_for(

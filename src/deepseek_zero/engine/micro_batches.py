@@ -20,6 +20,7 @@ from ..base.log import logger
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
+from ..sharding.regroup import set_grad_dtype
 from ..sharding.runtime import Runtime
 
 
@@ -138,7 +139,7 @@ def change_accumulation(
     runtime.backward.drop_grads()
     for group in runtime.trained_groups:
         summands = accumulation * runtime.settings.row_parts
-        group.set_grad_dtype(policy.grad_dtype(group.plan.weight.dtype, summands))
+        set_grad_dtype(group, policy.grad_dtype(group.plan.weight.dtype, summands))
 
 
 class HeldReductions:

@@ -14,7 +14,9 @@ from ..kernels.rules import OPEN_OPTIONS
 from ..optim.param_groups import without_twins
 from ..optim.shard_set import unknown_parameter
 from ..optimizers.registry import granularity_of, resolve_optimizer
+from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.memory import MOMENT_OPTIONS
+from ..planner.plan_settings import PlanSettings
 from ..planner.update import ParamGroupPlan
 from .client_states import ClientStates
 
@@ -263,3 +265,34 @@ def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, An
         return without_twins({**dict(group), "params": list(group["params"])} for group in found)
     unnamed = [item[1] if isinstance(item, tuple) else item for item in found]
     return without_twins([{"params": unnamed}])
+
+
+def look_at(
+    config: Config,
+    settings: PlanSettings,
+    model: nn.Module,
+    client: Client,
+    params: Sequence[Any] | None,
+    *,
+    is_part: bool = False,
+    coordinate: int = 0,
+) -> tuple[ModelShape, OptimizerParts]:
+    """Read what a plan needs from a model and its optimizer. Local.
+
+    Args:
+        config: The configuration.
+        settings: The settings of the plan.
+        model: The model.
+        client: As in `optimizer_parts`.
+        params: As in `optimizer_parts`.
+        is_part: As in `optimizer_parts`.
+        coordinate: As in `optimizer_parts`.
+
+    Raises:
+        UsageError: The optimizer has a parameter that the model lacks, or `settings` name modules
+            that it lacks.
+    """
+    optimizer = optimizer_parts(
+        config, model, client, params, is_part=is_part, coordinate=coordinate
+    )
+    return read_model(model, settings), optimizer

@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from .. import extensions, optimizers
-from ..base.device import PerDevice, free_device_bytes, synchronize
+from ..base.capabilities import Capability
+from ..base.device import PerDevice, free_device_bytes, has_fast_bf16, synchronize
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
@@ -25,9 +26,11 @@ from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic
 from ..planner.plan import Machine, Plan, plan_shape
 from ..planner.plan_settings import Compression, PlanSettings
 from ..planner.row_of_group import plan_for
+from ..planner.spec import S
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
 from ..planner.update import UpdateSettings
 from ..precision.codecs import Blocks, Cast, work_room
+from ..precision.policy import Policy
 from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
@@ -40,6 +43,7 @@ if TYPE_CHECKING:  # as in engine.py
 # Elements and repetitions of the measurement of a codec
 MEASURED_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 24)
 MEASURED_TIMES = 5
+NEXT_TO_NOTHING = 0.1  # share of a model's parameters that stage 3 shards
 WORTH_FILLING = 0.6  # share of the free memory; activations and other programs need the rest
 
 
@@ -287,6 +291,44 @@ def say_other_wires(plan: Plan) -> None:
     }
     if others := [name for name, is_there in found.items() if is_there]:
         log_once(f"communication_data_type does not apply to {', nor to '.join(others)}.")
+
+
+def say_whole_weights(plan: Plan) -> None:
+    """Log that stage 3 shards almost nothing.
+
+    This happens because the default threshold is meant for large models.
+    """
+    groups = [group for unit in plan.units for group in unit.groups]
+    total = plan.numel
+    whole = sum(group.layout.numel for group in groups if group.plan.weight.placement is not S)
+    if plan.settings.stage == 3 and whole > (1 - NEXT_TO_NOTHING) * total:
+        told = f"all {total}" if whole == total else f"{whole} of {total}"
+        log_once(
+            f"stage 3 shards almost nothing: {told} parameters are replicated, in "
+            "tensors of at most zero_optimization.stage3_param_persistence_threshold = "
+            f"{plan.settings.persistence_numel}; 0 shards all of them."
+        )
+
+
+def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
+    """Return whether the device computes in bf16 natively, if the run uses it.
+
+    Args:
+        policy: The dtypes of the run.
+        device: The training device.
+
+    Returns:
+        One entry for the report of capabilities; none if the run does not compute in bf16.
+    """
+    if policy.compute is not torch.bfloat16:
+        return []
+    if has_fast_bf16(device):
+        return [Capability("bf16 arithmetic", "in hardware")]
+    return [
+        Capability(
+            "bf16 arithmetic", "by conversion", f"this {device.type.upper()} does not compute in it"
+        )
+    ]
 
 
 def _nothing_frozen(plan: Plan) -> str:

@@ -34,13 +34,13 @@ from ..optimizers.lr_schedules import resolve_schedule
 from ..planner.auto_wrap_policy import read_model
 from ..planner.plan import Machine, Plan, plan_shape
 from ..planner.split import refuse_other_cuts
-from .assemble import assemble, look_at
+from .assemble import assemble
 from .changes import plan_large_layers, refuse_changes_on, refuse_split_states
 from .determinism import fix_workspace
 from .dialect import EngineBuilder
 from .engine import Engine, Parts
 from .mesh_statements import choose_mesh, statements_of
-from .optimizer import Client
+from .optimizer import Client, look_at
 from .pieces import (
     PiecePlans,
     no_example,

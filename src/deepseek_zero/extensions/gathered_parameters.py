@@ -21,6 +21,7 @@ from ..comm.collectives import Comm, propagate_errors, scatter
 from ..planner.spec import R, S
 from ..planner.split import Split
 from ..sharding.buffer import FlatBuffer, move
+from ..sharding.main_weight import MasterWeight
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
 from .zero_init import InitShard, refuse_other_form
@@ -264,6 +265,21 @@ def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Paramet
     return sorted(shards, key=lambda pair: pair[1].number)
 
 
+def take_changed(master: MasterWeight, changed: Tensor, weight: Tensor) -> None:
+    """Take the values of a changed weight over into its main weight.
+
+    The caller changes the weight itself.
+
+    Args:
+        master: The main weight.
+        changed: The mask of changed elements.
+        weight: The new weight, flat.
+    """
+    values = master.buffer.write(0, master.buffer.memory.numel())
+    places = changed.to(values.device)
+    values[places] = 0 if master.is_split else weight[changed].to(values)
+
+
 def _take_replaced(group: ParamGroup, copy: Tensor) -> None:
     """Copy members with replaced memory into the gathered copy. Local.
 
@@ -317,7 +333,7 @@ def set_full_values(group: ParamGroup, full: Tensor) -> None:
         is_whole = master.placement is R
         before = group.weight.memory if is_whole else old
         after = full if is_whole else mine
-        master.take_changed(before != after, after)
+        take_changed(master, before != after, after)
     if group.is_sharded:
         with group.weight.writing(0, mine.numel()) as weight:
             weight.copy_(mine)

@@ -25,6 +25,7 @@ from ..sharding.buffer import CommContext, FlatBuffer, boxes_in
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.group import Group
 from ..sharding.param_group import ParamGroup
+from ..sharding.regroup import reduce_by
 
 SIGNS = Signs()
 
@@ -307,7 +308,7 @@ def exchange_momenta(
     name = group.members[0].name
     planned = replace(group.planned, plan=with_momenta_exchanged(plan, SIGNS))
     momentum = Momentum(planned, group.comm_ctx, beta1, own, saved, name)
-    group.reduce_by(MomentumExchange(group, momentum, loss_scale, before, plan), planned.plan)
+    reduce_by(group, MomentumExchange(group, momentum, loss_scale, before, plan), planned.plan)
 
 
 def reduce_gradients(group: ParamGroup) -> None:
@@ -315,4 +316,4 @@ def reduce_gradients(group: ParamGroup) -> None:
     exchange = group.gradient.reduction
     if isinstance(exchange, MomentumExchange):
         group.gradient.drop_buffers()
-        group.reduce_by(exchange.before, exchange.plan_before)
+        reduce_by(group, exchange.before, exchange.plan_before)

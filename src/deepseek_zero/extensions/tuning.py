@@ -17,6 +17,7 @@ import torch
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from ..planner.plan_settings import PlanSettings
+from ..sharding.regroup import resize
 from ..sharding.runtime import Runtime
 
 PERIOD = 4  # Steps between two comparisons
@@ -88,7 +89,7 @@ class Tuner:
             Collective every PERIOD steps, until all sizes are chosen.
         """
         if changed := self.choose():
-            runtime.resize(replace(runtime.settings, **changed))
+            resize(runtime, replace(runtime.settings, **changed))
 
     def choose(self) -> dict[str, Any]:
         """Return the new size by the name of its setting; empty if none changes.

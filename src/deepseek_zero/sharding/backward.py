@@ -15,6 +15,7 @@ from .buffer import CommContext
 from .executor import Executor
 from .hooks import weak_hook
 from .loss_factor import LossFactor
+from .model_changes import refuse_unused
 from .param_group import ParamGroup
 from .step_state import Phase, StepState
 from .unit import Unit
@@ -183,7 +184,8 @@ class Backward:
             # starts all of them before it waits for one.
             gathers.gather_for_others()
             if self.executor.settings.unused_is_error:
-                reductions.refuse_unused()
+                arrived = {number for unit in self.units for number in unit.arrived}
+                refuse_unused(self._trained_groups(), arrived)
             if reductions.reduces_now:
                 self._reduce_rest()
             gathers.end()

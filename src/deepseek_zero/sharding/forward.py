@@ -21,14 +21,14 @@ from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, tensors_in
 from ..precision.policy import Policy
 from .backward import Backward
-from .group import frozen_or_unfrozen
 from .hooks import weak_hook
-from .model_changes import Structure
+from .model_changes import Structure, frozen_or_unfrozen
 from .param_group import ParamGroup
 from .regroup import Regrouped, follow_requires_grad
+from .root_parts import RootParts
 from .saved_tensor_hooks import weight_hooks
 from .step_state import ForwardFrame, Phase
-from .unit import Unit, UnitState
+from .unit import Unit
 
 
 class WrappedModel(Regrouped, Protocol):
@@ -50,6 +50,7 @@ class Forward:
         comm: The world's communicator.
         structure: Checks that the model has not changed.
         policy: The dtypes of the model.
+        root_parts: The hooks of parts of the root.
         any_promoted: Units differ in compute dtype, so that values passed between them are cast.
     """
 
@@ -68,8 +69,7 @@ class Forward:
         self.policy = policy
         self.any_promoted = False
         self._tiles_used: set[int] = set()  # tiles used in the current forward
-        self._begin_of_part = 0  # autograd's first node in the outermost part
-        self._gathered_for: nn.Module | None = None  # the part for which the root was gathered
+        self.root_parts = RootParts(backward)
 
     @property
     def model(self) -> WrappedModel:
@@ -91,11 +91,7 @@ class Forward:
             handles.append(module.register_forward_hook(returned))
             after = weak_hook(self, Forward._after, unit.number, raises_if_gone=False)
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        for part in _parts_of(self.root):
-            before = weak_hook(self, Forward._before_part)
-            handles.append(part.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            after = weak_hook(self, Forward._after_part, raises_if_gone=False)
-            handles.append(part.register_forward_hook(after, always_call=True))
+        handles += self.root_parts.install_hooks()
         return handles
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -139,7 +135,8 @@ class Forward:
             step.enter(Phase.FORWARD)
             self.comm.meter.clock.enter("forward")
             self._tiles_used.clear()
-        is_border = self._is_border()
+        # Gradients may be scaled where they enter or leave an outermost forward
+        is_border = step.is_outermost and self.loss_factor.has_border
         is_first = not unit.is_tile or self._is_first_use(unit)
         number = next_node_number() if is_border else None
         frame = ForwardFrame(unit, is_first=is_first, begin=number)
@@ -186,19 +183,6 @@ class Forward:
         is_first = tile.number not in self._tiles_used
         self._tiles_used.add(tile.number)
         return is_first
-
-    def _is_outermost(self) -> bool:
-        """Return whether autograd records this forward as an outermost one.
-
-        It is then neither inside another forward nor a recomputation.
-        """
-        if self.step.active or self.step.parts or not torch.is_grad_enabled():
-            return False
-        return not self.step.is_in_backward
-
-    def _is_border(self) -> bool:
-        """Return whether gradients may be scaled where they enter or leave a forward here."""
-        return self._is_outermost() and self.loss_factor.has_border
 
     def _contexts(self, unit: Unit) -> Iterator[Any]:
         autocast = self.policy.autocast
@@ -277,53 +261,3 @@ class Forward:
         if not self.any_promoted or unit is self.root:
             return output
         return cast_inputs(output, self._compute_dtype(self.root))
-
-    # -- parts of the root
-
-    def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Prepare the forward of a part of the root.
-
-        The root is gathered for a part that the program calls by itself, outside any forward.
-        Collective in this case.
-        """
-        if self.step.active:
-            return None
-        is_border = self._is_border()
-        self.step.parts.append(module)
-        if is_border:
-            self._begin_of_part = next_node_number()
-        is_idle = self.step.phase is Phase.IDLE
-        if is_idle and self.root.sharded and self.root.state is UnitState.SHARDED:
-            self._gathered_for = module
-            self.executor.gathers.unshard(self.root)
-        return self.loss_factor.inside((args, kwargs)) if is_border else None
-
-    def _after_part(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Prepare the backward of a part of the root that the program called by itself."""
-        if self.step.active or not self.step.parts:
-            return output
-        self.step.parts.pop()
-        if self._gathered_for is module:
-            self._gathered_for = None
-            self.root.reshard()
-        if not self._is_outermost():
-            return output
-        for tensor in tensors_in(output):
-            self.backward.watch_output(0, tensor)
-        if self.loss_factor.has_border:
-            output = self.loss_factor.outside(output, self._begin_of_part)
-        return output
-
-
-def _parts_of(root: Unit) -> list[nn.Module]:
-    """Return the modules inside the root that own its parameters.
-
-    A program may call such a module by itself, as a custom `generate()` calls an embedding.
-    """
-    mine = {id(member.param) for member in root.members()}
-    return [
-        module
-        for module in root.module.modules()
-        if module is not root.module
-        and any(id(param) in mine for param in module.parameters(recurse=False))
-    ]

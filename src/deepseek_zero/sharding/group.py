@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -106,14 +106,3 @@ def updated_ranges(group: Group) -> Iterator[tuple[int, int]]:
             start = slot.start
         if number + 1 == len(slots) or slots[number + 1].start != slot.stop:
             yield start, slot.stop
-
-
-def frozen_or_unfrozen(groups: Iterable[Group]) -> list[ParamInfo]:
-    """Return the members whose `requires_grad` changed since ranks last compared it."""
-    changed = []
-    with without_torch_function():
-        for group in groups:
-            for member in group.members:
-                if member.param.requires_grad is member.is_frozen:
-                    changed.append(member)
-    return changed

@@ -237,19 +237,6 @@ class MasterWeight:
         buffers = [self.buffer] if self.weight is None else [self.buffer, self.weight]
         return [buffer.storage for buffer in buffers if not buffer.storage.on_device]
 
-    def take_changed(self, changed: Tensor, weight: Tensor) -> None:
-        """Take the values of a changed weight over into the main weight.
-
-        The caller changes the weight itself.
-
-        Args:
-            changed: The mask of changed elements.
-            weight: The new weight, flat.
-        """
-        values = self.buffer.write(0, self.buffer.memory.numel())
-        places = changed.to(values.device)
-        values[places] = 0 if self.is_split else weight[changed].to(values)
-
     def values(self) -> FlatBuffer:
         """Return all values of this rank, flat: the buffer itself, or a copy."""
         if not self.is_split and not self.is_rounded:
@@ -284,35 +271,29 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
     if plan.master is None or plan.moments is None:
         return None
     layout = weight.layout
-    rank = comm_ctx.comm.rank
-    home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
-    beneath = weight_shard(weight, plan, rank)
+    beneath: FlatBuffer | None = weight_shard(weight, plan, comm_ctx.comm.rank)
     if plan.master_is_weight:
+        assert beneath is not None
         buffer = FlatBuffer(
             layout, plan.master, beneath.memory, beneath.storage, guard=weight.guard
         )
-        return MasterWeight(
-            buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine
+    else:
+        what = f"the master of {layout.slots[0].name}"
+        buffer = FlatBuffer.allocate(
+            layout, plan.master, comm_ctx, what, is_copied=plan.weight_is_independent
         )
-    what = f"the master of {layout.slots[0].name}"
-    buffer = FlatBuffer.allocate(
-        layout, plan.master, comm_ctx, what, is_copied=plan.weight_is_independent
-    )
-    buffer.guard = weight.guard
-    if plan.weight_is_independent:
-        return MasterWeight(
-            buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine
-        )
-    exposed = is_exposed(plan, comm_ctx)
+        buffer.guard = weight.guard
+    if plan.master_is_weight or plan.weight_is_independent:
+        beneath = None
     return MasterWeight(
         buffer,
-        rank,
+        comm_ctx.comm.rank,
         plan.moments.dtype,
         beneath,
-        plan.master_is_split,
-        exposed,
-        home,
-        comm_ctx.copy_engine,
+        is_split=plan.master_is_split and beneath is not None,
+        is_exposed=is_exposed(plan, comm_ctx),
+        update_device=comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU,
+        copy_engine=comm_ctx.copy_engine,
     )
 
 

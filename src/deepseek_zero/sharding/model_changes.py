@@ -1,4 +1,4 @@
-"""Checks that raise if a wrapped model was changed in a way that loses values.
+"""Checks that raise if a program uses or changes a wrapped model in a way that loses values.
 
 A parameter that is added after wrapping would be trained without synchronisation. If the memory of
 a whole parameter is replaced (a cast, a move, `.data = ...`), the optimizer no longer updates it.
@@ -9,14 +9,14 @@ resharded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..base.device import held_by
+from ..base.device import held_by, without_torch_function
 from ..base.errors import UsageError
 from ..base.log import log_once
 from .buffer import FlatBuffer
@@ -153,6 +153,17 @@ def _refuse_moved(groups: Sequence[WrappedGroup]) -> None:
                 )
 
 
+def frozen_or_unfrozen(groups: Iterable[WrappedGroup]) -> list[ParamInfo]:
+    """Return the members whose `requires_grad` changed since ranks last compared it."""
+    changed = []
+    with without_torch_function():
+        for group in groups:
+            for member in group.members:
+                if member.param.requires_grad is member.is_frozen:
+                    changed.append(member)
+    return changed
+
+
 def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> UsageError | None:
     """Return the error for a member whose new values a reshard would lose, or None.
 
@@ -185,3 +196,30 @@ def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> Usag
                 "parameter as it is.",
             )
     return None
+
+
+def refuse_unused(groups: Iterable[WrappedGroup], arrived: Collection[int]) -> None:
+    """Raise if a trainable parameter got no gradient in a backward.
+
+    Called if `ignore_unused_parameters` is false.
+
+    Args:
+        groups: The trained groups.
+        arrived: The ids of the parameters with a gradient.
+
+    Raises:
+        UsageError: A parameter is unused.
+    """
+    members = [member for group in groups for member in group.members]
+    unused = [
+        member.name
+        for member in members
+        if id(member.param) not in arrived and member.param.requires_grad
+    ]
+    if unused:
+        raise UsageError(
+            f"{len(unused)} parameters got no gradient in this backward, among them '{unused[0]}'.",
+            "ignore_unused_parameters is false: an unused parameter is an error.",
+            "use them in forward, freeze them (requires_grad_(False)), or set "
+            "ignore_unused_parameters to true.",
+        )

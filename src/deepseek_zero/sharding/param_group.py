@@ -8,7 +8,7 @@ the gradient in gradient.py. Hooks, the order of units (runtime.py, executor.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from ..base.device import without_torch_function
 from ..base.memory import trim_heap
 from ..comm.pending import DONE, Pending
 from ..planner.layout import FlatLayout
-from ..planner.plan_settings import PlanSettings
 from ..planner.spec import R, S, ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
@@ -153,51 +152,6 @@ class ParamGroup:
         buffers = [self.weight, *self.gradient.buffers()]
         found = [buffer.storage for buffer in buffers if not buffer.storage.on_device]
         return found + (self.master.offloaded() if self.master is not None else [])
-
-    def follow_frozen(self) -> None:
-        """Update `is_idle` after members were frozen or unfrozen on all ranks. Local.
-
-        The reduction forgets what it has kept from earlier steps, because frozen members must not
-        receive any of it.
-        """
-        self.gradient.reduction.forget()
-        self.is_idle = self.trainable and all(member.is_frozen for member in self.members)
-
-    def set_grad_dtype(self, dtype: torch.dtype) -> None:
-        """Keep gradients in another dtype from now on. Local.
-
-        Every rank must call it between the same two steps.
-        """
-        assert self.plan.grad is not None
-        if dtype != self.plan.grad.dtype:
-            self.planned = self.planned.with_grad_dtype(dtype)
-            self.gradient.drop_buffers()
-
-    def send_as(self, settings: PlanSettings) -> None:
-        """Send weights and gradients as `settings` say from now on. Local.
-
-        Every rank must call it between the same two steps.
-        """
-        planned = self.planned.sent_as(settings)
-        if planned != self.planned:
-            assert self.weight_gather.makes_copies, (
-                "what lies in pages that others read in place does not travel"
-            )
-            self.planned = planned
-            self.weight.spec = planned.plan.weight
-            self.gradient.sum.follow_wires()
-
-    def reduce_by(self, reduction: GradReduction, plan: ShardPlan) -> None:
-        """Replace the reduction of the group's gradients. Local.
-
-        Every rank must call it between the same two steps.
-
-        Args:
-            reduction: The new reduction.
-            plan: The row of the plan with the dtypes and encodings of the new reduction.
-        """
-        self.planned = replace(self.planned, plan=plan)
-        self.gradient.reduction = reduction
 
     def set_pending(self, update: PendingUpdate | None) -> None:
         """Run `update` before any read of the group's states; None if nothing is pending."""

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from ..base.errors import UsageError
 from ..comm.collectives import Comm
 from ..planner.plan_settings import PlanSettings
 from ..planner.schedule import Schedule
@@ -170,30 +169,6 @@ class ReduceLane:
     def _wait_for_total(self, unit: Unit) -> None:
         unit.wait_for_reduce()
         self._update(unit)
-
-    def refuse_unused(self) -> None:
-        """Raise if a trainable parameter got no gradient in this backward.
-
-        Called if `ignore_unused_parameters` is false.
-
-        Raises:
-            UsageError: A parameter is unused.
-        """
-        members = [
-            member for unit in self.units for group in unit.trained for member in group.members
-        ]
-        got = {number for unit in self.units for number in unit.arrived}
-        unused = [
-            each.name for each in members if id(each.param) not in got and each.param.requires_grad
-        ]
-        if unused:
-            raise UsageError(
-                f"{len(unused)} parameters got no gradient in this backward, among them "
-                f"'{unused[0]}'.",
-                "ignore_unused_parameters is false: an unused parameter is an error.",
-                "use them in forward, freeze them (requires_grad_(False)), or set "
-                "ignore_unused_parameters to true.",
-            )
 
     def update_expected(self) -> None:
         """Expect in the next backward the gradients that arrived in this one.

@@ -1,4 +1,4 @@
-"""Changes the groups of a wrapped model between two steps.
+"""Changes groups and settings of a wrapped model between two steps.
 
 `follow_requires_grad` handles parameters that are frozen or unfrozen. A frozen parameter keeps its
 place, main weight and moments, and a group whose members are all frozen is not reduced. A parameter
@@ -6,7 +6,8 @@ that was frozen when the model was wrapped has only a weight. When it is unfroze
 divided, and the unfrozen members form a trained group. All ranks compare the changes before a group
 changes.
 
-The other functions rebuild the states of a group in another layout or dtype.
+Other functions rebuild the states of a group in another layout or dtype, or change the settings of
+the model.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from ..base.errors import UsageError
 from ..comm.agreement import agree
 from ..comm.collectives import Comm, propagate_errors
 from ..planner.plan import Plan
-from ..planner.plan_settings import PlanSettings
+from ..planner.plan_settings import Compression, PlanSettings
+from ..planner.spec import ShardPlan
 from ..planner.units import plan_group
 from .buffer import CommContext, FlatBuffer
 from .executor import Executor
-from .group import ParamInfo, frozen_or_unfrozen
+from .grad_reduction import GradReduction
+from .group import ParamInfo
 from .group_build import (
     allocate_weight,
     build_group,
@@ -36,6 +39,7 @@ from .group_build import (
     whole_values,
 )
 from .main_weight import build_master, weight_shard
+from .model_changes import frozen_or_unfrozen
 from .param_group import ParamGroup
 from .reduce_lane import Updates
 from .step_state import StepState
@@ -139,7 +143,9 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
         ]
         fresh = [group for group in groups if group not in unit.groups]
         for group in groups:
-            group.follow_frozen()
+            # Frozen members must not receive what the reduction kept from earlier steps
+            group.gradient.reduction.forget()
+            group.is_idle = group.trainable and all(each.is_frozen for each in group.members)
         unit.set_groups(groups)
         for group in fresh:
             if group.trainable and unit.is_promoted:
@@ -257,3 +263,51 @@ def _store_anew(group: ParamGroup, values: FlatBuffer, what: str) -> None:
     with without_torch_function():
         group.show_own()
     group.refresh(what).wait()
+
+
+# -- settings; every rank must call these functions between the same two steps
+
+
+def resize(runtime: Regrouped, settings: PlanSettings) -> None:
+    """Use other sizes of messages and buffers from now on. Local."""
+    runtime.settings = settings
+    runtime.executor.replan(settings)
+    runtime.comm_ctx.pool.clear()  # drop buffers of the old sizes
+    for group in runtime.groups:
+        group.comm_ctx = replace(group.comm_ctx, bucket_numel=settings.bucket_numel)
+
+
+def send_as(runtime: Regrouped, compression: Compression) -> None:
+    """Send matrices in another compression of the same layout from now on. Local."""
+    runtime.settings = replace(runtime.settings, compression=compression)
+    for group in runtime.groups:
+        planned = group.planned.sent_as(runtime.settings)
+        if planned != group.planned:
+            assert group.weight_gather.makes_copies, (
+                "what lies in pages that others read in place does not travel"
+            )
+            group.planned = planned
+            group.weight.spec = planned.plan.weight
+            group.gradient.sum.follow_wires()
+    runtime.executor.replan(runtime.settings)
+    runtime.comm_ctx.pool.clear()
+
+
+def set_grad_dtype(group: ParamGroup, dtype: torch.dtype) -> None:
+    """Keep the gradients of a group in another dtype from now on. Local."""
+    assert group.plan.grad is not None
+    if dtype != group.plan.grad.dtype:
+        group.planned = group.planned.with_grad_dtype(dtype)
+        group.gradient.drop_buffers()
+
+
+def reduce_by(group: ParamGroup, reduction: GradReduction, plan: ShardPlan) -> None:
+    """Reduce the gradients of a group in another way from now on. Local.
+
+    Args:
+        group: The group.
+        reduction: The new reduction.
+        plan: The row of the plan with the dtypes and encodings of the new reduction.
+    """
+    group.planned = replace(group.planned, plan=plan)
+    group.gradient.reduction = reduction

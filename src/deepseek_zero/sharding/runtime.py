@@ -16,7 +16,6 @@ from torch import nn
 from ..base.device import backward_id
 from ..comm.collectives import Comm
 from ..planner.plan import Plan
-from ..planner.plan_settings import Compression, PlanSettings
 from .backward import Backward
 from .buffer import CommContext
 from .executor import Executor
@@ -206,25 +205,3 @@ class Runtime:
             self.comm_ctx.tiers.start_counting()
         for hook in self.after_steps:
             hook(self)
-
-    def send_as(self, compression: Compression) -> None:
-        """Send matrices in another compression of the same layout. Local.
-
-        Every rank must call it between the same two steps.
-        """
-        self.settings = replace(self.settings, compression=compression)
-        for group in self.groups:
-            group.send_as(self.settings)
-        self.executor.replan(self.settings)
-        self.comm_ctx.pool.clear()
-
-    def resize(self, settings: PlanSettings) -> None:
-        """Use other sizes from now on.
-
-        Every rank must call it after the same step.
-        """
-        self.settings = settings
-        self.executor.replan(settings)
-        self.comm_ctx.pool.clear()  # drop buffers of the old sizes
-        for group in self.groups:
-            group.comm_ctx = replace(group.comm_ctx, bucket_numel=settings.bucket_numel)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from ..base.device import backward_id
@@ -131,3 +132,13 @@ class StepState:
     def is_between_steps(self) -> bool:
         """Return whether no backward and no training forward ran since the last step."""
         return self.backwards == 0 and self.forwards == 0
+
+    @property
+    def is_outermost(self) -> bool:
+        """Return whether autograd records a forward that begins now as an outermost one.
+
+        It is then neither inside another forward nor a recomputation.
+        """
+        if self.active or self.parts or not torch.is_grad_enabled():
+            return False
+        return not self.is_in_backward

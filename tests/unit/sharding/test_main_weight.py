@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepseek_zero.extensions.gathered_parameters import take_changed
 from deepseek_zero.planner.layout import even_layout
 from deepseek_zero.planner.spec import Placement, R, S, Spec
 from deepseek_zero.precision.policy import cast_master
@@ -69,7 +70,7 @@ def test_a_new_weight_is_adopted_where_it_differs(kind: str) -> None:
     cast_master(values, old)
     new = old.clone()
     new[7] = 3.0
-    master.take_changed(old != new, new)
+    take_changed(master, old != new, new)
     if master.weight is not None:
         master.weight.memory.copy_(new)
     found = master.read(0, values.numel())
