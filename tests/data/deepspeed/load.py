@@ -6,7 +6,7 @@ was saved.
 FOLDER/CASE is what an engine of two ranks saved with `checkpoint.layout: "deepspeed"` after two
 steps of make.py's training, and FOLDER/CASE.pt what it held: whole masters, both moments, losses of
 the next two steps on rank 0's data. By hand, where DeepSpeed is installed; CI compares files
-instead (tests/unit/compat/test_checkpoint_writer.py).
+instead (tests/unit/compat/deepspeed/checkpoint/test_writer.py).
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def test_a_name_that_is_not_there_says_what_is(as_deepspeed: None) -> None:
 
 
 def test_plain_pickle_reads_what_a_genuine_deepspeed_wrote(as_deepspeed: None) -> None:
-    folder = Path(__file__).parents[2] / "data" / "deepspeed" / "stage3_fp16" / "global_step2"
+    folder = Path(__file__).parents[3] / "data" / "deepspeed" / "stage3_fp16" / "global_step2"
     read = torch.load(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)[
         "optimizer_state_dict"
     ]

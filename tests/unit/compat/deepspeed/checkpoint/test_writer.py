@@ -16,7 +16,7 @@ from deepseek_zero.compat.deepspeed.checkpoint.reader import PickledObject, open
 from deepseek_zero.compat.deepspeed.checkpoint.writer import convert_to_deepspeed
 from tests.data.deepspeed.make import CASES
 
-DATA = Path(__file__).parents[2] / "data" / "deepspeed"
+DATA = Path(__file__).parents[4] / "data" / "deepspeed"
 # What is ours to choose, or whose place it is to say: the configuration, and hyper-parameters that
 # say how to compute.
 ASIDE = (

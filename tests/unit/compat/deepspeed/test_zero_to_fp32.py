@@ -19,7 +19,7 @@ from deepseek_zero.checkpoint.convert import convert_to_pth, convert_to_safetens
 from deepseek_zero.utils import zero_to_fp32 as words
 from tests.data.deepspeed.make import CASES, Small, config, small
 
-DATA = Path(__file__).parents[2] / "data" / "deepspeed"
+DATA = Path(__file__).parents[3] / "data" / "deepspeed"
 DEEPSPEED = [case for case in CASES if CASES[case]["stage"]]
 
 

@@ -22,7 +22,7 @@ from deepseek_zero.precision.codecs import EXACT_SCALE_BITS, Blocks, work_room
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import Reference
-from tests.unit.sharding.test_by_host import POLICIES
+from tests.unit.extensions.test_by_host import POLICIES
 
 CODEC = Blocks(8, 64, EXACT_SCALE_BITS)
 SETTINGS: dict[str, Any] = {"stage": 3, "window_numel": 0, "compression": Compression(frozen=CODEC)}
