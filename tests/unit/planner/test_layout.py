@@ -15,7 +15,7 @@ from deepseek_zero.planner.layout import (
     Shape,
     even_layout,
 )
-from deepseek_zero.planner.whole_layout import LAYOUTS
+from deepseek_zero.planner.units import LAYOUTS
 
 
 def random_shapes(seed: int) -> list[Shape]:
