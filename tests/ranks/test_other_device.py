@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 CASES = (
     "a_step_of_one_rank",
     "copies_of_a_step",
+    "schedule_of_a_step",
     "random_schedules",
     "faults_of_other_systems",
     "stages_and_tiers",
@@ -39,6 +40,7 @@ if not is_full():
     RUNS = [
         ("a_step_of_one_rank", 1),
         ("copies_of_a_step", 1),
+        ("schedule_of_a_step", 1),
         ("random_schedules", 1),
         ("faults_of_other_systems", 1),
         ("kernels_on_the_device", 1),

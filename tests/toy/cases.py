@@ -37,6 +37,7 @@ from deepseek_zero.utils import (
 from tests import cudart, toy
 from tests.kernels import EmulatedKernel, emulated_on
 from tests.models import Gpt, seeded
+from tests.toy import schedule
 
 STEPS = 3
 Zero = dict[str, Any]
@@ -699,8 +700,50 @@ def a_step_of_one_rank(path: Path) -> None:
         engine.destroy()
 
 
+def schedule_of_a_step(path: Path) -> None:
+    """With the optimizer on the host, copies and updates run while the device computes.
+
+    Gradients leave during backward. The host updates a unit while the device computes the forward
+    of the unit before it.
+    """
+    if dist.is_initialized():
+        return
+    units = 6
+    log, numel = schedule.record(2, units)
+    # Forward 1, backward 2, update 2 and each copy 0.1 seconds per unit
+    speeds = schedule.Speeds(forward=1 / numel, copy=0.05 / numel, update=2 / numel)
+    spans = schedule.from_first_backward(schedule.replay(log, numel, speeds))
+
+    def work(what: str, unit: int, row: str) -> tuple[float, float]:
+        """Return the start and the end of the first such work."""
+        found = [span for span in spans if (span.what, span.unit, span.row) == (what, unit, row)]
+        size = {"gradient": 0.1, "weight": 0.1, "update": 2.0, "forward": 1.0, "backward": 2.0}[
+            what
+        ]
+        seconds = 0.0
+        for span in found:
+            seconds += span.stop - span.start
+            if seconds > size - 1e-6:
+                return found[0].start, span.stop
+        raise AssertionError((what, unit, row, seconds))
+
+    for unit in range(2, units + 1):
+        left, _ = work("gradient", unit, schedule.DOWN)
+        _, computed = work("backward", unit - 1, schedule.COMPUTING)
+        assert left < computed, (unit, "its gradient leaves during backward")
+        began, updated = work("update", unit, schedule.UPDATES)
+        _, arrived = work("weight", unit, schedule.UP)
+        start, _ = work("forward", unit, schedule.COMPUTING)
+        _, stop = work("forward", unit - 1, schedule.COMPUTING)
+        assert updated < arrived <= start, (unit, "its forward uses the update")
+        assert began < stop < updated, (unit, "its update overlaps with the forward before it")
+    share = schedule.overlapped_share(spans, schedule.UPDATES)
+    assert share > 0.4, "five of twelve seconds"
+
+
 CASES = (
     a_step_of_one_rank,
+    schedule_of_a_step,
     copies_of_a_step,
     random_schedules,
     faults_of_other_systems,

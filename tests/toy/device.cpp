@@ -83,6 +83,20 @@ uint64_t draw() {  // xorshift
   return seed ^= seed << 17;
 }
 
+// What the host does to streams, in its order, while it is logged (schedule.py).
+struct Step {
+  const char* what;
+  int64_t stream, value;  // value: bytes of a copy, identity of an event
+  bool to_host;
+  std::string text;
+};
+std::vector<Step> steps;
+bool is_logging = false;
+thread_local int fallbacks = 0;
+void log(const char* what, int64_t stream, int64_t value = 0, bool to_host = false, std::string text = "") {
+  if (is_logging && fallbacks == 0) steps.push_back({what, stream, value, to_host, std::move(text)});
+}
+
 void drain(Stream& stream, int64_t upto) {
   while (stream.done < upto) {
     auto job = std::move(stream.jobs.front());
@@ -146,10 +160,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock;
     if (*event == nullptr) *event = new Event;
     *static_cast<Event*>(*event) = {s.id(), streams[s.id()].queued, clock_};
+    log("record", s.id(), reinterpret_cast<int64_t>(*event));
   }
   void block(void* event, const c10::Stream& s) const override {
     Lock lock;
     auto seen = *static_cast<Event*>(event);
+    log("wait", s.id(), reinterpret_cast<int64_t>(event));
     if (seen.stream == 0) streams[s.id()].seen = std::max(streams[s.id()].seen, seen.clock);
     queue(streams[s.id()], [seen] { drain(streams[seen.stream], seen.upto); });
   }
@@ -162,14 +178,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& s) const override { return streams[s.id()].done == streams[s.id()].queued; }
   void synchronizeStream(const c10::Stream& s) const override {
     Lock lock;
+    log("host waits for stream", s.id());
     drain(streams[s.id()], streams[s.id()].queued);
   }
   void synchronizeEvent(void* event) const override {
     Lock lock;
+    log("host waits", 0, reinterpret_cast<int64_t>(event));
     drain(streams[static_cast<Event*>(event)->stream], static_cast<Event*>(event)->upto);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     Lock lock;
+    for (auto& [id, stream] : streams) log("host waits for stream", id);
     for (auto& [id, stream] : streams) drain(stream, stream.queued);
   }
   static c10::Stream of(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kToy, 0), id); }
@@ -238,7 +257,6 @@ struct Copy {
 std::vector<Copy> copies;
 bool is_recording = false;
 int64_t reads = 0;  // of single values by the host
-thread_local int fallbacks = 0;
 
 void record(const Tensor& self, const Tensor& dst, bool non_blocking) {
   bool to_host = self.device().type() == kToy;
@@ -251,6 +269,10 @@ void record(const Tensor& self, const Tensor& dst, bool non_blocking) {
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   Lock lock;
   record(self, dst, non_blocking);
+  bool to_host = dst.device().type() != kToy;
+  bool crosses = to_host != (self.device().type() != kToy);
+  log(crosses ? "copy" : "compute", current, dst.nbytes(), to_host);
+  if (crosses && !non_blocking) log("host waits for stream", current);
   if (current == 0 || !non_blocking) {
     compute();
     use(self);
@@ -269,6 +291,7 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
 }
 at::Scalar local_scalar(const Tensor& self) {
   compute();
+  log("host waits for stream", current);
   reads += is_recording && fallbacks == 0;
   return seen(self).item();
 }
@@ -309,6 +332,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     else if (value.isOptionalTensorList()) {}
   }
   compute();
+  log("compute", current);
   for (const auto& value : torch::jit::last(*stack, count)) {
     if (value.isTensor()) use(value.toTensor());
     else if (value.isTensorList()) for (const Tensor& t : value.toTensorVector()) use(t);
@@ -349,6 +373,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("draw_schedule", [](uint64_t number) { seed = number; }, "Let copies happen at random times; 0: as late as they may.");
   m.def("forget_most", [] { most = held.load(); });
   m.def("record_copies", [] { copies.clear(); reads = 0; is_recording = true; });
+  m.def("log_steps", [] { steps.clear(); is_logging = true; });
+  m.def("mark", [](const std::string& text) { Lock lock; log("mark", current, 0, false, text); });
+  m.def("logged_steps", [] {
+    is_logging = false;
+    py::list found;
+    for (const auto& step : steps) found.append(py::make_tuple(step.what, step.stream, step.value, step.to_host, step.text));
+    return found;
+  });
   m.def("recorded_copies", [] {
     is_recording = false;
     py::list found;
