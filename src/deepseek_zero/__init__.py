@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     def uninstall_as_deepspeed() -> None: ...
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # A program under torchrun may call torch's init_process_group before anything of this package.
 if "torch.distributed" in sys.modules or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

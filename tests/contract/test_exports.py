@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import statistics
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import deepseek_zero
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = Path(__file__).with_name("public_names.txt")
 MOST_OF_TORCHS_IMPORT = 0.3
 
@@ -33,6 +35,17 @@ def test_completion_shows_public_names_and_rooms_alone() -> None:
 
 def test_the_version_is_the_installed_ones() -> None:
     assert deepseek_zero.__version__ == importlib.metadata.version("deepseek-zero")
+
+
+def test_the_version_is_the_last_release_of_the_changelog() -> None:
+    stated = {
+        "pyproject.toml": r'^version = "(.+)"$',
+        "CITATION.cff": r"^version: (.+)$",
+        "CHANGELOG.md": r"^## \[(\d.*)\] - ",
+    }
+    for file, pattern in stated.items():
+        versions = re.findall(pattern, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+        assert versions[0] == deepseek_zero.__version__, file
 
 
 def test_the_import_prints_nothing() -> None:
