@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero
-from deepseek_zero.optim.updater import Decision, Tile, Updater
+from deepseek_zero.optim.master_shard import Tile
+from deepseek_zero.optim.updater import Decision, Updater
 from deepseek_zero.tiers.tier import CopyEvent, StagedLanding, StagedTile, Work
 from tests import toy
 

@@ -17,7 +17,7 @@ from .log import logger
 from .quantities import format_bytes, format_count, format_seconds
 from .world import is_rank_zero
 
-QUIET_SECONDS = 4.0
+QUIET_SECONDS = 2.0
 LOG_SECONDS = 10.0
 REWRITE_SECONDS = 0.25
 UNITS: dict[str, Callable[[float], str]] = {

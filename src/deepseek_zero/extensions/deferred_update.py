@@ -44,7 +44,6 @@ class DeferredUpdate(UpdatePolicy):
         updater.has_run = True
         self._decision = replace(due, hypers=due.hypers or hypers_of(updater.inner))
         self._tiles_left = tiles_by_group(tiles)
-        updater.expect_first(tiles, due)
         for group in self._tiles_left:
             group.gradient.hold()
             group.set_pending(self)

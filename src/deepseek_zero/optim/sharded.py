@@ -353,10 +353,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             return
         for group in self.runtime.trained_groups:
             group.weight_gather.changed()
-        self._update_and_refresh(due)
         later = [
             tile for unit, tiles in self.tiles.later.items() if unit not in done for tile in tiles
         ]
+        self.updater.expect_first([*self.tiles.now, *later], due)
+        self._update_and_refresh(due)
         for policy in self.policies:
             policy.postpone(later, due)
 

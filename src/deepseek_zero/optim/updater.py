@@ -133,7 +133,6 @@ class Updater:
         Yields:
             After each tile, the groups whose tiles have all been updated.
         """
-        self.expect_first(tiles, decision)
         flow = self.prefetcher(tiles, decision.source)
         done = 0
         left = tiles_by_group(tiles)  # number of tiles that are not updated yet
@@ -296,19 +295,18 @@ class Updater:
         return decision.groups[number]
 
     def expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
-        """Add these tiles to the progress report of the first update.
+        """Start the progress report of the first update.
 
         The first update is slow, because it touches the memory of the states for the first time.
 
         Args:
-            tiles: Tiles that will be updated.
+            tiles: All tiles that this step updates or postpones.
             decision: The decision for these tiles.
         """
         if self._first_number is None:
             self._first_number = decision.number
-            self._first_update = LongWork("first update", 0, "parameters")
-        if decision.number == self._first_number:
-            self._first_update.total += sum(shard.numel for tile in tiles for _, shard in tile)
+            total = sum(shard.numel for tile in tiles for _, shard in tile)
+            self._first_update = LongWork("first update", total, "parameters")
 
     def _scaled(self, shard: MasterShard, grad: Tensor, factor: float) -> Tensor:
         dtype = shard.param.dtype

@@ -16,6 +16,7 @@ import torch
 import deepseek_zero
 from deepseek_zero.base import progress
 from deepseek_zero.base.progress import LongWork
+from deepseek_zero.tiers.tier import Tier
 from tests.models import Gpt, seeded
 
 
@@ -54,7 +55,7 @@ class Terminal(io.StringIO):
 def test_short_work_says_nothing(clock: Clock, lines: list[str]) -> None:
     with LongWork("building", 100) as work:
         for _ in range(100):
-            clock.now += 0.03
+            clock.now += 0.019
             work.advance(1)
     assert not lines
 
@@ -67,10 +68,10 @@ def test_a_log_gets_a_line_every_some_seconds_with_the_rate_and_the_rest(
             clock.now += 1.0
             work.advance(1 << 30)
     assert lines == [
-        "writing weights: 4.00 GiB of 40.0 GiB (10%), 1.00 GiB/s, 36.0 s left",
-        "writing weights: 14.0 GiB of 40.0 GiB (35%), 1.00 GiB/s, 26.0 s left",
-        "writing weights: 24.0 GiB of 40.0 GiB (60%), 1.00 GiB/s, 16.0 s left",
-        "writing weights: 34.0 GiB of 40.0 GiB (85%), 1.00 GiB/s, 6.00 s left",
+        "writing weights: 2.00 GiB of 40.0 GiB (5%), 1.00 GiB/s, 38.0 s left",
+        "writing weights: 12.0 GiB of 40.0 GiB (30%), 1.00 GiB/s, 28.0 s left",
+        "writing weights: 22.0 GiB of 40.0 GiB (55%), 1.00 GiB/s, 18.0 s left",
+        "writing weights: 32.0 GiB of 40.0 GiB (80%), 1.00 GiB/s, 8.00 s left",
         "writing weights: 40.0 GiB of 40.0 GiB (100%), 1.00 GiB/s, 40.0 s in all",
     ]
 
@@ -90,7 +91,7 @@ def test_a_terminal_has_one_line_that_is_rewritten(
     assert not lines and written.count("\n") == 1 and written.endswith("\n"), (
         "whatever comes next has a line of its own"
     )
-    assert written.count("\r") == 5
+    assert written.count("\r") == 7
     assert (
         "\rbuilding: 8 parameters of 10 parameters (80%), 1 parameters/s, 2.00 s left\x1b[K\n"
         in written
@@ -107,7 +108,7 @@ def test_other_ranks_say_nothing(
     assert not lines
 
 
-@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme", "auto"])
 def test_an_engine_shows_each_long_part_of_its_start_its_first_step_and_its_files(
     tier: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,15 +123,21 @@ def test_an_engine_shows_each_long_part_of_its_start_its_first_step_and_its_file
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": zero,
     }
+    if tier == "auto":
+        config["memory_budget"] = {"device": 3_000_000, "host": 500_000}
     engine = deepseek_zero.initialize(model=seeded(Gpt, width=96), config=config)[0]
     tokens = torch.zeros(2, 7, dtype=torch.long)
     shown = {line.partition(":")[0] for line in lines}
     start = (
         {"building the engine", "reserving host memory"}
-        if tier == "cpu"
+        if tier in ("cpu", "auto")
         else {"building the engine"}
     )
     assert shown == start
+    if tier == "auto":
+        places = engine.runtime.settings.unit_tiers
+        used = {each.weights for each in places} | {each.states for each in places}
+        assert used == set(Tier), "the device, the host and the disk"
     for _ in range(2):
         engine.backward(engine(tokens, tokens))
         engine.step()
