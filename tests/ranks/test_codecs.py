@@ -399,7 +399,7 @@ def test_small_units_and_models_of_vectors_are_sent_as_is_and_explain_says_what_
     assert not any(group.planned.is_coded for group in engine.runtime.groups), (
         "every unit is below min_numel"
     )
-    assert "codes on the wire" not in engine.explain()
+    assert "quantized messages" not in engine.explain()
     engine = deepseek_zero.initialize(model=nn.LayerNorm(5), config=config)[0]
     assert not any(group.planned.is_coded for group in engine.runtime.groups)
     config["zero_optimization"]["compression"] = {"min_numel": 0}  # type: ignore[index]

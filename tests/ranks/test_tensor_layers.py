@@ -258,6 +258,6 @@ def test_layers_of_another_group_are_refused() -> None:
     model.layers[1] = LinearLayer(model.layers[1], alone)  # whole: nothing is cut
     model.layers[2] = LinearLayer(model.layers[2], dist.group.WORLD)
     with pytest.raises(
-        UsageError, match=r"'layers\.2\.weight' came cut into 2 parts, and this mesh has tp=1"
+        UsageError, match=r"'layers\.2\.weight' is split into 2 parts, but this mesh has tp=1"
     ):
         deepseek_zero.initialize(model=model, config=CONFIG)

@@ -403,9 +403,9 @@ def test_a_batch_that_one_rank_cannot_cut_is_an_error_on_every_rank() -> None:
 
 @pytest.mark.ranks(1)
 def test_units_that_contain_each_other_and_models_without_units_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"unit 'blocks\.0\.up' stands inside unit 'blocks\.0'"):
+    with pytest.raises(UsageError, match=r"unit 'blocks\.0\.up' is inside unit 'blocks\.0'"):
         engine_of(seeded(Gpt), 2, units=["Block", "blocks.0.up"])
-    with pytest.raises(UsageError, match="has no units to take its micro-batches in turn"):
+    with pytest.raises(UsageError, match="has no units that could process micro-batches"):
         engine_of(nn.Linear(4, 4), 2)
 
 

@@ -209,7 +209,7 @@ def _explicit(model: nn.Module, settings: PlanSettings) -> Iterator[tuple[str, n
             }
         )
         raise UsageError(
-            f"units: no module is called {', '.join(missing)}.",
+            f"units: no module has the name or the class {', '.join(missing)}.",
             "Each entry is the class name or the full name of a module with parameters.",
             f"classes of blocks in this model: {', '.join(known) or 'none'}.",
         )

@@ -108,9 +108,9 @@ class Open:
         """Return the choice, with the measurements on which it is based."""
         times = []
         for rate in (None, *self.among):
-            codec = "as they are" if rate is None else rate.codec
+            codec = "unquantized" if rate is None else rate.codec
             times.append(f"{codec} {self.traffic.seconds(link, rate) * 1e9:.2f}")
-        return f"{self.choose(link) or 'as they are'} (ns an element: {', '.join(times)})"
+        return f"{self.choose(link) or 'unquantized'} (ns per element: {', '.join(times)})"
 
 
 def choose_codes(

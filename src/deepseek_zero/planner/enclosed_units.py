@@ -48,19 +48,19 @@ def cut_units(units: Sequence[UnitPlan]) -> frozenset[int]:
     Raises:
         UsageError: A unit is inside another, or there is none.
     """
-    fix = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates too)"
+    fix = "remove vertical_micro_batches (gradient_accumulation_steps also accumulates)"
     for inner, outer in enclosing([unit.name for unit in units]).items():
         raise UsageError(
-            f"unit '{units[inner].name}' stands inside unit '{units[outer].name}'.",
+            f"unit '{units[inner].name}' is inside unit '{units[outer].name}'.",
             "In vertical order it would be loaded again for every micro-batch of the outer one.",
-            f"name units that do not contain each other (`units`), or {fix}.",
+            f"set `units` to modules that do not contain each other, or {fix}.",
         )
     found = frozenset(number for number, unit in enumerate(units) if number and not unit.is_tile)
     if not found:
         raise UsageError(
-            "the model has no units to take its micro-batches in turn.",
-            "Nothing repeats in it, so all its weights belong to the root, which runs over the "
+            "the model has no units that could process micro-batches one after the other.",
+            "It has no repeated blocks, so all its weights belong to the root, which processes the "
             "whole batch.",
-            f"name its blocks in `units`, or {fix}.",
+            f"list its blocks in `units`, or {fix}.",
         )
     return found

@@ -167,7 +167,7 @@ class PipelinePlan:
         own = self.stages
         lines = [
             f"pipeline: {self.schedule}, {len(self.placement)} stages on {self.ranks} ranks, "
-            f"{many} micro-batch(es) a step, at most {self.in_flight[self.rank]} in flight here"
+            f"{many} micro-batch(es) per step, at most {self.in_flight[self.rank]} in flight here"
         ]
         for stage in own:
             blocks = self.blocks[stage]
@@ -180,14 +180,15 @@ class PipelinePlan:
         for number, output, grad, there in self.boundaries():
             what, to = ("activations", number + 1) if output else ("gradients", number)
             lines.append(
-                f"  {what} to stage {to} on pipeline rank {there}: {format_bytes(output + grad)} a "
+                f"  {what} to stage {to} on pipeline rank {there}: {format_bytes(output + grad)} "
+                "per "
                 f"micro-batch, {self.sample}"
             )
         if not self.outputs:
             lines.append("  messages between stages: known after the first step")
         lines += [
             f"  {name} is shared by the stages {', '.join(map(str, stages))}: its gradients are "
-            "added up"
+            "summed"
             for name, stages in self.ties.items()
             if not set(stages).isdisjoint(own)
         ]
@@ -226,9 +227,9 @@ class TensorPlan:
 
     def explain(self) -> list[str]:
         """Return lines of text about the axis."""
-        known = f", {self.tokens:,} tokens a micro-batch" if self.tokens is not None else ""
+        known = f", {self.tokens:,} tokens per micro-batch" if self.tokens is not None else ""
         sent = format_bytes(self.share_bytes // self.ranks)
-        return [f"tensor parallel: {self.ranks} ranks, {sent} sent for a token{known}"]
+        return [f"tensor parallel: {self.ranks} ranks, {sent} sent per token{known}"]
 
 
 @dataclass(frozen=True)
@@ -268,16 +269,16 @@ class SequencePlan:
     def explain(self) -> list[str]:
         """Return lines of text about the axis."""
         known = (
-            f", {self.tokens:,} tokens of its own a micro-batch" if self.tokens is not None else ""
+            f", {self.tokens:,} tokens per rank and micro-batch" if self.tokens is not None else ""
         )
         if self.token_bytes is None:
             return [
-                f"shared sequences: {self.ranks} ranks; what attention sends is not known "
+                f"shared sequences: {self.ranks} ranks; the bytes that attention sends are unknown "
                 f"here{known}"
             ]
         return [
             f"shared sequences: {self.ranks} ranks, attention by {self.attention}, "
-            f"{format_bytes(self.token_bytes)} sent for a token{known}"
+            f"{format_bytes(self.token_bytes)} sent per token{known}"
         ]
 
 

@@ -215,14 +215,14 @@ class Plan:
             [group for group in groups if group.plan.weight.rests_as is not None]
         )
         if why := self.settings.compression.why:
-            resting.append(f"codes by measurement: {why}")
+            resting.append(f"bits chosen by measurement: {why}")
         sent = self.volume().state_bytes
         exact = self.uncoded().volume().state_bytes
         if not groups or not sent:
             return resting
         return [
             *resting,
-            f"codes on the wire: {sum(group.layout.numel for group in groups):,} elements in "
+            f"quantized messages: {sum(group.layout.numel for group in groups):,} elements in "
             f"{len(groups)} groups; a step sends {format_bytes(sent)} of states instead of "
             f"{format_bytes(exact)} ({exact / sent:.2f} x less)",
         ]
@@ -239,8 +239,9 @@ class Plan:
             for every in (groups, [group.uncoded() for group in groups])
         )
         return [
-            f"codes at rest: {sum(group.layout.numel for group in groups):,} frozen elements take "
-            f"{format_bytes(kept)} of this rank instead of {format_bytes(exact)}"
+            f"quantized storage: {sum(group.layout.numel for group in groups):,} frozen elements "
+            "need "
+            f"{format_bytes(kept)} on this rank instead of {format_bytes(exact)}"
         ]
 
     def _secondary_line(self) -> list[str]:
@@ -257,8 +258,8 @@ class Plan:
         ]
         told = [
             f"no second copy of the weights of {len(away)} of {len(self.units)} units "
-            "(zero_hpz_partition_size): they rest in another memory (offload_param, "
-            "memory_budget), and a copy would stay on the device"
+            "(zero_hpz_partition_size): they are in another memory (offload_param, "
+            "memory_budget), but a copy would be on the device"
         ]
         groups = [
             group
@@ -272,8 +273,8 @@ class Plan:
         world = self.mesh.shard_size
         return [
             *(told if away else []),
-            f"second copy of the weights, cut among {inside} of {world} ranks (hpZ): a unit's "
-            f"first gather behind an update goes over all {world}, the others stay among {inside}",
+            f"second copy of the weights, sharded over {inside} of {world} ranks (hpZ): a unit's "
+            f"first gather after an update uses all {world} ranks, the others use these {inside}",
         ]
 
     def _hosts_line(self) -> list[str]:
@@ -286,7 +287,7 @@ class Plan:
         return [
             f"sums by host: over {near} ranks of each of {hosts} hosts first, then over the hosts; "
             f"of {format_bytes(volume.state_bytes)} that a rank sends in a step "
-            f"{format_bytes(volume.inside_hosts)} stay inside its host"
+            f"{format_bytes(volume.inside_hosts)} remain on its host"
         ]
 
     def _piece_lines(self) -> list[str]:
@@ -319,7 +320,7 @@ class Plan:
             if nbytes
         ]
         lines += [
-            f"  in all on {tier.value:<6} {format_bytes(nbytes):>12}"
+            f"  total on {tier.value:<7} {format_bytes(nbytes):>12}"
             for tier, nbytes in tiers.items()
         ]
         volume = self.volume()
@@ -333,7 +334,7 @@ class Plan:
         if self.pipeline is not None:
             sent |= {"to other stages": volume.boundaries, "tied gradients": volume.ties}
         if mesh.world_size > mesh.reduce_size:
-            sent["verdict"] = volume.rows
+            sent["gradient norm"] = volume.rows
         lines += ["", "bytes this rank sends in a step"]
         lines += [f"  {name:<16} {format_bytes(nbytes):>12}" for name, nbytes in sent.items()]
         if pieces := self._piece_lines():

@@ -44,7 +44,7 @@ def verify(
     proof.follow(schedule.inference)
     if proof.live:
         raise AssertionError(
-            f"units {sorted(proof.live)} stay gathered behind a forward without backward"
+            f"units {sorted(proof.live)} remain gathered after a forward without backward"
         )
 
 
@@ -75,18 +75,18 @@ class _Proof:
         self.is_forward = walk.computes[root][0].kind is ActionKind.FORWARD
         for place, action in enumerate(walk.actions):
             if broken := self._rule_broken_by(action, root):
-                behind = " ".join(map(str, walk.actions[max(0, place - 6) : place]))
-                raise AssertionError(f"{action} {broken}, in ... {behind} {action} ...")
+                before = " ".join(map(str, walk.actions[max(0, place - 6) : place]))
+                raise AssertionError(f"{action} {broken}, in ... {before} {action} ...")
 
     def conclude(self, *, reduces: bool, ends_step: bool) -> None:
         """Raise if a micro-batch is incomplete."""
         units = set(self.open)
         totals = units & self.all_reduced if ends_step else set[int]()
         left = [
-            ("stay gathered", self.live),
-            ("never went backward", {unit for unit, count in self.open.items() if count}),
-            ("are summed or not, against the plan", self.reduced ^ (units if reduces else set())),
-            ("are summed over replicas or not, against the plan", self.totals ^ totals),
+            ("remain gathered", self.live),
+            ("have no backward", {unit for unit, count in self.open.items() if count}),
+            ("are reduced or not, unlike the plan", self.reduced ^ (units if reduces else set())),
+            ("are summed over replicas or not, unlike the plan", self.totals ^ totals),
         ]
         for what, found in left:
             if found:
@@ -98,14 +98,14 @@ class _Proof:
         broken = ""
         match action.kind:
             case ActionKind.GATHER:
-                broken = "gathers what is gathered" if unit in self.live else ""
+                broken = "gathers a gathered unit" if unit in self.live else ""
                 broken = broken or (
                     "is the second gather of a pass" if unit in self.gathered else ""
                 )
                 self.live.add(unit)
                 self.gathered.add(unit)
             case ActionKind.RELEASE:
-                broken = "" if unit in self.live else "releases what is not gathered"
+                broken = "" if unit in self.live else "releases a unit that is not gathered"
                 self.live.discard(unit)
             case ActionKind.FORWARD | ActionKind.BACKWARD:
                 missing = {root, *outward(unit, self.around)} - self.live
@@ -115,27 +115,29 @@ class _Proof:
                     action.kind is ActionKind.BACKWARD
                     and replace(action, kind=ActionKind.FORWARD) not in self.done
                 ):
-                    broken = broken or "goes backward without a forward"
+                    broken = broken or "has no forward"
                 self.done.add(action)
                 self.open[unit] += 1 if action.kind is ActionKind.FORWARD else -1
             case ActionKind.REDUCE:
-                broken = "is the second sum of a backward" if unit in self.reduced else ""
+                broken = "is the second reduction of a backward" if unit in self.reduced else ""
                 broken = broken or (
-                    "comes before the last backward of its unit" if self.open[unit] else ""
+                    "is before the last backward of its unit" if self.open[unit] else ""
                 )
                 self.reduced.add(unit)
             case ActionKind.ALL_REDUCE:
                 broken = "is the second sum over replicas" if unit in self.totals else ""
                 if len(self.reduced) < len(self.open):
                     missing = set(self.open) - self.reduced
-                    broken = broken or f"comes before the sums of {sorted(missing)} over the shards"
+                    broken = broken or f"is before the reductions of {sorted(missing)}"
                 self.totals.add(unit)
             case ActionKind.UPDATE:
                 summed = self.totals if unit in self.all_reduced else self.reduced
                 if self.is_forward:
-                    broken = "updates what is gathered" if unit in self.live else ""
+                    broken = "updates a gathered unit" if unit in self.live else ""
                 else:
-                    broken = "comes before the last sum of its unit" if unit not in summed else ""
+                    broken = (
+                        "is before the last reduction of its unit" if unit not in summed else ""
+                    )
                 broken = broken or (
                     "is the second update of a pass" if unit in self.updated else ""
                 )

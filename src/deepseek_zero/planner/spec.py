@@ -113,7 +113,7 @@ class Spec:
 
     def __str__(self) -> str:
         among = "" if self.axes == SHARD_AXES else f" {'+'.join(self.axes)}"
-        coded = f" kept as {self.rests_as}" if self.rests_as is not None else ""
+        coded = f" stored as {self.rests_as}" if self.rests_as is not None else ""
         coded += f" sent as {self.wire}" if isinstance(self.wire, Blocks) else ""
         coded += f", inside a host as {self.wire_inside}" if self.wire_inside is not None else ""
         return (

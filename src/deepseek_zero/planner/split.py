@@ -195,10 +195,11 @@ def refuse_other_cuts(cuts: Mapping[str, Split], tp: int) -> None:
     for name, split in cuts.items():
         if len(split.ranges) != tp:
             raise UsageError(
-                f"parameter '{name}' came cut into {len(split.ranges)} parts, and this mesh has "
+                f"parameter '{name}' is split into {len(split.ranges)} parts, but this mesh has "
                 f"tp={tp}.",
-                "A layer that is cut before its model is wrapped is cut over the ranks along tp.",
-                f'say "tensor_parallel": {{"autotp_size": {len(split.ranges)}}}, or make it of '
+                "A layer that is split before its model is wrapped must be split over the ranks "
+                "of tp.",
+                f'set "tensor_parallel": {{"autotp_size": {len(split.ranges)}}}, or split it with '
                 "the group along tp.",
             )
 

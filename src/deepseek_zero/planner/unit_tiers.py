@@ -121,13 +121,13 @@ def assign_tiers(
             if needed <= left[tier]:
                 left[tier] -= needed
                 return tier
-        rest = [f"{format_bytes(left[tier])} are left of {tier.value}" for tier in tiers]
+        rest = [f"{format_bytes(left[tier])} are left on {tier.value}" for tier in tiers]
         raise OutOfMemoryError(
             f"{' and '.join(states)} of unit '{units[tiers[0]][number].name}' need "
             f"{format_bytes(needed)} and fit nowhere: {', '.join(rest)}.",
-            'device "auto" places what memory_budget allows, else what is free; nothing has been '
+            'device "auto" uses memory_budget, or else the free memory; nothing has been '
             "allocated.",
-            "allow more, name an nvme_path, or use more ranks.",
+            "raise memory_budget, set an nvme_path, or use more ranks.",
         )
 
     weights = [put(number, WEIGHTS, choices.weights) for number in range(count)]

@@ -374,11 +374,12 @@ def group_params(
         if (split := param.split) is not None:
             if not split.shares_evenly(mesh.tp):
                 raise NotBuiltError(
-                    f"parameter '{name}': its parts are shared unevenly by {mesh.tp} "
+                    f"parameter '{name}': its parts are not shared evenly by {mesh.tp} "
                     "tensor-parallel ranks.",
-                    "Ranks that hold the same key and value heads add up their gradients, in "
+                    "Ranks that hold the same key and value heads sum their gradients, in "
                     "groups of one size.",
-                    "choose a number of ranks that divides the heads, or that they divide.",
+                    "choose a number of ranks that divides the number of heads, or is a multiple "
+                    "of it.",
                 )
             place = mesh.coordinates["tp"]
             counted = split.is_counted_at(place)
@@ -489,9 +490,9 @@ def plan_units(
             f"a second copy of the weights for {settings.secondary_ranks} ranks "
             f"(zero_hpz_partition_size): {mesh.shard_size} is not divisible by "
             f"{settings.secondary_ranks}.",
-            f"{mesh.shard_size} ranks hold the slices of one state, and each of them is in one "
+            f"{mesh.shard_size} ranks shard a state, and each of them is in one "
             "group of neighbours.",
-            "choose a divisor, as a rule the ranks of one host, or 1 for no copy.",
+            "choose a divisor, usually the ranks of one host, or 1 for no copy.",
         )
     persistent = persistent_names(model.units, settings)
     return tuple(

@@ -132,7 +132,7 @@ def test_training_has_the_bits_of_one_process_whose_frozen_weights_were_rounded(
         assert held == elements + 4 * elements // CODEC.block + whole
         assert plan.bytes_by_state()["weight"] == held + len(one.runtime.groups) * dtype.itemsize
         assert one.sent == plan.volume().state_bytes
-        assert "codes at rest" in str(plan) and "kept as int8/64" in str(plan)
+        assert "quantized storage" in str(plan) and "stored as int8/64" in str(plan)
         lent, idle = plan.pool_buffers(), one.runtime.comm_ctx.pool.idle()
         assert {(tensor.dtype, tensor.numel()) for tensor in idle} <= lent.keys()
     names = {slot.name for group in found[0].resting for slot in group.layout.slots}

@@ -74,7 +74,7 @@ def test_what_is_stated_stays_and_the_numbers_are_said() -> None:
     assert replace(found, why="") == replace(asked, gradients=INT4)
     assert "a rank sends 11.9 MiB/s to other hosts" in found.why and "weights" not in found.why
     assert (
-        "gradients int4/128 (ns an element: as they are 80.00, int8/256 41.93, int4/128 23.07)"
+        "gradients int4/128 (ns per element: unquantized 80.00, int8/256 41.93, int4/128 23.07)"
         in found.why
     )
 

@@ -230,37 +230,37 @@ SOUND = (FORWARD, BACKWARD)
         ("G0 F0 G1 F1.0 R1 F1.1 R0", BACKWARD, r"F1\.1 uses \[1\], which is not gathered"),
         ("G0 F0 G1 R0 F1.0 F1.1 R1", BACKWARD, r"F1\.0 uses \[0\], which is not gathered"),
         ("G0 F0 G1 F1.0 R1 G1 F1.1 R1 R0", BACKWARD, "G1 is the second gather of a pass"),
-        ("G0 F0 G1 G1 F1.0 F1.1 R1 R0", BACKWARD, "G1 gathers what is gathered"),
-        ("G0 F0 G1 F1.0 F1.1 R1 R1 R0", BACKWARD, "R1 releases what is not gathered"),
+        ("G0 F0 G1 G1 F1.0 F1.1 R1 R0", BACKWARD, "G1 gathers a gathered unit"),
+        ("G0 F0 G1 F1.0 F1.1 R1 R1 R0", BACKWARD, "R1 releases a unit that is not gathered"),
         ("G0 F0 G1 F1.0 F1.0 R1 R0", BACKWARD, r"F1\.0 computes a second time"),
-        ("G0 F0 G1 U1 F1.0 F1.1 R1 R0", BACKWARD, "U1 updates what is gathered"),
+        ("G0 F0 G1 U1 F1.0 F1.1 R1 R0", BACKWARD, "U1 updates a gathered unit"),
         ("G0 F0 U1 U1 G1 F1.0 F1.1 R1 R0", BACKWARD, "U1 is the second update of a pass"),
-        (FORWARD, BACKWARD.replace("B1.1", "B1.2"), r"B1\.2 goes backward without a forward"),
-        (FORWARD, BACKWARD.replace("B1.1 ", ""), "S1 comes before the last backward of its unit"),
+        (FORWARD, BACKWARD.replace("B1.1", "B1.2"), r"B1\.2 has no forward"),
+        (FORWARD, BACKWARD.replace("B1.1 ", ""), "S1 is before the last backward of its unit"),
         (
             FORWARD,
             BACKWARD.replace("B1.0 S1", "S1 B1.0"),
-            "S1 comes before the last backward of its unit",
+            "S1 is before the last backward of its unit",
         ),
-        (FORWARD, BACKWARD.replace("S1", "S1 S1"), "S1 is the second sum of a backward"),
+        (FORWARD, BACKWARD.replace("S1", "S1 S1"), "S1 is the second reduction of a backward"),
         (
             FORWARD,
             BACKWARD.replace("B1.1 B1.0 S1 ", ""),
-            r"A1 comes before the sums of \[1\] over the shards",
+            r"A1 is before the reductions of \[1\]",
         ),
         (
             FORWARD,
             BACKWARD.replace("S0 A1", "A1 S0"),
-            r"A1 comes before the sums of \[0\] over the shards",
+            r"A1 is before the reductions of \[0\]",
         ),
         (FORWARD, BACKWARD.replace("A1", "A1 A1"), "A1 is the second sum over replicas"),
-        (FORWARD, BACKWARD.replace("S1", "S1 U1"), "U1 comes before the last sum of its unit"),
-        (FORWARD, BACKWARD.removesuffix(" R0"), r"units \[0\] stay gathered"),
-        (FORWARD, "G0 B0 S0 R0", r"units \[1\] never went backward"),
+        (FORWARD, BACKWARD.replace("S1", "S1 U1"), "U1 is before the last reduction of its unit"),
+        (FORWARD, BACKWARD.removesuffix(" R0"), r"units \[0\] remain gathered"),
+        (FORWARD, "G0 B0 S0 R0", r"units \[1\] have no backward"),
         (
             FORWARD,
             BACKWARD.replace("S1 ", "").replace("A1 A0 ", ""),
-            r"units \[1\] are summed or not",
+            r"units \[1\] are reduced or not",
         ),
         (FORWARD, BACKWARD.replace("A1 ", ""), r"units \[1\] are summed over replicas or not"),
     ],
@@ -283,9 +283,9 @@ def test_a_program_that_breaks_a_rule_is_refused_with_the_action_that_does(
 def test_a_program_that_sums_where_the_plan_does_not_is_refused() -> None:
     sound = plan_schedule([10, 100], range(2), PlanSettings(), all_reduced=(0, 1))
     for facts in ({"all_reduced": ()}, {"all_reduced": (0, 1), "reduces_each_backward": False}):
-        with pytest.raises(AssertionError, match="against the plan"):
+        with pytest.raises(AssertionError, match="unlike the plan"):
             verify(sound, **facts)  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="stay gathered behind a forward without backward"):
+    with pytest.raises(AssertionError, match="remain gathered after a forward without backward"):
         verify(replace(sound, inference=program("G0 F0")), all_reduced=(0, 1))
 
 

@@ -75,7 +75,7 @@ def test_what_is_fixed_is_not_chosen() -> None:
 
 def test_what_fits_nowhere_is_named() -> None:
     with pytest.raises(
-        OutOfMemoryError, match=r"weight of unit 'root' need .* fit nowhere: 8 B are left of device"
+        OutOfMemoryError, match=r"weight of unit 'root' need .* fit nowhere: 8 B are left on device"
     ):
         assign_tiers(units(), TierChoices((DEVICE,), (DEVICE,)), {DEVICE: 8}, 2)
 
