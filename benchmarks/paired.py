@@ -42,7 +42,7 @@ WARM_UP = 2  # steps that are not counted
 PHASES = (
     "computing",
     "the optimizer",
-    "adding gradients up",
+    "summing gradients",
     "waiting for gradients",
     "waiting for weights",
 )

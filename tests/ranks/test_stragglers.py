@@ -46,7 +46,7 @@ def lines_of(slow: int | None, where: str = "computing") -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deepseek_zero").addHandler(handler)
     for _ in range(STEPS):
-        if where == "outside" and dist.get_rank() == slow:
+        if where == "data loading and user code" and dist.get_rank() == slow:
             time.sleep(3 * SLEEP_SECONDS)
         engine.backward(engine(torch.ones(2, 64)))
         engine.step()
@@ -56,7 +56,7 @@ def lines_of(slow: int | None, where: str = "computing") -> list[str]:
 
 
 @pytest.mark.ranks(3, hosts=3)
-@pytest.mark.parametrize("where", ["computing", "outside"])
+@pytest.mark.parametrize("where", ["computing", "data loading and user code"])
 def test_a_slow_rank_is_named_within_thirty_steps_with_what_it_did(where: str) -> None:
     found = lines_of(1, where)
     assert [

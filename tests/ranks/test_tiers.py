@@ -432,7 +432,7 @@ def test_the_log_of_a_disk_has_every_transfer_with_its_times() -> None:
         "written by backward, and not again when the update has read them"
     )
     train_step(engine, Run(3), 2)
-    assert "of it reached: the disk at its best" in engine.explain()
+    assert "of it reached: the disk at its highest rate" in engine.explain()
 
 
 @pytest.mark.ranks(2)

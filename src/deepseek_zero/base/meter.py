@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-BETWEEN = "outside"  # data loading, losses and user code
+BETWEEN = "data loading and user code"
 AWAY = "waiting for states"  # on other memory tiers
 
 

@@ -21,7 +21,7 @@ WORTH_SAYING = 0.02  # share of a step
 LANES = {
     "gather": "waiting for weights",
     "reduce": "waiting for gradients",
-    "rows": "waiting to agree",
+    "rows": "waiting for ranks",
 }
 
 
@@ -54,7 +54,7 @@ def seconds_by_part(meter: Meter) -> dict[str, float]:
     """
     seconds = meter.clock.seconds
     parts = {LANES[lane]: waited for lane, waited in meter.wait_seconds.items()}
-    parts["adding gradients up"] = meter.sum_seconds
+    parts["summing gradients"] = meter.sum_seconds
     # Waits for weights occur in forward and backward, for gradients in backward, and for agreement
     # in the optimizer.
     parts[COMPUTING] = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
@@ -90,7 +90,7 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
     """
     steps = meter.clock.steps
     if steps <= 0:
-        return ["steps: measured from the second one on"]
+        return ["steps: measured from the second step on"]
     parts = shares(meter)
     mean = sum(meter.clock.seconds.values()) / steps
     told = ", ".join(f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005)
@@ -114,16 +114,18 @@ def what_moved(links: Sequence[MemoryLink]) -> list[str]:
 
 
 def _carried(link: MemoryLink) -> list[str]:
-    rest = f"{link.name}: {format_bytes(link.resting_bytes)} stored there"
+    stored = f"{link.name}: stores {format_bytes(link.resting_bytes)}"
     if not link.moved_bytes:
-        return [rest]
+        return [stored]
     return [
-        f"{rest}; a step reads {format_bytes(link.read_bytes)} and writes "
+        f"{stored}; a step reads {format_bytes(link.read_bytes)} and writes "
         f"{format_bytes(link.written_bytes)} at {link.rate / 1e9:.2f} GB/s, {link.hidden:.0%} of "
-        f"that time hidden, {format_seconds(link.waited_seconds)} waited for",
-        f"  bound {format_seconds(link.bound_seconds)} a step, {link.reached:.0%} of it reached: "
-        f"the {link.name} at its best ({link.best_rate / 1e9:.2f} GB/s) needs "
-        f"{format_seconds(link.needed_seconds)}, the work {format_seconds(link.working_seconds)}",
+        f"that time hidden, {format_seconds(link.waited_seconds)} of waiting",
+        f"  lower bound {format_seconds(link.bound_seconds)} per step, {link.reached:.0%} of it "
+        "reached: "
+        f"the {link.name} at its highest rate ({link.best_rate / 1e9:.2f} GB/s) needs "
+        f"{format_seconds(link.needed_seconds)}, the other work "
+        f"{format_seconds(link.working_seconds)}",
     ]
 
 
@@ -146,14 +148,14 @@ def _advice(lane: str, advice: Advice) -> str:
         if advice.window_numel < 3 * advice.largest_numel:
             return f"stage3_max_live_parameters of {three} elements would let them start earlier"
         return (
-            "weights travel slower than they are used; a larger micro-batch computes more with each"
+            "gathers are slower than the computation; a larger micro-batch computes more per gather"
         )
     if lane == "reduce" and not advice.in_place:
         return (
-            "gradients travel slower than backward makes them; fewer micro-batch boundaries would "
-            "send fewer"
+            "reductions are slower than backward; fewer micro-batches per step would "
+            "send fewer gradients"
         )
-    return "another rank is slower; give ranks equal batches and equal machines"
+    return "another rank is slower; use equal batches and equal machines"
 
 
 # -- recorded communication

@@ -128,7 +128,7 @@ def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
     step = total.flops * (3 + settings.recompute)
     lines = [
         f"Flops profile after step {settings.step}: matrix products, convolutions and attention, "
-        "as they ran",
+        "as executed",
         f"  parameters {format_count(total.params)}, forward {format_count(total.flops)}FLOPS in "
         f"{format_seconds(total.seconds)}, forward and backward about {format_count(step)}FLOPS",
     ]

@@ -155,7 +155,7 @@ class MemoryTrace:
             axes.text(place, 1.0, f" {phase}", transform=where, va="top", color=GREY, fontsize=8.5)
         axes.set_xlim(0, max(len(self.samples) - 1, 1))
         axes.set_ylabel(f"memory ({unit})")
-        axes.set_xlabel("operators that make or free memory")
+        axes.set_xlabel("operators that allocate or free memory")
         axes.legend(
             loc="upper left",
             bbox_to_anchor=(1.0, 1.0),

@@ -135,7 +135,7 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
     panel.set_ylim(rows[-1] + 0.6, -0.65 - 0.5 * len(right))
     add_titles(panel, "Ranks in the mesh", f"{mesh}; rank {mesh.rank} is marked")
     if len(places) < mesh.world_size:
-        panel.set_xlabel("long axes show their first and last places", fontsize=9, color=INK)
+        panel.set_xlabel("long axes show their first and last coordinates", fontsize=9, color=INK)
 
 
 def _write_columns(

@@ -227,7 +227,7 @@ def _require(name: str) -> None:
     package, install = _PACKAGES.get(name, ("", ""))
     if package and find_spec(package) is None:
         raise NotBuiltError(
-            f"the {name} monitor is switched on, but the package {package!r} is not installed.",
+            f"the {name} monitor is enabled, but the package {package!r} is not installed.",
             "It is an optional dependency.",
             f"{install}, or set {name}.enabled to false.",
         )

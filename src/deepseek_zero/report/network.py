@@ -44,11 +44,12 @@ class NetworkLink:
 
     def explain(self) -> str:
         """Return a description in one line."""
-        words = f"{self.name}: this rank sends {format_bytes(self.sent_bytes)} a step"
+        words = f"{self.name}: this rank sends {format_bytes(self.sent_bytes)} per step"
         if self.uncoded_bytes > self.sent_bytes:
             times = self.uncoded_bytes / self.sent_bytes
             words += (
-                f" instead of {format_bytes(self.uncoded_bytes)} without codes ({times:.2f} x less)"
+                f" instead of {format_bytes(self.uncoded_bytes)} without quantization "
+                f"({times:.2f} x less)"
             )
         words += f", {format_bytes(self.rate)}/s over a whole step"
         if self.line is not None:

@@ -21,7 +21,7 @@ from deepseek_zero.report.explain import (
 from deepseek_zero.report.links import MemoryLink
 from deepseek_zero.tiers.tier import TransferEvent
 
-PHASES = {"forward": 3.0, "backward": 5.0, "optimizer": 1.5, "outside": 0.5}
+PHASES = {"forward": 3.0, "backward": 5.0, "optimizer": 1.5, "data loading and user code": 0.5}
 
 
 def meter(**waits: float) -> Meter:
@@ -40,7 +40,7 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 
 def test_before_there_are_two_steps_it_says_so() -> None:
     assert where_steps_went(Meter(), Advice(0, 0, 0, True)) == [
-        "steps: measured from the second one on"
+        "steps: measured from the second step on"
     ]
     assert shares(Meter()) == {}
 
@@ -60,7 +60,7 @@ def test_before_there_are_two_steps_it_says_so() -> None:
         ),
         ("gather", Advice(10_000_000, 15_000_000, 5_000_000, False), "a larger micro-batch"),
         ("gather", Advice(0, 9**9, 5_000_000, True), "another rank is slower"),
-        ("reduce", Advice(0, 0, 0, False), "gradients travel slower"),
+        ("reduce", Advice(0, 0, 0, False), "reductions are slower"),
         ("rows", Advice(0, 0, 0, False), "another rank is slower"),
     ],
 )
@@ -109,10 +109,10 @@ DISK = MemoryLink("disk", 3 << 30, 2 << 30, 1 << 30, 3.0, 0.75, 2e9, 2.5, 4.0)
 
 def test_a_link_is_told_by_bytes_speed_what_was_hidden_and_its_bound() -> None:
     assert what_moved([DISK]) == [
-        "disk: 3.00 GiB stored there; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, 75% "
-        "of that time hidden, 750 ms waited for",
-        "  bound 2.50 s a step, 62% of it reached: the disk at its best (2.00 GB/s) needs 1.61 s, "
-        "the work 2.50 s",
+        "disk: stores 3.00 GiB; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, 75% "
+        "of that time hidden, 750 ms of waiting",
+        "  lower bound 2.50 s per step, 62% of it reached: the disk at its highest rate (2.00 GB/s) "
+        "needs 1.61 s, the other work 2.50 s",
         "  waiting for the disk could be hidden: a larger offload_optimizer.buffer_count lets "
         "updates run further ahead, a larger stage3_prefetch_bucket_size gathers",
     ]
@@ -130,5 +130,5 @@ def test_advice_is_about_the_link_that_is_waited_for_most_and_only_if_it_matters
 
 
 def test_a_link_that_carried_nothing_is_told_by_what_rests_there() -> None:
-    assert what_moved([MemoryLink("host", 3 << 30)]) == ["host: 3.00 GiB stored there"]
+    assert what_moved([MemoryLink("host", 3 << 30)]) == ["host: stores 3.00 GiB"]
     assert what_moved([]) == []

@@ -28,7 +28,7 @@ def tiers() -> Tiers:
 def meter(**seconds: float) -> Meter:
     clock = PhaseClock()
     clock.seconds, clock.steps = (
-        {"forward": 3.0, "backward": 3.5, "outside": 0.5, AWAY: 1.5, **seconds},
+        {"forward": 3.0, "backward": 3.5, "data loading and user code": 0.5, AWAY: 1.5, **seconds},
         4,
     )
     return Meter(wait_seconds={"gather": 0.5, "rows": 0.5}, clock=clock)

@@ -83,7 +83,7 @@ def test_bytes_are_those_of_a_step_with_and_without_codes(per_host: int) -> None
         assert inside.uncoded_bytes - inside.sent_bytes == exact.inside_hosts - volume.inside_hosts
     assert between.rate == between.sent_bytes
     assert "25% of the" in between.explain() and "that eth0 has" in between.explain()
-    assert "without codes" in between.explain() and "x less" in between.explain()
+    assert "without quantization" in between.explain() and "x less" in between.explain()
 
 
 @pytest.mark.parametrize(
