@@ -85,7 +85,7 @@ def measure(rounds: int) -> None:
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if number:
                 seconds[name].append(float(took))
-    words = ("bits chosen by measurement", "tried between hosts", "between hosts: this rank")
+    words = ("bits chosen by measurement", "measured between hosts", "between hosts: this rank")
     found = {
         name: {
             "start": took,

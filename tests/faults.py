@@ -308,7 +308,7 @@ def cut_healed(
         lambda: all(job.steps(rank)[-1][0] > healed + 0.1 for rank in job.ranks), 60, "steps go on"
     )
     yield Measure("goes on", went_on - healed, 2.0)
-    job.when_said([h0, h1], r"heard again")
+    job.when_said([h0, h1], r"answers again")
     job.finish()
     job.assert_same_bits(UNDISTURBED)
 
@@ -521,7 +521,7 @@ def flipped_bits(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     with h1.disturbed(flip_every=1500) as counts:
         yield Measure("longest step", goes_on(job, 40), 5.0)
         job.finish()
-    found = [text for *_, text in job.lines if "came damaged" in text]
+    found = [text for *_, text in job.lines if "is damaged" in text]
     assert counts["damaged"] >= 3 and found, (counts, found)
     yield Measure("damaged and not noticed", counts["damaged"] - len(found), 0)
     job.assert_same_bits(UNDISTURBED)

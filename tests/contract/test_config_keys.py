@@ -332,7 +332,7 @@ def tells_where_to_listen() -> None:
         assert os.environ[launch.PORTS] == "29600-29700", "what was said first stands"
     for wrong in ({"interface": "far0"}, {"ports": "far"}):
         with pytest.raises(
-            UsageError, match=r"cannot listen at the interface 'far0'|'far' names no ports"
+            UsageError, match=r"cannot listen at the interface 'far0'|'far' is not a range of ports"
         ):
             engine_with(network=wrong)
 

@@ -41,7 +41,8 @@ def test_a_rank_in_torchs_own_barrier_is_named_by_the_one_that_waits_for_it(tran
         logger.removeHandler(handler)
     if comm.rank == 0:
         assert (
-            "in 'agree on the end of an epoch'.  In no collective of an engine: rank 1." in lines[0]
+            "in 'agree on the end of an epoch'.  Not in a collective of an engine: rank 1."
+            in lines[0]
         )
         assert "barrier()" in lines[0]
     else:

@@ -234,7 +234,7 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
     run = Run(3, transport="measured")
     with pytest.MonkeyPatch.context() as patch:
         engine = start(run)
-        told = [line for line in engine.explain().splitlines() if "tried between hosts" in line]
+        told = [line for line in engine.explain().splitlines() if "measured between hosts" in line]
         assert len(told) == 1 and "by gloo" in told[0] and "by our own sockets" in told[0]
         rates = iter([1e8, 1.2e8])
         patch.setattr(measure, "inter_node_rate", lambda *arguments: next(rates))
@@ -243,7 +243,7 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
         assert_trains_as_one_process(engine, run, 2)
         lines = engine.explain().splitlines()
         (between,) = [line for line in lines if line.startswith("between hosts: this rank sends")]
-        assert "% of the 114 MiB/s that it carried at the start" in between
+        assert "% of the 114 MiB/s that the link transferred at the start" in between
 
         def refused(world: context.WorldContext) -> None:
             raise PeerError("the ports between the hosts are closed")
@@ -253,7 +253,7 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
         engine = start(run)
         assert "gloo between hosts" in str(engine.runtime.comm.capabilities())
         (fallback,) = [
-            line for line in engine.parts.capabilities.fallbacks if "tried between hosts" in line
+            line for line in engine.parts.capabilities.fallbacks if "measured between hosts" in line
         ]
         assert "taken: gloo (our own sockets: the ports between the hosts are closed)" in fallback
     assert "gloo between hosts" in str(start(run).runtime.comm.capabilities())
@@ -344,7 +344,7 @@ def test_where_the_notice_board_is_out_of_reach_every_rank_says_where_it_would_b
     monkeypatch.setenv(launch.GLOO_INTERFACE, "v0")  # or the ranks could not even say so
     monkeypatch.setattr(context.WorldContext, "_current", None)
     with pytest.raises(
-        UsageError, match=r"rank 1 does not reach rank 0 at 127\.0\.0\.1:\d+: .*refused"
+        UsageError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+: .*refused"
     ):
         start(Run(3))
 

@@ -35,7 +35,7 @@ def test_a_state_dict_on_one_rank_ends_while_the_other_waits_in_a_barrier_of_tor
     if dist.get_rank() == 0:
         with pytest.raises(
             UsageError,
-            match=r"state_dict\(\) was called on rank 0, and rank 1 waits for it in .*barrier",
+            match=r"state_dict\(\) was called on rank 0, but rank 1 waits for it in .*barrier",
         ):
             engine.module.state_dict()
     dist.barrier()

@@ -89,7 +89,7 @@ def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_t
     far = ["h1 (rank 1)", "h0 (rank 0)"][dist.get_rank()]
     assert [line for line in lines if far in line] == [
         f"{far} silent for 5 s",
-        f"{far} heard again",
+        f"{far} answers again",
     ]
 
 

@@ -359,7 +359,9 @@ def unequal_batches(short: int, wait_after: float = 0.0) -> None:
     """
     model = seeded(Model)
     engine = engine_for(model, STAGE_3)
-    with pytest.raises(PeerError, match=rf"rank {short} has ended.*\n.*unequal numbers of batches"):
+    with pytest.raises(
+        PeerError, match=rf"rank {short} has ended.*\n.*different numbers of batches"
+    ):
         for step in range(4):
             if step == 2 and here() == short:
                 finish_this_program()
@@ -668,7 +670,7 @@ def test_a_script_with_unequal_batches_ends_with_the_error_under_the_launcher(
     output = done.stdout + done.stderr
     assert done.returncode != 0
     assert "PeerError: rank 1 has ended" in output, output[-3000:]
-    assert "unequal numbers of batches" in output
+    assert "different numbers of batches" in output
     assert time.monotonic() - began < 80
 
 

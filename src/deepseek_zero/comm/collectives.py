@@ -524,10 +524,9 @@ def _encrypting_transport(transport: str, world: WorldContext, device: torch.dev
     if transport == "gloo" or device.type != "cpu":
         name = "gloo" if device.type == "cpu" else "NCCL"
         raise UsageError(
-            f"{name} encrypts nothing, and {TLS} is set.",
-            "Tensors would travel between hosts for everybody to read.",
-            'leave "transport" out, train on CPUs, or give the job a network of its own and '
-            "leave --tls out.",
+            f"{name} does not encrypt, but {TLS} is set.",
+            "Tensors would be sent between hosts unencrypted.",
+            'remove "transport", train on CPUs, or use a private network and remove --tls.',
         )
     return "tcp"
 
@@ -545,8 +544,8 @@ def _agreed(
     if len(set(table[:, 0].tolist())) > 1:
         told = " and ".join(sorted({TRANSPORTS[int(each)] for each in table[:, 0]}))
         raise ModelMismatchError(
-            f"ranks differ in their transport: they are told to use {told}.",
-            "Two ranks that talk in different ways never meet.",
+            f"ranks differ in their transport: they are configured to use {told}.",
+            "Ranks with different transports cannot communicate.",
             "pass the same configuration on every rank.",
         )
     slots, free, idle = (

@@ -196,9 +196,8 @@ class WorldContext:
         if self._refusal:
             raise PeerError(
                 f"{self._refusal}.",
-                'The ranks were to exchange over sockets of their own ("transport").',
-                'open the ports that --ports names between the hosts, or write "transport": '
-                '"gloo".',
+                'The library\'s own sockets are configured or were chosen ("transport").',
+                'open the ports of --ports between the hosts, or set "transport": "gloo".',
             )
 
     def _connected_inter_node(self) -> str:

@@ -246,7 +246,7 @@ class FlightRecorder:
             logger.warning(f"{host} silent for {launch.TELL_AFTER:g} s")
             self.told.add(host)
         for host in {host for host in self.told if found.get(host, 0.0) < launch.TELL_AFTER}:
-            logger.warning(f"{host} heard again")
+            logger.warning(f"{host} answers again")
             self.told.discard(host)
         return silences
 
@@ -307,8 +307,8 @@ class FlightRecorder:
             if text := self.read("ended", rank):
                 return PeerError(
                     f"{self.name(rank, engine)} has ended ({text}) while {waits}.",
-                    "Ranks made different numbers of calls: unequal numbers of batches, or a "
-                    "collective on some only.",
+                    "Ranks made different numbers of calls: different numbers of batches, or a "
+                    "collective on some ranks only.",
                     "give every rank the same number of batches; call state_dict(), save and step "
                     "on all ranks.",
                 )
@@ -316,7 +316,8 @@ class FlightRecorder:
                 return PeerError(f"{text}, while {waits}.", KILLED_WHY, KILLED_FIX)
         if self._is_gone and follows is None:
             return PeerError(
-                f"{self.name(0, engine)}, which keeps the notice board, is gone while {waits}.",
+                f"{self.name(0, engine)}, which holds the key-value store, has ended while "
+                f"{waits}.",
                 "It was killed, ran out of memory, lost its network, or its program ended first.",
                 "look at the end of rank 0's output and at the system's log (dmesg) for the "
                 "out-of-memory killer.",
@@ -352,8 +353,8 @@ class FlightRecorder:
         names = ", ".join(described)
         return PeerError(
             f"ranks called different collectives: {names}.",
-            "Every rank must make the same sequence of calls; no data was exchanged under a wrong "
-            "name.",
+            "Every rank must make the same sequence of calls; no data was exchanged between "
+            "different collectives.",
             "look for a branch that depends on the rank: state_dict() on one rank, unequal "
             "batches, another model.",
         )
@@ -393,10 +394,11 @@ class FlightRecorder:
         self._told_waits[case] = waited
         names = ", ".join(self.name(rank, engine) for rank in absent)
         logger.warning(
-            f"{self.name(self.rank, engine)} has waited {waited:.0f} s in '{mine.name()}'.  In no "
+            f"{self.name(self.rank, engine)} has waited {waited:.0f} s in '{mine.name()}'.  Not "
+            "in a "
             f"collective of an engine: {names}.  Such a rank computes, loads data, or waits in a "
-            "call of torch.distributed's own, such as barrier().  In the last case no rank goes "
-            "on: look for a call that only some ranks make."
+            "call of torch.distributed, such as barrier().  In the last case no rank can "
+            "continue: look for a call that only some ranks make."
         )
 
 

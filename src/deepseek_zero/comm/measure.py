@@ -85,7 +85,7 @@ class TriedTransport:
 
     def capabilities(self) -> list[Capability]:
         """Return a description of the comparison, if there was one."""
-        return [Capability("tried between hosts", self.tried, self.lacks)] if self.tried else []
+        return [Capability("measured between hosts", self.tried, self.lacks)] if self.tried else []
 
 
 def try_transports(device: torch.device) -> TriedTransport:
@@ -122,8 +122,10 @@ def try_transports(device: torch.device) -> TriedTransport:
     except PeerError as error:  # Raised on every rank, for example if a port is closed
         lacks = f"our own sockets: {error.what}"
     chosen = "tcp" if WORTH_GLOO * rates.get("tcp", 0.0) > rates["fastest"] else "fastest"
-    told = [f"{format_bytes(rate)}/s of a rank by {ways[way]}" for way, rate in rates.items()]
-    return TriedTransport(chosen, f"{', '.join(told)}; taken: {ways[chosen]}", lacks, rates[chosen])
+    told = [f"{format_bytes(rate)}/s per rank by {ways[way]}" for way, rate in rates.items()]
+    return TriedTransport(
+        chosen, f"{', '.join(told)}; chosen: {ways[chosen]}", lacks, rates[chosen]
+    )
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def line_of(comm: Comm) -> Line | None:
     by the ranks of this host.
     """
     if comm.meter.inter_node_rate is not None:
-        return Line(comm.meter.inter_node_rate, "it carried at the start")
+        return Line(comm.meter.inter_node_rate, "the link transferred at the start")
     hosts = comm.hosts
     if hosts.is_one:
         return None

@@ -213,9 +213,9 @@ class Waits:
         if not call:
             return None
         error = UsageError(
-            f"{what} was called on rank {world.rank}, and rank {rank} waits for it in "
+            f"{what} was called on rank {world.rank}, but rank {rank} waits for it in "
             f"torch.distributed's {call}().",
-            f"{what} gathers what is sharded, so every rank must call it.",
+            f"{what} gathers sharded parameters, so every rank must call it.",
             f"call {what} on all ranks, and use the result on one.",
         )
         # No later forward of this rank withdraws it: its collectives are now one ahead of the

@@ -55,7 +55,10 @@ def test_without_a_secret_a_store_that_others_reach_says_so_once(
     found = meeting(0, free_port(), interface, secret)
     found.next_rendezvous()
     found._stores[0]._store.close()
-    assert caplog.text.count(f"launchers hold no secret: whoever reaches {found.place}") == warnings
+    assert (
+        caplog.text.count(f"launchers have no secret: anyone who can reach {found.place}")
+        == warnings
+    )
     assert repr(secret) not in repr(found)
 
 
@@ -77,7 +80,7 @@ def test_tls_on_one_node_alone_is_told_at_once(
     monkeypatch.setenv(TLS, by_tls)
     _, board, (_, port) = keep_store("127.0.0.1", 0, SECRET)
     monkeypatch.setenv(TLS, str(1 - int(by_tls)))
-    with pytest.raises(UsageError, match="say --tls on every host, or nowhere"):
+    with pytest.raises(UsageError, match="use --tls on every host, or on none"):
         meeting(1, port).next_rendezvous()
     board.close()
 

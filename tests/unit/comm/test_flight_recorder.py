@@ -96,9 +96,9 @@ def test_one_rank_of_a_host_names_a_silent_one_once_and_none_where_our_launcher_
     assert told() == ["h2 (rank 4) silent for 5 s"] * lines
     assert told(_2=6.0) == [], "of rank 3, on the same host, there are signs"
     assert told(_3=5.5, _4=9.0) == ["h1 (ranks 2, 3) silent for 5 s"] * lines
-    assert told(_2=7.0, _3=7.0, _4=0.2) == ["h2 (rank 4) heard again"] * lines
+    assert told(_2=7.0, _3=7.0, _4=0.2) == ["h2 (rank 4) answers again"] * lines
     assert told() == []
-    assert told(_3=0.4) == ["h1 (ranks 2, 3) heard again"] * lines
+    assert told(_3=0.4) == ["h1 (ranks 2, 3) answers again"] * lines
     assert told() == [] and not recorder.told
 
 
@@ -132,5 +132,5 @@ def test_the_lowest_rank_that_waits_names_those_that_are_in_no_collective(
         told += [seconds] if caplog.text else []
         if caplog.text:
             assert f"rank {me} has waited {seconds:.0f} s in 'agree on 5'." in caplog.text
-            assert f"In no collective of an engine: {absent}." in caplog.text
+            assert f"Not in a collective of an engine: {absent}." in caplog.text
     assert told == ([] if absent is None else [5.1, 10.3])

@@ -111,8 +111,8 @@ def test_a_link_is_told_by_bytes_speed_what_was_hidden_and_its_bound() -> None:
     assert what_moved([DISK]) == [
         "disk: stores 3.00 GiB; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, 75% "
         "of that time hidden, 750 ms of waiting",
-        "  lower bound 2.50 s per step, 62% of it reached: the disk at its highest rate (2.00 GB/s) "
-        "needs 1.61 s, the other work 2.50 s",
+        "  lower bound 2.50 s per step, 62% of it reached: the disk at its highest rate "
+        "(2.00 GB/s) needs 1.61 s, the other work 2.50 s",
         "  waiting for the disk could be hidden: a larger offload_optimizer.buffer_count lets "
         "updates run further ahead, a larger stage3_prefetch_bucket_size gathers",
     ]

@@ -172,4 +172,4 @@ def test_a_line_is_what_was_measured_else_what_the_interface_says_to_each_rank_o
         (tmp_path / "lo" / "speed").write_text(said)
         assert line_of(comm) == expected
     comm.meter.inter_node_rate = 7e6
-    assert line_of(comm) == Line(7e6, "it carried at the start")
+    assert line_of(comm) == Line(7e6, "the link transferred at the start")

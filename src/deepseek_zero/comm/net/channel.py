@@ -53,7 +53,7 @@ _PROOF_BYTES = 32
 _TLS_RECORDS = (b"\x15", b"\x16")  # The first byte of TLS: an alert or a handshake
 # A TLS alert that both kinds of dialers understand
 _NO_COMMON_PROTOCOL = bytes.fromhex("15030300020246")
-_BOTH_ENDS = "say --tls on every host, or nowhere"
+_BOTH_ENDS = "use --tls on every host, or on none"
 BEAT_SECONDS = 1  # Interval of the kernels' keep-alive probes
 NEVER = (1 << 31) - 1  # Milliseconds, the maximum that a kernel accepts
 # Fields of the kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
@@ -91,7 +91,7 @@ def read_secret() -> bytes | None:
         return None
     fix = (
         f"write {SECRET_BYTES} random bytes into a file of mode 0600, the same on every host, and "
-        "name it there."
+        "set the variable to its path."
     )
     try:
         with open(path, "rb") as file:
@@ -99,24 +99,25 @@ def read_secret() -> bytes | None:
             secret = file.read(SECRET_BYTES + 1)
     except OSError as error:
         raise UsageError(
-            f"the job's secret cannot be read: {error}.", f"{SECRET_FILE} names that file.", fix
+            f"the job's secret cannot be read: {error}.", f"{SECRET_FILE} is its path.", fix
         ) from None
     if len(secret) != SECRET_BYTES:
         raise UsageError(
-            f"{SECRET_FILE} names a file that does not hold {SECRET_BYTES} bytes.", fix=fix
+            f"{SECRET_FILE} is a file that does not have {SECRET_BYTES} bytes.", fix=fix
         )
     if status.st_uid not in (os.geteuid(), 0):
         raise UsageError(
-            f"{SECRET_FILE} names a file of another user (number {status.st_uid}).",
-            "Who may write it chooses who joins the job.",
+            f"{SECRET_FILE} is a file of another user (number {status.st_uid}).",
+            "A user who can write it decides who can join the job.",
             fix,
         )
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise UsageError(
-            f"{SECRET_FILE} names a file that other users may open (mode "
+            f"{SECRET_FILE} is a file that other users can open (mode "
             f"{stat.S_IMODE(status.st_mode):04o}).",
-            "Whoever reads it can join the job.",
-            "chmod 600 that file (of a Kubernetes Secret, say defaultMode: 0400 in its volume); or "
+            "A user who can read it can join the job.",
+            "chmod 600 that file (for a Kubernetes Secret, set defaultMode: 0400 in its volume); "
+            "or "
             f"{fix}",
         )
     return secret
@@ -132,9 +133,10 @@ def warn_without_secret(address: Address, whose: str) -> None:
     host, port = address
     if not is_loopback(host):
         logger.warning(
-            f"{whose} hold no secret: whoever reaches {host}:{port} or reads their network can "
-            f"join them. Name a file of {SECRET_BYTES} random bytes, mode 0600, the same on every "
-            f"host, in {SECRET_FILE}."
+            f"{whose} have no secret: anyone who can reach {host}:{port} or read their network can "
+            f"join them. Create a file of {SECRET_BYTES} random bytes, mode 0600, the same on "
+            "every "
+            f"host, and set {SECRET_FILE} to its path."
         )
 
 
@@ -191,7 +193,7 @@ class ServerHandshake:
         if self._claimed is None:
             magic, role, rank, to, _ = _HELLO.unpack(data)
             if magic != _MAGIC or to != self._rank or role not in tuple(Role):
-                raise Refused("it does not speak this protocol, or means another rank")
+                raise Refused("it uses another protocol, or expects another rank")
             self._claimed = Hello(Role(role), rank, to)
             self.needs = _PROOF_BYTES
             said = data + _MAGIC + struct.pack("!I", self._rank) + secrets.token_bytes(32)
@@ -199,7 +201,7 @@ class ServerHandshake:
             self._said = data + answer
             return answer
         if not hmac.compare_digest(data, _proof(self._secret, b"dialer", self._said)):
-            raise Refused("it did not prove that it holds the job's secret")
+            raise Refused("it did not prove that it has the job's secret")
         self.hello = self._claimed
         self.needs = 0
         return b""
@@ -234,13 +236,13 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
         connection.sendall(said)
         answer = receive_exactly(connection, 1)
         if answer in _TLS_RECORDS:
-            raise Refused(f"what listens there speaks TLS: {_BOTH_ENDS}")
+            raise Refused(f"the listener uses TLS: {_BOTH_ENDS}")
         answer += receive_exactly(connection, _CHALLENGE.size - 1)
         magic, rank, _, proof = _CHALLENGE.unpack(answer)
         if magic != _MAGIC or rank != hello.to:
-            raise Refused(f"what listens there is not rank {hello.to}")
+            raise Refused(f"the listener is not rank {hello.to}")
         if not hmac.compare_digest(proof, _proof(secret, b"door", said + answer[:-_PROOF_BYTES])):
-            raise Refused(f"what listens there as rank {hello.to} does not hold the job's secret")
+            raise Refused(f"the listener of rank {hello.to} does not have the job's secret")
         connection.sendall(_proof(secret, b"dialer", said + answer))
     except BaseException:
         connection.close()  # With TLS, this is the only reference to the connection
@@ -256,10 +258,10 @@ def _encrypted(connection: socket.socket, secret: bytes, to: int) -> socket.sock
     try:
         return tls.contexts(secret).dialer.wrap_socket(connection)
     except ssl.SSLCertVerificationError:
-        raise Refused(f"what listens there as rank {to} does not hold the job's secret") from None
+        raise Refused(f"the listener of rank {to} does not have the job's secret") from None
     except ssl.SSLError as error:
         if error.reason in (*_NO_TLS, "TLSV1_ALERT_PROTOCOL_VERSION"):
-            raise Refused(f"what listens there speaks no TLS: {_BOTH_ENDS}") from None
+            raise Refused(f"the listener does not use TLS: {_BOTH_ENDS}") from None
         raise ConnectionResetError(errno.ECONNRESET, f"no TLS: {error}") from None
 
 
@@ -280,7 +282,7 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
         got = connection.recv_into(view[place:])
         if not got:
             raise ConnectionResetError(
-                errno.ECONNRESET, "the connection ended in the midst of a message"
+                errno.ECONNRESET, "the connection ended in the middle of a message"
             )
         place += got
     return bytes(found)
@@ -417,7 +419,7 @@ def parse_ports(text: str) -> range:
         if ports and ports[0] > 0 and ports[-1] <= 65_535:
             return ports
     raise UsageError(
-        f"{text!r} names no ports.",
+        f"{text!r} is not a range of ports.",
         "Ports are numbers from 1 to 65535.",
         "write them as 29600-29700.",
     )
@@ -605,19 +607,19 @@ class Listener:
                 pending.handshake = None
             data = connection.recv(pending.server_handshake.needs - len(pending.came))
             if not data:
-                raise Refused("it went before it had proven anything")
+                raise Refused("it closed the connection before it authenticated")
             pending.came += data
             if (
                 self._tls is None
                 and pending.server_handshake.is_first
                 and pending.came[:1] in _TLS_RECORDS
             ):
-                raise _OtherProtocol("it speaks TLS, and this job does not")
+                raise _OtherProtocol("it uses TLS, but this job does not")
             if len(pending.came) == pending.server_handshake.needs:
                 answer = pending.server_handshake.take(bytes(pending.came))
                 pending.came = bytearray()
                 if answer and connection.send(answer) != len(answer):
-                    raise Refused("it does not listen")
+                    raise Refused("it does not read")
         except BlockingIOError:
             return
         except OSError as error:
@@ -626,7 +628,7 @@ class Listener:
                 and isinstance(error, ssl.SSLError)
                 and error.reason in _NO_TLS
             ):
-                error = _OtherProtocol("it speaks no TLS, and this job does")
+                error = _OtherProtocol("it does not use TLS, but this job does")
             self._turn_away(connection, error)
             return
         hello = pending.server_handshake.hello
@@ -645,7 +647,7 @@ class Listener:
             if pending.until > now:
                 return
             self._turn_away(
-                connection, Refused(f"it proved nothing within {HANDSHAKE_SECONDS:g} s")
+                connection, Refused(f"it did not authenticate within {HANDSHAKE_SECONDS:g} s")
             )
 
     def _forget(self, connection: socket.socket) -> None:
@@ -658,8 +660,9 @@ class Listener:
         self.strangers += 1
         if self.strangers == 1:
             logger.warning(
-                f"closed a connection from {origin} to this job: {reason} (others will be closed "
-                "in silence)"
+                f"closed a connection from {origin} to this job: {reason} (later ones will be "
+                "closed "
+                "without a warning)"
             )
         # The dialer may exit when it receives this, so send it after the log line
         if isinstance(reason, _OtherProtocol):
@@ -698,9 +701,9 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
             listener.setblocking(False)
             return listener
     raise UsageError(
-        f"all {tried} ports that this rank may listen at are taken at {host}.",
-        "Each rank takes one.",
-        "give --ports a wider range.",
+        f"all {tried} ports at which this rank may listen are in use at {host}.",
+        "Each rank needs one.",
+        "set --ports to a wider range.",
     )
 
 

@@ -475,7 +475,7 @@ class StoreClient:
                 except (ConnectionRefusedError, Refused) as error:
                     self._drop()
                     raise RuntimeError(
-                        f"rank 0, which keeps the board, has ended: {error}"
+                        f"rank 0, which holds the key-value store, has ended: {error}"
                     ) from None
                 except TimeoutError:
                     self._drop()
@@ -524,12 +524,12 @@ class StoreClient:
         while poll.poll(0):
             kind, _ = self._receive(connection)
             if kind != _FAREWELL:
-                raise ConnectionResetError("an answer of a board to nothing")
+                raise ConnectionResetError("an answer of a store without a request")
 
     def _receive(self, connection: socket.socket) -> tuple[int, str]:
         kind, size = _ANSWER.unpack(receive_exactly(connection, _ANSWER.size))
         if size > MOST_TEXT:
-            raise ConnectionResetError("no answer of a board")
+            raise ConnectionResetError("not an answer of a store")
         text = receive_exactly(connection, size).decode()
         if kind == _FAREWELL:
             self._farewell = {str(key): str(value) for key, value in json.loads(text).items()}
@@ -554,12 +554,12 @@ def _refusal_of(everyone: Sequence[Mapping[str, Any]]) -> UsageError | None:
     """Return the error that all ranks raise because one cannot join, or None."""
     for rank, each in enumerate(everyone):
         if "error" in each:
-            return UsageError(f"rank {rank} cannot meet the others: {each['error']}")
+            return UsageError(f"rank {rank} cannot connect to the others: {each['error']}")
         if each["mark"] != everyone[0]["mark"]:
             return UsageError(
-                f"rank {rank} holds another secret than rank 0, or one of the two holds none.",
-                f"{launch.SECRET_FILE} names the file that holds it.",
-                "give all hosts of a job the same file, and every job its own.",
+                f"rank {rank} has another secret than rank 0, or one of the two has none.",
+                f"{launch.SECRET_FILE} is the path of the file with the secret.",
+                "use the same file on all hosts of a job, and a different one for every job.",
             )
     return None
 
@@ -601,11 +601,13 @@ def open_store(
         dead_after = launch.dead_after()
         if secret is None and launch.uses_tls() and not hosts.is_one:
             raise UsageError(
-                f"{launch.TLS} is set, and no secret.",
-                "The job's certificate is made from its secret, and one drawn now would travel as "
-                "it is.",
-                f"name a file of {launch.SECRET_BYTES} random bytes, the same on every host, in "
-                f"{launch.SECRET_FILE}.",
+                f"{launch.TLS} is set, but there is no secret.",
+                "The job's certificate is derived from its secret, and a secret created now would "
+                "be sent "
+                "unencrypted.",
+                f"create a file of {launch.SECRET_BYTES} random bytes, the same on every host, "
+                "and set "
+                f"{launch.SECRET_FILE} to its path.",
             )
         if rank == 0:
             drawn = secrets.token_bytes(launch.SECRET_BYTES) if secret is None else b""
@@ -635,16 +637,16 @@ def open_store(
         try:
             found = StoreClient((host, port), secret, rank, watches=watches, dead_after=dead_after)
         except OSError as error:
-            problem = f"rank {rank} does not reach rank 0 at {host}:{port}: {error}."
+            problem = f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}."
     problem = next(filter(None, all_gather_text(problem, size, group)), "")
     if problem or found is None:
         if found is not None:
             found.close()  # This rank's own connection is of no use then
         raise UsageError(
             problem,
-            "Rank 0 keeps the notice board, at the address by which it is known or the one that "
-            "was named.",
-            f"name an interface that all hosts reach, and ports that are open ({launch.INTERFACE}, "
+            "Rank 0 holds the key-value store, at its rendezvous address or the configured "
+            "interface.",
+            f"set an interface that all hosts reach, and open ports ({launch.INTERFACE}, "
             f"{launch.PORTS}; the launcher's --interface and --ports).",
         )
     return found, secret, listener

@@ -369,19 +369,19 @@ class Link:
         (check,) = _CHECK.unpack_from(self.header, _HEADER.size)
         kind, length, number, line, low, crc, offset, total = _HEADER.unpack(plain)
         if zlib.crc32(plain) != check or length > PIECE_BYTES or not 1 <= kind <= max(FrameKind):
-            raise Refused("a header came damaged")
+            raise Refused("a header is damaged")
         tag = line << _LINE_BITS | low
         self.expect_header()
         if kind not in _NUMBERED:
             return self._take_receipt(FrameKind(kind), number, offset)
         if number != self.received + 1:
-            raise Refused(f"message {number} came after message {self.received}")
+            raise Refused(f"message {number} arrived after message {self.received}")
         if kind == FrameKind.READY:
             self._count()
             self._take_ready(tag)
             return ()
         if offset + length > total or not length:
-            raise Refused("a message reaches past its end")
+            raise Refused("a message is longer than its header states")
         box = self.boxes.get(tag)
         place = None
         if box is not None and len(box.view) != total:
@@ -393,7 +393,7 @@ class Link:
             place = box
         elif kind == FrameKind.EAGER:
             if length > EAGER_BYTES or sum(map(len, self.early.values())) + length > EAGER_BUDGET:
-                raise Refused("more came unasked than is kept")
+                raise Refused("more early messages arrived than the buffer can hold")
             place = bytearray(length)  # type: ignore[assignment]
             into = memoryview(place)  # type: ignore[arg-type]
         else:
@@ -413,7 +413,7 @@ class Link:
         kind, tag, length, _, crc, place = self.reads
         self.expect_header()
         if crc != self.crc:
-            raise Refused("a message came damaged")
+            raise Refused("a message is damaged")
         self._count()
         if isinstance(place, bytearray):
             return self._take_unasked(tag, place)
@@ -475,5 +475,5 @@ def _other_size(link: Link, came: int, expected: int) -> ModelMismatchError:
     return ModelMismatchError(
         f"rank {link.rank} sent {came} bytes where this rank expects {expected}.",
         "Ranks differ in a shape or a dtype.",
-        "give every rank the same model, batch shapes and configuration.",
+        "use the same model, batch shapes and configuration on every rank.",
     )

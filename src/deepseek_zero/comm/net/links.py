@@ -405,7 +405,7 @@ class Links:
     def _break(self, link: Link, error: OSError) -> None:
         """Drop a broken connection and look for a new one."""
         if isinstance(error, Refused):
-            logger.warning(f"the connection to rank {link.rank} is made anew: {error}")
+            logger.warning(f"the connection to rank {link.rank} is replaced: {error}")
         self._disconnect(link)
         self._start_recovery(link)
 
@@ -552,7 +552,7 @@ def _tell_silence(link: Link, now: float) -> None:
         logger.warning(f"rank {link.rank} on {link.host} is silent; this rank waits for it")
     elif link.silence_told_at is not None and now - link.heard < SILENT_SECONDS:
         seconds = link.heard - link.silence_told_at
-        logger.warning(f"rank {link.rank} on {link.host} is heard again, after {seconds:.1f} s")
+        logger.warning(f"rank {link.rank} on {link.host} answers again, after {seconds:.1f} s")
         link.silence_told_at = None
 
 

@@ -117,7 +117,7 @@ class RendezvousStore(Store):
         for key in keys:
             while self._ask(Operation.GET, key).text is None:
                 if time.monotonic() > until:
-                    raise DistStoreError(f"nobody wrote {key!r} in time")
+                    raise DistStoreError(f"no rank wrote {key!r} in time")
                 time.sleep(pause)
                 pause = min(1.5 * pause, LONGEST_PAUSE)
 
@@ -167,7 +167,7 @@ class RendezvousStore(Store):
         until = time.monotonic() + self._timeout.total_seconds()
         while (answer := self._store.ask(operation, key, value)) is None:
             if time.monotonic() > until:
-                raise DistStoreError(f"who keeps the store has not answered for {self._timeout}")
+                raise DistStoreError(f"the store has not answered for {self._timeout}")
             # With a silent host, requests return at once without an answer
             time.sleep(LONGEST_PAUSE)
         return answer

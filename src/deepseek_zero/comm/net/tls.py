@@ -105,9 +105,10 @@ def require_cryptography() -> None:
         importlib.import_module("cryptography.x509")
     except ImportError as error:
         raise UsageError(
-            f"this job asks for TLS, and the package cryptography cannot be imported: {error}.",
-            f"--tls, or {TLS}=1, encrypts what leaves a host; cryptography makes the certificate.",
-            "install it on every host: pip install cryptography; or leave --tls out.",
+            f"TLS is enabled, but the package cryptography cannot be imported: {error}.",
+            f"--tls, or {TLS}=1, encrypts messages between hosts; cryptography creates the "
+            "certificate.",
+            "install it on every host: pip install cryptography; or remove --tls.",
         ) from error
 
 

@@ -233,7 +233,7 @@ class CopyingTransport:
 class SingleRank(CopyingTransport):
     """The transport of a world of one rank, which sends nothing."""
 
-    description = "nothing: one rank"
+    description = "none: one rank"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

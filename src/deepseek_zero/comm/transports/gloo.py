@@ -76,10 +76,10 @@ class Tags:
         """
         if not free:
             raise UsageError(
-                f"a world has room for {SLOTS - 1} engines, and they are alive or ended in the "
-                "midst of a collective.",
-                "Each needs numbers of its own for its messages.",
-                "drop engines that are no longer used (`del engine`), or start the program again "
+                f"a world supports {SLOTS - 1} engines, and all of them exist or ended in the "
+                "middle of a collective.",
+                "Each engine needs separate tags for its messages.",
+                "delete engines that are no longer used (`del engine`), or restart the program "
                 "after such failures.",
             )
         with self._changed:

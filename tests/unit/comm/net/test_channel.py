@@ -100,7 +100,7 @@ def test_a_proof_may_begin_with_any_byte(
 def test_both_ends_refuse_another_secret(listener: tuple[Listener, Admitted]) -> None:
     with (
         dial(listener[0].address, PATIENCE) as connection,
-        pytest.raises(Refused, match="does not hold the job's secret"),
+        pytest.raises(Refused, match="does not have the job's secret"),
     ):
         introduce(connection, OTHER, HELLO)
     server_handshake = ServerHandshake(SECRET, 0)
@@ -203,7 +203,7 @@ def test_ports_are_read_or_refused_by_name() -> None:
         range(7, 8),
     )
     for wrong in ("", "a", "5-3", "0-9", "1-70000"):
-        with pytest.raises(UsageError, match="names no ports"):
+        with pytest.raises(UsageError, match="is not a range of ports"):
             channel.parse_ports(wrong)
 
 
@@ -224,10 +224,10 @@ def test_a_secret_is_32_bytes_that_others_cannot_read(
         channel.read_secret()
     assert write(path, SECRET, 0o600)() == SECRET
     for mode in (0o644, 0o440):
-        with pytest.raises(UsageError, match=r"(?s)other users may open.*defaultMode: 0400"):
+        with pytest.raises(UsageError, match=r"(?s)other users can open.*defaultMode: 0400"):
             write(path, SECRET, mode)()
     for content in (b"", SECRET[:-1], SECRET + b"\n"):
-        with pytest.raises(UsageError, match="does not hold 32 bytes"):
+        with pytest.raises(UsageError, match="does not have 32 bytes"):
             write(path, content, 0o600)()
 
 
@@ -306,7 +306,7 @@ def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(
     assert found.strangers == 0
     with (
         dial(found.address, PATIENCE) as connection,
-        pytest.raises(Refused, match="does not hold the job's secret"),
+        pytest.raises(Refused, match="does not have the job's secret"),
     ):
         introduce(connection, OTHER, HELLO)
     with dial(found.address, PATIENCE) as connection:
@@ -358,19 +358,19 @@ def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
 ) -> None:
     with (
         dial(listener[0].address, PATIENCE) as connection,
-        pytest.raises(Refused, match="speaks no TLS: say --tls on"),
+        pytest.raises(Refused, match="does not use TLS: use --tls on"),
     ):
         introduce(connection, SECRET, HELLO)
     monkeypatch.setenv(TLS, "0")
     with (
         dial(tls_door[0].address, PATIENCE) as connection,
-        pytest.raises(Refused, match="speaks TLS: say --tls on"),
+        pytest.raises(Refused, match="uses TLS: use --tls on"),
     ):
         introduce(connection, SECRET, HELLO)
     assert listener[1].empty() and tls_door[1].empty()
-    assert "it speaks TLS, and this job does not: say --tls on every host" in caplog.text
+    assert "it uses TLS, but this job does not: use --tls on every host" in caplog.text
     assert (
-        "127.0.0.1 to this job: it speaks no TLS, and this job does: say --tls on every host"
+        "127.0.0.1 to this job: it does not use TLS, but this job does: use --tls on every host"
         in caplog.text
     )
 

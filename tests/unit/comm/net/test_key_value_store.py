@@ -87,7 +87,7 @@ def test_the_end_of_the_board_without_a_farewell_is_an_error(listener: Listener,
     KeyValueStore(listener)
     first = far(1)
     listener.close()
-    with pytest.raises(RuntimeError, match="rank 0, which keeps the board, has ended"):
+    with pytest.raises(RuntimeError, match="rank 0, which holds the key-value store, has ended"):
         first.get("ended/0")
 
 
@@ -324,7 +324,7 @@ def test_without_a_secret_a_board_that_others_reach_says_so_once_on_one_host_too
     listener.close()
     assert (
         caplog.text.count(
-            f"ranks hold no secret: whoever reaches {interface}:{listener.address[1]}"
+            f"ranks have no secret: anyone who can reach {interface}:{listener.address[1]}"
         )
         == warnings
     )
@@ -344,7 +344,7 @@ def test_if_one_rank_lacks_the_package_for_tls_every_rank_raises_and_names_it(
         return [others, said[0], others]  # rank 1 is the first to say something
 
     monkeypatch.setattr(module, "all_gather_text", gather)
-    error = r"rank 1 cannot meet the others: .*cryptography[^$]*deepseek-zero\[tls\]"
+    error = r"rank 1 cannot connect to the others: .*cryptography[^$]*deepseek-zero\[tls\]"
     with monkeypatch.context() as missing:
         missing.setitem(sys.modules, "cryptography", None)
         missing.delitem(sys.modules, "cryptography.x509", raising=False)
@@ -368,7 +368,7 @@ def test_rank_0_closes_its_board_if_another_rank_cannot_meet_the_others(
     monkeypatch.delenv(TLS, raising=False)
     monkeypatch.delenv(SECRET_FILE, raising=False)
     monkeypatch.setattr(module, "all_gather_text", gather)
-    with pytest.raises(UsageError, match="rank 1 cannot meet the others: no secret"):
+    with pytest.raises(UsageError, match="rank 1 cannot connect to the others: no secret"):
         open_store(0, 2, Hosts(0, ("this host",) * 2), None)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(addresses[0])

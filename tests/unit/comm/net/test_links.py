@@ -292,7 +292,7 @@ def test_a_bit_that_flips_on_the_way_is_sent_again(caplog: pytest.LogCaptureFixt
         for place in range(3):
             swap(first, second, LARGE, place)()
     assert not places
-    assert any("made anew" in line and "damaged" in line for line in caplog.messages)
+    assert any("is replaced" in line and "damaged" in line for line in caplog.messages)
 
 
 def test_silence_is_told_and_replaced_when_the_wire_is_back(

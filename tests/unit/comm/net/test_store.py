@@ -80,7 +80,7 @@ def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(
     threading.Timer(0.1, lambda: near.set("later", b"here")).start()
     assert far.get("later") == b"here"
     began = time.monotonic()
-    with pytest.raises(dist.DistStoreError, match="nobody wrote 'never'"):  # type: ignore[attr-defined]
+    with pytest.raises(dist.DistStoreError, match="no rank wrote 'never'"):  # type: ignore[attr-defined]
         far.wait(["never"], SOON)
     assert 0.2 <= time.monotonic() - began < 10.0
     assert far.clone().check(["later"])
