@@ -389,7 +389,7 @@ def stopped_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     )
     time.sleep(max(0.0, began + options.dead_after + 2.0 - time.monotonic()))
     os.kill(pid, signal.SIGCONT)
-    job.when_said([h0, h1], rf"rank {victim} on h1 runs again")
+    job.when_said([h0, h1], rf"rank {victim} on h1 continues")
     goes_on(job, STEPS)
     job.finish()
     job.assert_same_bits(UNDISTURBED)

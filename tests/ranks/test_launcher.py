@@ -902,7 +902,7 @@ def test_a_rank_that_somebody_stopped_is_named_and_waited_for(
     here = socket.gethostname()
     assert [line for line in caplog.messages if "rank" in line] == [
         f"rank 5 on {here} is stopped; the others wait for it",
-        f"rank 5 on {here} runs again",
+        f"rank 5 on {here} continues",
     ]
 
 

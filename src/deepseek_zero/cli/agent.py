@@ -133,7 +133,7 @@ class Meeting(RendezvousHandler):
         plan = self.plan
         if plan.num_nodes > 1:
             place = f"{plan.master_addr}:{plan.master_port}"
-            logger.info(f"node {plan.node_rank} of {plan.num_nodes}: meeting the others at {place}")
+            logger.info(f"node {plan.node_rank} of {plan.num_nodes}: rendezvous at {place}")
         wanted = 0 if self._stores else plan.master_port
         host, port = self._open(wanted)
         self.place = f"{host}:{port}"
@@ -181,7 +181,7 @@ class Meeting(RendezvousHandler):
                 why=f"{plan.master_addr}, the rendezvous address, is another address of this "
                 "machine.",
                 fix=(
-                    f"Say --master_addr={host} on every machine (MASTER_ADDR under Slurm), or name "
+                    f"Use --master_addr={host} on every machine (MASTER_ADDR under Slurm), or name "
                     "that interface."
                 ),
             )
@@ -189,10 +189,10 @@ class Meeting(RendezvousHandler):
 
     def _no_meeting(self, error: Exception) -> UsageError:
         return UsageError(
-            f"The nodes cannot meet at {self.plan.master_addr}:{self.plan.master_port}.",
+            f"The rendezvous failed at {self.plan.master_addr}:{self.plan.master_port}.",
             why=(str(error).splitlines() or [type(error).__name__])[0],
-            fix="Another program may hold the port (leave --master_port out on a single node, and "
-            "a free one is taken), or node 0 is not running there, or the address cannot be "
+            fix="Another program may use the port (without --master_port, a single node uses "
+            "a free one), or node 0 is not running there, or the address cannot be "
             "reached from here.",
         )
 
@@ -570,7 +570,7 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
         agent.stay_for_others()
         return agent.elsewhere
     if death is None:
-        return Outcome(1, "a rank failed and left no trace")
+        return Outcome(1, "a rank failed without a traceback")
     agent.tell_failure(death)
     return Outcome(death.exit_code, death.headline(agent.world_size), death.story())
 

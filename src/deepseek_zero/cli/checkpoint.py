@@ -19,7 +19,7 @@ from deepseek_zero.base.given import refuse_url
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Look into checkpoints, check every byte, convert them, remove old ones.",
+    help="Inspect, verify and convert checkpoints, and remove old ones.",
 )
 
 
@@ -81,12 +81,12 @@ def convert_command(
         Path,
         typer.Argument(
             metavar="OUT",
-            help="What to write, a file for pth, else a directory; not there yet.",
+            help="The path to write, which must not exist: a file for pth, else a directory.",
             callback=_local,
         ),
     ],
     to: Annotated[
-        CheckpointForm, typer.Option("--to", help="What to write.")
+        CheckpointForm, typer.Option("--to", help="The format to write.")
     ] = CheckpointForm.SAFETENSORS,
     dtype: Annotated[
         Dtype | None,

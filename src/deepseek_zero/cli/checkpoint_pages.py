@@ -131,7 +131,7 @@ def _inspect_directory(where: Path, *, as_json: bool) -> None:
         )
         console.print(Text(f"{one.path.name}: {doing}", "yellow"))
     if latest is not None and latest not in [entry.tag for entry in entries]:
-        console.print(Text(f"latest names {latest}, which is not there", "red"))
+        console.print(Text(f"latest names {latest}, which does not exist", "red"))
 
 
 def _facts(entry: CheckpointInfo) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
     table.show_header = False
     table.add_row("folder", str(entry.folder))
     saved = f"saved {_when(entry)}"
-    step = f"{facts['step']}, {saved}" if facts["step"] is not None else f"not said, {saved}"
+    step = f"{facts['step']}, {saved}" if facts["step"] is not None else f"unknown, {saved}"
     table.add_row("step", step)
     if facts["ranks"] is not None:
         table.add_row("saved by", f"{facts['ranks']} rank(s) at stage {facts['stage']}")
@@ -221,7 +221,7 @@ def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
             table.add_row("mesh", _format_mesh(facts["mesh"]))
         if facts["ranks_per_host"] > 1:
             table.add_row("sums", f"by host, of {facts['ranks_per_host']} ranks each")
-        table.add_row("optimizer", facts["optimizer"] or "none named")
+        table.add_row("optimizer", facts["optimizer"] or "unknown")
     table.add_row("parameters", format_count(facts["num_parameters"]))
     table.add_row(
         "size",
@@ -372,9 +372,9 @@ def convert(
     form, dtype = how
     if out.exists():
         raise UsageError(
-            f"{out} is there already.",
+            f"{out} exists already.",
             why="Nothing is overwritten.",
-            fix="Name a place that is not there.",
+            fix="Pass a path that does not exist.",
         )
     source = where if tag is None and catalogue.is_single_checkpoint(where) else _folder(where, tag)
     with Console(stderr=True).status(f"converting {source} to {form}"):
@@ -419,8 +419,8 @@ def prune(
     except OSError as error:
         raise CheckpointError(
             f"{where}: {error.strerror or error}.",
-            "What is being removed takes a hidden name first, so no checkpoint is left half there.",
-            "see to the directory's permissions, and run prune again.",
+            "A checkpoint is renamed to a hidden name before it is removed, so none is incomplete.",
+            "check the directory's permissions, and run prune again.",
         ) from error
     if as_json:
         kept, removed = ([entry.tag for entry in entries] for entries in (done.kept, done.removed))

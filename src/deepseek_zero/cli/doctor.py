@@ -319,7 +319,7 @@ def _format(name: str, on_gpu: bool, gpu_has_it: bool, cpu_flags: list[str]) -> 
     if on_gpu:
         if gpu_has_it:
             return Finding(name, "yes", "in the GPU's hardware")
-        return Finding(name, "slow", "works on these GPUs, without units for it", Severity.NOTE)
+        return Finding(name, "slow", "works on these GPUs without hardware support", Severity.NOTE)
     if cpu_flags:
         return Finding(name, "yes", f"in the CPU's hardware ({cpu_flags[0]})")
     return Finding(
@@ -338,9 +338,9 @@ def _cpu_flags() -> set[str]:
 def _backends(machine: NodeMachine) -> Iterator[Finding]:
     gloo = dist.is_available() and dist.is_gloo_available()
     severity = Severity.GOOD if gloo else Severity.BAD
-    yield Finding("gloo", *_yes_no(gloo), "ranks on CPU talk through it", severity)
+    yield Finding("gloo", *_yes_no(gloo), "connects ranks on CPUs", severity)
     nccl = dist.is_available() and dist.is_nccl_available()
-    needed = "ranks on GPU talk through it" if machine.gpus else "only GPUs need it"
+    needed = "connects ranks on GPUs" if machine.gpus else "only GPUs need it"
     severity = Severity.BAD if machine.gpus and not nccl else Severity.GOOD
     yield Finding("nccl", *_yes_no(nccl), needed, severity)
 
@@ -388,7 +388,7 @@ def _open_files() -> Finding:
     return Finding(
         "open files",
         f"{_limit(soft)}{most}",
-        "ranks and data loader workers share them out of this",
+        "ranks and data loader workers need them",
     )
 
 

@@ -152,7 +152,7 @@ class PeerWatch:
                 logger.warning(f"{name} silent for {TELL_AFTER:g} s")
             elif seconds < TELL_AFTER and node in self._told:
                 self._told.discard(node)
-                logger.warning(f"{name} heard again")
+                logger.warning(f"{name} answers again")
         return None
 
     def _serve(self) -> None:
@@ -234,4 +234,4 @@ def tell_stopped(host: str, before: Collection[int], now: Collection[int]) -> No
     for rank in sorted(set(now) - set(before)):
         logger.warning(f"rank {rank} on {host} is stopped; the others wait for it")
     for rank in sorted(set(before) - set(now)):
-        logger.warning(f"rank {rank} on {host} runs again")
+        logger.warning(f"rank {rank} on {host} continues")

@@ -364,7 +364,7 @@ def _check_axes(plan: NodePlan, axes: Mapping[str, int]) -> None:
         named = " ".join(f"--{axis} {size}" for axis, size in axes.items() if size > 1)
         raise UsageError(
             f"{named} needs a multiple of {copy} processes, and {plan.share.nproc} would run.",
-            why="So many ranks hold one copy of the model, and the world is whole copies.",
+            why="These ranks hold one copy of the model, and the world must be a multiple of them.",
             fix=f"Add --nproc {copy}, or choose smaller sizes.",
         )
 

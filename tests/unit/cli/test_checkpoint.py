@@ -212,7 +212,7 @@ def test_a_directory_that_refuses_is_a_named_error(
             ["convert", "RUN", "OUT", "--to", "deepspeed", "--dtype", "bf16"],
             "--dtype does not go with",
         ),
-        (["convert", "RUN", "RUN"], "is there already"),
+        (["convert", "RUN", "RUN"], "exists already"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_of_the_house(

@@ -239,7 +239,7 @@ def test_ranks_that_are_stopped_are_named_elsewhere_too(caplog: pytest.LogCaptur
     second.stopped = {1}
     assert within(PATIENCE, lambda: f"rank 1 on {socket.gethostname()} is stopped" in caplog.text)
     second.stopped = ()
-    assert within(PATIENCE, lambda: f"rank 1 on {socket.gethostname()} runs again" in caplog.text)
+    assert within(PATIENCE, lambda: f"rank 1 on {socket.gethostname()} continues" in caplog.text)
     assert caplog.text.count("is stopped") == 1
 
 
