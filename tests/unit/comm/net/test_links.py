@@ -320,8 +320,7 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
         until_true(lambda: len(told()) >= 4, "both have told that it is over")
     assert told() == [(True, False)] * 2 + [(False, True)] * 2
     assert all(
-        "rank 1 on 127.0.0.1 " in line or "rank 0 on h0 (127.0.0.1) " in line
-        for line in lines()
+        "rank 1 on 127.0.0.1 " in line or "rank 0 on h0 (127.0.0.1) " in line for line in lines()
     )
 
 
