@@ -12,7 +12,7 @@ from deepseek_zero.base import host
 from deepseek_zero.base.host import HostFiles
 from deepseek_zero.kernels import compiler
 
-GPU = "0000:3b:00.0"  # on node 1 of `two_nodes`
+GPU = "0000:3b:00.0"  # the first GPU, on node 1 of `two_nodes`
 NODES = "sys/devices/system/node"
 
 
@@ -51,7 +51,7 @@ def two_nodes(root: Path, cpus: tuple[str, str]) -> HostFiles:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, files: HostFiles, *, gpu: bool = True) -> None:
-    """Let the library read these files, and train on the GPU.
+    """Let the library read these files, and train on the first GPU.
 
     Args:
         monkeypatch: Undoes it.

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from ..base import host
 from ..base.device import default_device, pci_address
 from ..base.errors import UsageError
@@ -87,16 +89,18 @@ def threads_for(ranks_here: int) -> int:
     """Return how many threads a rank may use: cores divided by ranks on the host.
 
     The cores are those on which this process may run, and no more than the quota of its control
-    groups. Bound threads are no more than their CPUs. `OMP_NUM_THREADS` is ignored, because
-    torchrun sets it to 1 even if cores are free.
+    groups. Threads that are bound also share the CPUs near their GPU. `OMP_NUM_THREADS` is ignored,
+    because torchrun sets it to 1 even if cores are free.
     """
     cores = len(host.allowed_cpus())
     quota = _cpu_quota(host.THIS_HOST)
     if quota is not None:
         cores = min(cores, quota)
-    threads = max(1, cores // max(1, ranks_here))
+    threads = cores // max(1, ranks_here)
     cpus = update_cpus()
-    return min(threads, len(cpus)) if cpus else threads
+    if cpus:
+        threads = min(threads, len(cpus) // _ranks_near_gpu(host.THIS_HOST, ranks_here))
+    return max(1, threads)
 
 
 def update_cpus() -> frozenset[int]:
@@ -139,6 +143,19 @@ def _cpus_near_gpu(files: host.HostFiles, gpu: int) -> frozenset[int]:
     """Return the CPUs near a GPU; none if its NUMA node is not known."""
     node = files.node_of_gpu(pci_address(gpu))
     return frozenset() if node is None else files.cpus_near(node)
+
+
+@cache
+def _ranks_near_gpu(files: host.HostFiles, ranks_here: int) -> int:
+    """Return how many ranks of this host have a GPU with the same CPUs as this rank's GPU.
+
+    It is 1 if this process sees one GPU, because those of the other ranks are not known.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        return 1
+    own = _cpus_near_gpu(files, default_device().index or 0)
+    return sum(_cpus_near_gpu(files, rank % gpus) == own for rank in range(ranks_here))
 
 
 @cache

@@ -48,6 +48,32 @@ def test_bound_threads_are_no_more_than_their_cpus(
     assert [threads_for(ranks) for ranks in (1, 2, 4)] == [8, 8, 4]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "threads"),
+    [
+        ((1, 1, 0, 0), 2, 4),  # both ranks are at node 1
+        ((1, 0, 1, 0), 2, 8),
+        ((1, 1, 0, 0), 4, 4),
+        ((1, 1, 0, 0), 8, 2),  # two ranks share each GPU
+        ((1,), 2, 8),  # the launcher shows each rank its own GPU
+    ],
+)
+def test_ranks_share_the_cpus_near_their_gpus(
+    nodes: tuple[int, ...],
+    ranks: int,
+    threads: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+    for gpu, node in enumerate(nodes):
+        files_of(tmp_path, {f"sys/bus/pci/devices/{gpu}/numa_node": str(node)})
+    fake_host.install(monkeypatch, two_nodes(tmp_path, ("0-7", "8-15")))
+    monkeypatch.setattr(compiler, "pci_address", str)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(nodes))
+    assert threads_for(ranks) == threads
+
+
 @pytest.fixture
 def own_pool() -> Iterator[None]:
     """Start new threads in this test, and in the tests after it."""
