@@ -60,7 +60,7 @@ from benchmarks.systems.common import (
     take_a_core,
 )
 from benchmarks.worker import Task
-from deepseek_zero.precision.codecs import Blocks, work_room
+from deepseek_zero.precision.codecs import Blocks, codec_scratch
 from deepseek_zero.report.plots import BLUE, INK, OTHER_COLOUR, save_figure, style_axes
 from tests.hosts import DEVICE, Host, Process, bits_per_second, hosts, sent_from_here
 
@@ -144,7 +144,7 @@ def beside_codes(make_model: MakeModel, job: Job) -> System:
         torch.empty(numel).bfloat16(),
         torch.empty(numel),
     )
-    room = work_room(OF_WEIGHTS, numel, slice_.device)
+    room = codec_scratch(OF_WEIGHTS, numel, slice_.device)
     weights, gradients = (
         torch.empty(each.length(numel), dtype=each.dtype) for each in (OF_WEIGHTS, OF_GRADIENTS)
     )

@@ -133,7 +133,7 @@ class Texts(dict[str, str]):
     def silences(self) -> dict[int, float]:
         return {}
 
-    def say_farewell(self) -> None:
+    def send_farewell(self) -> None:
         pass
 
 

@@ -17,7 +17,7 @@ from deepseek_zero.attention.attend import attend
 from deepseek_zero.attention.layouts import BSLongformer
 from deepseek_zero.attention.plan import Pattern
 from deepseek_zero.base.device import synchronize
-from deepseek_zero.precision.codecs import Blocks, work_room
+from deepseek_zero.precision.codecs import Blocks, codec_scratch
 
 
 def seconds_of(work: Callable[[], object], rounds: int) -> float:
@@ -37,7 +37,7 @@ def codec(bits: int, block: int, numel: int, rounds: int) -> dict[str, Any]:
     here, made = device(), Blocks(bits, block)
     values, out = torch.randn(numel, device=here), torch.empty(numel, device=here)
     message = torch.empty(made.length(numel), dtype=made.dtype, device=here)
-    room = work_room(made, numel, here)
+    room = codec_scratch(made, numel, here)
     ways: dict[str, Callable[[], object]] = {
         "copy": lambda: out.copy_(values),
         "encode": lambda: made.encode(values, message, room),

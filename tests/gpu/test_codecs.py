@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.precision.codecs import SMALLEST_SCALE, Blocks, Cast, Signs, work_room
+from deepseek_zero.precision.codecs import SMALLEST_SCALE, Blocks, Cast, Signs, codec_scratch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
@@ -64,7 +64,7 @@ def parts_of(codec: Blocks | Cast, message: Tensor) -> tuple[Tensor, ...]:
 
 def room(codec: Blocks | Cast, numel: int, device: torch.device) -> Tensor:
     return (
-        work_room(codec, numel, device)
+        codec_scratch(codec, numel, device)
         if isinstance(codec, Blocks)
         else torch.empty(0, device=device)
     )

@@ -43,7 +43,7 @@ def test_every_rank_hears_which_rank_an_mpu_has_elsewhere() -> None:
             model=torch.nn.Linear(2, 2), config={}, mpu=SimpleNamespace(**told)
         )
     told["get_data_parallel_world_size"] = lambda: 2 + rank
-    with pytest.raises(UsageError, match="the mpu of rank 1 tells data=3, that of rank 0 data=2"):
+    with pytest.raises(UsageError, match="mpu of rank 1 has data=3, but that of rank 0 has data=2"):
         deepseek_zero.initialize(
             model=torch.nn.Linear(2, 2), config={}, mpu=SimpleNamespace(**told)
         )

@@ -595,7 +595,7 @@ def test_frozen_weights_at_rest_as_codes_are_saved_decoded_and_load_to_the_same_
 
     def codes_of(engine: Any) -> list[Tensor]:
         groups = [
-            group for group in engine.runtime.groups if group.plan.weight.rests_as is not None
+            group for group in engine.runtime.groups if group.plan.weight.stored_as is not None
         ]
         return [group.weight.memory.clone() for group in groups]
 

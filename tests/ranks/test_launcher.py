@@ -733,7 +733,7 @@ def test_a_launcher_whose_connection_is_gone_ends_with_its_ranks(
 SAVER = f"""
     import os, signal, sys, time
     sys.path.insert(0, {SOURCE!r})
-    from deepseek_zero.base.launch import is_ending, say_that_we_save
+    from deepseek_zero.base.launch import is_ending, report_saving_signals
 
     rank, (up, *wanted) = int(os.environ["RANK"]), sys.argv[1:]
     asked = []
@@ -746,7 +746,7 @@ SAVER = f"""
 
     for name in ("SIGTERM", "SIGUSR1"):
         signal.signal(signal.Signals[name], hear)
-    say_that_we_save(["SIGTERM", "SIGUSR1"])
+    report_saving_signals(["SIGTERM", "SIGUSR1"])
     open(f"{{up}}{{rank}}", "w").close()
     while not set(wanted) <= set(asked):
         time.sleep(0.01)

@@ -215,7 +215,7 @@ class ActivationOffload:
         return rounded(-(-self._largest_bytes // CHUNKS), PAGE)
 
     def _reserve(self, nbytes: int) -> Arena:
-        self.memory.check_room(nbytes, ranks_of_this_host())
+        self.memory.check_space(nbytes, ranks_of_this_host())
         self.slabs.append(Arena(self.memory, nbytes, self._chunk_bytes))
         return self.slabs[-1]
 

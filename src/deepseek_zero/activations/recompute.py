@@ -70,7 +70,7 @@ class Recompute:
     def __init__(self, settings: RecomputeSettings, tp: Comm | None = None) -> None:
         self.settings = settings
         self.tp = tp
-        self._make_room()
+        self._open_memories()
         self.profile = Profile() if settings.profile else None
         self.operators = operators_of(settings.policy or ())
 
@@ -114,9 +114,9 @@ class Recompute:
         Graphs that still exist keep their inputs.
         """
         self.close()
-        self._make_room()
+        self._open_memories()
 
-    def _make_room(self) -> None:
+    def _open_memories(self) -> None:
         tier = self.settings.tier
         if tier is None and self.tp is not None:
             # Shares need an arena: a view of an input would keep the whole input

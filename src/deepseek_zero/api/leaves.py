@@ -151,7 +151,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
         model: The module. Its children are not changed.
         flag: True to mark it.
     """
-    _tell_of_wrapped(model)
+    _log_wrapped(model)
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
@@ -204,7 +204,7 @@ def _is_one_of(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> b
     return False
 
 
-def _tell_of_wrapped(module: nn.Module) -> None:
+def _log_wrapped(module: nn.Module) -> None:
     if any(isinstance(owner_of(param), ParamGroup) for param in module.parameters()):
         log_once(
             f"{type(module).__name__} is already wrapped, so its units are chosen: a mark of a "

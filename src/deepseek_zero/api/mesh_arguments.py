@@ -56,9 +56,10 @@ def mpu_statement(mpu: Any) -> MeshStatement:
     for rank, each in enumerate(sizes):
         if each != sizes[0]:
             raise UsageError(
-                f"the mpu of rank {rank} tells {_told(each)}, that of rank 0 {_told(sizes[0])}.",
+                f"the mpu of rank {rank} has {_described(each)}, but that of rank 0 has "
+                f"{_described(sizes[0])}.",
                 "A run has one mesh.",
-                "make it of the same sizes on every rank.",
+                "use the same sizes on every rank.",
             )
     axes = {name: size for name, size in sizes[0].items() if name != "data"}
     places = [
@@ -96,7 +97,7 @@ def _ask(mpu: Any, name: str) -> int | None:
     return answer
 
 
-def _told(sizes: Mapping[str, int]) -> str:
+def _described(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 

@@ -108,13 +108,13 @@ def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
     ):
         wanted = "the name of the optimizer that ZeroOptimizer will be"
         raise refuse(
-            _DOOR, "optimizer", optimizer, wanted, "give type and arguments to ZeroOptimizer."
+            _CALL, "optimizer", optimizer, wanted, "give type and arguments to ZeroOptimizer."
         )
     if rate is not None and (
         isinstance(rate, bool) or not isinstance(rate, int | float | torch.Tensor)
     ):
         raise refuse(
-            _DOOR, "lr", rate, "the learning rate that ZeroOptimizer will have", "pass a number."
+            _CALL, "lr", rate, "the learning rate that ZeroOptimizer will have", "pass a number."
         )
     return config
 
@@ -124,7 +124,7 @@ def _asks(stated: Any) -> bool:
     return any(map(_asks, stated.values())) if isinstance(stated, Mapping) else bool(stated)
 
 
-_DOOR = "DeepSeekZeRO3"
+_CALL = "DeepSeekZeRO3"
 
 
 class DeepSeekZeRO3(StandsForModule):
@@ -156,7 +156,7 @@ class DeepSeekZeRO3(StandsForModule):
 
     def __init__(self, model: nn.Module, **zero_config: Unpack[ZeroKeywords]) -> None:
         super().__init__()
-        request = Request(model, door=_DOOR)
+        request = Request(model, call=_CALL)
         keywords: dict[str, Any] = dict(zero_config)
         # A `Mesh` or `DeviceMesh` object is not part of the configuration.
         given = keywords.pop("mesh") if not isinstance(keywords.get("mesh", {}), Mapping) else None

@@ -56,7 +56,7 @@ class Init(zero_init.Init):
         dtype: Cast the values when they are sharded.
         enabled: If False, the context does nothing.
         config_dict_or_path: A configuration, of which the dialect may read the dtype.
-        **deepspeed_words: DeepSpeed's other arguments, which are accepted and have no effect.
+        **deepspeed_options: DeepSpeed's other arguments, which are accepted and have no effect.
 
     Raises:
         UsageError: An argument is unknown or cannot be used.
@@ -81,14 +81,14 @@ class Init(zero_init.Init):
         dtype: torch.dtype | None = None,
         enabled: bool = True,
         config_dict_or_path: Any = None,
-        **deepspeed_words: Any,
+        **deepspeed_options: Any,
     ) -> None:
-        if unknown := sorted(set(deepspeed_words) - WITHOUT_EFFECT):
+        if unknown := sorted(set(deepspeed_options) - WITHOUT_EFFECT):
             known = ", ".join(sorted(WITHOUT_EFFECT))
             raise UsageError(
                 f"zero.Init does not know {', '.join(unknown)}.", "", f"its words are {known}."
             )
-        config = deepspeed_words.get("config")
+        config = deepspeed_options.get("config")
         for name, value in (("config_dict_or_path", config_dict_or_path), ("config", config)):
             if not isinstance(value, Mapping | str | os.PathLike | None):
                 raise refuse(

@@ -399,7 +399,7 @@ def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer)
     torch.optim.Optimizer._patch_step_function(outer)
 
 
-def tell_schedules_of_step(inner: torch.optim.Optimizer) -> None:
+def mark_stepped(inner: torch.optim.Optimizer) -> None:
     """Mark an optimizer as stepped, for torch's learning-rate schedules.
 
     Schedules check the optimizer that they were created with. Its own `step` runs tile by tile,

@@ -120,7 +120,7 @@ def is_marked(attempt: str, word: str) -> bool:
     return os.path.exists(attempt + word)
 
 
-def say_that_we_save(signals: Iterable[str]) -> None:
+def report_saving_signals(signals: Iterable[str]) -> None:
     """Report to the launcher, if it is ours, that this rank saves on these signals."""
     if attempt := os.environ.get(ATTEMPT):
         for name in signals:

@@ -539,7 +539,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class NodeWords:
+class NodeVariables:
     """The names of one engine's variables, with the meanings of `Nodes`."""
 
     source: str
@@ -551,7 +551,7 @@ class NodeWords:
     port: str = ""
 
 
-PET = NodeWords(
+PET = NodeVariables(
     "PET_*",
     "PET_NNODES",
     "PET_NODE_RANK",
@@ -560,21 +560,21 @@ PET = NodeWords(
     port="PET_MASTER_PORT",
 )
 ENGINES = (
-    NodeWords(
+    NodeVariables(
         "SkyPilot",
         "SKYPILOT_NUM_NODES",
         "SKYPILOT_NODE_RANK",
         "SKYPILOT_NODE_IPS",
         num_gpus="SKYPILOT_NUM_GPUS_PER_NODE",
     ),
-    NodeWords(
+    NodeVariables(
         "dstack",
         "DSTACK_NODES_NUM",
         "DSTACK_NODE_RANK",
         "DSTACK_MASTER_NODE_IP",
         num_gpus="DSTACK_GPUS_PER_NODE",
     ),
-    NodeWords(
+    NodeVariables(
         "LeaderWorkerSet",
         "LWS_GROUP_SIZE",
         "LWS_WORKER_INDEX",
@@ -583,7 +583,7 @@ ENGINES = (
 )
 # Variables of PyTorchJob for its pods. torchrun uses the same ones for ranks; without LOCAL_RANK
 # they may number hosts.
-PODS = NodeWords("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", port="MASTER_PORT")
+PODS = NodeVariables("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", port="MASTER_PORT")
 
 
 def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
@@ -594,7 +594,9 @@ def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
     """
     if environ.get(ALONE) == "1":
         return None
-    stated = _nodes_said(environ, PET) if PET.num_nodes in environ or PET.nproc in environ else None
+    stated = (
+        _stated_nodes(environ, PET) if PET.num_nodes in environ or PET.nproc in environ else None
+    )
     if stated is not None and stated.num_nodes > 1:
         return stated
     found = _nodes_of_engine(environ)
@@ -618,12 +620,12 @@ def _nodes_of_engine(environ: Mapping[str, str]) -> Nodes | None:
         return _nodes_of_tasks(environ, launcher)
     engines = ENGINES if TORCHRUN.local_rank in environ else (*ENGINES, PODS)
     return next(
-        (_nodes_said(environ, engine) for engine in engines if engine.num_nodes in environ), None
+        (_stated_nodes(environ, engine) for engine in engines if engine.num_nodes in environ), None
     )
 
 
-def _nodes_said(environ: Mapping[str, str], engine: NodeWords) -> Nodes:
-    least, most = _count_said(environ, engine)
+def _stated_nodes(environ: Mapping[str, str], engine: NodeVariables) -> Nodes:
+    least, most = _stated_count(environ, engine)
     if least != most:
         raise UsageError(
             f"{engine.num_nodes}={environ[engine.num_nodes][:80]} requests {least} to {most} "
@@ -643,7 +645,7 @@ def _nodes_said(environ: Mapping[str, str], engine: NodeWords) -> Nodes:
     )
 
 
-def _count_said(environ: Mapping[str, str], engine: NodeWords) -> tuple[int, int]:
+def _stated_count(environ: Mapping[str, str], engine: NodeVariables) -> tuple[int, int]:
     """Return the smallest and largest number of hosts; torchrun accepts "1:4"."""
     text = environ.get(engine.num_nodes, "1")
     ends = [
@@ -696,7 +698,7 @@ def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) 
             f"unset RANK and WORLD_SIZE; {ALONE}=1 means one process on purpose.",
         )
     for engine in (PET, *ENGINES):
-        most = _count_said(environ, engine)[1]
+        most = _stated_count(environ, engine)[1]
         if most > 1:
             raise UsageError(
                 f"{engine.num_nodes}={environ[engine.num_nodes][:80]}, but this process is not one "

@@ -24,7 +24,7 @@ from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from ..base.mesh import AXES
 from ..planner.plan_settings import Compression
-from ..planner.units import words_of
+from ..planner.units import describe_states
 from . import files
 from .background_write import BackgroundWrite
 from .catalogue import remove_replaced, replaced_path
@@ -456,7 +456,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
     plan = {}
     for unit in runtime.units:
         for number, group in enumerate(unit.groups):
-            plan[f"{unit.name}/{number}"] = words_of(group.plan)
+            plan[f"{unit.name}/{number}"] = describe_states(group.plan)
     piece = ModelPiece.of(runtime)
     parameters = {
         piece.name(member): {

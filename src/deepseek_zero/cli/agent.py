@@ -50,7 +50,7 @@ from deepseek_zero.base.log import logger
 from deepseek_zero.base.mesh import PATIENCE
 from deepseek_zero.base.network import listening_address, reached_at
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
-from deepseek_zero.cli.peers import PeerWatch, tell_stopped
+from deepseek_zero.cli.peers import PeerWatch, log_stopped
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
 from deepseek_zero.comm.net.channel import Address, Refused, read_secret, warn_without_secret
 from deepseek_zero.comm.net.store import NO_SECRET, RendezvousStore, keep_store, reach_store
@@ -227,7 +227,7 @@ def _reach(host: str, port: int, secret: bytes, node: int) -> RendezvousStore:
     Raises Refused if another program, version or secret is there, and OSError after a timeout.
     """
     began = time.monotonic()
-    is_told = False
+    is_logged = False
     while True:
         try:
             return reach_store((host, port), secret, node, watches=True)
@@ -237,12 +237,12 @@ def _reach(host: str, port: int, secret: bytes, node: int) -> RendezvousStore:
             waited = time.monotonic() - began
             if waited > MEETING_TIMEOUT.total_seconds():
                 raise
-            if waited > STILL_WAITING_SECONDS and not is_told:
+            if waited > STILL_WAITING_SECONDS and not is_logged:
                 logger.warning(
                     f"still waiting for node 0 at {host}:{port}: "
                     f"{str(error) or 'it does not answer'}"
                 )
-                is_told = True
+                is_logged = True
             time.sleep(POLL_SECONDS)
 
 
@@ -306,7 +306,7 @@ class Standstill:
         self._looked = now
         self._since = {each: self._since.get(each, now) for each in ranks.stopped()}
         stopped = {rank for (rank, _), since in self._since.items() if now - since >= TELL_AFTER}
-        tell_stopped(socket.gethostname(), self.told, stopped)
+        log_stopped(socket.gethostname(), self.told, stopped)
         self.told = stopped
 
 
@@ -396,12 +396,12 @@ class RankAgent(SimpleElasticAgent):
         self._standstill.look(self._ranks)
         if self._peers is not None:
             self._peers.stopped = self._standstill.told
-            if self.elsewhere is None and (heard := self._peers.heard_failure()) is not None:
+            if self.elsewhere is None and (heard := self._peers.failure_of_others()) is not None:
                 self.elsewhere = heard
                 logger.warning(f"{heard.headline}; ending the ranks here")
             if death is not None and not death.secondary:
                 # Report it before the other ranks of this machine have ended
-                self._peers.begin_to_tell(self._words_of(death))
+                self._peers.post_failure(self._outcome_of(death))
         if self._is_early(death):
             return RunResult(WorkerState.HEALTHY)
         if death is not None:
@@ -490,12 +490,12 @@ class RankAgent(SimpleElasticAgent):
         if self._peers is not None:
             self._peers.stay_for_others()
 
-    def tell_failure(self, death: Death) -> None:
+    def report_failure(self, death: Death) -> None:
         """Report a failure to the other nodes, if there are any."""
         if self._peers is not None:
-            self._peers.tell_failure(self._words_of(death))
+            self._peers.report_failure(self._outcome_of(death))
 
-    def _words_of(self, death: Death) -> Outcome:
+    def _outcome_of(self, death: Death) -> Outcome:
         return Outcome(death.exit_code, death.headline(self.world_size), death.story())
 
 
@@ -571,7 +571,7 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
         return agent.elsewhere
     if death is None:
         return Outcome(1, "a rank failed without a traceback")
-    agent.tell_failure(death)
+    agent.report_failure(death)
     return Outcome(death.exit_code, death.headline(agent.world_size), death.story())
 
 

@@ -115,14 +115,14 @@ class Lifeline:
                 break
         else:
             return
-        _speak_to_nobody()
+        _discard_unread_output()
         logger.warning("standard input has ended: ending all ranks here")
         os.kill(os.getpid(), signal.SIGHUP)
         if not self._left.wait(DEAF_SECONDS):
             os._exit(128 + signal.SIGHUP)
 
 
-def _speak_to_nobody() -> None:
+def _discard_unread_output() -> None:
     """Redirect outputs without a reader to /dev/null, because writing would fail."""
     for stream in OUTPUTS:
         if is_connected(stream) and are_closed([stream]):

@@ -154,7 +154,7 @@ class Guard:
         self._process.wait()
 
 
-def _stand_guard(mark: str, folder: str) -> None:
+def _run_watchdog(mark: str, folder: str) -> None:
     # Schedulers send these signals to every process of a job
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -169,4 +169,4 @@ def _stand_guard(mark: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _stand_guard(*sys.argv[1:])
+    _run_watchdog(*sys.argv[1:])

@@ -83,34 +83,34 @@ class PeerWatch:
         # By node: its last entry, and when this launcher first saw it
         self._seen: dict[int, tuple[str, float]] = {}
         self._names: dict[int, str] = {0: "node 0, which holds the store,"}
-        self._told: set[int] = set()  # nodes whose silence has been logged
+        self._logged_silent: set[int] = set()  # nodes whose silence has been logged
         self._answered = time.monotonic()  # last time the store answered
         self._asked: float | None = None  # start of the current poll; None between polls
         self._failure = ""  # JSON of this machine's failure
-        self._is_failure_told = threading.Event()
+        self._is_failure_stored = threading.Event()
         self._has_news = threading.Event()
         self._has_finished = self._have_all_finished = self._is_store_gone = False
         self._heard: Outcome | None = None
         threading.Thread(target=self._serve, daemon=True, name="deepseek-zero-peers").start()
 
-    def tell_failure(self, outcome: Outcome) -> None:
+    def report_failure(self, outcome: Outcome) -> None:
         """Report a failure to the others, and wait until they can have read it.
 
         Only the first reported failure is kept.
         """
-        self.begin_to_tell(outcome)
-        self._is_failure_told.wait(FAREWELL_SECONDS)
+        self.post_failure(outcome)
+        self._is_failure_stored.wait(FAREWELL_SECONDS)
         if self._node == 0:
             time.sleep(FAREWELL_SECONDS)
 
-    def begin_to_tell(self, outcome: Outcome) -> None:
+    def post_failure(self, outcome: Outcome) -> None:
         """Report a failure without waiting; only this machine's first one is kept."""
         headline = f"{outcome.headline}, on {self._host}"
         told = {"exit_code": outcome.exit_code, "headline": headline, "story": outcome.story}
         self._failure = self._failure or json.dumps(told)
         self._has_news.set()
 
-    def heard_failure(self) -> Outcome | None:
+    def failure_of_others(self) -> Outcome | None:
         """Return the failure of another machine if it reported one, ended or is silent."""
         return self._heard or self._silence()
 
@@ -147,11 +147,11 @@ class PeerWatch:
                     LOST_STORY,
                     is_silence=True,
                 )
-            if seconds > TELL_AFTER and node not in self._told:
-                self._told.add(node)
+            if seconds > TELL_AFTER and node not in self._logged_silent:
+                self._logged_silent.add(node)
                 logger.warning(f"{name} silent for {TELL_AFTER:g} s")
-            elif seconds < TELL_AFTER and node in self._told:
-                self._told.discard(node)
+            elif seconds < TELL_AFTER and node in self._logged_silent:
+                self._logged_silent.discard(node)
                 logger.warning(f"{name} answers again")
         return None
 
@@ -169,9 +169,9 @@ class PeerWatch:
                     "stopped": sorted(self.stopped),
                 }
                 self._store.set(f"{ALIVE_KEY}/{self._node}", json.dumps(said))
-                if self._failure and not self._is_failure_told.is_set():
+                if self._failure and not self._is_failure_stored.is_set():
                     self._store.compare_set(FAILED_KEY, "", self._failure)
-                    self._is_failure_told.set()
+                    self._is_failure_stored.set()
                 if self._heard is None and self._store.check([FAILED_KEY]):
                     told = json.loads(self._store.get(FAILED_KEY))
                     self._heard = Outcome(int(told["exit_code"]), told["headline"], told["story"])
@@ -219,11 +219,11 @@ class PeerWatch:
         self._names[node] = host_and_ranks(said["host"], said["ranks"])
         stopped = set(said["stopped"])
         before = self._stopped_elsewhere.get(node, set())
-        tell_stopped(said["host"], before, stopped)
+        log_stopped(said["host"], before, stopped)
         self._stopped_elsewhere[node] = stopped
 
 
-def tell_stopped(host: str, before: Collection[int], now: Collection[int]) -> None:
+def log_stopped(host: str, before: Collection[int], now: Collection[int]) -> None:
     """Log which ranks of a host have been stopped, and which have resumed.
 
     Args:

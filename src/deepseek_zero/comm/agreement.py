@@ -144,7 +144,7 @@ class AllRanks:
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
         # A rank that is asked to exit (not an `Exception`) is noticed by its exit
         if problem is None or isinstance(problem, Exception):
-            outcome = {"said": ""} if problem is None else _told(problem)
+            outcome = {"said": ""} if problem is None else _as_fields(problem)
             _hear(
                 self._comm,
                 self._what,
@@ -186,14 +186,14 @@ def gather_outcomes(
         answer = {"said": say(done)}
     except Exception as error:  # Other ranks must be informed of any error
         problem = error
-        answer = _told(error)
+        answer = _as_fields(error)
     said = _hear(comm, what, answer, failure, problem)
     if problem is not None:
         raise problem
     return done, said
 
 
-def _told(problem: BaseException) -> dict[str, str]:
+def _as_fields(problem: BaseException) -> dict[str, str]:
     known = isinstance(problem, DeepSeekZeroError)
     return {"error": str(problem) if known else f"{type(problem).__name__}: {problem}"}
 

@@ -117,7 +117,7 @@ class TextStore(Protocol):
         """Return the seconds since the last answer of other hosts, by rank."""
         ...
 
-    def say_farewell(self) -> None:
+    def send_farewell(self) -> None:
         """Send the table to the other ranks before this process, its holder, exits."""
         ...
 
@@ -149,7 +149,7 @@ class FlightRecorder:
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
         self._looks = 0  # Consecutive checks with this suspicion
         # Seconds waited at the last log line, by collective and absent ranks
-        self._told_waits: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._logged_waits: dict[tuple[str, tuple[int, ...]], float] = {}
         _post_end_at_exit(self)
 
     def post(self, topic: str, text: str) -> None:
@@ -169,10 +169,10 @@ class FlightRecorder:
         except RuntimeError:
             self._is_gone = True
 
-    def say_farewell(self) -> None:
+    def send_farewell(self) -> None:
         """Make the lines readable after this process has exited, if it holds the store."""
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
-            self._store.say_farewell()
+            self._store.send_farewell()
 
     def withdraw(self, topic: str) -> None:
         """Remove this rank's line under a topic."""
@@ -216,7 +216,7 @@ class FlightRecorder:
             asks: Also read rank 0's findings from the store, which may take a moment. Otherwise the
                 call does not block.
         """
-        silences = self.tell_silences()
+        silences = self.log_silences()
         silent = [
             rank for rank, seconds in silences.items() if seconds > self._dead_after + UNHEARD
         ]
@@ -227,7 +227,7 @@ class FlightRecorder:
                 silent = json.loads(self._store.get(SILENT) or "[]")
         return self.host_lost(silent) if silent else None
 
-    def tell_silences(self) -> dict[int, float]:
+    def log_silences(self) -> dict[int, float]:
         """Return the store's silences, and log hosts that became silent or answer again.
 
         Each change is logged once, by one rank per host, unless this library's launcher watches the
@@ -367,7 +367,7 @@ class FlightRecorder:
                 found[rank] = Position(**json.loads(line))
         return found
 
-    def tell_absent(self, mine: Position, engine: str, waited: float) -> None:
+    def log_absent_ranks(self, mine: Position, engine: str, waited: float) -> None:
         """Log which ranks have not yet reached the collective that this rank waits for.
 
         The lowest of the waiting ranks logs after 5 s, and again each time the wait has doubled. An
@@ -389,9 +389,9 @@ class FlightRecorder:
         ]
         absent = [rank for rank in mine.ranks if rank not in positions]
         case = mine.name(), tuple(absent)
-        if not absent or min(here) < self.rank or waited < 2 * self._told_waits.get(case, 0.0):
+        if not absent or min(here) < self.rank or waited < 2 * self._logged_waits.get(case, 0.0):
             return
-        self._told_waits[case] = waited
+        self._logged_waits[case] = waited
         names = ", ".join(self.name(rank, engine) for rank in absent)
         logger.warning(
             f"{self.name(self.rank, engine)} has waited {waited:.0f} s in '{mine.name()}'.  Not "
@@ -434,7 +434,7 @@ def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
 def _post_end_at_exit(recorder: FlightRecorder) -> None:
     reference = weakref.ref(recorder)
 
-    def say_goodbye() -> None:
+    def post_end() -> None:
         alive = reference()
         if alive is None:
             return
@@ -446,6 +446,6 @@ def _post_end_at_exit(recorder: FlightRecorder) -> None:
                 alive.stay_for_others()
         else:
             alive.post("ended", "its program finished")
-        alive.say_farewell()
+        alive.send_farewell()
 
-    atexit.register(say_goodbye)
+    atexit.register(post_end)

@@ -97,4 +97,4 @@ class Lanes:
         if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
         if world.recorder.told:  # Log the recovery now: no later wait may be long enough to check
-            world.recorder.tell_silences()
+            world.recorder.log_silences()

@@ -189,7 +189,7 @@ class Waits:
                     here = world.position(issued.lane.name, issued.sequence, issued.ranks)
                     error = world.recorder.find_desync(here, self.name)
                     if error is None:
-                        world.recorder.tell_absent(here, self.name, now - began)
+                        world.recorder.log_absent_ranks(here, self.name, now - began)
                         error = self._find_lone_call(world, issued.ranks)
                 if error is not None:
                     self.has_given_up = True

@@ -93,7 +93,7 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
     except json.JSONDecodeError as error:
         if lenient and (found := _hjson(text, keep_last)) is not None:
             return Document(found, source, tuple(duplicates))
-        line = _told(text.split("\n")[error.lineno - 1].strip())
+        line = _printable(text.split("\n")[error.lineno - 1].strip())
         raise ConfigError(
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: "
             f"{line}",
@@ -156,13 +156,13 @@ def _read_file_or_base64(
         return parse(decoded, origin or "base64", lenient)
     raise ConfigError(
         "Expected a string path to an existing deepspeed config, or a dictionary or a valid "
-        f"base64. Received: {_told(str(source))}",
+        f"base64. Received: {_printable(str(source))}",
         why=_why_not(path),
         fix="check the path; relative paths start at the current directory",
     )
 
 
-def _told(text: str) -> str:
+def _printable(text: str) -> str:
     return text if text.isprintable() and len(text) <= _LONGEST_LINE else shown(text, _LONGEST_LINE)
 
 

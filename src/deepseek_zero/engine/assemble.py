@@ -35,7 +35,7 @@ from .changes import (
 from .determinism import Determinism
 from .dialect import BuildRules
 from .engine import Parts
-from .memories import check_room, commit, open_tiers
+from .memories import check_space, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, look_at
 from .pieces import cut_along_axes, plan_layers, refuse_auto_on
@@ -151,7 +151,7 @@ def assemble(
     optimizer = None
     with advice.explaining("initialize"):
         tiers = open_tiers(plan, run.memory, comm, step_settings.host_tile_numel)
-        check_room(plan, tiers, comm)
+        check_space(plan, tiers, comm)
         runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model, materialise)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
         tune_sizes(runtime)

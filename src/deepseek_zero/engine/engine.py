@@ -122,8 +122,8 @@ class Engine(StandsForModule):
         # Iterates over `training_dataloader`, after its first use
         self.own_batches: Iterator[Any] | None = None
         self._stepped = False
-        self._told_of_graphless = False
-        self._told_of_direct_steps = False
+        self._has_logged_graphless = False
+        self._has_logged_direct_step = False
         self._batch = config.batch
         self.step_fields = StepFields(
             parts.preemption, stragglers_of(mesh, parts.runtime.comm), parts.integrity
@@ -212,8 +212,8 @@ class Engine(StandsForModule):
                         self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 elif not has_graph(loss, self.mesh):
                     runtime.step.is_graphless = True
-                    if not self._told_of_graphless:
-                        self._told_of_graphless = True
+                    if not self._has_logged_graphless:
+                        self._has_logged_graphless = True
                         warn_of_graphless(self.global_steps + 1)
                 else:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
@@ -276,8 +276,8 @@ class Engine(StandsForModule):
         self.held_reductions.refuse_step()
         if self.parts.loop is not None:
             self.parts.loop.refuse_open()
-        if not self._told_of_direct_steps:
-            self._told_of_direct_steps = True
+        if not self._has_logged_direct_step:
+            self._has_logged_direct_step = True
             log_once(
                 "optimizer.step() was called directly: it counts as a step of the engine and "
                 "advances "

@@ -60,7 +60,7 @@ def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: in
     return Tiers(memories, chunk_numel, DeviceBudget(chosen.device_bytes))
 
 
-def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
+def check_space(plan: Plan, tiers: Tiers, comm: Comm) -> None:
     """Raise on every rank if a memory is too small for the plan.
 
     Args:
@@ -76,7 +76,7 @@ def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
     needed = plan.bytes_by_tier()
     with AllRanks(comm, "checking free memory"):
         for tier, memory in tiers.memories.items():
-            memory.check_room(needed[tier], ranks_of_this_host())
+            memory.check_space(needed[tier], ranks_of_this_host())
 
 
 def commit(tiers: Tiers, comm: Comm) -> None:

@@ -109,7 +109,7 @@ class MemoryAdvice:
             where: The name of the call that failed.
         """
         device = self.plan.mesh.device
-        room = room_of(device)
+        room = available_bytes(device)
         planned = self._near_bytes(self.plan)
         asked = allocated_bytes(device) + _requested_bytes(error)
         other = max(0, asked - planned)
@@ -255,7 +255,7 @@ class _Uncaught:
 _UNCAUGHT = _Uncaught()
 
 
-def room_of(device: torch.device) -> int:
+def available_bytes(device: torch.device) -> int:
     """Return the bytes of a device's memory that are free or used by this process."""
     free = free_device_bytes(device)
     if free is None:

@@ -29,7 +29,7 @@ from ..planner.row_of_group import plan_for
 from ..planner.spec import S
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
 from ..planner.update import UpdateSettings
-from ..precision.codecs import Blocks, Cast, work_room
+from ..precision.codecs import Blocks, Cast, codec_scratch
 from ..precision.policy import Policy
 from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
@@ -80,7 +80,7 @@ def plan_run(
         settings = with_useful_copies(settings, mesh, in_place=in_place)
     settings = with_order_of_sums(settings, mesh, comm.hosts.per_host, optimizer.cls)
     settings = with_chosen_codes(config, settings, comm, mesh)
-    say_fixed_codes(config, settings)
+    log_fixed_bits(config, settings)
     inside, across = mesh.hosts_of(settings.ranks_per_host or 1)
     machine = Machine(
         comm.shard.reads_in_place,
@@ -96,8 +96,8 @@ def plan_run(
         with AllRanks(comm, "placing states"):
             found = plan_shape(shape, settings, mesh, machine, update, placement)
         log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
-    say_uncoded(found, among_hosts=not comm.hosts.is_one)
-    say_other_wires(found)
+    log_unquantized(found, among_hosts=not comm.hosts.is_one)
+    log_other_wires(found)
     return found
 
 
@@ -165,7 +165,7 @@ def with_chosen_codes(
     return replace(settings, compression=chosen)
 
 
-def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
+def log_fixed_bits(config: Config, settings: PlanSettings) -> None:
     """Log that codecs do not adapt to their errors.
 
     This is logged if the precision of units adapts to gradients.
@@ -199,7 +199,7 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
     """
     numel = MEASURED_NUMEL.on(device)
     values = torch.randn(numel, device=device)
-    room = work_room(codec, numel, device)
+    room = codec_scratch(codec, numel, device)
     message = torch.empty(codec.length(numel), dtype=codec.dtype, device=device)
 
     def seconds(work: Callable[[], None]) -> float:
@@ -216,7 +216,7 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
     return numel / encode, numel / seconds(lambda: codec.decode(message, 0, numel, values, room))
 
 
-def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
+def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
     """Log why weights or gradients are not coded although the settings ask for it.
 
     Args:
@@ -232,7 +232,7 @@ def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
         "frozen weights": asked.frozen,
     }
     found = {
-        "frozen weights": any(row.weight.rests_as is not None for row in groups),
+        "frozen weights": any(row.weight.stored_as is not None for row in groups),
         "gradients inside a host": any(
             row.grad is not None and row.grad.wire_inside is not None for row in groups
         ),
@@ -272,7 +272,7 @@ def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
         )
 
 
-def say_other_wires(plan: Plan) -> None:
+def log_other_wires(plan: Plan) -> None:
     """Log which gradients are not sent in the dtype of `communication_data_type`."""
     if (asked := plan.settings.policy.reduce) is None:
         return

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from ..base.errors import UsageError
-from ..base.launch import SAVED_EXIT_CODE, is_ending, say_that_we_save
+from ..base.launch import SAVED_EXIT_CODE, is_ending, report_saving_signals
 from ..base.log import log_once
 from ..checkpoint.contents import SaveSettings
 from ..optim.step_message import StepMessage
@@ -71,7 +71,7 @@ class Preemption:
                 "initialize the engine in the main thread, or remove checkpoint.save_on_signal.",
             ) from None
         self._process = os.getpid()
-        say_that_we_save(self.settings.signals)
+        report_saving_signals(self.settings.signals)
 
     def release(self) -> None:
         """Restore the previous signal handlers.

@@ -33,7 +33,7 @@ class Request:
     leaf_modules: tuple[str, ...] = ()  # full names of modules that are not divided into units
     # A schedule without an optimizer is dropped with a warning, not an error
     drops_idle_schedule: bool = False
-    door: str = "initialize"  # the name of the function that was called
+    call: str = "initialize"  # the name of the function that was called
     sequence: parallel.SequenceSettings | None = None  # the caller's settings of ranks along "sp"
     shuffles: bool = True  # shuffle training_data in each epoch
     mpu: Any = None  # an object with the sizes of groups
@@ -59,7 +59,7 @@ class Request:
                 '"params": {"lr": 0.001}}.'
             )
             raise refuse(
-                self.door,
+                self.call,
                 "optimizer",
                 optimizer,
                 "a torch.optim.Optimizer, or a callable that returns one",
@@ -68,22 +68,22 @@ class Request:
         if schedule is not None and not callable(schedule) and not hasattr(schedule, "step"):
             wanted = "a schedule with step(), or a callable that returns one for an optimizer"
             fix = "pass one of torch.optim.lr_scheduler, or remove it."
-            raise refuse(self.door, "lr_scheduler", schedule, wanted, fix)
+            raise refuse(self.call, "lr_scheduler", schedule, wanted, fix)
         if isinstance(data, DataLoader):
             wanted = "a dataset, for which the engine creates a loader of this rank's share"
             fix = "pass its dataset, or use the loader and remove this argument."
-            raise refuse(self.door, "training_data", data, wanted, fix)
+            raise refuse(self.call, "training_data", data, wanted, fix)
         is_dataset = isinstance(data, IterableDataset) or (
             hasattr(data, "__getitem__") and hasattr(data, "__len__")
         )
         if data is not None and not is_dataset:
             wanted = "a dataset, with __getitem__ and __len__, or an IterableDataset"
             raise refuse(
-                self.door, "training_data", data, wanted, "pass a torch.utils.data.Dataset."
+                self.call, "training_data", data, wanted, "pass a torch.utils.data.Dataset."
             )
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise refuse(
-                self.door,
+                self.call,
                 "collate_fn",
                 self.collate_fn,
                 "a function of a list of samples",

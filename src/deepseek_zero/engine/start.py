@@ -261,7 +261,7 @@ def plan(
         if model_parameters is None
         else parameters_of("plan", "model_parameters", model_parameters)
     )
-    request = Request(model, optimizer, given, door="plan")
+    request = Request(model, optimizer, given, call="plan")
     raw = load(source, origin=origin)
     axes = choose_mesh(statements_of(raw, mesh, launched=False), world)
     chosen = resolve(raw, facts_of(request, axes, has_bf16=True))

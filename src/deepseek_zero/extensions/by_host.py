@@ -17,9 +17,9 @@ from ..comm.collectives import Comm
 from ..comm.context import Partition
 from ..comm.pending import Pending
 from ..comm.transports.base import Use
-from ..planner.messages import message_rooms
+from ..planner.messages import message_buffer_sizes
 from ..precision.codecs import Blocks
-from ..sharding.buffer import CommContext, MessageRoom, Route, boxes_in
+from ..sharding.buffer import CommContext, MessageBuffers, Route, boxes_in
 from ..sharding.message import Message
 
 
@@ -76,7 +76,7 @@ class TwoHops(Route):
         arriving: Message,
         numel: int,
         slice_numel: int,
-    ) -> MessageRoom:
+    ) -> MessageBuffers:
         """Return the receive buffers of both hops for a part of a message.
 
         Args:
@@ -86,10 +86,10 @@ class TwoHops(Route):
             numel: The most elements that a rank sends to another one.
             slice_numel: The elements of a slice.
         """
-        return TwoHopRoom(comm_ctx, self.hosts, message, arriving, numel, slice_numel)
+        return TwoHopBuffers(comm_ctx, self.hosts, message, arriving, numel, slice_numel)
 
 
-class TwoHopRoom(MessageRoom):
+class TwoHopBuffers(MessageBuffers):
     """The buffers of a message that is summed within each host first."""
 
     def __init__(
@@ -101,7 +101,7 @@ class TwoHopRoom(MessageRoom):
         numel: int,
         slice_numel: int,
     ) -> None:
-        sizes = message_rooms(
+        sizes = message_buffer_sizes(
             numel,
             (message.wire, arriving.wire),
             comm_ctx.comm.size,

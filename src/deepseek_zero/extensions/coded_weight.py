@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm.pending import Pending
-from ..precision.codecs import Blocks, work_room
+from ..precision.codecs import Blocks, codec_scratch
 from ..sharding.buffer import FlatBuffer, gather_message
 from ..sharding.coded_message import CodedMessage
 from ..sharding.weight_gather import WeightGather
@@ -48,7 +48,7 @@ class CodedStorage(Storage):
         """
         start, stop = self._blocks(low, high)
         found = torch.empty(stop - start, dtype=self.dtype, device=self.memory.device)
-        scratch = work_room(self.codec, stop - start, found.device)
+        scratch = codec_scratch(self.codec, stop - start, found.device)
         self.codec.decode(self.memory, start, stop, found, scratch)
         return found[low - start : high - start]
 
@@ -76,7 +76,7 @@ class CodedStorage(Storage):
         held = self.read(start, stop)
         yield held[low - start : high - start]
         self.codec.encode(
-            held, self.memory, work_room(self.codec, stop - start, held.device), start
+            held, self.memory, codec_scratch(self.codec, stop - start, held.device), start
         )
 
     def _blocks(self, low: int, high: int) -> tuple[int, int]:
@@ -120,6 +120,6 @@ class CodedWeight(WeightGather):
 
     @property
     def _codec(self) -> Blocks:
-        codec = self.group.plan.weight.rests_as
+        codec = self.group.plan.weight.stored_as
         assert codec is not None
         return codec

@@ -24,7 +24,7 @@ from ..planner.spec import S, Spec
 from ..sharding.grad_sum import GradState, GradSum
 from ..sharding.gradient import Gradient
 from ..sharding.param_group import ParamGroup
-from .speculative_update import refuse_joining_beside_log
+from .speculative_update import refuse_joining_with_undo_log
 
 _TILE_NUMEL = 1 << 20  # Elements that are swapped at a time if the buffers cannot be exchanged
 
@@ -137,7 +137,7 @@ class DelayedUpdate(UpdatePolicy):
         Raises:
             UsageError: Always.
         """
-        refuse_joining_beside_log(what, fix)
+        refuse_joining_with_undo_log(what, fix)
 
     @property
     def is_on(self) -> bool:

@@ -189,11 +189,11 @@ class GatheredParameters:
                     self._take_over() if self.modifier_rank is not None else self._refuse_changes()
         finally:
             winner = self.modifier_rank if kind is None else None
-            self._back_to_rest(winner)
+            self._reshard(winner)
 
     def discard(self) -> None:
         """Leave the context as after an exception: changes are dropped. Local."""
-        self._back_to_rest(None)
+        self._reshard(None)
 
     def _take_over(self) -> None:
         assert self.modifier_rank is not None
@@ -232,7 +232,7 @@ class GatheredParameters:
                 "name the rank whose change counts: GatheredParameters(params, modifier_rank=0).",
             )
 
-    def _back_to_rest(self, winner: int | None) -> None:
+    def _reshard(self, winner: int | None) -> None:
         with torch.no_grad():
             for param, shard in self.building:
                 shard.reshard(param, winner)

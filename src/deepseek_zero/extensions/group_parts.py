@@ -53,7 +53,7 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
         return extensions.WeightDifferences(group)
     weight = plan.weight
     gather = WeightGather(group)
-    if weight.rests_as is not None:
+    if weight.stored_as is not None:
         gather = extensions.CodedWeight(group)
     if second_copy_of(plan) is not None:
         assert inner is not None

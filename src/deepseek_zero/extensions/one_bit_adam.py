@@ -49,7 +49,9 @@ class MomentumSteps(UpdatePolicy):
 
     def attach(self, optimizer: Stepping) -> None:
         self._attached = weakref.ref(optimizer)
-        refuse_beside_exchange(optimizer.runtime, self._refused, optimizer.inner.param_groups)
+        refuse_with_momentum_exchange(
+            optimizer.runtime, self._refused, optimizer.inner.param_groups
+        )
 
     @property
     def _optimizer(self) -> Stepping:
@@ -152,7 +154,7 @@ class MomentumSteps(UpdatePolicy):
         return found
 
 
-def refuse_beside_exchange(
+def refuse_with_momentum_exchange(
     runtime: Runtime, refused: Mapping[str, bool], groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Check that all settings support an exchange of momenta.

@@ -139,7 +139,7 @@ class SpeculativeUpdate(UpdatePolicy):
         Raises:
             UsageError: Always.
         """
-        refuse_joining_beside_log(what, fix)
+        refuse_joining_with_undo_log(what, fix)
 
     def _expected(self) -> Decision | None:
         """Return the known or assumed decision of this step, or None.
@@ -294,7 +294,7 @@ def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
     )
 
 
-def refuse_joining_beside_log(what: str, fix: str) -> None:
+def refuse_joining_with_undo_log(what: str, fix: str) -> None:
     """Raise `UsageError` because parameters cannot join an optimizer with an undo log.
 
     Args:

@@ -180,7 +180,7 @@ class InitShard(ModelBuilder):
             self.modifier = source
         self.unsharded = None
         self.is_pinned = False
-        self.session.awake = [shard for shard in self.session.awake if shard is not self]
+        self.session.unsharded = [shard for shard in self.session.unsharded if shard is not self]
         reshard(param, _placeholder(self.slice, self.shape))
 
     # -- the protocol `Owner` (sharded_parameter.py)
@@ -200,7 +200,7 @@ class InitShard(ModelBuilder):
         with torch.no_grad():
             self.unsharded = self.whole()
             unshard(param, self.param_class, self.unsharded.view(self.shape))
-        self.session.awake.append(self)
+        self.session.unsharded.append(self)
         return True
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
@@ -301,7 +301,7 @@ class Init:
         self.enabled = enabled
         self.dtype = dtype
         self.is_open = False
-        self.awake: list[InitShard] = []
+        self.unsharded: list[InitShard] = []
         # A weak reference to the parameter of `InitShard.lend_scratch`
         self.scratch: Callable[[], Any] = lambda: None
         self._handle: Any = None
@@ -415,7 +415,9 @@ class Init:
             Collective: every rank must call it.
         """
         self.reshard_pinned()
-        tie_shared(module, [param for shard in self.awake if (param := shard.param()) is not None])
+        tie_shared(
+            module, [param for shard in self.unsharded if (param := shard.param()) is not None]
+        )
         with torch.no_grad():
             for param in _whole_params(module):
                 self._cut(param)
@@ -452,7 +454,7 @@ class Init:
         """
         self.end_scratch()
         busy = []
-        for shard in self.awake:
+        for shard in self.unsharded:
             param = shard.param()
             full = shard.unsharded
             if param is None or full is None:
@@ -469,7 +471,7 @@ class Init:
                     shard.slice.copy_(_scatter_slices(self.open_comm(), full, 0, shard.slice.dtype))
                 shard.unsharded = None
                 reshard(param, _placeholder(shard.slice, shard.shape))
-        self.awake = busy
+        self.unsharded = busy
 
 
 def _converted(

@@ -62,9 +62,9 @@ class ExecutorUpdates:
             group.optimizer = self._optimizer if group.trainable else group.optimizer
         known = {id(param) for params in self._shards.params_by_group for param in params}
         members = [member for group in groups if group.trainable for member in group.members]
-        if strangers := [member.name for member in members if id(member.param) not in known]:
+        if unknown := [member.name for member in members if id(member.param) not in known]:
             log_once(
-                f"'{strangers[0]}' and {len(strangers) - 1} more parameters were unfrozen and are "
+                f"'{unknown[0]}' and {len(unknown) - 1} more parameters were unfrozen and are "
                 "in no group of the optimizer: they get gradients and are not updated.  Give it "
                 "all parameters, or add_param_group.",
                 logging.WARNING,

@@ -21,7 +21,7 @@ from ..sharding.runtime import Runtime
 from ..sharding.step_state import FiniteRecords
 from ..sharding.unit import Unit
 
-NOBODY = 1 << 30
+NOT_FOUND = 1 << 30
 LATER = "If the next step is like it, the unit where it begins is named."
 
 
@@ -128,13 +128,13 @@ class NonFiniteReport:
         ]
         # The root comes last, so that a block is reported if possible
         orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]
-        row = torch.full((2,), NOBODY)
+        row = torch.full((2,), NOT_FOUND)
         for k, unit in enumerate(seen):
             if unit is not None:
                 row[k] = orders[k].index(unit)
         rows = runtime.comm_of_units.all_gather_rows(row, "where numbers stop being finite")
         for order, place in zip(orders, rows.amin(dim=0).tolist(), strict=True):
-            if place != NOBODY:
+            if place != NOT_FOUND:
                 return runtime.units[order[int(place)]]
         return None
 

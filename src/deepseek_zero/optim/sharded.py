@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..base.device import ScalesItself, adopt_step_hooks, tell_schedules_of_step
+from ..base.device import ScalesItself, adopt_step_hooks, mark_stepped
 from ..base.errors import UsageError
 from ..comm.agreement import AllRanks
 from ..comm.collectives import propagate_errors
@@ -309,7 +309,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if not skip:
                 made = Decision(factor, self.updater.updates + 1, hypers)
             self._conclude(made)
-            tell_schedules_of_step(self.inner)
+            mark_stepped(self.inner)
             result = StepResult(verdict.norm / scale, skip, verdict, self.overflow, self.steps)
             self.last = result
             self.last_norm = self.last_norm if skip else result.norm

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler as torch_schedules
 
-from ..base.device import tell_schedules_of_step
+from ..base.device import mark_stepped
 from ..base.errors import ConfigError, DeepSeekZeroError, UsageError, shown
 from ..base.given import did_you_mean
 from ..base.log import log_once
@@ -622,7 +622,7 @@ def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, A
         {**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups
     ]
     schedule = cls(stand_in, **settings)
-    tell_schedules_of_step(stand_in)
+    mark_stepped(stand_in)
     for _ in range(3):
         schedule.step(**({"metrics": 1.0} if cls is torch_schedules.ReduceLROnPlateau else {}))
     rates = [group["lr"] for group in stand_in.param_groups]

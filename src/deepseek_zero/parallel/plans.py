@@ -387,12 +387,12 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
     for choice in choices.values():
         if choice.style in ("column_gather", "row_scatter"):
             dim = 0 if choice.style == "column_gather" else 1
-            choice.part = _part(choice, dim, _shares_alone(choice, dim, plan))
+            choice.part = _part(choice, dim, _parts_of_single_layer(choice, dim, plan))
             choice.region = parent_of(choice)
             plan.choices.append(choice)
 
 
-def _shares_alone(choice: Choice, dim: int, plan: ParallelPlan) -> tuple[Ranges, ...]:
+def _parts_of_single_layer(choice: Choice, dim: int, plan: ParallelPlan) -> tuple[Ranges, ...]:
     """Return each rank's part of a layer that is split alone.
 
     It contains a share of each part of a fused projection.

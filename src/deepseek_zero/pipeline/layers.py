@@ -354,10 +354,10 @@ class LayersStage:
         if self.layers.is_last:
             return output
         outputs = output if isinstance(output, tuple) else (output,)
-        strangers = [each for each in outputs if not isinstance(each, Tensor)]
-        if strangers:
+        others = [each for each in outputs if not isinstance(each, Tensor)]
+        if others:
             raise UsageError(
-                f"the last layer of stage {self.index} returns {article(strangers[0])}.",
+                f"the last layer of stage {self.index} returns {article(others[0])}.",
                 "Stages send each other a tensor, or a tuple of tensors.",
                 "return only tensors.",
             )

@@ -110,7 +110,7 @@ class _Loss(torch.autograd.Function):
         return None, None, None
 
 
-class _EvaluatedAlone:
+class _DirectCall:
     """Handle a direct call of a model that is divided into stages.
 
     In evaluation it runs the loop, because clients call their own model and rely on hooks.
@@ -167,12 +167,12 @@ class PlainLoop:
         if own_rows is not None:
             # Set where torch looks before any hook, because hooks of a rank's stages are meant for
             # calls of its stages.
-            call_instead(self.runtime.model, _EvaluatedAlone(self))
+            call_instead(self.runtime.model, _DirectCall(self))
         self._open: list[_Call] = []
         self._added = 0
         # Factor that callers apply to a loss, without the loss scale
         self._learned: float | None = None
-        self._told_of_idling = False
+        self._has_logged_idling = False
         self.runtime.backward.driver = weakref.ref(self)
 
     # -- calls
@@ -220,7 +220,7 @@ class PlainLoop:
             )
         given = [_Given(each, self.parts or 1) for each in self._batches(micro)]
         if self.parts is None and self._own_rows is None:
-            self._tell_of_idling()
+            self._log_idling()
         scale = self.runtime.loss_factor.scale
         factor = self._factor()
         # The mean over ranks with their own rows, like over data-parallel ranks.
@@ -231,7 +231,7 @@ class PlainLoop:
             outcome = self.pipeline.run(
                 [part for batch in given for part in batch.parts], scale=each
             )
-        loss, kind = self._told(outcome.losses, given, is_bare=outcome.is_bare)
+        loss, kind = self._losses_of_last_stage(outcome.losses, given, is_bare=outcome.is_bare)
         call = _Call(self, factor, scale)
         self._open.append(call)
         self._added += 1
@@ -263,7 +263,7 @@ class PlainLoop:
             )
             known = None if losses is None else [each for each in losses if each is not None]
             is_bare = outcome.outputs is not None and isinstance(outcome.outputs[0], Tensor)
-            loss, kind = self._told(known, given, is_bare=is_bare)
+            loss, kind = self._losses_of_last_stage(known, given, is_bare=is_bare)
             if kind == _BARE:
                 return loss
             found = None
@@ -292,7 +292,7 @@ class PlainLoop:
         """Return the index of this rank's batch in a call."""
         return 0 if self._own_rows is None else self._own_rows.rank
 
-    def _told(
+    def _losses_of_last_stage(
         self, losses: Sequence[Tensor] | None, given: Sequence[_Given], *, is_bare: bool
     ) -> tuple[Tensor, int]:
         """Send the losses and the kind of output from the last stage to every rank.
@@ -307,7 +307,7 @@ class PlainLoop:
             for place, batch in enumerate(kept):
                 total = torch.stack([next(rest).double().cpu() for _ in batch.parts]).sum()
                 row[place] = total / batch.divisor
-        told = self.pipeline.tell_from_last(row, "loss of the last stage")
+        told = self.pipeline.broadcast_from_last(row, "loss of the last stage")
         return told[self._place].float().reshape(()).to(self.pipeline.mesh.device), int(told[-1])
 
     @contextmanager
@@ -329,9 +329,9 @@ class PlainLoop:
             else 1.0 / self.runtime.loss_factor.accumulation()
         )
 
-    def _tell_of_idling(self) -> None:
-        if not self._told_of_idling:
-            self._told_of_idling = True
+    def _log_idling(self) -> None:
+        if not self._has_logged_idling:
+            self._has_logged_idling = True
             ranks = self.pipeline.mesh.pp
             virtual = self.pipeline.staged.virtual
             idle = (ranks - 1) / (ranks - 1 + virtual)

@@ -286,7 +286,7 @@ class Pipeline:
         """
         return row.unsqueeze(0) if self._pipe is None else self._pipe.all_gather_rows(row, what)
 
-    def tell_from_last(self, row: Tensor, what: str) -> Tensor:
+    def broadcast_from_last(self, row: Tensor, what: str) -> Tensor:
         """Return the row of the last stage's rank on every rank of this pipeline.
 
         Args:
@@ -336,7 +336,7 @@ class Pipeline:
             own = torch.stack([loss.detach().double().cpu() for loss in losses]).mean().reshape(1)
             mean = self.runtime.comm.all_gather_rows(own, "mean loss").mean().reshape(1)
         return (
-            self.tell_from_last(mean, "loss of the last stage")
+            self.broadcast_from_last(mean, "loss of the last stage")
             .float()
             .reshape(())
             .to(self.mesh.device)

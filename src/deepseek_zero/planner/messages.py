@@ -73,7 +73,7 @@ def hop_wires(
 
 
 @cache
-def message_rooms(
+def message_buffer_sizes(
     numel: int,
     wires: tuple[Codec, Codec],
     ranks: int,

@@ -212,7 +212,7 @@ class Plan:
         """Return the bytes of a step with and without codes, if some matrices are coded."""
         groups = [group for unit in self.units for group in unit.groups if group.is_coded]
         resting = self._resting_line(
-            [group for group in groups if group.plan.weight.rests_as is not None]
+            [group for group in groups if group.plan.weight.stored_as is not None]
         )
         if why := self.settings.compression.why:
             resting.append(f"bits chosen by measurement: {why}")

@@ -22,7 +22,7 @@ from ..tiers.tier import Tier
 from .extras import momenta_codec_of, second_copy_of
 from .layout import FlatLayout
 from .make_schedule import schedule_units
-from .messages import MAX_IN_FLIGHT, SUM_TILE_NUMEL, Messages, message_rooms, messages_of
+from .messages import MAX_IN_FLIGHT, SUM_TILE_NUMEL, Messages, message_buffer_sizes, messages_of
 from .plan_settings import PlanSettings
 from .schedule import ActionKind, Schedule
 from .spec import S
@@ -268,7 +268,7 @@ class _StepReplay:
             return ()
         if codec is not None:
             return ((codec.dtype, group.exchange_length * (group.ranks - 1)),)
-        return message_rooms(
+        return message_buffer_sizes(
             self._messages(group).numel,
             group.hop_wires,
             group.ranks,
@@ -336,7 +336,7 @@ def scratch_numel(units: Sequence[UnitPlan], device: torch.device) -> int:
         device: The training device.
     """
     groups = [group for unit in units for group in unit.groups]
-    has_codes = any(group.is_coded or group.plan.weight.rests_as is not None for group in groups)
+    has_codes = any(group.is_coded or group.plan.weight.stored_as is not None for group in groups)
     return (WORK_NUMEL if has_codes else SUM_TILE_NUMEL).on(device)
 
 
@@ -370,7 +370,7 @@ def pool_buffers(
     groups = [group for unit in units for group in unit.groups]
     if all(group.ranks == 1 for group in groups):
         rows = [group.plan for group in groups]
-        if not any(row.is_offloaded or row.weight.rests_as is not None for row in rows) and all(
+        if not any(row.is_offloaded or row.weight.stored_as is not None for row in rows) and all(
             group.replicas == 1 for group in groups
         ):
             return Counter()

@@ -82,11 +82,11 @@ def plan_for(
     coded_as = compression.weights if weight_place is S or sends_changes else None
     weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier, coded_as)
     if weight_place is S and not trainable and compression.frozen is not None:
-        weight = replace(weight, wire=compression.frozen, rests_as=compression.frozen)
+        weight = replace(weight, wire=compression.frozen, stored_as=compression.frozen)
     extras: list[Extra] = []
     if weight_place is S and weight_tier is Tier.DEVICE and 1 < settings.secondary_ranks < ranks:
         # The second copy holds decoded values, and is gathered among neighbors.
-        extras.append(SecondCopy(replace(weight, axes=INNER_AXES, wire=None, rests_as=None)))
+        extras.append(SecondCopy(replace(weight, axes=INNER_AXES, wire=None, stored_as=None)))
     if not trainable:
         return ShardPlan(weight, extras=tuple(extras))
     policy = settings.policy
@@ -99,8 +99,8 @@ def plan_for(
     in_place = grad_place is P or settings.reduces_once or (ranks == 1 and tier is Tier.DEVICE)
     grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation * settings.row_parts)
     wire, inside = gradient_wires(settings, is_coded=is_coded, near=near)
-    place, rests_on = (P, Tier.DEVICE) if in_place else (S, tier)
-    grad = Spec(place, grad_dtype, rests_on, wire, wire_inside=inside)
+    place, tier_of_grad = (P, Tier.DEVICE) if in_place else (S, tier)
+    grad = Spec(place, grad_dtype, tier_of_grad, wire, wire_inside=inside)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
     if settings.delayed_update:
         extras.append(LateGradient())

@@ -76,13 +76,13 @@ class Spec:
 
     Attributes:
         placement: Which elements each rank holds.
-        dtype: The dtype of the elements; if `rests_as` is set, of the decoded elements.
+        dtype: The dtype of the elements; if `stored_as` is set, of the decoded elements.
         tier: The memory that holds them.
         wire: The codec of messages between ranks; None sends the elements unchanged.
         axes: The mesh axes over which the state is sharded.
         wire_inside: The codec of partial gradients inside a host, if sums are formed host by host;
             None sends them unchanged.
-        rests_as: The codec in which a rank keeps its slice between uses; None keeps numbers.
+        stored_as: The codec in which a rank keeps its slice between uses; None keeps numbers.
     """
 
     placement: Placement
@@ -91,7 +91,7 @@ class Spec:
     wire: Codec | None = None
     axes: tuple[str, ...] = SHARD_AXES
     wire_inside: Codec | None = None
-    rests_as: Blocks | None = None
+    stored_as: Blocks | None = None
 
     def numel(self, padded_numel: int, ranks: int) -> int:
         """Return how many elements of a flat buffer one rank holds.
@@ -104,16 +104,16 @@ class Spec:
 
     def gathered(self) -> Spec:
         """Return the spec of the state after an all-gather: replicated and decoded."""
-        return replace(self, placement=R, rests_as=None)
+        return replace(self, placement=R, stored_as=None)
 
     @property
     def resting(self) -> Codec:
         """The codec in which a rank keeps the elements between uses."""
-        return self.rests_as or Cast(self.dtype)
+        return self.stored_as or Cast(self.dtype)
 
     def __str__(self) -> str:
         among = "" if self.axes == SHARD_AXES else f" {'+'.join(self.axes)}"
-        coded = f" stored as {self.rests_as}" if self.rests_as is not None else ""
+        coded = f" stored as {self.stored_as}" if self.stored_as is not None else ""
         coded += f" sent as {self.wire}" if isinstance(self.wire, Blocks) else ""
         coded += f", inside a host as {self.wire_inside}" if self.wire_inside is not None else ""
         return (

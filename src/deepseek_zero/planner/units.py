@@ -218,7 +218,7 @@ class GroupPlan:
             if self.plan.grad is not None
             else None
         )
-        weight = replace(self.plan.weight, wire=None, rests_as=None)
+        weight = replace(self.plan.weight, wire=None, stored_as=None)
         extras = tuple(each for each in self.plan.extras if not isinstance(each, ErrorsKept))
         return replace(self, plan=replace(self.plan, weight=weight, grad=grad, extras=extras))
 
@@ -230,7 +230,7 @@ class GroupPlan:
         weight = self.plan.weight
         grad = self.plan.grad
         is_coded = self.key is not None and self.key.is_coded
-        if weight.placement is S and weight.rests_as is None:
+        if weight.placement is S and weight.stored_as is None:
             codec = settings.compression.weights if is_coded else None
             weight = replace(weight, wire=codec)
         if grad is not None:
@@ -245,7 +245,7 @@ class GroupPlan:
 
     def describe(self) -> str:
         """Return a text with the memory and dtype of the four states."""
-        return " | ".join(f"{state} {row}" for state, row in words_of(self.plan).items())
+        return " | ".join(f"{state} {row}" for state, row in describe_states(self.plan).items())
 
     def promoted(self) -> GroupPlan:
         """Return the same group with an fp32 weight and gradient."""
@@ -449,9 +449,9 @@ def plan_group(
     if feedback_of(plan) is not None:
         # Checkpoints, including old ones, store error feedback by its offset in this layout
         grain = 1
-    if plan.weight.rests_as is not None:
+    if plan.weight.stored_as is not None:
         # A block of codes must not contain elements of two parameters
-        grain = max(grain, plan.weight.rests_as.granule)
+        grain = max(grain, plan.weight.stored_as.granule)
     layout = even_layout(names, shapes, mesh.shard_size, grain=grain)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))
     secondary_ranks = settings.secondary_ranks if second_copy_of(plan) is not None else 1
@@ -517,7 +517,7 @@ def plan_units(
     )
 
 
-def words_of(plan: ShardPlan) -> dict[str, str]:
+def describe_states(plan: ShardPlan) -> dict[str, str]:
     """Return a text for each state, by its name; "-" if there is no such state."""
     found = {
         "weight": plan.weight,

@@ -312,7 +312,7 @@ class LeftOut(Protocol):
         """
 
 
-def work_room(codec: Blocks, numel: int, device: torch.device) -> Tensor:
+def codec_scratch(codec: Blocks, numel: int, device: torch.device) -> Tensor:
     """Return fp32 scratch in which a codec works on all values at once, or on tiles.
 
     Args:

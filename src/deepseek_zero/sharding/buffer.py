@@ -19,7 +19,7 @@ from ..comm.collectives import Comm
 from ..comm.pending import DONE, OrderedIssueQueue, Pending
 from ..comm.transports.base import Use
 from ..planner.layout import FlatLayout, Slot
-from ..planner.messages import message_rooms, messages_of
+from ..planner.messages import message_buffer_sizes, messages_of
 from ..planner.spec import TRANSITIONS, Movement, R, S, Spec
 from ..precision.codecs import Cast, Codec, LeftOut
 from ..tiers.tier import CopyEngine, Storage, Tier, Tiers, copy_engine_for
@@ -611,7 +611,7 @@ def _reduce_scatter(
     return Pending(finish, _issue=issue)
 
 
-class MessageRoom:
+class MessageBuffers:
     """Lent buffers that receive the parts of a message one at a time, to be summed."""
 
     def __init__(self, comm_ctx: CommContext, sizes: Sequence[tuple[torch.dtype, int]]) -> None:
@@ -689,7 +689,7 @@ class Route:
         arriving: Message,
         numel: int,
         slice_numel: int,
-    ) -> MessageRoom:
+    ) -> MessageBuffers:
         """Return the receive buffers for a part of a message.
 
         Args:
@@ -701,7 +701,7 @@ class Route:
         """
         comm = comm_ctx.comm
         wires = (message.wire, arriving.wire)
-        sizes = message_rooms(
+        sizes = message_buffer_sizes(
             numel,
             wires,
             comm.size,
@@ -710,7 +710,7 @@ class Route:
             near_in_place=False,
             far_in_place=False,
         )
-        return MessageRoom(comm_ctx, sizes)
+        return MessageBuffers(comm_ctx, sizes)
 
 
 def boxes_in(room: Tensor | None, comm: Comm, length: int) -> list[Tensor | None]:

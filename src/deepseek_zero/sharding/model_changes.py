@@ -58,21 +58,21 @@ class Structure:
     """The modules of one wrapped model, with their contents at the last full check."""
 
     def __init__(
-        self, model: nn.Module, groups: Sequence[WrappedGroup], *, takes_strangers: bool = False
+        self, model: nn.Module, groups: Sequence[WrappedGroup], *, ignores_new_params: bool = False
     ) -> None:
         """Create the checks of one model.
 
         Args:
             model: The model.
             groups: Its parameter groups.
-            takes_strangers: Ignore parameters that are added later, with a warning.
+            ignores_new_params: Ignore parameters that are added later, with a warning.
         """
         self.model = model
         self.groups = list(groups)
-        self._takes_strangers = takes_strangers
+        self._ignores_new_params = ignores_new_params
         self._seen: list[tuple[nn.Module, list[int]]] = []
         # Added after wrapping, but frozen, so that they need no reduction.
-        self._frozen_strangers: list[tuple[str, nn.Parameter]] = []
+        self._frozen_new_params: list[tuple[str, nn.Parameter]] = []
 
     def follow(self, groups: Sequence[WrappedGroup]) -> None:
         """Replace the groups that hold the parameters."""
@@ -85,14 +85,14 @@ class Structure:
             UsageError: The model was changed.
         """
         if not self._seen or any(_holds(module) != held for module, held in self._seen):
-            strangers = _strangers_of(self.model, self.groups)
-            _refuse_trained(strangers, only_warn=self._takes_strangers)
-            self._frozen_strangers = [
-                (name, param) for name, param in strangers if not param.requires_grad
+            new_params = _params_added_to(self.model, self.groups)
+            _refuse_trained(new_params, only_warn=self._ignores_new_params)
+            self._frozen_new_params = [
+                (name, param) for name, param in new_params if not param.requires_grad
             ]
             self._seen = [(module, _holds(module)) for module in self.model.modules()]
-        elif self._frozen_strangers:
-            _refuse_trained(self._frozen_strangers, only_warn=self._takes_strangers)
+        elif self._frozen_new_params:
+            _refuse_trained(self._frozen_new_params, only_warn=self._ignores_new_params)
         _refuse_moved(self.groups)
 
 
@@ -104,7 +104,7 @@ def _holds(module: nn.Module) -> list[int]:
     return [id(held) for held in held_by(module)]
 
 
-def _strangers_of(
+def _params_added_to(
     model: nn.Module, groups: Sequence[WrappedGroup]
 ) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a model that no group holds, with their names."""
@@ -114,9 +114,9 @@ def _strangers_of(
     return [(name, param) for name, param in model.named_parameters() if id(param) not in known]
 
 
-def _refuse_trained(strangers: Sequence[tuple[str, nn.Parameter]], *, only_warn: bool) -> None:
+def _refuse_trained(new_params: Sequence[tuple[str, nn.Parameter]], *, only_warn: bool) -> None:
     """Raise if a parameter that was added after wrapping requires a gradient."""
-    new = next((name for name, param in strangers if param.requires_grad), None)
+    new = next((name for name, param in new_params if param.requires_grad), None)
     if new is None:
         return
     if only_warn:

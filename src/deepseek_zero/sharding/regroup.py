@@ -220,7 +220,7 @@ def promote_to_fp32(group: ParamGroup, what: str) -> None:
         return
     values = group.master.values()
     group.planned = group.planned.promoted()
-    _store_anew(group, values, what)
+    _store_again(group, values, what)
 
 
 def demote(group: ParamGroup, what: str) -> None:
@@ -239,10 +239,10 @@ def demote(group: ParamGroup, what: str) -> None:
         return
     values = group.master.values()
     group.planned = group.planned.demoted()
-    _store_anew(group, values, what)
+    _store_again(group, values, what)
 
 
-def _store_anew(group: ParamGroup, values: FlatBuffer, what: str) -> None:
+def _store_again(group: ParamGroup, values: FlatBuffer, what: str) -> None:
     """Store the weight as now planned, made from these main weights. Collective."""
     assert group.master is not None
     allocate_weight(group, what)

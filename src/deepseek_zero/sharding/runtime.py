@@ -73,7 +73,7 @@ class Runtime:
         )
         self.backward = Backward(units, self.executor, comm_ctx, self.loss_factor, self.step)
         self.structure = Structure(
-            model, self.groups, takes_strangers=rules.allows_unmanaged_params
+            model, self.groups, ignores_new_params=rules.allows_unmanaged_params
         )
         self.forward = Forward(self, self.backward, self.structure, plan.settings.policy)
         self.hooks = self.forward.install_hooks()

@@ -83,7 +83,7 @@ class Disk:
         self.traffic = TransferMeter()
         self.lock = threading.Lock()
         self.descriptor, self.is_direct = _open_unnamed(directory)
-        self.promises_room = True  # whether the file system can reserve space (fallocate)
+        self.can_reserve = True  # whether the file system can reserve space (fallocate)
         self._pool = ThreadPoolExecutor(self.settings.threads, "deepseek_zero disk")
         # Jobs hold a reference to this object, so no job is running when it is freed. A finalizer
         # can run anywhere, even inside Thread.start, so it must not join threads. The threads of an
@@ -98,12 +98,12 @@ class Disk:
                 "from there"
             )
             return [Capability(name, "through the page cache", why)]
-        if not self.promises_room:
+        if not self.can_reserve:
             why = "the file system knows no fallocate; a full disk shows at a write"
             return [Capability(name, "past the page cache, room not set aside", why)]
         return [Capability(name, "past the page cache")]
 
-    def check_room(self, nbytes: int, sharers: int) -> None:
+    def check_space(self, nbytes: int, sharers: int) -> None:
         """Raise `StorageError` if the disk has no space for the states of all ranks.
 
         Args:
@@ -154,7 +154,7 @@ class Disk:
             return HostStorage(torch.empty(0, dtype=dtype))
         padded = -(-numel * dtype.itemsize // PAGE) * PAGE
         with _named(self, f"reserving {format_bytes(padded)} for {what}"):
-            self.promises_room &= _allocate(self.descriptor, self.reserved_bytes, padded)
+            self.can_reserve &= _allocate(self.descriptor, self.reserved_bytes, padded)
         start = self.reserved_bytes
         self.reserved_bytes = self.reserved_bytes + padded
         chunk = min(-(-chunk_numel * dtype.itemsize // PAGE) * PAGE, padded)

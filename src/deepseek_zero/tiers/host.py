@@ -67,7 +67,7 @@ class HostMemory:
             )
         ]
 
-    def check_room(self, nbytes: int, sharers: int) -> None:
+    def check_space(self, nbytes: int, sharers: int) -> None:
         """Raise `OutOfMemoryError` if the host has no space for the states of all ranks.
 
         Args:
@@ -112,7 +112,7 @@ class HostMemory:
         return HostStorage(memory[:numel])
 
     def _mapped(self) -> dict[bool, Slab]:
-        """Return the slabs, which the first call maps. Call only after `check_room`."""
+        """Return the slabs, which the first call maps. Call only after `check_space`."""
         if self._slabs is None:
             self._slabs = {}
             for is_locked in (False, True):

@@ -27,7 +27,7 @@ class Copy(Protocol):
 
 
 @dataclass(eq=False)
-class _Room:
+class _UsedRange:
     """Bytes [start, stop) of the ring that are in use.
 
     Attributes:
@@ -51,10 +51,10 @@ class StagingRing:
     def __init__(self, *, is_locked: bool) -> None:
         self._is_locked = is_locked
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._rooms: deque[_Room] = deque()
-        self._taken: dict[int, _Room] = {}  # by address
+        self._used: deque[_UsedRange] = deque()
+        self._taken: dict[int, _UsedRange] = {}  # by address
         self._spare: dict[int, deque[tuple[Copy, Tensor]]] = defaultdict(deque)  # by size
-        weakref.finalize(self, _wait_for_all, self._rooms, self._spare).atexit = False
+        weakref.finalize(self, _wait_for_all, self._used, self._spare).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +72,8 @@ class StagingRing:
         nbytes = min(nbytes, LOCK_BYTES)
         if nbytes <= self.nbytes:
             return
-        _wait_for_all(self._rooms, self._spare)
-        self._rooms.clear()
+        _wait_for_all(self._used, self._spare)
+        self._used.clear()
         self._taken.clear()
         self._memory = private_pages(nbytes, torch.uint8, locked=self._is_locked)
 
@@ -87,13 +87,13 @@ class StagingRing:
         nbytes = numel * dtype.itemsize
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         while (start := self._place_for(size)) is None:
-            oldest = self._rooms[0].copy_event if self._rooms else None
+            oldest = self._used[0].copy_event if self._used else None
             if oldest is None:
-                return self._spare_room(size)[:nbytes].view(dtype)
+                return self._spare_buffer(size)[:nbytes].view(dtype)
             oldest.wait()
-            self._rooms.popleft()
-        room = _Room(start, start + size)
-        self._rooms.append(room)
+            self._used.popleft()
+        room = _UsedRange(start, start + size)
+        self._used.append(room)
         found = self._memory[start : start + nbytes].view(dtype)
         self._taken[found.data_ptr()] = room
         return found
@@ -113,7 +113,7 @@ class StagingRing:
         whole = torch.as_strided(room.view(torch.uint8), (size,), (1,))
         self._spare[size].append((copy_event, whole))
 
-    def _spare_room(self, size: int) -> Tensor:
+    def _spare_buffer(self, size: int) -> Tensor:
         if not self._spare[size]:
             return private_pages(size, torch.uint8, locked=self._is_locked)
         copy_event, room = self._spare[size].popleft()
@@ -122,13 +122,13 @@ class StagingRing:
 
     def _place_for(self, size: int) -> int | None:
         """Return the offset of a free range of this size, or None if there is none now."""
-        while self._rooms and (done := self._rooms[0].copy_event) is not None and done.is_done():
-            self._rooms.popleft()
-        if not self._rooms:
+        while self._used and (done := self._used[0].copy_event) is not None and done.is_done():
+            self._used.popleft()
+        if not self._used:
             return 0 if size <= self.nbytes else None
-        first = self._rooms[0].start
-        last = self._rooms[-1].stop
-        if self._rooms[-1].start < first:  # the newest ranges have wrapped around
+        first = self._used[0].start
+        last = self._used[-1].stop
+        if self._used[-1].start < first:  # the newest ranges have wrapped around
             return last if last + size <= first else None
         if last + size <= self.nbytes:
             return last
@@ -136,7 +136,7 @@ class StagingRing:
 
 
 def _wait_for_all(
-    rooms: Iterable[_Room], spare: Mapping[int, Iterable[tuple[Copy, Tensor]]]
+    rooms: Iterable[_UsedRange], spare: Mapping[int, Iterable[tuple[Copy, Tensor]]]
 ) -> None:
     """Wait for every copy in progress, because memory must not be freed before."""
     copies = [room.copy_event for room in rooms]

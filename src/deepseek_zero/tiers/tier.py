@@ -414,7 +414,7 @@ class TierMemory(Protocol):
     def capabilities(self) -> list[Capability]:
         """Describe how bytes are transferred, and what a faster transfer would need."""
 
-    def check_room(self, nbytes: int, sharers: int) -> None:
+    def check_space(self, nbytes: int, sharers: int) -> None:
         """Raise if the memory cannot hold the states of all ranks of this host; reserve nothing.
 
         Args:

@@ -30,13 +30,13 @@ from deepseek_zero.base.device import (
     held_by,
     in_torch_func,
     is_persistent_buffer,
+    mark_stepped,
     next_node_number,
     number_of_node,
     outer_saved_tensor_hooks,
     outside_torch_func,
     queue_backward_callback,
     storage_users,
-    tell_schedules_of_step,
     version_of,
     without_torch_function,
 )
@@ -129,7 +129,7 @@ def test_torchs_objects_still_have_each_private_name(name: str) -> None:
 def test_torchs_schedules_still_ask_whether_the_optimizer_was_called() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)])
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    tell_schedules_of_step(optimizer)
+    mark_stepped(optimizer)
     # Warns, which is an error here, where torch takes the optimizer for one that was not called
     schedule.step()
 

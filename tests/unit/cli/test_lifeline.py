@@ -135,7 +135,7 @@ def test_a_launcher_that_hears_no_signal_ends_all_the_same(monkeypatch: pytest.M
     monkeypatch.setattr(lifeline, "are_closed", lambda streams: True)
     monkeypatch.setattr(lifeline, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(lifeline, "DEAF_SECONDS", 0.01)
-    monkeypatch.setattr(lifeline, "_speak_to_nobody", lambda: None)
+    monkeypatch.setattr(lifeline, "_discard_unread_output", lambda: None)
     monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
     monkeypatch.setattr(os, "_exit", ended.append)
     Lifeline((0,))._watch()

@@ -128,10 +128,10 @@ def within(seconds: float, found: Callable[[], object]) -> object:
 
 def test_a_failure_is_told_to_the_others_and_the_first_one_stays() -> None:
     (first, second), _ = two(10.0)
-    assert first.heard_failure() is second.heard_failure() is None
-    second.tell_failure(Outcome(3, "rank 1 failed", "why"))
-    first.tell_failure(Outcome(4, "rank 0 failed", "later"))
-    assert within(PATIENCE, first.heard_failure) == Outcome(
+    assert first.failure_of_others() is second.failure_of_others() is None
+    second.report_failure(Outcome(3, "rank 1 failed", "why"))
+    first.report_failure(Outcome(4, "rank 0 failed", "later"))
+    assert within(PATIENCE, first.failure_of_others) == Outcome(
         3, f"rank 1 failed, on {socket.gethostname()}", "why"
     )
 
@@ -148,18 +148,18 @@ def test_all_have_finished_when_each_has_and_a_store_that_goes_then_is_no_failur
     (first, second), lines = two(10.0)
     assert not second.all_finished()
     lines[1].is_broken = True
-    assert within(PATIENCE, second.all_finished) and second.heard_failure() is None
+    assert within(PATIENCE, second.all_finished) and second.failure_of_others() is None
 
 
 def test_the_end_of_the_launcher_that_holds_the_store_is_told_with_its_host_and_ranks() -> None:
     (_, second), lines = two(10.0)
     lines[1].is_broken = True
     ended = Outcome(1, f"{socket.gethostname()} (rank 0) has ended", peers.ENDED_STORY)
-    assert within(PATIENCE, second.heard_failure) == ended
+    assert within(PATIENCE, second.failure_of_others) == ended
     unheard = Line(Table())
     unheard.is_broken = True
     third = PeerWatch(unheard, 1, 2, [1], 10.0)
-    assert within(PATIENCE, third.heard_failure) == Outcome(
+    assert within(PATIENCE, third.failure_of_others) == Outcome(
         1, "node 0, which holds the store, has ended", peers.ENDED_STORY
     )
 
@@ -171,9 +171,9 @@ def test_a_silent_machine_is_told_then_lost_by_name_on_both_sides(
     cut_off_second([first, second], lines)
     for _ in range(3):
         pass_time(0.12, [first])
-        assert first.heard_failure() is second.heard_failure() is None
+        assert first.failure_of_others() is second.failure_of_others() is None
     pass_time(0.2, [first])
-    heard = first.heard_failure(), second.heard_failure()
+    heard = first.failure_of_others(), second.failure_of_others()
     for node, lost in zip((1, 0), heard, strict=True):
         assert lost is not None and lost.exit_code == 1
         assert (
@@ -181,7 +181,7 @@ def test_a_silent_machine_is_told_then_lost_by_name_on_both_sides(
             and lost.is_silence
         )
     assert sum("silent for 0.2 s" in line for line in caplog.messages) == 2
-    second.tell_failure(Outcome(1, "nobody hears this", ""))  # and it does not wait for that
+    second.report_failure(Outcome(1, "nobody hears this", ""))  # and it does not wait for that
     lines[1].is_open.set()
 
 
@@ -192,19 +192,19 @@ def test_a_cut_that_heals_in_time_is_two_lines_and_no_failure(
     cut_off_second(watches, lines)
     for _ in range(2):
         pass_time(0.2, watches[:1])
-        assert not any(watch.heard_failure() for watch in watches)
+        assert not any(watch.failure_of_others() for watch in watches)
     lines[1].is_open.set()
     for node, watch in enumerate(watches):
         assert within(
             PATIENCE, lambda watch=watch, node=node: watch._seen[1 - node][1] == Clock.now
         )  # type: ignore[misc]
         assert within(PATIENCE, lambda watch=watch: watch._answered == Clock.now)  # type: ignore[misc]
-        assert not watch.heard_failure()
+        assert not watch.failure_of_others()
     said = [line for line in caplog.messages if line.startswith(socket.gethostname())]
     assert [("silent" in line, "again" in line) for line in said] == [(True, False)] * 2 + [
         (False, True)
     ] * 2
-    assert not any(watch.heard_failure() for watch in watches)
+    assert not any(watch.failure_of_others() for watch in watches)
 
 
 def test_a_launcher_that_stood_still_itself_takes_nobody_for_silent(
@@ -216,7 +216,7 @@ def test_a_launcher_that_stood_still_itself_takes_nobody_for_silent(
         PATIENCE, lambda: not any(watch._has_news.is_set() or watch._asked for watch in watches)
     )
     Clock.now += 60.0
-    assert not any(watch.heard_failure() for watch in watches)
+    assert not any(watch.failure_of_others() for watch in watches)
     monkeypatch.setattr(peers, "ASK_SECONDS", 0.02)
     for watch in watches:
         watch._has_news.set()
@@ -224,14 +224,14 @@ def test_a_launcher_that_stood_still_itself_takes_nobody_for_silent(
         PATIENCE,
         lambda: all(watch._seen[1 - node][1] == Clock.now for node, watch in enumerate(watches)),
     )
-    assert not any(watch.heard_failure() for watch in watches)
+    assert not any(watch.failure_of_others() for watch in watches)
 
 
 def test_inf_waits_for_ever() -> None:
     watches, lines = two(float("inf"))
     cut_off_second(watches, lines)
     pass_time(0.6, watches[:1])
-    assert not any(watch.heard_failure() for watch in watches)
+    assert not any(watch.failure_of_others() for watch in watches)
 
 
 def test_ranks_that_are_stopped_are_named_elsewhere_too(caplog: pytest.LogCaptureFixture) -> None:
@@ -246,17 +246,17 @@ def test_ranks_that_are_stopped_are_named_elsewhere_too(caplog: pytest.LogCaptur
 def test_a_machine_whose_launcher_is_gone_without_a_word_has_ended() -> None:
     (first, second), lines = two(10.0)
     lines[0].set(f"{peers.GONE}/1", "ended")
-    lost = within(PATIENCE, first.heard_failure)
+    lost = within(PATIENCE, first.failure_of_others)
     assert isinstance(lost, Outcome) and not lost.is_silence
     assert lost.headline == f"{socket.gethostname()} (rank 1) has ended"
     (first, second), lines = two(10.0)
-    second.tell_failure(Outcome(3, "rank 1 failed", "why"))
+    second.report_failure(Outcome(3, "rank 1 failed", "why"))
     lines[0].set(f"{peers.GONE}/1", "ended")
-    assert within(PATIENCE, first.heard_failure) == Outcome(
+    assert within(PATIENCE, first.failure_of_others) == Outcome(
         3, f"rank 1 failed, on {socket.gethostname()}", "why"
     )
     (first, second), lines = two(10.0)
     assert not second.all_finished()
     assert within(PATIENCE, lambda: f"{peers.FINISHED_KEY}/1" in lines[0]._texts)
     lines[0].set(f"{peers.GONE}/1", "ended")
-    assert not within(0.2, first.heard_failure), "it said before that all went well"
+    assert not within(0.2, first.failure_of_others), "it said before that all went well"

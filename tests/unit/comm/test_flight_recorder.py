@@ -128,7 +128,7 @@ def test_the_lowest_rank_that_waits_names_those_that_are_in_no_collective(
     told = []
     for seconds in (1.0, 4.9, 5.1, 6.0, 9.0, 10.3, 15.0):
         caplog.clear()
-        recorder.tell_absent(position(5, [0, 1, 2]), "engine 1", seconds)
+        recorder.log_absent_ranks(position(5, [0, 1, 2]), "engine 1", seconds)
         told += [seconds] if caplog.text else []
         if caplog.text:
             assert f"rank {me} has waited {seconds:.0f} s in 'agree on 5'." in caplog.text

@@ -75,7 +75,7 @@ class Run:
 
 
 def set_memory(monkeypatch: pytest.MonkeyPatch, room: int, allocated: int) -> None:
-    monkeypatch.setattr(memory_advice, "room_of", lambda device: room)
+    monkeypatch.setattr(memory_advice, "available_bytes", lambda device: room)
     monkeypatch.setattr(memory_advice, "allocated_bytes", lambda device: allocated)
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config import Config
 from deepseek_zero.engine.planning import (
-    say_fixed_codes,
-    say_other_wires,
-    say_uncoded,
+    log_fixed_bits,
+    log_other_wires,
+    log_unquantized,
     with_useful_copies,
 )
 from deepseek_zero.planner.extras import second_copy_of
@@ -102,7 +102,9 @@ def test_what_is_not_coded_though_it_was_asked_for_is_said(
     compression = Compression(Blocks(8, 256), Blocks(4, 128), min_numel=min_numel)
     settings = PlanSettings(stage, persistence_numel=0, compression=compression)
     with caplog.at_level("INFO", logger="deepseek_zero"):
-        say_uncoded(plan_model(nn.Linear(8, 8), settings, Mesh(dp_shard=ranks)), among_hosts=False)
+        log_unquantized(
+            plan_model(nn.Linear(8, 8), settings, Mesh(dp_shard=ranks)), among_hosts=False
+        )
     said = " ".join(caplog.messages)
     assert len(caplog.messages) == len(words) // 2 and all(word in said for word in words)
 
@@ -127,7 +129,7 @@ def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
     settings = PlanSettings(persistence_numel=0, compression=compression)
     plan = plan_model(nn.Linear(8, 8), settings, MESH, Machine(spans_hosts=spans_hosts))
     with caplog.at_level("INFO", logger="deepseek_zero"):
-        say_uncoded(plan, among_hosts=among_hosts)
+        log_unquantized(plan, among_hosts=among_hosts)
     assert (
         any("quantization saves no bytes between hosts" in line for line in caplog.messages)
         == is_said
@@ -169,7 +171,7 @@ def test_where_gradients_travel_in_another_dtype_than_the_stated_one_is_said(
 ) -> None:
     settings = PlanSettings(persistence_numel=0, policy=Policy(reduce=reduce), **keys)
     with caplog.at_level("INFO", logger="deepseek_zero"):
-        say_other_wires(plan_model(nn.Linear(8, 8), settings, mesh))
+        log_other_wires(plan_model(nn.Linear(8, 8), settings, mesh))
     (line,) = caplog.messages or [""]
     assert bool(line) is bool(words) and re.search(words, line)
 
@@ -182,6 +184,6 @@ def test_codes_do_not_follow_their_error_and_precision_auto_says_so(
     settings = PlanSettings(compression=Compression(gradients=codec))
     config = Config.model_validate({"precision": precision})
     with caplog.at_level("INFO", logger="deepseek_zero"):
-        say_fixed_codes(config, settings)
+        log_fixed_bits(config, settings)
     said = any("it does not read their quantization error" in line for line in caplog.messages)
     assert said is (precision == "auto" and codec is not None)

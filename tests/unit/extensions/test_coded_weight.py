@@ -18,7 +18,7 @@ from deepseek_zero.config.load import load
 from deepseek_zero.engine.settings import plan_settings_of
 from deepseek_zero.extensions.gathered_parameters import GatheredParameters
 from deepseek_zero.planner.plan_settings import Compression
-from deepseek_zero.precision.codecs import EXACT_SCALE_BITS, Blocks, work_room
+from deepseek_zero.precision.codecs import EXACT_SCALE_BITS, Blocks, codec_scratch
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import Reference
@@ -91,7 +91,7 @@ def train(
 
 
 def resting_in(runtime: Any) -> list[Any]:
-    return [group for group in runtime.groups if group.plan.weight.rests_as is not None]
+    return [group for group in runtime.groups if group.plan.weight.stored_as is not None]
 
 
 def codes_of(group: Any, name: str) -> Tensor:
@@ -224,7 +224,7 @@ def test_what_is_decoded_encodes_to_the_same_codes(dtype: torch.dtype, block: in
 
     def again(codec: Blocks) -> int:
         """How many bytes differ; of scales that are NaN any bits are alike."""
-        room = work_room(codec, values.numel(), values.device)
+        room = codec_scratch(codec, values.numel(), values.device)
         first, second = (
             torch.empty(codec.length(values.numel()), dtype=torch.uint8) for _ in range(2)
         )

@@ -99,7 +99,7 @@ class Cupboard:
     def capabilities(self) -> list[Capability]:
         return []
 
-    def check_room(self, nbytes: int, sharers: int) -> None: ...
+    def check_space(self, nbytes: int, sharers: int) -> None: ...
 
     def reserve(
         self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True

@@ -8,7 +8,7 @@ import torch
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.row_of_group import plan_for
 from deepseek_zero.planner.spec import P, R, S, ShardPlan, Spec
-from deepseek_zero.planner.units import words_of
+from deepseek_zero.planner.units import describe_states
 from deepseek_zero.precision.policy import Policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -93,9 +93,12 @@ def test_a_lifted_plan_computes_in_fp32_and_has_a_whole_master() -> None:
 
 
 def test_a_split_master_is_printed_as_what_it_is() -> None:
-    assert words_of(plan_of(3, Policy(compute=BF16)))["master"] == "S weight+int16 device"
-    assert words_of(plan_of(3, Policy(compute=BF16, master="fp32")))["master"] == "S float32 device"
-    frozen = words_of(ShardPlan(Spec(R, FP32)))
+    assert describe_states(plan_of(3, Policy(compute=BF16)))["master"] == "S weight+int16 device"
+    assert (
+        describe_states(plan_of(3, Policy(compute=BF16, master="fp32")))["master"]
+        == "S float32 device"
+    )
+    frozen = describe_states(ShardPlan(Spec(R, FP32)))
     assert (frozen["weight"], frozen["master"]) == ("R float32 device", "-")
 
 

@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_said_before_anything_is_written(disk: Disk) -> Non
     with pytest.raises(
         StorageError, match=r"need 2\.00 PiB on .*1\.00 PiB for each of 2 ranks\), .* are free"
     ):
-        disk.check_room(1 << 50, 2)
+        disk.check_space(1 << 50, 2)
 
 
 def altered(change: Callable[[int, int], None], tmp_path: Path) -> StorageError:

@@ -53,7 +53,7 @@ def test_a_full_disk_is_named_before_anything_is_lost(small: Path) -> None:
     with pytest.raises(
         StorageError, match=r"need 9\.00 MiB .* 8\.00 MiB are free|7\.\d+ MiB are free"
     ):
-        disk.check_room(9 * MIB, 1)
+        disk.check_space(9 * MIB, 1)
     storage = disk.reserve(MIB, torch.float32, MIB, "the first")
     with pytest.raises(
         StorageError, match=r"reserving 8\.00 MiB for the second .*No space left on device"

@@ -68,9 +68,9 @@ class Role(IntEnum):
 
     RECORDER = 1  # Lines of the flight recorder
     DATA = 2  # Messages of collectives
-    KNOCK = 3  # Checks only whether the rank is still alive
+    PROBE = 3  # Checks only whether the rank is still alive
     STORE = 5  # torch's store, and messages between launchers
-    LIFE = 4  # No messages: the kernels of both ends probe each other
+    KEEP_ALIVE = 4  # No messages: the kernels of both ends probe each other
 
 
 class Refused(ConnectionError):
@@ -197,7 +197,7 @@ class ServerHandshake:
             self._claimed = Hello(Role(role), rank, to)
             self.needs = _PROOF_BYTES
             said = data + _MAGIC + struct.pack("!I", self._rank) + secrets.token_bytes(32)
-            answer = said[_HELLO.size :] + _proof(self._secret, b"door", said)
+            answer = said[_HELLO.size :] + _proof(self._secret, b"listener", said)
             self._said = data + answer
             return answer
         if not hmac.compare_digest(data, _proof(self._secret, b"dialer", self._said)):
@@ -241,7 +241,9 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
         magic, rank, _, proof = _CHALLENGE.unpack(answer)
         if magic != _MAGIC or rank != hello.to:
             raise Refused(f"the listener is not rank {hello.to}")
-        if not hmac.compare_digest(proof, _proof(secret, b"door", said + answer[:-_PROOF_BYTES])):
+        if not hmac.compare_digest(
+            proof, _proof(secret, b"listener", said + answer[:-_PROOF_BYTES])
+        ):
             raise Refused(f"the listener of rank {hello.to} does not have the job's secret")
         connection.sendall(_proof(secret, b"dialer", said + answer))
     except BaseException:
@@ -313,7 +315,7 @@ def _send_at_once(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def ask_for_life(connection: socket.socket) -> None:
+def enable_keep_alive(connection: socket.socket) -> None:
     """Enable keep-alive probes every second on a connection that carries no data.
 
     The other end's kernel answers, even for a stopped process. No silence closes the connection:
@@ -351,8 +353,8 @@ def end_with_the_host(connection: socket.socket, seconds: float) -> None:
 def silence_of(connection: socket.socket) -> float | None:
     """Return the seconds since the other host's kernel last answered.
 
-    The connection must have been passed to `ask_for_life`. Return None if the connection has ended,
-    or if this system does not report the value.
+    The connection must have been passed to `enable_keep_alive`. Return None if the connection has
+    ended, or if this system does not report the value.
     """
     state, _, milliseconds = _info_of(connection)
     return milliseconds / 1000 if state == _ESTABLISHED else None
@@ -447,7 +449,7 @@ class Listener:
 
     Attributes:
         address: The address and port of the socket.
-        strangers: Number of connections that were closed without a valid proof.
+        rejected: Number of connections that were closed without a valid proof.
 
     Raises:
         UsageError: All ports are in use.
@@ -462,7 +464,7 @@ class Listener:
         self._admit: dict[Role, Callable[[socket.socket, int], None]] = {}
         self._pending: dict[socket.socket, _Pending] = {}
         self._watched: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
-        self.strangers = 0
+        self.rejected = 0
         self._poll = select.poll()
         self._sockets: dict[int, socket.socket] = {self._listener.fileno(): self._listener}
         self._wake, self._waker = socket.socketpair()
@@ -471,7 +473,9 @@ class Listener:
         self._poll.register(self._listener, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
         _OPEN.add(self)
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="deepseek-zero-door")
+        self._thread = threading.Thread(
+            target=self._serve, daemon=True, name="deepseek-zero-listener"
+        )
         self._thread.start()
 
     def admit(self, role: Role, handler: Callable[[socket.socket, int], None]) -> None:
@@ -657,8 +661,8 @@ class Listener:
     def _turn_away(self, connection: socket.socket, reason: OSError) -> None:
         origin = self._pending[connection].origin
         self._forget(connection)
-        self.strangers += 1
-        if self.strangers == 1:
+        self.rejected += 1
+        if self.rejected == 1:
             logger.warning(
                 f"closed a connection from {origin} to this job: {reason} (later ones will be "
                 "closed "
@@ -666,7 +670,7 @@ class Listener:
             )
         # The dialer may exit when it receives this, so send it after the log line
         if isinstance(reason, _OtherProtocol):
-            _tell_no_common_protocol(connection)
+            _send_protocol_alert(connection)
         connection.close()
 
 
@@ -677,7 +681,7 @@ class _OtherProtocol(Refused):
         super().__init__(f"{what}: {_BOTH_ENDS}")
 
 
-def _tell_no_common_protocol(connection: socket.socket) -> None:
+def _send_protocol_alert(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # Bypass TLS if this connection uses it
         socket.socket.send(connection, _NO_COMMON_PROTOCOL)
         # Unread data would reset the connection and discard the alert

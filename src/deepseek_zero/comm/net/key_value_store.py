@@ -34,8 +34,8 @@ from .channel import (
     Listener,
     Refused,
     Role,
-    ask_for_life,
     dial,
+    enable_keep_alive,
     fingerprint,
     introduce,
     parse_ports,
@@ -105,7 +105,7 @@ class KeyValueStore:
         self._idle: dict[int, socket.socket] = {}
         self._listener = listener
         listener.admit(role, self._take_asking)
-        listener.admit(Role.LIFE, self._take_idle)
+        listener.admit(Role.KEEP_ALIVE, self._take_idle)
 
     def set(self, key: str, value: str) -> bool:
         """Write a text under a key.
@@ -172,7 +172,7 @@ class KeyValueStore:
         found = {rank: silence_of(connection) for rank, connection in tuple(self._idle.items())}
         return {rank: seconds for rank, seconds in found.items() if seconds is not None}
 
-    def say_farewell(self) -> None:
+    def send_farewell(self) -> None:
         """Send the whole table to every connected rank before this process exits."""
 
         def send() -> None:
@@ -197,7 +197,7 @@ class KeyValueStore:
         self._listener.unwatch(connection)
 
     def _take_idle(self, connection: socket.socket, rank: int) -> None:
-        ask_for_life(connection)
+        enable_keep_alive(connection)
         self._idle[rank] = connection
         self._listener.watch(connection, lambda: self._drop_idle(connection, rank))
 
@@ -373,7 +373,7 @@ class StoreClient:
                     self._take_farewell(self._connection)
             return self._farewell is not None
 
-    def say_farewell(self) -> None:
+    def send_farewell(self) -> None:
         """Do nothing, because this process does not hold the table."""
 
     def ask(self, operation: Operation, key: str, value: str = "") -> Answer | None:
@@ -423,8 +423,8 @@ class StoreClient:
         connection = self._connection = self._introduced(self._role, seconds)
         if self._watches and (self._idle is None or silence_of(self._idle) is None):
             self._drop_idle()
-            self._idle = self._introduced(Role.LIFE, seconds)
-            ask_for_life(self._idle)
+            self._idle = self._introduced(Role.KEEP_ALIVE, seconds)
+            enable_keep_alive(self._idle)
         return connection
 
     def _introduced(self, role: Role, seconds: float) -> socket.socket:

@@ -203,7 +203,7 @@ class Link:
         is_silent: The reason is that its host does not answer.
         heard: The time of the last received data.
         spoke: The time of the last sent data.
-        silence_told_at: The time of the last received data before a logged silence.
+        silence_logged_at: The time of the last received data before a logged silence.
     """
 
     rank: int
@@ -219,7 +219,7 @@ class Link:
     is_silent: bool = False
     heard: float = 0.0
     spoke: float = 0.0
-    silence_told_at: float | None = None
+    silence_logged_at: float | None = None
     # sending
     # READY and eager tensors, sent before `queue`
     urgent: deque[Frame] = field(default_factory=deque)

@@ -333,7 +333,7 @@ class Links:
         with self._lock:
             for link in self.links.values():
                 if link.generation and not link.gone:
-                    _tell_silence(link, now)
+                    _log_silence(link, now)
                 if link.connection is None and link.generation:
                     # The last recovery may have ended at the moment of the break
                     self._start_recovery(link)
@@ -522,7 +522,7 @@ class _Recovery:
             end_with_the_host(connection, dead_after())
             connection.settimeout(None)
             dials = links.dials(link)
-            role = Role.DATA if dials else Role.KNOCK
+            role = Role.DATA if dials else Role.PROBE
             hello = Hello(role, links.rank, link.rank)
             connection = introduce(connection, links.secret, hello)
             if dials:
@@ -545,15 +545,15 @@ def _has_more(connection: socket.socket) -> bool:
     return isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
 
 
-def _tell_silence(link: Link, now: float) -> None:
+def _log_silence(link: Link, now: float) -> None:
     """Log once that a rank is silent, and once that it answers again."""
-    if link.silence_told_at is None and now - link.heard > TELL_AFTER:
-        link.silence_told_at = link.heard
+    if link.silence_logged_at is None and now - link.heard > TELL_AFTER:
+        link.silence_logged_at = link.heard
         logger.warning(f"rank {link.rank} on {link.host} is silent; this rank waits for it")
-    elif link.silence_told_at is not None and now - link.heard < SILENT_SECONDS:
-        seconds = link.heard - link.silence_told_at
+    elif link.silence_logged_at is not None and now - link.heard < SILENT_SECONDS:
+        seconds = link.heard - link.silence_logged_at
         logger.warning(f"rank {link.rank} on {link.host} answers again, after {seconds:.1f} s")
-        link.silence_told_at = None
+        link.silence_logged_at = None
 
 
 def _lost(link: Link) -> ConnectionLost:

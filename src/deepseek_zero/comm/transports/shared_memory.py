@@ -839,7 +839,7 @@ def _listen() -> tuple[socket.socket, str]:
 def _connect(
     rank: int, others: Sequence[int], listener: socket.socket, addresses: Sequence[str]
 ) -> dict[int, socket.socket]:
-    """Connect to lower ranks and accept higher ones; close connections of strangers."""
+    """Connect to lower ranks and accept higher ones; close other connections."""
     found = {}
     for peer in others:
         if peer < rank:

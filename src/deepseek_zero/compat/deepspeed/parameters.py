@@ -77,10 +77,10 @@ def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
             f"{owner.plan.weight.tier.value}.",
             fix="read this rank's part by deepseek_zero.utils.safe_get_local_fp32_param(param).",
         )
-    if owner.plan.weight.rests_as is not None:
+    if owner.plan.weight.stored_as is not None:
         raise UnknownNameError(
             f"ds_tensor of '{owner.name_of(param)}' is not available: the weights are stored as "
-            f"{owner.plan.weight.rests_as}.",
+            f"{owner.plan.weight.stored_as}.",
             fix="gather the parameter (deepseek_zero.zero.GatheredParameters), which decodes it.",
         )
     return owner.weight.write(
