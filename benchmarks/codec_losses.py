@@ -29,8 +29,9 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 
 import deepseek_zero as dz
+from benchmarks.plot import PICTURE_WIDTH, titled
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.report.plots import INK, save_figure, style_axes
+from deepseek_zero.report.plots import save_figure, style_axes
 from examples.gpt import GPT, SIZES, GPTConfig
 from examples.text import Sampler, load_corpus
 from tests.hosts import hosts, run_ranks
@@ -198,7 +199,7 @@ def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
 
 def draw(found: dict[str, list[list[float]]], path: Path) -> None:
     """Losses over steps, of all codecs, the first seed's, each smoothed over 20 steps."""
-    figure = Figure(figsize=(6.4, 3.6), dpi=160, layout="constrained")
+    figure = Figure(figsize=(PICTURE_WIDTH, 3.6), dpi=160, layout="constrained")
     axes = figure.subplots()
     for codec, runs in found.items():
         losses, width = runs[0], min(20, len(runs[0]))
@@ -206,14 +207,9 @@ def draw(found: dict[str, list[list[float]]], path: Path) -> None:
             statistics.fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)
         ]
         axes.plot(range(1, len(smooth) + 1), smooth, label=codec, linewidth=1.2)
-    axes.set_xlabel("step")
-    axes.set_title(
-        "Loss in nats per byte, by what travels",
-        loc="left",
-        color=INK,
-        fontsize=10.5,
-        fontweight="bold",
-    )
+    axes.set_xlabel("step", fontsize=8.5)
+    axes.set_ylabel("loss of the first seed, nats per byte", fontsize=8.5)
+    titled(figure, "Loss with coded messages")
     axes.legend(fontsize=8, frameon=False)
     style_axes(axes, along="x")
     save_figure(figure, path)

@@ -24,7 +24,7 @@ from deepseek_zero.report.plots import BLUE, INK
 from .cells import Cell
 from .journal import read
 from .launch import Run
-from .plot import save_figure, style_axes
+from .plot import PICTURE_WIDTH, save_figure, style_axes, titled
 from .session import Session, shown
 from .summary import Summary, summarise
 from .systems import ROOT
@@ -132,38 +132,37 @@ def _table(what: str, points: Sequence[Point]) -> list[str]:
 
 
 def _draw(ranks: Sequence[Point], layers: Sequence[Point], path: Path) -> None:
-    figure = Figure(figsize=(10, 3.6), dpi=160, layout="constrained")
+    figure = Figure(figsize=(PICTURE_WIDTH, 3.0), dpi=160, layout="constrained")
     left, right = figure.subplots(1, 2)
-    _line(
-        left,
-        ranks,
-        [point.over_floor for point in ranks],
-        "ranks",
-        "step over the floor of as many silent ranks",
-    )
-    milliseconds = [point.per_unit * 1e3 for point in layers]
-    _line(right, layers, milliseconds, f"layers of width {WIDTH}", "ms over the floor per layer")
+    _line(left, ranks, [point.over_floor for point in ranks])
+    left.axhline(1.0, color=INK, linewidth=1.2)
+    left.set_xlabel("ranks", fontsize=8.5)
+    left.set_ylabel("step time; 1.0: ranks\nthat do not communicate", fontsize=8.5)
+    _line(right, layers, [point.per_unit * 1e3 for point in layers])
+    right.set_xlabel(f"layers of width {WIDTH}", fontsize=8.5)
+    right.set_ylabel("ms per layer more than ranks\nthat do not communicate", fontsize=8.5)
+    most = max((point.over_floor for point in ranks), default=1.0) - 1
+    titled(figure, f"Stage 3 adds at most {most * 100:.0f} % to a step, for 2 to 4 ranks")
     save_figure(figure, path)
 
 
-def _line(
-    axes: Any, points: Sequence[Point], values: Sequence[float], across: str, title: str
-) -> None:
-    axes.plot([point.at for point in points], values, "o-", color=BLUE, linewidth=2, markersize=6)
+def _line(axes: Any, points: Sequence[Point], values: Sequence[float]) -> None:
+    axes.plot([point.at for point in points], values, "o-", color=BLUE, linewidth=2, markersize=5)
     for point, value in zip(points, values, strict=True):
         axes.annotate(
             f"{value:.2f}",
             (point.at, value),
-            (0, 8),
+            (0, 7),
             textcoords="offset points",
             ha="center",
             color=INK,
+            fontsize=8.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )
     axes.set_xticks([point.at for point in points])
     axes.set_ylim(1.3 * min(0.0, *values), 1.3 * max(values, default=1.0))
-    axes.margins(x=0.08)
-    axes.set_xlabel(across, color=INK)
-    axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold")
+    axes.margins(x=0.1)
+    axes.tick_params(labelsize=8.5)
     style_axes(axes, ticks=0)
 
 

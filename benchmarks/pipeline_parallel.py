@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from benchmarks.cells import CONTEXT, VOCABULARY, Cell
 from benchmarks.model import GPT, build_model
-from benchmarks.plot import Panel, draw_panels
+from benchmarks.plot import Panel, draw_panels, span_of
 from benchmarks.systems.common import seconds_of, take_a_core
 from deepseek_zero import init_distributed
 from deepseek_zero.base.memory import keep_freed_memory
@@ -160,7 +160,12 @@ def measure(cell: Cell, rounds: int, comm: Comm) -> tuple[list[str], list[Panel]
         rows.append(f"| {cell.name} | {way[0]} | {ms} | {over} |")
         bars = [("ours", ours / bound), ("torch", theirs / bound)]
         panels.append(
-            Panel(f"{cell.name}, {way[0]}: step over its bubble bound", bars, GOALS[way[0]])
+            Panel(
+                f"{cell.name}, {way[0]}",
+                bars,
+                GOALS[way[0]],
+                "step time; 1.0: the work and the idle time of the schedule",
+            )
         )
     return rows, panels
 
@@ -252,9 +257,8 @@ def main() -> None:
         *(measure_plan(stages) for stages in (8, 16, 128)),
     ]
     if dist.get_rank() == 0:
-        draw_panels(
-            "Pipelines on two CPU ranks, 8 micro-batches", panels, given.out.with_suffix(".png")
-        )
+        title = f"A step of two pipeline ranks takes {span_of(panels, 'ours')} of its bound"
+        draw_panels(title, panels, given.out.with_suffix(".png"))
         given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print("\n".join(lines))
     dist.barrier()

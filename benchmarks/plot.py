@@ -1,6 +1,7 @@
-"""The results as a picture: per cell one bar per system, its step time over the floor's.
+"""The template of all pictures of benchmarks, and the picture of the side-by-side results.
 
-In the colours of the library's own plots.  Needs matplotlib (the extra "plots").
+A picture is about 1,000 pixels wide. Its title is its message, each axis has a label, and a system
+has the same colour in all pictures. Needs matplotlib (the extra "plots").
 """
 
 from __future__ import annotations
@@ -11,75 +12,169 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-from deepseek_zero.report.plots import BLUE, INK, ORANGE, OTHER_COLOUR, save_figure, style_axes
+from deepseek_zero.report.plots import (
+    BLUE,
+    INK,
+    ORANGE,
+    OTHER_COLOUR,
+    save_figure,
+    style_axes,
+)
 
 from .summary import Summary
+
+PICTURE_WIDTH = 6.4  # inches, of 160 dots
+GREEN = "#5a9e6f"
+PURPLE = "#8a6fb0"
+# The first colour whose word is in a name, in lower case
+COLOURS = {
+    "ours": BLUE,
+    "this library": BLUE,
+    "auto": BLUE,  # a value of the library's configuration
+    "deepspeed": ORANGE,
+    "tiledfusedlogitsloss": BLUE,  # this library's, behind DeepSpeed's API
+    "fsdp2": GREEN,
+    "ddp": PURPLE,
+}
+OWNERS = {BLUE: "this library", ORANGE: "DeepSpeed", GREEN: "FSDP2", PURPLE: "DDP"}
+LABELS = {
+    "single": "one process",
+    "ddp": "PyTorch DDP",
+    "zero1": "PyTorch ZeRO-1 (DDP)",
+    "fsdp2-zero2": "PyTorch FSDP2 as ZeRO-2",
+    "fsdp2": "PyTorch FSDP2",
+}
+STAGED = {"deepspeed": "DeepSpeed", "ours": "this library"}
+
+
+def colour_of(name: str) -> str:
+    """Return the colour of a system; it is the same in all pictures."""
+    lower = name.lower()
+    return next((colour for word, colour in COLOURS.items() if word in lower), OTHER_COLOUR)
+
+
+def label_of(system: str) -> str:
+    """Return the name of a system that needs no explanation."""
+    owner, _, stage = system.partition("-")
+    if owner in STAGED and stage:
+        return f"{STAGED[owner]}, stage {stage}"
+    return LABELS.get(system, system)
+
+
+def titled(figure: Any, title: str) -> None:
+    """Write the message of a picture at its top."""
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=10.5, fontweight="bold")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars over one bound.  bars: name, value over the bound.  goal: the value to stay under."""
+    """Bars over one bound.
+
+    Attributes:
+        title: What is compared.
+        bars: The name and the value of each bar.
+        goal: The value to stay below or above; None for none.
+        axis: The label of the values, with what 1.0 is.
+    """
 
     title: str
     bars: Sequence[tuple[str, float]]
     goal: float | None = None
+    axis: str = ""
 
 
 def draw_panels(title: str, panels: Sequence[Panel], path: Path) -> None:
-    """One panel under the other; ours are the bars whose names begin so, the dotted line is the
-    goal.
+    """Draw panels below each other.
+
+    Args:
+        title: The message of the picture.
+        panels: The panels.
+        path: The PNG file.
     """
-    rows = [len(panel.bars) for panel in panels]
-    figure = Figure(
-        figsize=(6.4, 0.6 + 0.62 * len(rows) + 0.27 * sum(rows)), dpi=160, layout="constrained"
-    )
+    rows = [len(panel.bars) + 1.6 * bool(panel.axis) for panel in panels]
+    height = 1.0 + 0.5 * len(rows) + 0.27 * sum(rows)
+    figure = Figure(figsize=(PICTURE_WIDTH, height), dpi=160, layout="constrained")
     grid = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows).flatten()
     for axes, panel in zip(grid, panels, strict=True):
         for place, (name, value) in enumerate(panel.bars):
-            axes.barh(place, value, 0.62, color=BLUE if name.startswith("ours") else OTHER_COLOUR)
-            axes.annotate(f" {value:.2f}", (value, place), va="center", color=INK, fontsize=8.5)
+            axes.barh(place, value, 0.62, color=colour_of(name))
+            _write_value(axes, place, value)
         axes.axvline(1.0, color=INK, linewidth=1.2)
         if panel.goal is not None:
-            axes.axvline(panel.goal, color=ORANGE, linewidth=1.2, linestyle=":")
-        axes.set_yticks(range(len(panel.bars)), [name for name, _ in panel.bars])
-        axes.set_xlim(0, 1.22 * max(*(value for _, value in panel.bars), panel.goal or 0))
+            axes.axvline(panel.goal, color=INK, linewidth=1.2, linestyle=":")
+        names = [name.replace("ours", "this library") for name, _ in panel.bars]
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlim(0, 1.22 * max(*(value for _, value in panel.bars), panel.goal or 0, 1.0))
         axes.invert_yaxis()
-        axes.set_title(panel.title, loc="left", color=INK, fontsize=10.5, fontweight="bold")
+        axes.set_title(panel.title, loc="left", color=INK, fontsize=9.5, fontweight="bold")
+        axes.set_xlabel(panel.axis, fontsize=8.5)
         style_axes(axes, along="y", ticks=0)
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
+    names = [name for panel in panels for name, _ in panel.bars]
+    handles = _owners(names)
+    if any(panel.goal is not None for panel in panels):
+        handles.append(Line2D([], [], color=INK, linewidth=1.2, linestyle=":", label="goal"))
+    _legend(figure, handles)
+    titled(figure, title)
     save_figure(figure, path)
 
 
+def span_of(panels: Sequence[Panel], begin: str) -> str:
+    """Return the least and the largest value of the bars whose names begin so.
+
+    Args:
+        panels: The panels.
+        begin: The begin of the names.
+    """
+    values = [value for panel in panels for name, value in panel.bars if name.startswith(begin)]
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
 def draw(summaries: Sequence[Summary], path: Path) -> None:
-    """One panel per cell that has a floor; the tiny model, whose steps are all overhead, is left to
-    the table.
+    """Draw a panel for each cell that has a floor, with a bar for each system.
+
+    The tiny model is left to the table, because its steps are all overhead.
+
+    Args:
+        summaries: The cells.
+        path: The PNG file.
     """
     shown = [
         summary
         for summary in summaries
         if summary.over_floor("floor") and summary.cell.size != "tiny"
     ]
-    counts = [len(_bars(summary)) for summary in shown] or [1]
-    columns = min(2, len(counts))
-    rows = [max(counts[start : start + columns]) for start in range(0, len(counts), columns)]
-    figure = Figure(
-        figsize=(5.4 * columns, 1.1 * len(rows) + 0.27 * sum(rows)), dpi=160, layout="constrained"
-    )
-    grid = figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows).flatten()
+    names = list(dict.fromkeys(name for summary in shown for name, _ in _bars(summary)))
+    columns = max(1, min(2, len(shown)))
+    rows = max(1, -(-len(shown) // columns))
+    height = 0.9 + rows * (0.6 + 0.25 * len(names))
+    figure = Figure(figsize=(PICTURE_WIDTH, height), dpi=160, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
     for axes, summary in zip(grid, shown, strict=False):
-        _panel(axes, summary)
+        _panel(axes, summary, names)
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
-    figure.suptitle(
-        "Step time over the floor: ranks that never talk",
-        x=0.01,
-        ha="left",
-        color=INK,
-        fontsize=13,
-        fontweight="bold",
-    )
+    handles = _owners(names)
+    if any(row.is_wrong for summary in shown for row in summary.rows.values()):
+        wrong = "wrong: losses differ from one process's"
+        handles.append(Patch(facecolor="white", edgecolor=ORANGE, hatch="////", label=wrong))
+    _legend(figure, handles)
+    titled(figure, _message(shown))
     save_figure(figure, path)
+
+
+def _message(shown: Sequence[Summary]) -> str:
+    """Return the message about stage 3, or a neutral title if it was not measured."""
+    told = []
+    for summary in shown:
+        value = summary.over_floor("ours-3")
+        if value is not None:
+            told.append(f"{value - 1:.0%} ({summary.cell.dtype})".replace("%", " %"))
+    if not 1 <= len(told) <= 2:
+        return "Step time over that of ranks that do not communicate"
+    return f"Sharding at stage 3 adds {' and '.join(told)} to a step"
 
 
 def _bars(summary: Summary) -> list[tuple[str, float]]:
@@ -87,17 +182,67 @@ def _bars(summary: Summary) -> list[tuple[str, float]]:
     return [(name, value) for name, value in found if value is not None]
 
 
-def _panel(axes: Any, summary: Summary) -> None:
+def _panel(axes: Any, summary: Summary, names: Sequence[str]) -> None:
     bars = _bars(summary)
-    for place, (name, value) in enumerate(bars):
-        row = summary.rows[name]
-        colour = ORANGE if row.is_wrong else BLUE if name.startswith("ours") else OTHER_COLOUR
-        axes.barh(place, value, 0.62, color=colour, alpha=0.35 if row.is_wrong else 1.0)
-        label = f" {value:.2f}" + (" (other losses)" if row.is_wrong else "")
-        axes.annotate(label, (value, place), va="center", color=INK, fontsize=8.5)
+    for name, value in bars:
+        place = names.index(name)
+        colour = colour_of(name)
+        if summary.rows[name].is_wrong:
+            axes.barh(place, value, 0.62, facecolor="white", edgecolor=colour, hatch="////")
+            _write_value(axes, place, value, "wrong")
+        else:
+            axes.barh(place, value, 0.62, color=colour)
+            _write_value(axes, place, value)
     axes.axvline(1.0, color=INK, linewidth=1.2)
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
-    axes.set_xlim(0, 1.22 * max((value for _, value in bars), default=1.0))
-    axes.invert_yaxis()
-    axes.set_title(summary.cell.name, loc="left", color=INK, fontsize=10.5, fontweight="bold")
+    axes.set_yticks(range(len(names)), [label_of(name) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, 1.45 * max((value for _, value in bars), default=1.0))
+    axes.set_title(
+        f"GPT-{summary.cell.size.upper()}, {summary.cell.name.partition('-')[2]}",
+        loc="left",
+        color=INK,
+        fontsize=9.5,
+        fontweight="bold",
+    )
+    axes.set_xlabel(
+        f"median step time; 1.0: {summary.ranks} CPU ranks\nthat do not communicate", fontsize=8.5
+    )
+    axes.tick_params(labelsize=8.5)
     style_axes(axes, along="y", ticks=0)
+
+
+def _write_value(axes: Any, place: float, value: float, remark: str = "") -> None:
+    """Write a value right of its bar, on white, so that no line crosses it."""
+    axes.annotate(
+        f"{value:.2f} {remark}".strip(),
+        (value, place),
+        (4, 0),
+        textcoords="offset points",
+        va="center",
+        color=INK,
+        fontsize=8.5,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+    )
+
+
+def _owners(names: Sequence[str]) -> list[Any]:
+    """Return the legend of the colours of these systems."""
+    colours = dict.fromkeys(colour_of(name) for name in names)
+    known = [colour for colour in OWNERS if colour in colours]
+    handles = [Patch(color=colour, label=OWNERS[colour]) for colour in known]
+    if OTHER_COLOUR in colours and handles:
+        handles.append(Patch(color=OTHER_COLOUR, label="others"))
+    return handles
+
+
+def _legend(figure: Any, handles: list[Any]) -> None:
+    if len(handles) > 1:
+        figure.legend(
+            handles=handles,
+            loc="outside lower left",
+            ncols=3,
+            frameon=False,
+            fontsize=8.5,
+            labelcolor=INK,
+            handlelength=1.4,
+        )

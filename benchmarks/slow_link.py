@@ -49,6 +49,7 @@ import deepseek_zero as dz
 from benchmarks.cells import CONTEXT, SEQUENCES_PER_RANK, Cell
 from benchmarks.launch import THREADS, deepspeed_environment
 from benchmarks.model import Batch, Batches, build_model
+from benchmarks.plot import PICTURE_WIDTH, colour_of, titled
 from benchmarks.systems import SYSTEMS, ddp, floor, fsdp2
 from benchmarks.systems.common import (
     Job,
@@ -61,14 +62,13 @@ from benchmarks.systems.common import (
 )
 from benchmarks.worker import Task
 from deepseek_zero.precision.codecs import Blocks, codec_scratch
-from deepseek_zero.report.plots import BLUE, INK, OTHER_COLOUR, save_figure, style_axes
+from deepseek_zero.report.plots import INK, save_figure, style_axes
 from tests.hosts import DEVICE, Host, Process, bits_per_second, hosts, sent_from_here
 
 RESULTS = Path(__file__).parent / "results" / "slow_link.md"
 CELL = Cell("30m", "bf16")
 RATES = ("100mbit", "300mbit", "1gbit")
 HOSTS, PORT, ROUNDS = 2, 29420, 3  # port: of what comes afterwards, and below those of all teams
-COLOURS = 10  # of a picture's lines
 SECONDS = [scale * step for scale in (0.1, 1, 10, 100) for step in (1, 2, 3, 5)]  # told at its axis
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 DIFFERENCES = {"compression": {"weights": {"bits": 4}, "gradients": {"bits": 4}}}
@@ -78,6 +78,15 @@ TWICE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 Build = Callable[[MakeModel, Job], System]
 FLOOR, PLAIN, BOTH, PEER = "never talking", "ours, stage 3", "ours, stage 3, int8 and int4", "FSDP2"
+# The lines of a picture over several rates, with their styles
+SHOWN = {
+    FLOOR: ":",
+    PLAIN: "-",
+    "ours, stage 3 by host": "-.",
+    BOTH: "--",
+    PEER: "-",
+    "deepspeed-3": "-",
+}
 READY = {"ready": True}
 BARE, BARE_CODES = "never talking, our plain bytes pass", "never talking, our codes pass"
 CODES = "never talking, our codes made"
@@ -412,41 +421,86 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
 
 
 def draw(found: list[Found], path: Path) -> None:
-    """Seconds of a step over the rate, both in powers; of one rate, a bar for each system."""
-    figure = Figure(figsize=(8.4, 4.4), dpi=160, layout="constrained")
-    axes = figure.subplots()
+    """Draw the seconds of a step over the rate; of one rate, a bar for each system.
+
+    Of several rates it has the systems of `SHOWN` only.
+    """
+    title = "Seconds of a step over the rate of the link"
+    gains = [
+        each.seconds[PLAIN] / each.seconds[BOTH]
+        for each in found
+        if {PLAIN, BOTH} <= {*each.seconds}
+    ]
+    if gains and max(gains) < 1.05:
+        title = "int8 and int4 codes make a step no faster"
+    elif gains:
+        title = f"int8 and int4 codes make a step up to {max(gains):.1f} times as fast"
     if len(found) == 1:
         (only,) = found
-        names = list(only.seconds)
-        colours = [BLUE if name.startswith("ours") else OTHER_COLOUR for name in names]
-        bars = axes.barh(names, [only.seconds[name] for name in names], color=colours)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7.5, padding=3)
+        height = 1.1 + 0.27 * len(only.seconds)
+        figure = Figure(figsize=(PICTURE_WIDTH, height), dpi=160, layout="constrained")
+        axes = figure.subplots()
+        names = [_label(name) for name in only.seconds]
+        colours = [colour_of(name) for name in names]
+        bars = axes.barh(names, list(only.seconds.values()), 0.62, color=colours)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=3, color=INK)
+        axes.margins(x=0.12)
         axes.invert_yaxis()
-        axes.set_xlabel("seconds")
-        title = f"Seconds of a step, link of {only.rate}"
+        axes.set_xlabel(f"seconds of a step, link of {only.rate}/s", fontsize=8.5)
+        style_axes(axes, along="y", ticks=0)
     else:
+        figure = Figure(figsize=(PICTURE_WIDTH, 3.8), dpi=160, layout="constrained")
+        axes = figure.subplots()
+        found = sorted(found, key=lambda each: bits_per_second(each.rate))
         rates = [bits_per_second(each.rate) / 1e6 for each in found]
-        for place, name in enumerate(found[0].seconds):
-            style = ":" if name.startswith(FLOOR) else "-" if name.startswith("ours") else "--"
-            colour, line = f"C{place % COLOURS}", [each.seconds[name] for each in found]
-            marker = "os"[place // COLOURS % 2]  # where colours come again
-            axes.plot(rates, line, style, color=colour, marker=marker, markersize=4, label=name)
+        for name, style in SHOWN.items():
+            if name not in found[0].seconds:
+                continue
+            line = [each.seconds[name] for each in found]
+            colour = colour_of(name)
+            axes.plot(
+                rates, line, style, color=colour, marker="o", markersize=4, label=_label(name)
+            )
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.set_yticks(SECONDS, [f"{seconds:g}" for seconds in SECONDS])
         axes.minorticks_off()
-        least, most = (
-            edge(seconds for each in found for seconds in each.seconds.values())
-            for edge in (min, max)
-        )
-        axes.set_ylim(least / 1.15, most * 1.15)
-        axes.set_xlabel("Mbit/s of the link")
-        axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        title = "Seconds of a step over the rate of the link"
-    axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold")
-    style_axes(axes, along="y" if len(found) == 1 else "x")
+        drawn = [line.get_ydata() for line in axes.lines]
+        axes.set_ylim(min(map(min, drawn)) / 1.15, max(map(max, drawn)) * 1.15)
+        axes.set_xlabel("rate of the link, Mbit/s", fontsize=8.5)
+        axes.set_ylabel("seconds of a step", fontsize=8.5)
+        axes.legend(fontsize=8.5, frameon=False, labelcolor=INK)
+        style_axes(axes)
+    axes.tick_params(labelsize=8.5)
+    titled(figure, title)
     save_figure(figure, path)
+
+
+def _label(system: str) -> str:
+    words = {
+        "ours": "this library",
+        BARE: "no communication, our bytes sent",
+        BARE_CODES: "no communication, our codes sent",
+        CODES: "no communication, our codes computed",
+        FLOOR: "no communication",
+        "deepspeed-3": "DeepSpeed, stage 3",
+    }
+    if system in words:
+        return words[system]
+    return system.replace("ours", words["ours"])
+
+
+def redraw(page: Path) -> None:
+    """Draw the picture of a page again from its tables, without a measurement."""
+    found: list[Found] = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("## "):
+            found.append(Found(line.removeprefix("## "), {}, {}, {}))
+        elif found and len(cells) > 1 and cells[1].isdecimal():
+            found[-1].seconds[cells[0]] = int(cells[1]) / 1e3
+    draw(found, page.with_suffix(".png"))
 
 
 def main() -> None:
@@ -473,7 +527,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--as-rank", action="store_true", help="be one of the ranks")
+    parser.add_argument(
+        "--redraw", action="store_true", help="draw the picture of --out from its table"
+    )
     given = parser.parse_args()
+    if given.redraw:
+        redraw(given.out)
+        return
     if given.as_rank:
         be_a_rank(given)
         return

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
 
-from benchmarks.plot import Panel, draw_panels
+from benchmarks.plot import Panel, draw_panels, span_of
 from benchmarks.systems.common import seconds_of, take_a_core
 from deepseek_zero import init_distributed
 from deepseek_zero.base.memory import keep_freed_memory
@@ -156,14 +156,15 @@ def measure_steps(cell: str, rounds: int) -> tuple[str, Panel]:
     over = [
         ("ours", ours),
         ("ours, sharded tokens", tokens),
-        ("ours, never talking", mute),
+        ("no communication", mute),
         ("DTensor", dtensor),
     ]
     goal = GOALS[dtype] if size == "125m" else None
     return row, Panel(
-        f"{cell}: step over half of one process's",
+        cell.name,
         [(name, 2 * ms / whole) for name, ms in over],
         goal,
+        "step time; 1.0: half of one process's",
     )
 
 
@@ -207,7 +208,9 @@ def measure_sums(repeats: int = 300) -> tuple[list[str], Panel]:
                 (f"{size}, over its own", least / (own + 20)),
                 ("over the other's", least / (others + 20)),
             ]
-    return rows, Panel("a sum over two ranks, over one addition + 20 μs", bars, 1.5)
+    return rows, Panel(
+        "a sum over two ranks", bars, 1.5, "time; 1.0: one addition in a rank + 20 μs"
+    )
 
 
 def main() -> None:
@@ -249,7 +252,8 @@ def main() -> None:
         given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print("\n".join(lines))
         panels = [*(panel for _, panel in steps), summed]
-        draw_panels("Tensor parallelism on two CPU ranks", panels, given.out.with_suffix(".png"))
+        title = f"A tensor-parallel step takes {span_of(panels[:-1], 'ours')} of half a process's"
+        draw_panels(title, panels, given.out.with_suffix(".png"))
     dist.barrier()
 
 

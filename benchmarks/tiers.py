@@ -27,18 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
 
 import deepseek_zero as dz
 from benchmarks.cells import SEQUENCES_PER_RANK, Cell
 from benchmarks.model import GPT, Batch, Batches, build_model
+from benchmarks.plot import Panel, draw_panels
 from benchmarks.probes import machine
 from benchmarks.systems.common import Job, Step, engine_settings, engine_step
 from benchmarks.systems.floor import floor_step
 from deepseek_zero.report.explain import Timeline, overlap_share
-from deepseek_zero.report.plots import BLUE, INK, ORANGE, save_figure, style_axes
 
 RESULTS = Path(__file__).parent / "results" / "tiers.md"
 COPY_BYTES = 256 << 20
@@ -291,20 +290,24 @@ def table(rows: list[Row], about: str) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Steps over the floor, by cell."""
-    figure = Figure(figsize=(7.2, 0.42 * len(rows) + 1.2), dpi=160, layout="constrained")
-    axes = figure.add_subplot()
-    colors = [ORANGE if row.disk_gbps else BLUE for row in rows]
-    axes.barh(range(len(rows)), [row.over_floor for row in rows], color=colors)
-    for place, row in enumerate(rows):
-        axes.text(
-            row.over_floor, place, f" {row.over_floor:.2f}", va="center", color=INK, fontsize=8
-        )
-    axes.set_yticks(range(len(rows)), [f"{row.cell}: {row.name}" for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("step time over the floor", color=INK)
-    style_axes(axes, along="y")
-    save_figure(figure, path)
+    """Draw the steps over the floor, a panel for each cell."""
+    cells = dict.fromkeys(row.cell for row in rows)
+    axis = "step time; 1.0: ranks that do not communicate, states on the device"
+    panels = []
+    for cell in cells:
+        bars = [
+            (f"ours, {row.name.replace('stage 3, ', 'states on the ')}", row.over_floor)
+            for row in rows
+            if row.cell == cell and row.name != "floor"
+        ]
+        panels.append(Panel(f"GPT-{cell.replace('m-', 'M, ')}, stage 3", bars, axis=axis))
+    draw_panels(f"States on a disk add {_added(rows, 'disk')} to a step", panels, path)
+
+
+def _added(rows: list[Row], memory: str) -> str:
+    """Return what a memory adds to the floor's step, from the least to the most."""
+    shares = [100 * (row.over_floor - 1) for row in rows if row.name.endswith(memory)]
+    return f"{min(shares):.0f} to {max(shares):.0f} %"
 
 
 def main() -> None:

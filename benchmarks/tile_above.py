@@ -148,11 +148,17 @@ def main() -> None:
             f"| {ratio:.2f} | {case.most / 2**20:.2f} | {losses[parts]:.6f} |"
         )
         print(lines[-1], flush=True)
-        ratios.append((name, ratio))
-        peaks.append((name, case.most / cases[1].most))
+        label = "whole layers" if parts == 1 else f"ours, tiles of {name} of a layer"
+        ratios.append((label, ratio))
+        peaks.append((label, case.most / cases[1].most))
     asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    panels = [Panel("seconds of a step", ratios, 1.0), Panel("most gathered at once", peaks, 1.0)]
-    draw_panels("Tiles of rows over whole layers", panels, asked.out.with_suffix(".png"))
+    panels = [
+        Panel("time", ratios, axis="step time; 1.0: whole layers"),
+        Panel("memory", peaks, axis="most bytes gathered at once; 1.0: whole layers"),
+    ]
+    least, longest = peaks[-1][1], ratios[-1][1]
+    title = f"Tiles of {name} of a layer: {least:.2f} of the bytes, {longest:.2f} of the time"
+    draw_panels(title, panels, asked.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
