@@ -470,9 +470,9 @@ def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None
     if engine.optimizer is not None and restore.moments:
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
     for policy in engine.optimizer.policies if engine.optimizer is not None else ():
-        if policy.checkpoint_key:
+        if policy.checkpoint_key and (restore.moments or not policy.needs_moments):
             state = _without_implementation_options(saved.get(policy.checkpoint_key))
-            policy.load_state_dict(state, has_moments=restore.moments)
+            policy.load_state_dict(state)
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
         engine.parts.scaler.load_state_dict(saved["scaler"])
     if engine.optimizer is not None and restore.moments:

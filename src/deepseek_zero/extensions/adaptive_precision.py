@@ -228,12 +228,13 @@ class AdaptivePrecision(UpdatePolicy):
             "decisions": [asdict(each) for each in self.decisions],
         }
 
-    def load_state_dict(self, state: dict[str, Any] | None, *, has_moments: bool = True) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from a `state_dict`.
+
+        The precision of units is loaded with the weights, so this does not need the moments.
 
         Args:
             state: The saved state; with None, start again.
-            has_moments: Not used.
         """
         state = state or AdaptivePrecision(self.runtime, self.window).state_dict()
         self._steps = int(state["steps"])

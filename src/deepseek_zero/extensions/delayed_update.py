@@ -117,6 +117,7 @@ class DelayedUpdate(UpdatePolicy):
 
     keeps_decisions = True
     checkpoint_key = "owed"
+    needs_moments = True
 
     def __init__(self, groups: Sequence[ParamGroup], after: int) -> None:
         self.groups = groups
@@ -183,15 +184,12 @@ class DelayedUpdate(UpdatePolicy):
             "hypers": self.deferred.hypers,
         }
 
-    def load_state_dict(self, state: dict[str, Any] | None, *, has_moments: bool) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore a saved decision. Its gradient must be loaded before.
 
         Args:
             state: The saved decision; None if there is none.
-            has_moments: The checkpoint has optimizer states. If not, nothing changes.
         """
-        if not has_moments:
-            return
         self.deferred = None
         if state is not None:
             self.deferred = Decision(state["factor"], state["number"], state["hypers"])

@@ -51,12 +51,14 @@ class UpdatePolicy:
             scale moves.
         undoes: Some updates come before their step, with a log that undoes them.
         checkpoint_key: The name of `state_dict` in a checkpoint; empty without one.
+        needs_moments: The result of `state_dict` is loaded only with the optimizer's states.
     """
 
     keeps_decisions = False
     watches_overflows = False
     undoes = False
     checkpoint_key = ""
+    needs_moments = False
 
     def attach(self, optimizer: Stepping) -> None:
         """Attach the optimizer before its first step. Some policies make this collective."""
@@ -153,12 +155,11 @@ class UpdatePolicy:
         """Return the values that the next steps depend on, as plain values."""
         return None
 
-    def load_state_dict(self, state: dict[str, Any] | None, *, has_moments: bool) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take the values of a checkpoint.
 
         Args:
             state: The result of `state_dict`; None if the checkpoint has none.
-            has_moments: The states of the optimizer are loaded, too.
         """
 
     @property

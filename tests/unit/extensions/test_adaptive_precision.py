@@ -5,6 +5,7 @@ and when again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,3 +148,29 @@ def test_codes_that_do_not_follow_their_error_are_said_so(caplog: pytest.LogCapt
         config |= {"zero_optimization": {"stage": 2, **more}}
         deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config=config)[0].destroy()
         assert (told in caplog.text) is bool(more)
+
+
+@pytest.mark.parametrize("moments", [True, False])
+def test_decisions_are_loaded_with_the_precision_of_units_with_and_without_moments(
+    moments: bool, tmp_path: Path
+) -> None:
+    def start() -> Any:
+        torch.manual_seed(0)
+        return deepseek_zero.initialize(
+            model=torch.nn.Linear(2, 2),
+            config={
+                "precision": "auto",
+                "zero_optimization": {"stage": 3},
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            },
+        )[0]
+
+    saved = start()
+    for _ in range(2):
+        saved.backward(saved(torch.ones(1, 2)).sum())
+        saved.step()
+    saved.save_checkpoint(tmp_path)
+    loaded = start()
+    loaded.load_checkpoint(tmp_path, load_optimizer_states=moments)
+    found = [each.optimizer.policy(AdaptivePrecision).state_dict() for each in (saved, loaded)]
+    assert found[0] == found[1] and found[0]["steps"] == 2

@@ -100,7 +100,36 @@ class DeepSpeedLayout(EngineLayout):
         return OpenCheckpoint(path, found.manifest, found.plain, found)
 
     def unsupported_reason(self, contents: Contents) -> str:
-        return unsupported_reason(contents)
+        mesh = contents.runtime.plan.mesh
+        if mesh.tp > 1 or mesh.pp > 1:
+            return (
+                f"the mesh is {mesh}, and its layout is written without tp and pp (save slices, "
+                "and convert them)"
+            )
+        taken = sorted(RESERVED_KEYS & dict(contents.client or {}).keys())
+        if taken:
+            return f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout"
+        if contents.trainer.get("owed") is not None:
+            return "an update is owed (delayed_update_after), which DeepSpeed's layout cannot store"
+        optimizer = contents.optimizer
+        states = optimizer.inner.state if optimizer is not None else {}
+        for shard in optimizer.shards() if optimizer is not None else ():
+            for key, value in states.get(shard.param, {}).items():
+                if is_subclass(value):
+                    return (
+                        f"the optimizer's state '{key}' of '{shard.names[0]}' is a "
+                        f"{type(value).__name__}"
+                    )
+                if (
+                    isinstance(value, Tensor)
+                    and not is_scalar_state(value, shard.param)
+                    and value.shape != shard.param.shape
+                ):
+                    return (
+                        f"the optimizer's state '{key}' of '{shard.names[0]}' does not have the "
+                        "parameter's shape"
+                    )
+        return ""
 
     def save(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
         """Write `directory/tag`; see `save_deepspeed`.
@@ -243,40 +272,6 @@ def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[di
 # -- saving
 
 
-def unsupported_reason(contents: Contents) -> str:
-    """Return why DeepSpeed's layout cannot hold this rank's states; "" if it can."""
-    mesh = contents.runtime.plan.mesh
-    if mesh.tp > 1 or mesh.pp > 1:
-        return (
-            f"the mesh is {mesh}, and its layout is written without tp and pp (save slices, and "
-            "convert them)"
-        )
-    taken = sorted(RESERVED_KEYS & dict(contents.client or {}).keys())
-    if taken:
-        return f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout"
-    if contents.trainer.get("owed") is not None:
-        return "an update is owed (delayed_update_after), which DeepSpeed's layout has no place for"
-    optimizer = contents.optimizer
-    states = optimizer.inner.state if optimizer is not None else {}
-    for shard in optimizer.shards() if optimizer is not None else ():
-        for key, value in states.get(shard.param, {}).items():
-            if is_subclass(value):
-                return (
-                    f"the optimizer's state '{key}' of '{shard.names[0]}' is a "
-                    f"{type(value).__name__}"
-                )
-            if (
-                isinstance(value, Tensor)
-                and not is_scalar_state(value, shard.param)
-                and value.shape != shard.param.shape
-            ):
-                return (
-                    f"the optimizer's state '{key}' of '{shard.names[0]}' does not have the "
-                    "parameter's shape"
-                )
-    return ""
-
-
 def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
     """Write `directory/tag` in DeepSpeed's layout.
 
@@ -303,7 +298,7 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
     run_and_gather(
         comm,
         "saving: what DeepSpeed's layout holds",
-        lambda: _refuse(unsupported_reason(contents), directory / tag),
+        lambda: _refuse(DEEPSPEED.unsupported_reason(contents), directory / tag),
     )
     written: list[Path] = []
     output: StagedOutput | None = None
