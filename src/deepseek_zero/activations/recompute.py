@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..base.capabilities import Capability
 from ..base.device import default_device
+from ..base.log import log_once
+from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..sharding.saved_tensor_hooks import others_see
 from ..tiers.disk import Disk, DiskSettings
@@ -245,6 +247,31 @@ def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
     if old is not None:
         old.close()
     return new
+
+
+def configure_for(
+    settings: RecomputeSettings, comm: Comm, *, shards_tokens: bool
+) -> Recompute | None:
+    """Call `configure` if a run has settings for recomputation. Collective.
+
+    Args:
+        settings: The settings for recomputation.
+        comm: The communicator of the world.
+        shards_tokens: Activations between layers are sharded over tokens along "tp".
+    """
+    if settings == RecomputeSettings():
+        return None
+    tp = comm.along.get("tp") if settings.partitioned else None
+    if settings.partitioned and (tp is None or shards_tokens):
+        why = (
+            "they are already sharded over tokens"
+            if tp is not None
+            else "there are no tensor-parallel ranks"
+        )
+        log_once(f"partition_activations: inputs of checkpoints are not split: {why}.")
+        tp = None
+    with AllRanks(comm, "opening the nvme_path of activations"):
+        return configure(settings, tp)
 
 
 def preserve(states: Preserved) -> None:

@@ -105,6 +105,37 @@ class LongWork:
         return ", ".join(parts)
 
 
+class FirstPasses:
+    """Show the progress of the first pass of each name, which may be slow.
+
+    Args:
+        total: The parameters that a pass uses.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._names: set[str] = set()
+        self._work: LongWork | None = None
+
+    def begin(self, name: str) -> None:
+        """Begin a pass; the previous one ends."""
+        self.finish()
+        if name not in self._names:
+            self._names.add(name)
+            self._work = LongWork(f"first {name} pass", self._total, "parameters")
+
+    def advance(self, numel: int) -> None:
+        """Add used parameters if this is a first pass."""
+        if self._work is not None:
+            self._work.advance(numel)
+
+    def finish(self) -> None:
+        """End the pass. Idempotent."""
+        if self._work is not None:
+            self._work.finish()
+            self._work = None
+
+
 def _is_plain_terminal() -> bool:
     """Return whether stderr is a terminal that no progress bar has replaced."""
     stream = sys.stderr

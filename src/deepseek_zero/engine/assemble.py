@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .. import activations, engine, parallel
-from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
+from ..activations.recompute import configure_for, release_with
 from ..base import memory
 from ..base.capabilities import Capabilities, as_text
-from ..base.log import log_first, log_once
+from ..base.log import log_first
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks, agree, agree_on
 from ..comm.collectives import Comm
@@ -197,7 +197,7 @@ def assemble(
     if stages is not None:
         parts.loop = stages.connect(comm, mesh, runtime)
         parts.pipeline = parts.loop.pipeline
-    parts.recompute = _recompute_for(
+    parts.recompute = configure_for(
         recomputing, comm, shards_tokens=bool(config.tensor_parallel.sequence)
     )
     if parts.recompute is not None:
@@ -216,28 +216,3 @@ def assemble(
     if parts.capabilities.fallbacks:
         log_first("\n  ".join(["this run uses slower methods:", *parts.capabilities.fallbacks]))
     return parts
-
-
-def _recompute_for(
-    settings: RecomputeSettings, comm: Comm, *, shards_tokens: bool
-) -> Recompute | None:
-    """Configure `checkpointing.checkpoint`, if the configuration has settings for it.
-
-    Args:
-        settings: The settings for recomputation.
-        comm: The communicator of the world.
-        shards_tokens: Activations between layers are sharded over tokens along "tp".
-    """
-    if settings == RecomputeSettings():
-        return None
-    tp = comm.along.get("tp") if settings.partitioned else None
-    if settings.partitioned and (tp is None or shards_tokens):
-        why = (
-            "they are already sharded over tokens"
-            if tp is not None
-            else "there are no tensor-parallel ranks"
-        )
-        log_once(f"partition_activations: inputs of checkpoints are not split: {why}.")
-        tp = None
-    with AllRanks(comm, "opening the nvme_path of activations"):
-        return configure(settings, tp)

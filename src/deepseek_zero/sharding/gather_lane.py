@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..base.progress import LongWork
+from ..base.progress import FirstPasses
 from ..comm.collectives import Comm
 from ..comm.pending import OrderedIssueQueue
 from ..planner.schedule import Pass, Schedule
@@ -47,9 +47,7 @@ class GatherLane:
         self._to_gather: deque[int] = deque()
         self._resident_before: frozenset[int] = frozenset()
         self._apart: Unit | None = None
-        self._passes_begun: set[str] = set()
-        # The progress of a first pass; a total of 0 disables it.
-        self._first_pass = LongWork("", 0)
+        self._first_passes = FirstPasses(sum(unit.numel for unit in units))
         self.follow(schedule)
 
     def follow(self, schedule: Schedule) -> None:
@@ -70,25 +68,13 @@ class GatherLane:
             name = "backward"
         if self._gathers_in_place:
             self.comm.shard.in_place.begin(name)
-        self._show_first(name)
+        self._first_passes.begin(name)
         self._walk = self._walk_of_part(walk)
         self._reached = 0
         self._to_gather.clear()
         self._resident_before = frozenset(
             unit.number for unit in self.units if unit.state is not UnitState.SHARDED
         )
-
-    def _show_first(self, name: str) -> None:
-        """Show the progress of the first forward and backward.
-
-        They may be slow if weights are fetched from slow memories.
-        """
-        self._first_pass.finish()
-        total = 0
-        if name not in self._passes_begun:
-            self._passes_begun.add(name)
-            total = sum(unit.numel for unit in self.units)
-        self._first_pass = LongWork(f"first {name} pass", total, "parameters")
 
     def restrict_to(self, part: frozenset[int] | None) -> None:
         """Restrict passes to some units, as for the forward of a part of the model.
@@ -129,8 +115,8 @@ class GatherLane:
                 self._gather_up_to(self._walk.position[unit.number])
             unit.unshard()  # on demand, if it is not in the pass or was released since
             unit.wait_for_unshard()
-        if self._first_pass.total and in_turn:
-            self._first_pass.advance(unit.numel)
+        if in_turn:
+            self._first_passes.advance(unit.numel)
         if externals:
             for other in self._externals.get(unit.number, ()):
                 self.unshard(other)
@@ -225,7 +211,7 @@ class GatherLane:
         walk = self._walk
         if walk is None:
             return
-        self._first_pass.finish()
+        self._first_passes.finish()
         self.gather_for_others()
         with torch.inference_mode(False), torch.no_grad():
             self._walk = None

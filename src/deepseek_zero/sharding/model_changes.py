@@ -19,6 +19,9 @@ from torch import nn
 from ..base.device import held_by, without_torch_function
 from ..base.errors import UsageError
 from ..base.log import log_once
+from ..comm.agreement import agree, agree_on, values_in
+from ..comm.collectives import Comm
+from ..planner.plan import Plan
 from .buffer import FlatBuffer
 from .group import ParamInfo
 from .sharded_parameter import ShardedParameter
@@ -94,6 +97,41 @@ class Structure:
         elif self._frozen_new_params:
             _refuse_trained(self._frozen_new_params, only_warn=self._ignores_new_params)
         _refuse_moved(self.groups)
+
+
+def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
+    """Raise on every rank if ranks differ in their model or settings.
+
+    The comparison covers parameters (names, shapes, dtypes, order), buffers, units and settings.
+
+    Args:
+        model: The whole model.
+        plan: The plan.
+        comm: The world's communicator.
+
+    Raises:
+        ModelMismatchError: Ranks differ.
+
+    Note:
+        Collective: every rank must call it.
+    """
+    why = (
+        "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and "
+        "settings must agree."
+    )
+    fix = "build the model and the configuration from the same arguments on every rank."
+    agree_on(comm, values_in(plan.settings, "plan"), "what they are about to shard", why, fix)
+    lines = [f"unit {unit.name}" for unit in plan.units]
+    for name, param in model.named_parameters():
+        lines.append(
+            f"parameter {name} {tuple(param.shape)} {param.dtype} "
+            f"requires_grad={param.requires_grad}"
+        )
+    lines += [
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+        for name, buffer in model.named_buffers()
+    ]
+    agree(comm, lines, "what they are about to shard", why, fix)
 
 
 def _holds(module: nn.Module) -> list[int]:

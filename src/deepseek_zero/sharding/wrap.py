@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ..base.progress import LongWork
-from ..comm.agreement import agree, agree_on, values_in
 from ..comm.collectives import Comm, scatter
 from ..planner.plan import Plan
 from ..planner.pool_estimate import scratch_numel
@@ -25,7 +24,7 @@ from .buffer import CommContext
 from .grad_reduction import GradReduction
 from .group_build import build_group
 from .message import Pool
-from .model_changes import ModelRules
+from .model_changes import ModelRules, compare_ranks
 from .param_group import GroupParts, ParamGroup
 from .runtime import Runtime
 from .unit import Unit
@@ -168,38 +167,3 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
             flat = buffer.detach().reshape(-1).contiguous().clone()
             scatter(comm, [flat] * comm.size, flat, f"buffer {name}")
             buffer.data.copy_(flat.view(buffer.shape))
-
-
-def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
-    """Raise on every rank if ranks differ in their model or settings.
-
-    The comparison covers parameters (names, shapes, dtypes, order), buffers, units and settings.
-
-    Args:
-        model: The whole model.
-        plan: The plan.
-        comm: The world's communicator.
-
-    Raises:
-        ModelMismatchError: Ranks differ.
-
-    Note:
-        Collective: every rank must call it.
-    """
-    why = (
-        "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and "
-        "settings must agree."
-    )
-    fix = "build the model and the configuration from the same arguments on every rank."
-    agree_on(comm, values_in(plan.settings, "plan"), "what they are about to shard", why, fix)
-    lines = [f"unit {unit.name}" for unit in plan.units]
-    for name, param in model.named_parameters():
-        lines.append(
-            f"parameter {name} {tuple(param.shape)} {param.dtype} "
-            f"requires_grad={param.requires_grad}"
-        )
-    lines += [
-        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
-        for name, buffer in model.named_buffers()
-    ]
-    agree(comm, lines, "what they are about to shard", why, fix)
