@@ -285,6 +285,7 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
         buffer.guard = weight.guard
     if plan.master_is_weight or plan.weight_is_independent:
         beneath = None
+    home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
     return MasterWeight(
         buffer,
         comm_ctx.comm.rank,
@@ -292,7 +293,7 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
         beneath,
         is_split=plan.master_is_split and beneath is not None,
         is_exposed=is_exposed(plan, comm_ctx),
-        update_device=comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU,
+        update_device=home,
         copy_engine=comm_ctx.copy_engine,
     )
 
