@@ -279,19 +279,11 @@ class Updater:
             if self._first_update.done >= self._first_update.total:
                 self._first_update.finish()
 
-    def _hypers_of(self, number: int, decision: Decision) -> dict[str, Any]:
-        """Return the hyper-parameters of a parameter group for a decision."""
-        return (
-            decision.hypers[number]
-            if decision.hypers is not None
-            else self.inner.param_groups[number]
-        )
-
     def _group(self, number: int, decision: Decision) -> GroupUpdate | None:
         """Return the kernel settings of a parameter group, or None without a kernel."""
         if number not in decision.groups:
-            hypers = self._hypers_of(number, decision)
-            decision.groups[number] = self.one_pass.group(hypers)
+            hypers = self.inner.param_groups if decision.hypers is None else decision.hypers
+            decision.groups[number] = self.one_pass.group(hypers[number])
         return decision.groups[number]
 
     def expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
