@@ -319,16 +319,7 @@ class Listed(BlockLayout):
         return head // self.sharing if len(self.seen) > 1 else 0
 
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
-        """Return which blocks of keys some rows see.
-
-        Args:
-            head: A number returned by `variant`.
-            start: The first row.
-            stop: The row after the last one.
-            blocks: Number of blocks of keys.
-
-        Returns:
-            A bool tensor of shape ``(stop - start, blocks)``.
+        """Return which blocks of keys some rows see, from the table.
 
         Raises:
             ConfigError: The table is for a shorter sequence.

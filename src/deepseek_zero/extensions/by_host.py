@@ -56,17 +56,7 @@ class TwoHops(Route):
         return self.hosts.intra_node, self.hosts.inter_node
 
     def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-        """Fill `full` with the slices of all ranks, first between hosts and then within.
-
-        Args:
-            full: The output, with this rank's slice in place.
-            lane: The name of the lane.
-            comm_ctx: The ranks that share slices.
-            what: The name of the unit, for messages.
-
-        Note:
-            Collective within the lane.
-        """
+        """Fill `full` with the slices of all ranks, first between hosts and then within."""
         return self.hosts.all_gather(full, lane, what, comm_ctx.gather_kind)
 
     def room(

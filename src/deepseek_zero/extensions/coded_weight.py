@@ -98,15 +98,7 @@ class CodedWeight(WeightGather):
         return buffer.counted(group.comm_ctx, what)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to gather the codes of all slices and decode them into `whole`.
-
-        Args:
-            whole: The output, from `lend`.
-            what: The name of the unit, for messages.
-
-        Note:
-            Collective within the gather lane.
-        """
+        """Start to gather the codes of all slices and decode them into `whole`."""
         comm_ctx = self.group.comm_ctx
         comm = comm_ctx.comm
         codes = self.group.weight.memory

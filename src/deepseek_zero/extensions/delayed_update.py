@@ -129,15 +129,7 @@ class DelayedUpdate(UpdatePolicy):
         self._updater = optimizer.updater
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise, because no parameter can join an optimizer with delayed updates.
-
-        Args:
-            what: The event that makes parameters join.
-            fix: What the user can do.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Raise, because no parameter can join an optimizer with delayed updates."""
         refuse_joining_with_undo_log(what, fix)
 
     @property

@@ -42,56 +42,20 @@ class ErrorFeedback(GradReduction):
         return self.inner.is_local
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
-        """Start to sum the partial gradients, with the errors of earlier sums added.
-
-        Args:
-            partial: This rank's gradient of all elements of the group.
-            target: The output, this rank's slice of the sum.
-            what: The name of the unit, for messages.
-            add: Add the sum to the values of `target`.
-
-        Note:
-            Collective within the reduce lane.
-        """
+        """Start to sum the partial gradients, with the errors of earlier sums added."""
         self._attach(partial)
         return self.inner.reduce(partial, target, what, add=add)
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Start to sum in the memory of `partial`, with the errors of earlier sums added.
-
-        Args:
-            partial: This rank's gradient of all elements of the group.
-            what: The name of the unit, for messages.
-            has_earlier_sum: The step has an earlier sum, to which the caller adds this one.
-
-        Note:
-            Collective within the reduce lane.
-        """
+        """Start to sum in the memory of `partial`, with the errors of earlier sums added."""
         self._attach(partial)
         return self.inner.reduce_in_place(partial, what, has_earlier_sum=has_earlier_sum)
 
     def complete(self, buffer: FlatBuffer, what: str) -> Pending:
-        """Start to complete a sum of `reduce` without error feedback.
-
-        Args:
-            buffer: The partial sum.
-            what: The name of the unit, for messages.
-
-        Note:
-            Collective over the ranks that hold the same slices.
-        """
+        """Start to complete a sum of `reduce` without error feedback."""
         return self.inner.complete(buffer, what)
 
     def copy_from_first(self, values: Tensor, what: str) -> None:
-        """Copy `values` from the first rank that holds these elements to the others.
-
-        Args:
-            values: The elements, written on all but the first rank.
-            what: The name of the values, for messages.
-
-        Note:
-            Collective over the ranks that hold the same slices.
-        """
         self.inner.copy_from_first(values, what)
 
     def own_states(self) -> dict[str, Tensor]:
@@ -151,12 +115,7 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._updater = optimizer.updater
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """Reset the errors if the step was skipped or a reset is due, and rescale them.
-
-        Args:
-            result: The result of the step.
-            rescale: The new loss scale divided by the old one.
-        """
+        """Reset the errors if the step was skipped or a reset is due, and rescale them."""
         every = self._feedback.reset_every
         is_reset = every is not None and self._updater.updates % every == 0
         if result.skipped or is_reset:
@@ -165,12 +124,7 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._scale(rescale)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Restore the errors of one group from a checkpoint. Local.
-
-        Args:
-            group: The parameter group.
-            saved: The saved states by name.
-        """
+        """Restore the errors of one group from a checkpoint. Local."""
         group.gradient.reduction.restore(saved)
 
     def states_loaded(self, rescale: float) -> None:

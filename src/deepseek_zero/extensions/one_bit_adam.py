@@ -66,15 +66,7 @@ class MomentumSteps(UpdatePolicy):
         return inner
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise if a parameter would join the optimizer after `freeze_step`.
-
-        Args:
-            what: The event that makes parameters join.
-            fix: What the user can do.
-
-        Raises:
-            UsageError: Ranks already exchange momenta.
-        """
+        """Raise if a parameter would join the optimizer after `freeze_step`."""
         if self._inner.takes_momenta:
             raise UsageError(
                 "a parameter joins the optimizer behind OneBitAdam's freeze_step.",
@@ -84,23 +76,13 @@ class MomentumSteps(UpdatePolicy):
             )
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """End the step of the exchange, and start exchanging at `freeze_step`. Collective.
-
-        Args:
-            result: The result of the step.
-            rescale: The new loss scale divided by the old one.
-        """
+        """End the step of the exchange, and start exchanging at `freeze_step`. Collective."""
         for group in self._optimizer.runtime.trained_groups:
             group.gradient.reduction.end_step(keep=not result.skipped)
         self._follow(is_forced=False)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Keep the states of one group from a checkpoint until `states_loaded`. Local.
-
-        Args:
-            group: The parameter group.
-            saved: The saved states by name.
-        """
+        """Keep the states of one group from a checkpoint until `states_loaded`. Local."""
         self._own_states[id(group)] = saved
 
     def states_loaded(self, rescale: float) -> None:

@@ -53,15 +53,7 @@ class SecondaryCopy(WeightGather):
         return weight
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to gather from the second copy if it is current, or make it current.
-
-        Args:
-            whole: The output, from `lend`.
-            what: The name of the unit, for messages.
-
-        Note:
-            Collective within the gather lane.
-        """
+        """Start to gather from the second copy if it is current, or make it current."""
         target = FlatBuffer(self.buffer.layout, self.buffer.spec.gathered(), whole.memory)
         if self.is_current:
             return move(self.buffer, target, self.comm_ctx, what)

@@ -34,15 +34,7 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to wait until the slices of all ranks can be read in place.
-
-        Args:
-            whole: The output, from `lend`.
-            what: The name of the unit, for messages.
-
-        Note:
-            Collective within the gather lane.
-        """
+        """Start to wait until the slices of all ranks can be read in place."""
         return self.group.comm_ctx.comm.in_place.gather(self.memory, what)
 
     def before_write(self, what: str) -> None:

@@ -130,15 +130,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self.units = {number: each for number, each in tiles.later.items() if number != root}
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise, because no parameter can join an optimizer with early updates.
-
-        Args:
-            what: The event that makes parameters join.
-            fix: What the user can do.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Raise, because no parameter can join an optimizer with early updates."""
         refuse_joining_with_undo_log(what, fix)
 
     def _expected(self) -> Decision | None:

@@ -228,23 +228,7 @@ class InitShard(ModelBuilder):
         return f"a parameter of shape {tuple(self.shape)} under zero.Init"
 
     def answer(self, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operation on a sharded parameter after construction.
-
-        Operations that need no elements return a result. Initializations may run on temporary
-        memory.
-
-        Args:
-            param: The parameter.
-            name: The name of the operation.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            The result; NEEDS_ELEMENTS if the operation can run on temporary memory.
-
-        Raises:
-            AtRestError: The operation needs elements.
-        """
+        """Return the result of an operation on a sharded parameter after construction."""
         found = _converted(self, param, name, args, kwargs)
         may_run = found is not NEEDS_ELEMENTS or (
             _may_initialise(name) and self.lend_scratch(param)
@@ -254,12 +238,6 @@ class InitShard(ModelBuilder):
         return found
 
     def at_rest(self, param: nn.Parameter, operation: str) -> AtRestError:
-        """Return the error of an operation that needs elements.
-
-        Args:
-            param: The parameter.
-            operation: The name of the operation.
-        """
         return AtRestError(
             f"{self.name_of(param)} is sharded, and no engine holds it yet; '{operation}' cannot "
             "use it.",

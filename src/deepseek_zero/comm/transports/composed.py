@@ -96,12 +96,6 @@ class Hierarchical(CopyingTransport):
         )
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized buffer in the memory that this transport prefers.
-
-        Args:
-            numel: Number of elements.
-            dtype: Dtype of the elements.
-        """
         return self.intra_node.empty(numel, dtype)
 
     def is_read(self, tensor: Tensor) -> bool:

@@ -172,17 +172,10 @@ class DeepSpeedDropIn(DeepSpeedNames):
         refuse_miscount()
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
-        """Apply DeepSpeed's checks and ask accelerate for its mesh.
+        """Apply DeepSpeed's checks and read accelerate's mesh.
 
         The previous engine of the model is destroyed, and the model's fp32 values are rounded to
         the dtype of the computation.
-
-        Args:
-            raw: The configuration.
-            request: Arguments of `initialize`.
-
-        Returns:
-            The request with the mesh axes of all sources.
         """
         request = super().complete(raw, request)
         model = request.model
@@ -197,13 +190,6 @@ class DeepSpeedDropIn(DeepSpeedNames):
         return replace(request, mesh_statements=statements, drops_idle_schedule=True)
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        """Return the rules for building the parts of an engine.
-
-        Args:
-            config: The configuration.
-            mesh: The device mesh.
-            request: Arguments of `initialize`.
-        """
         # As in DeepSpeed, a state dict is local. With one rank, all of it is on this rank.
         # DeepSpeed supports pipelines of lists of layers only. Without gathering, a program would
         # save one stage of another model as if it were the whole.
@@ -226,19 +212,7 @@ class DeepSpeedDropIn(DeepSpeedNames):
         lr_scheduler: Any,
         loader: Any,
     ) -> DeepSpeedEngine:
-        """Create the engine, its autocast marks and the process groups of its mesh.
-
-        Args:
-            config: The configuration.
-            mesh: The device mesh.
-            parts: Parts of the engine.
-            request: Arguments of `initialize`.
-            lr_scheduler: Learning-rate scheduler.
-            loader: Loader of the training data.
-
-        Note:
-            Collective: every rank must call it.
-        """
+        """Create the engine, its autocast marks and the process groups of its mesh."""
         engine = super().make_engine(config, mesh, parts, request, lr_scheduler, loader)
         autocast = engine.runtime.settings.policy.autocast
         if autocast is not None:
