@@ -470,7 +470,7 @@ def draw(found: list[Found], path: Path) -> None:
         axes.set_ylim(min(map(min, drawn)) / 1.15, max(map(max, drawn)) * 1.15)
         axes.set_xlabel("rate of the link, Mbit/s", fontsize=8.5)
         axes.set_ylabel("seconds of a step", fontsize=8.5)
-        axes.legend(fontsize=8.5, frameon=False, labelcolor=INK)
+        axes.legend(fontsize=8.5, frameon=False, labelcolor=INK, handlelength=4)
         style_axes(axes)
     axes.tick_params(labelsize=8.5)
     titled(figure, title)
