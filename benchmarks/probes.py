@@ -20,10 +20,13 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def parse_rollup(text: str) -> Memory:
-    """PSS, USS and RSS of a smaps_rollup."""
+    """PSS, USS and RSS of a smaps_rollup.
+
+    PSS does not count pages that the system may take at any time (LazyFree).
+    """
     kib = {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     kinds = {
-        "pss": kib["Pss"],
+        "pss": kib["Pss"] - kib.get("LazyFree", 0),
         "uss": kib["Private_Clean"] + kib["Private_Dirty"],
         "rss": kib["Rss"],
     }

@@ -384,14 +384,29 @@ def return_pages(tensor: Tensor) -> None:
     Shared pages are discarded for every process that maps them. On other systems than Linux nothing
     happens.
     """
+    # MADV_REMOVE is refused unless the pages are shared
+    if _advise(tensor, "MADV_REMOVE") != 0:
+        _advise(tensor, "MADV_DONTNEED")
+
+
+def offer_pages(tensor: Tensor) -> None:
+    """Discard the contents of private CPU memory, and let the system take its whole pages.
+
+    The system takes them only if it runs out of memory. Until then a write finds the same pages,
+    without page faults. On other systems than Linux nothing happens.
+    """
+    _advise(tensor, "MADV_FREE")
+
+
+def _advise(tensor: Tensor, advice: str) -> int:
+    """Call madvise for the whole pages of a tensor on Linux; return its result."""
     if sys.platform != "linux":
-        return
-    madvise = _madvise()
+        return 0
     start = -(-tensor.data_ptr() // PAGE) * PAGE
     nbytes = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - start
-    # Refused unless the pages are shared
-    if nbytes > 0 and madvise(start, nbytes, mmap.MADV_REMOVE) != 0:
-        madvise(start, nbytes, mmap.MADV_DONTNEED)
+    if nbytes <= 0:
+        return 0
+    return _madvise()(start, nbytes, getattr(mmap, advice))
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import CPU, double_norms
-from ..base.memory import private_pages, return_pages
+from ..base.memory import offer_pages, private_pages
 from ..kernels.sums import sum_of_squares as squares_on_cpu
 from ..planner.layout import Slot
 from ..planner.spec import S, Spec
@@ -165,7 +165,7 @@ class GradSum:
     def discard_values(self) -> None:
         """Discard the values of a slice, and keep its memory for the next sum.
 
-        On the CPU its pages are returned to the system until then.
+        On the CPU the system may take its pages until then.
         """
         buffer = self.buffer
         if buffer is None or buffer.spec.placement is not S:
@@ -174,8 +174,8 @@ class GradSum:
             self.guard.before_read()  # also undoes an update that ran ahead of its step
             buffer.storage.wait_for_copy()
             buffer.storage.discard(0, buffer.memory.numel())
-        elif not self.group.comm_ctx.pool.keeps_pages and has_pages_to_return(buffer.memory):
-            return_pages(buffer.memory)
+        elif has_pages_to_return(buffer.memory):
+            offer_pages(buffer.memory)
 
     def follow_wires(self) -> None:
         """Adopt the encodings of summands from the current plan. Local."""

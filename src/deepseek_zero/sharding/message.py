@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import storage_users
-from ..base.memory import return_pages
+from ..base.memory import KEPT_BYTES, return_pages
 from ..comm.collectives import Comm, ordered_sum
 from ..planner.messages import SUM_TILE_NUMEL
 from ..precision.codecs import Codec
@@ -34,8 +34,6 @@ class Pool:
         comm: The communicator of all ranks, which allocates the tensors.
         budget: Counts the memory of the tensors.
         scratch_numel: The number of elements of `take_scratch`; None for the size that sums need.
-        keeps_pages: Keep the pages of idle tensors after a step. A step across several hosts uses
-            more buffers and would have to fault all these pages in again.
         allocated_bytes: The size of all tensors of the pool, lent or idle.
     """
 
@@ -43,7 +41,6 @@ class Pool:
     comm: Comm
     budget: DeviceBudget = field(default_factory=DeviceBudget)
     scratch_numel: int | None = None
-    keeps_pages: bool = False
     _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -86,12 +83,16 @@ class Pool:
         return [tensor for tensors in self._idle.values() for tensor in tensors]
 
     def return_pages(self) -> None:
-        """Return the pages of large idle CPU tensors to the system after a step."""
-        if self.keeps_pages:
-            return
+        """Return the pages of large idle CPU tensors to the system after a step.
+
+        The first `KEPT_BYTES` are kept, so that the next step need not fault them in again.
+        """
+        kept = 0
         for tensor in filter(has_pages_to_return, self.idle()):
-            self.comm.wait_until_read(tensor)
-            return_pages(tensor)
+            kept += tensor.nbytes
+            if kept > KEPT_BYTES:
+                self.comm.wait_until_read(tensor)
+                return_pages(tensor)
 
     def clear(self) -> None:
         """Free the idle tensors."""

@@ -75,9 +75,7 @@ def wrap_model(
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
     tiers = tiers or Tiers()
-    pool = Pool(
-        device, comm, tiers.budget, scratch_numel(plan.units, device), plan.machine.spans_hosts
-    )
+    pool = Pool(device, comm, tiers.budget, scratch_numel(plan.units, device))
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(
         settings, plan.mesh.reduce_size
