@@ -25,6 +25,7 @@ from deepseek_zero import checkpointing, zero
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.extensions import SpeculativeUpdate
 from deepseek_zero.pipeline import find_chain
+from deepseek_zero.planner.spec import S
 from deepseek_zero.report.measure import live_storages
 from deepseek_zero.tiers.host import HostMemory
 from deepseek_zero.tiers.tier import Tier
@@ -476,7 +477,8 @@ def copies_of_a_step(path: Path) -> None:
     """With the optimizer on the host, a step copies each state once, in its own dtype, through
     page-locked memory.
 
-    If main weights are split, the host also reads their upper halves, the bf16 weights.
+    If main weights are split, the host also reads their upper halves, the bf16 weights. It reads
+    the norms that the device computed in backward.
     """
     if dist.is_initialized():
         return  # ranks that share a device talk through the host
@@ -495,22 +497,32 @@ def copies_of_a_step(path: Path) -> None:
             loss = loss_of(engine, 2)
             engine.backward(loss)
             del loss
+            norms = 8 * sum(
+                len(group.gradient.sum.known_squares.norms)
+                for group in engine.parts.runtime.trained_groups
+            )
             held = library.held_bytes()
             library.forget_most()
             engine.step()
             copies, reads = library.recorded_copies()
             case = stage, place, top
-            assert library.most_bytes() == held, (case, "the update takes no memory of the device")
+            taken = library.most_bytes() - held
+            assert taken <= norms, (case, "the update takes no other memory of the device", taken)
             assert runtime.ranges == locked, (case, "a step locks nothing")
             assert not reads, (case, "the host reads no value")
             moved = {True: 0, False: 0}
+            read_norms = []
             for to_host, is_async, source, target, nbytes, address in copies:
                 if source == "Long":  # the batch
+                    continue
+                if source == "Double":
+                    read_norms.append((to_host, nbytes))
                     continue
                 assert is_async and source == target, (case, source, target)
                 assert runtime.is_locked(address, nbytes), (case, "pageable", to_host, nbytes)
                 moved[to_host] += nbytes
-            down, up = bytes_to_copy(engine, stage)
+            assert read_norms == [(True, norms)], case
+            down, up = bytes_to_copy(engine)
             assert moved[True] == down, case
             assert moved[False] == up if place == "states on the host" else moved[False] <= up, case
             engine.destroy()
@@ -519,7 +531,7 @@ def copies_of_a_step(path: Path) -> None:
             assert not runtime.ranges, case
 
 
-def bytes_to_copy(engine: Any, stage: int) -> tuple[int, int]:
+def bytes_to_copy(engine: Any) -> tuple[int, int]:
     """Return what a step with the optimizer on the host must copy to the host and from it.
 
     Weights that rest on the host go up for forward and for backward, unless they stay in between.
@@ -527,9 +539,9 @@ def bytes_to_copy(engine: Any, stage: int) -> tuple[int, int]:
     down = up = 0
     for group in engine.parts.runtime.trained_groups:
         plan, numel = group.plan, group.layout.numel
-        down += group.layout.slice_numel * plan.grad.dtype.itemsize
-        if stage == 1:  # once for the norm, with the padding, and once for the update
-            down += numel * plan.grad.dtype.itemsize
+        # A sharded gradient is copied with its padding, during backward
+        sent = group.layout.slice_numel if plan.grad.placement is S else numel
+        down += sent * plan.grad.dtype.itemsize
         if plan.weight.tier is Tier.DEVICE:
             up += numel * plan.weight.dtype.itemsize
             down += (

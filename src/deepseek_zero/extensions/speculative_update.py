@@ -18,6 +18,7 @@ because arithmetic rounds and numbers may not be finite. The log is one buffer o
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,9 @@ from torch.optim import Optimizer
 
 from ..base.device import CPU, without_torch_function
 from ..base.errors import UsageError
+from ..base.log import log_once
 from ..base.memory import return_pages
+from ..base.quantities import format_bytes
 from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.updater import (
     Decision,
@@ -197,14 +200,28 @@ class SpeculativeUpdate(UpdatePolicy):
         if self._chosen is None:
             found = set()
             total = 0
-            for number, tiles in self.units.items():
-                nbytes = sum(self.log.bytes_of(shard) for tile in tiles for _, shard in tile)
+            needed = self._log_bytes()
+            for number, nbytes in needed.items():
                 if total + nbytes <= self.budget:
                     total += nbytes
                     found.add(number)
+            if needed and not found:
+                log_once(
+                    f"no unit is updated in backward: undo_bytes is {format_bytes(self.budget)}, "
+                    f"the smallest unit needs {format_bytes(min(needed.values()))} and all need "
+                    f"{format_bytes(sum(needed.values()))}.",
+                    logging.WARNING,
+                )
             self.log.reserve(total)
             self._chosen = frozenset(found)
         return self._chosen
+
+    def _log_bytes(self) -> dict[int, int]:
+        """Return the bytes that the log needs for each unit."""
+        return {
+            number: sum(self.log.bytes_of(shard) for tile in tiles for _, shard in tile)
+            for number, tiles in self.units.items()
+        }
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
         """Return the units whose early updates are valid, and undo all others.
@@ -255,7 +272,11 @@ class SpeculativeUpdate(UpdatePolicy):
             ]
         fit = len(self._chosen) if self._chosen is not None else "some"
         stats = f"{self.stats.updated} updates, {self.stats.undone} of them undone"
-        return [f"updates in backward: {fit} of {len(self.units)} units fit undo_bytes, {stats}"]
+        needed = format_bytes(sum(self._log_bytes().values()))
+        return [
+            f"updates in backward: {fit} of {len(self.units)} units fit undo_bytes, {stats}; all "
+            f"units need {needed}"
+        ]
 
     def _clear_deferred(self) -> None:
         for group in (group for groups in self._done.values() for group in groups):

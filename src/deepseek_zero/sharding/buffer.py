@@ -401,8 +401,17 @@ class CommContext:
         return replace(self, divisor=inner, outer=others)
 
 
+OnSum = Callable[[Tensor], object]
+
+
 def move(
-    source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False
+    source: FlatBuffer,
+    target: FlatBuffer,
+    comm_ctx: CommContext,
+    what: str,
+    *,
+    add: bool = False,
+    on_sum: OnSum | None = None,
 ) -> Pending:
     """Bring `source` to the placement, dtype and memory of `target`.
 
@@ -417,6 +426,8 @@ def move(
         comm_ctx: The ranks that share slices.
         what: The name of the unit, for messages.
         add: Add sums to the values of `target`.
+        on_sum: Called by a reduce-scatter with each part of this rank's slice of the sum, flat,
+            while it is on the training device.
 
     Returns:
         A handle; neither buffer may be read or written before ``wait()`` returns. ``wait()`` raises
@@ -434,7 +445,9 @@ def move(
             return _all_gather(source.load(), target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
             own = target.load()
-            return _reduce_scatter(source, own, target.storage, comm_ctx, what, add=add)
+            return _reduce_scatter(
+                source, own, target.storage, comm_ctx, what, add=add, on_sum=on_sum
+            )
         case Movement.ALL_REDUCE:
             own = target.shard(comm_ctx.comm.rank)
             pending = _reduce_scatter(source, own, Storage(own), comm_ctx, what, add=add)
@@ -534,6 +547,7 @@ def _reduce_scatter(
     what: str,
     *,
     add: bool,
+    on_sum: OnSum | None = None,
 ) -> Pending:
     """Reduce message by message into this rank's slice.
 
@@ -546,6 +560,7 @@ def _reduce_scatter(
         comm_ctx: The ranks that share slices.
         what: The name of the unit, for messages.
         add: Add the sum to the values of `own`.
+        on_sum: Called with each part of the sum while it is on the training device.
     """
     comm = comm_ctx.comm
     layout = source.layout
@@ -582,7 +597,10 @@ def _reduce_scatter(
         landing = storage.landing(low, high, step, comm_ctx.pool, comm_ctx.copy_engine, add=add)
 
         def add_up(received: Sequence[Tensor]) -> None:
-            arriving.sum(received, landing.values(), divisor=comm_ctx.divisor, add=add)
+            total = landing.values()
+            arriving.sum(received, total, divisor=comm_ctx.divisor, add=add)
+            if on_sum is not None:
+                on_sum(total)
             landing.send()
 
         if comm.size == 1:

@@ -80,7 +80,8 @@ class GradSum:
             a sum of the current step.
         absent: The indices of members whose `.grad` is None, which are not updated; None before the
             end of a backward.
-        known_squares: The sum of squares of this rank's slice; None if the slice may have changed.
+        known_squares: The sum of squares of this rank's slice, which an accelerator may still
+            compute; None if the slice may have changed.
     """
 
     saved_as = ""
@@ -90,7 +91,7 @@ class GradSum:
         self.buffer: FlatBuffer | None = None
         self.guard = StateGuard()
         self.absent: set[int] | None = None
-        self.known_squares: float | None = None
+        self.known_squares: float | QueuedSquares | None = None
         self._state = GradState.EMPTY
         self._staged: StagedTile | None = None
 
@@ -256,6 +257,22 @@ class GradSum:
 # -- norms
 
 
+class QueuedSquares:
+    """A sum of squares that an accelerator computes while the host goes on.
+
+    Attributes:
+        norms: The norms of its parts, 0-dimensional float64 tensors on the accelerator.
+    """
+
+    def __init__(self) -> None:
+        self.norms: list[Tensor] = []
+
+    def add(self, values: Tensor) -> None:
+        """Add the squares of a flat tensor, as it is at this point of the accelerator's work."""
+        if values.numel():
+            self.norms += double_norms(list(values.split(_TILE_NUMEL)))
+
+
 def squares_now(group: Group, values: Tensor, first: int) -> float:
     """Return the sum of squares of a part of a group's gradient.
 
@@ -267,7 +284,7 @@ def squares_now(group: Group, values: Tensor, first: int) -> float:
     found = slice_squares(group, values, first)
     if isinstance(found, float):
         return found
-    (read,) = squares_on_accelerator([found])
+    (read,) = read_squares(_queue([found]))
     return read
 
 
@@ -303,8 +320,8 @@ def slice_squares(group: Group, values: Tensor, first: int) -> float | list[Tens
     return [part for part, _ in parts]
 
 
-def squares_on_accelerator(slices: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Return the sum of squares of each slice, given in parts; the host waits once.
+def _queue(slices: Sequence[Sequence[Tensor]]) -> list[QueuedSquares]:
+    """Compute the sum of squares of each slice, given in parts, on its accelerator.
 
     Float64 sums depend so little on the order of additions that an fp32 factor computed from the
     norm equals that of a CPU. The norms of the tiles take a single pass over memory on a GPU.
@@ -314,9 +331,21 @@ def squares_on_accelerator(slices: Sequence[Sequence[Tensor]]) -> list[float]:
         for parts in slices
     ]
     together = [tile for own in tiles for tile in own]
-    read = torch.stack(double_norms(together)).tolist() if together else []
-    norms = iter(read)
-    return [sum(norm * norm for norm in itertools.islice(norms, len(own))) for own in tiles]
+    norms = iter(double_norms(together) if together else [])
+    found = [QueuedSquares() for _ in slices]
+    for squares, own in zip(found, tiles, strict=True):
+        squares.norms = list(itertools.islice(norms, len(own)))
+    return found
+
+
+def read_squares(queued: Sequence[QueuedSquares]) -> list[float]:
+    """Return the numbers; the host waits for the accelerator once."""
+    together = [norm for squares in queued for norm in squares.norms]
+    read = iter(torch.stack(together).tolist() if together else [])
+    return [
+        sum(norm * norm for norm in itertools.islice(read, len(squares.norms)))
+        for squares in queued
+    ]
 
 
 def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
@@ -326,24 +355,30 @@ def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
     once.
     """
     found = [_all_squares(each) for each in sums]
-    unread = [squares for of_group in found for squares in of_group if isinstance(squares, list)]
-    numbers = iter(squares_on_accelerator(unread))
-    read = [
-        [next(numbers) if isinstance(squares, list) else squares for squares in of_group]
+    together = [squares for of_group in found for squares in of_group]
+    parts = iter(_queue([squares for squares in together if isinstance(squares, list)]))
+    queued = [
+        [next(parts) if isinstance(squares, list) else squares for squares in of_group]
         for of_group in found
     ]
-    for each, before, own in zip(sums, found, read, strict=True):
+    unread = [each for of_group in queued for each in of_group if isinstance(each, QueuedSquares)]
+    numbers = iter(read_squares(unread))
+    read = [
+        [next(numbers) if isinstance(each, QueuedSquares) else each for each in of_group]
+        for of_group in queued
+    ]
+    for each, before, own in zip(sums, queued, read, strict=True):
         rank = each.group.comm_ctx.comm.rank
-        if isinstance(before[rank], list) and not each.group.plan.sums_to_all:
+        if isinstance(before[rank], QueuedSquares) and not each.group.plan.sums_to_all:
             each.known_squares = own[rank]
     return read
 
 
-def _all_squares(gradient: GradSum) -> list[float | list[Tensor]]:
+def _all_squares(gradient: GradSum) -> list[float | QueuedSquares | list[Tensor]]:
     """Return the sum of squares of each slice, or its tensors for an accelerator."""
     group = gradient.group
     comm = group.comm_ctx.comm
-    squares: list[float | list[Tensor]] = [0.0] * comm.size
+    squares: list[float | QueuedSquares | list[Tensor]] = [0.0] * comm.size
     if gradient.known_squares is not None:
         squares[comm.rank] = gradient.known_squares
         return squares

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from ..base.device import without_torch_function
+from ..base.device import CPU, without_torch_function
 from ..comm.pending import DONE, Pending
 from ..planner.spec import P
 from .buffer import FlatBuffer
 from .grad_reduction import GradReduction
-from .grad_sum import GradState, GradSum, squares_now
+from .grad_sum import GradState, GradSum, QueuedSquares, squares_now
 from .group import Group
 
 
@@ -186,33 +186,52 @@ class Gradient:
         if self.sum.state is GradState.HELD and pending is not None:
             pending.flush_group(self.group)
 
-    def reduce(self, what: str) -> Pending:
+    def reduce(self, what: str, *, is_last: bool = False) -> Pending:
         """Start to sum the ranks' partial gradients, in fp32 in rank order.
 
         Missing members and the padding count as zeros.
 
         Args:
             what: The name of the unit, for messages.
+            is_last: No other sum is expected before the step, so that an accelerator can compute
+                the norm while backward goes on.
 
         Note:
             Collective within the reduce lane: a rank that skipped the unit must call it too.
         """
         self.sum.known_squares = None
         partial = self.summand.close()
+        squares = QueuedSquares() if is_last and self._can_queue_squares else None
         if self.sum.spec.placement is P:
-            return self._reduce_in_place(partial, what)
+            return self._reduce_in_place(partial, what, squares)
         if not self.reduction.sums_all and self.sum.state is GradState.REDUCED:
             # A further backward after the sum of the step was completed.
             self._carry(self.sum.ensure().load())
-        pending = self.reduction.reduce(partial, self.sum.ensure(), what, add=self.sum.is_reduced)
+        pending = self.reduction.reduce(
+            partial,
+            self.sum.ensure(),
+            what,
+            add=self.sum.is_reduced,
+            on_sum=squares.add if squares is not None else None,
+        )
         self.sum.enter(GradState.REDUCING)
 
         def finish() -> None:
             self._end_reduction()
+            self.sum.known_squares = squares
             self.group.comm_ctx.pool.give(partial.memory)
             self._store_offloaded()
 
         return pending.then(finish)
+
+    @property
+    def _can_queue_squares(self) -> bool:
+        """Return whether an accelerator sums this rank's whole part of the norm."""
+        group = self.group
+        is_own = not group.plan.sums_to_all or group.comm_ctx.comm.size == 1
+        is_counted = group.master is not None and not group.not_updated
+        on_accelerator = group.comm_ctx.pool.device != CPU
+        return on_accelerator and is_own and is_counted and self.reduction.sums_all
 
     def _carry(self, own: Tensor) -> None:
         """Set an earlier sum of the same step aside, to be added to the next one."""
@@ -231,11 +250,20 @@ class Gradient:
             first = 0
             if not self.group.plan.sums_to_all:
                 first = self.group.layout.bounds(self.group.comm_ctx.comm.rank)[0]
-            self.sum.known_squares = squares_now(self.group, buffer.load(), first)
+            if self.sum.known_squares is None:
+                self.sum.known_squares = squares_now(self.group, buffer.load(), first)
             buffer.storage.store(0, buffer.memory.numel())
 
-    def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
-        """Reduce in the memory of the partial gradient (stages 0 and 1)."""
+    def _reduce_in_place(
+        self, partial: FlatBuffer, what: str, squares: QueuedSquares | None
+    ) -> Pending:
+        """Reduce in the memory of the partial gradient (stages 0 and 1).
+
+        Args:
+            partial: The partial gradient.
+            what: The name of the unit, for messages.
+            squares: Gets the squares of this rank's part of the sum.
+        """
         own = self.sum.own()
         pending = self.reduction.reduce_in_place(
             partial, what, has_earlier_sum=self._carried_sum is not None
@@ -248,6 +276,9 @@ class Gradient:
             if self._carried_sum is not None and self._carried_state is self.sum.state:
                 own.add_(self._carried_sum)
                 self._carried_sum = None
+            if squares is not None:
+                squares.add(own)
+                self.sum.known_squares = squares
 
         self._reduction = pending.then(finish)
         return self._reduction

@@ -194,7 +194,7 @@ class ReduceLane:
         landed = self._wait_for_first() if len(self._in_flight) >= self.most_reductions else None
         for other in self._in_flight:  # their messages would otherwise be issued only by a wait
             other.issue_reduces()
-        unit.reduce_grads()
+        unit.reduce_grads(is_last=self._ends_step)
         unit.reduced_in_backward = True
         self._in_flight.append(unit)
         if landed is not None:

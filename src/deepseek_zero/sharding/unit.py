@@ -203,10 +203,19 @@ class Unit:
             and self.expected <= self.arrived
         )
 
-    def reduce_grads(self) -> None:
-        """Start to sum the ranks' gradients. Collective within the reduce lane."""
+    def reduce_grads(self, *, is_last: bool) -> None:
+        """Start to sum the ranks' gradients.
+
+        Args:
+            is_last: No other sum is expected before the step.
+
+        Note:
+            Collective within the reduce lane.
+        """
         self._reduces += [
-            group.gradient.reduce(self.name) for group in self.trained if not group.is_idle
+            group.gradient.reduce(self.name, is_last=is_last)
+            for group in self.trained
+            if not group.is_idle
         ]
 
     def complete_sums(self) -> None:
