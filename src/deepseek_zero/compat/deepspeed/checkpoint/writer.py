@@ -610,6 +610,12 @@ class _Pickler(pickle._Pickler):  # the Python implementation, whose methods can
     """Pickle our stand-ins under the names of DeepSpeed's classes."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
+        """Pickle a class by name, a stand-in by that of DeepSpeed's class.
+
+        Args:
+            obj: The class or function.
+            name: Its name, as in the base class.
+        """
         known = STAND_INS.get(obj) if obj is not int and isinstance(obj, type) else None
         if known is None:
             super().save_global(obj, name)  # type: ignore[misc]
