@@ -178,7 +178,7 @@ def test_between_hosts_a_byte_crosses_once_for_each_host() -> None:
 
 
 def test_hosts_of_several_sizes_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"ranks_per_host=2: .*hosts have 1 or 2") as caught:
+    with pytest.raises(UsageError, match=r"ranks_per_host=2, .*hosts have 1 or 2") as caught:
         Mesh(dp_shard=5).near_size(2)
     assert "divisor of 5" in caught.value.fix
     assert Mesh(dp_shard=6).host_groups(3) == (((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5)))
