@@ -255,7 +255,7 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
         (fallback,) = [
             line for line in engine.parts.capabilities.fallbacks if "measured between hosts" in line
         ]
-        assert "taken: gloo (our own sockets: the ports between the hosts are closed)" in fallback
+        assert "chosen: gloo (our own sockets: the ports between the hosts are closed)" in fallback
     assert "gloo between hosts" in str(start(run).runtime.comm.capabilities())
 
 

@@ -279,7 +279,7 @@ def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(
             line for line in engine.parts.capabilities.fallbacks if "measured between hosts" in line
         ]
         assert (
-            "taken: gloo (our own sockets: rank" in fallback
+            "chosen: gloo (our own sockets: rank" in fallback
             and "has no connection to rank" in fallback
         )
         train_step(engine, run, 0)
