@@ -31,21 +31,13 @@ from torch.optim import Optimizer
 from ..base.device import CPU, without_torch_function
 from ..base.errors import UsageError
 from ..base.log import log_once
-from ..base.memory import return_pages
+from ..base.memory import offer_pages
 from ..base.quantities import format_bytes
+from ..optim.master_shard import MasterShard, Tile, Tiles, collected
+from ..optim.moments import Moments
+from ..optim.tile_memory import Scratch, StorageRange
 from ..optim.update_policy import Stepping, UpdatePolicy
-from ..optim.updater import (
-    Decision,
-    MasterShard,
-    Moments,
-    Scratch,
-    StagedState,
-    Tile,
-    Tiles,
-    Updater,
-    collected,
-    hypers_of,
-)
+from ..optim.updater import Decision, Updater, hypers_of
 from ..precision.loss_scale import LossScaler
 from ..sharding.grad_sum import squares_of
 from ..sharding.message import has_pages_to_return
@@ -334,7 +326,7 @@ class Before:
     """
 
     shard: MasterShard
-    places: list[tuple[StagedState, Tensor]] = field(default_factory=list)
+    places: list[tuple[StorageRange, Tensor]] = field(default_factory=list)
     powers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     state: dict[str, Any] | None = None
     counters: dict[str, float] = field(default_factory=dict)
@@ -394,12 +386,12 @@ class UndoLog:
     def clear(self) -> None:
         """Drop all copies.
 
-        On a CPU the pages of the buffer are returned to the system until the next use.
+        On a CPU the system may take the pages of the buffer until the next use.
         """
         self._entries = []
         self._used = 0
         if self._memory is not None and has_pages_to_return(self._memory):
-            return_pages(self._memory)
+            offer_pages(self._memory)
 
     def _restore_state(self, before: Before) -> None:
         state = self._inner.state
@@ -411,7 +403,7 @@ class UndoLog:
         for key, number in before.counters.items():
             before.state[key].fill_(number)
 
-    def _written(self, shard: MasterShard) -> Iterator[StagedState]:
+    def _written(self, shard: MasterShard) -> Iterator[StorageRange]:
         """Yield every range that an update of this shard writes, except counters."""
         yield from (stretch for stretch in shard.storage_ranges() if stretch.changes)
         yield from (stretch for stretch in shard.staged_ranges() if stretch.changes)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 
 VARIABLE = "DEEPSEEK_ZERO_KERNELS"
-SLICES_PER_THREAD = 4
 GRAIN = 1 << 18  # For fewer elements per thread, a second thread costs more than it saves
 
 
@@ -168,34 +167,25 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 def in_slices(numel: int, threads: int, run: Callable[[int, int], None]) -> None:
     """Call `run(start, stop)` for slices of the elements, on several threads.
 
-    Each thread takes the next slice when it has finished one, so that a thread which the system
-    interrupts does not hold up the others. Slices begin at multiples of 64 elements. A small number
-    of elements is one slice, which runs on the calling thread.
+    Slices begin at multiples of 64 elements. A small number of elements is one slice, which runs on
+    the calling thread. There is one slice for each thread: with four, threads waited for the GIL
+    between slices, and an update on 16 cores took twice as long.
 
     Args:
         numel: Number of elements.
         threads: The largest number of threads.
         run: Processes the elements [start, stop).
     """
-    workers = min(threads, max(1, numel // GRAIN))
-    if workers == 1:
+    parts = min(threads, max(1, numel // GRAIN))
+    if parts == 1:
         run(0, numel)
         return
-    step = -(-numel // (workers * SLICES_PER_THREAD * 64)) * 64
-    slices = deque((low, min(low + step, numel)) for low in range(0, numel, step))
-
-    def work() -> None:
-        while True:
-            try:
-                low, high = slices.popleft()
-            except IndexError:
-                return
-            run(low, high)
-
+    step = -(-numel // parts // 64) * 64
+    edges = [min(numel, step * part) for part in range(parts + 1)]
     pool = _pool(os.getpid(), threads - 1)
-    others = [pool.submit(work) for _ in range(workers - 1)]
+    others = [pool.submit(run, low, high) for low, high in pairwise(edges[1:])]
     try:
-        work()
+        run(edges[0], edges[1])
     finally:
         for other in others:
             other.result()

@@ -27,24 +27,11 @@ from ..optimizers.plain_steps import raw_step
 from ..precision.compact import StochasticRounding
 from ..sharding.param_group import ParamGroup
 from ..tiers.tier import COMPLETED, CopyEvent
-from .master_shard import GradSource, MasterShard, Tile, Tiles, collected, tiles_by_group
+from .master_shard import GradSource, MasterShard, Tile, collected, tiles_by_group
 from .moments import Moments
 from .one_pass import GroupUpdate, OnePass
 from .tile_memory import PrefetchSettings, Scratch, StorageRange, TilePrefetcher
 
-__all__ = [
-    "Decision",
-    "MasterShard",
-    "Moments",
-    "Scratch",
-    "StagedState",
-    "Tile",
-    "Tiles",
-    "Updater",
-    "collected",
-    "hypers_of",
-]
-StagedState = StorageRange
 Hypers = list[dict[str, Any]]  # the options of each parameter group, without its parameters
 
 
