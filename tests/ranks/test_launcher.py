@@ -893,10 +893,10 @@ def test_a_rank_that_somebody_stopped_is_named_and_waited_for(
     with Ranks(Command(Target.SCRIPT, str(script), (str(end),))) as ranks:
         pids = ranks.start([{"RANK": "4"}, {"RANK": "5"}])
         os.kill(pids[1], signal.SIGSTOP)
-        wait_until(lambda: (standstill.look(ranks), standstill.told)[1], 60)
-        assert standstill.told == {5} and ranks.poll() is None
+        wait_until(lambda: (standstill.look(ranks), standstill.logged_stopped)[1], 60)
+        assert standstill.logged_stopped == {5} and ranks.poll() is None
         os.kill(pids[1], signal.SIGCONT)
-        wait_until(lambda: (standstill.look(ranks), not standstill.told)[1], 60)
+        wait_until(lambda: (standstill.look(ranks), not standstill.logged_stopped)[1], 60)
         end.write_text("now")
         wait_until(lambda: (ranks.poll(), ranks.finished)[1], 60)
     here = socket.gethostname()
@@ -919,9 +919,9 @@ def test_a_rank_that_runs_between_two_looks_is_not_stopped(
             os.kill(pid, signal.SIGSTOP)
             wait_until(ranks.stopped, 60)
             standstill.look(ranks)
-            assert not standstill.told, "it has had time of its core since the last look"
+            assert not standstill.logged_stopped, "it has had time of its core since the last look"
             before = psutil.Process(pid).cpu_times().user
             os.kill(pid, signal.SIGCONT)
             wait_until(lambda: psutil.Process(pid).cpu_times().user > before, 60)  # noqa: B023
         os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: (standstill.look(ranks), standstill.told)[1], 60)
+        wait_until(lambda: (standstill.look(ranks), standstill.logged_stopped)[1], 60)

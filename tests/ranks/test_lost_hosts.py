@@ -79,7 +79,7 @@ def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_t
     if dist.get_rank():
         subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
     time.sleep(6.5)
-    assert world.recorder.find_lost_host(asks=False) is None
+    assert world.recorder.find_lost_host(reads_store=False) is None
     assert launch.TELL_AFTER < store.silences()[1 - dist.get_rank()] < math.inf
     if dist.get_rank():
         subprocess.run(["ip", "link", "set", DEVICE, "up"], check=True)

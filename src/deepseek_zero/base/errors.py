@@ -184,29 +184,29 @@ def shown(value: Any, limit: int = LONGEST_SHOWN) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _pieces(value: Any, room: int, depth: int) -> Iterator[str]:
-    """Yield `repr` in pieces, and stop when `room` characters are exceeded."""
+def _pieces(value: Any, limit: int, depth: int) -> Iterator[str]:
+    """Yield `repr` in pieces, and stop when `limit` characters are exceeded."""
     if isinstance(value, str | bytes):
-        yield repr(value[: room + 1])
+        yield repr(value[: limit + 1])
     elif isinstance(value, Mapping) and depth:
         entries = ((key, ": ", inner) for key, inner in value.items())
-        yield from _enclosed("{", entries, "}", room, depth)
+        yield from _enclosed("{", entries, "}", limit, depth)
     elif isinstance(value, list | tuple) and depth:
         opening, closing = (
             ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
         )
-        yield from _enclosed(opening, ((inner,) for inner in value), closing, room, depth)
+        yield from _enclosed(opening, ((inner,) for inner in value), closing, limit, depth)
     elif isinstance(value, Mapping | list | tuple):
         yield "..."
     else:
         try:
-            yield repr(value)[: room + 1]
+            yield repr(value)[: limit + 1]
         except Exception:  # a foreign repr, or a number of too many digits
             yield f"<{type(value).__name__}>"
 
 
 def _enclosed(
-    opening: str, entries: Iterable[tuple[Any, ...]], closing: str, room: int, depth: int
+    opening: str, entries: Iterable[tuple[Any, ...]], closing: str, limit: int, depth: int
 ) -> Iterator[str]:
     separator = opening
     used = 0
@@ -214,9 +214,9 @@ def _enclosed(
         yield separator
         separator, used = ", ", used + len(separator)
         for number, part in enumerate(entry):
-            for piece in [part] if number % 2 else _pieces(part, room, depth - 1):
+            for piece in [part] if number % 2 else _pieces(part, limit, depth - 1):
                 used += len(piece)
                 yield piece
-        if used > room:
+        if used > limit:
             return
     yield closing if separator != opening else opening + closing

@@ -153,7 +153,7 @@ class PendingSave:
     # -- this rank's file
 
     @property
-    def _tells_of_stage(self) -> bool:
+    def _describes_stage(self) -> bool:
         """Return whether this rank describes its stage: the first rank of it along "pp"."""
         return not any(
             place
@@ -233,7 +233,7 @@ class PendingSave:
         chunks = [chunk.to_json() for chunk in self.write.chunks()]
         with files.describing_errors(f"syncing '{self.hidden}'"):
             files.sync_folder(self.hidden)
-        stage = _facts_of(self._manifest) if self._tells_of_stage else None
+        stage = _facts_of(self._manifest) if self._describes_stage else None
         return json.dumps(
             {
                 "chunks": chunks,

@@ -290,10 +290,10 @@ class Standstill:
     used CPU time since the last check, the waiting time restarts.
 
     Attributes:
-        told: Ranks that have been reported and are still stopped.
+        logged_stopped: Ranks that have been reported and are still stopped.
     """
 
-    told: set[int] = field(default_factory=set)
+    logged_stopped: set[int] = field(default_factory=set)
     # By rank and CPU ticks
     _since: dict[tuple[int, int], float] = field(default_factory=dict)
     _looked: float = 0.0
@@ -306,8 +306,8 @@ class Standstill:
         self._looked = now
         self._since = {each: self._since.get(each, now) for each in ranks.stopped()}
         stopped = {rank for (rank, _), since in self._since.items() if now - since >= TELL_AFTER}
-        log_stopped(socket.gethostname(), self.told, stopped)
-        self.told = stopped
+        log_stopped(socket.gethostname(), self.logged_stopped, stopped)
+        self.logged_stopped = stopped
 
 
 class RankAgent(SimpleElasticAgent):
@@ -395,7 +395,7 @@ class RankAgent(SimpleElasticAgent):
         death = self._ranks.poll()
         self._standstill.look(self._ranks)
         if self._peers is not None:
-            self._peers.stopped = self._standstill.told
+            self._peers.stopped = self._standstill.logged_stopped
             if self.elsewhere is None and (heard := self._peers.failure_of_others()) is not None:
                 self.elsewhere = heard
                 logger.warning(f"{heard.headline}; ending the ranks here")

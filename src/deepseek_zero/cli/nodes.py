@@ -8,8 +8,8 @@
     --node_rank, or the host's own name     which node this machine is
     scheduler variables (base/world.py)     anything that no option sets, without a hostfile
 
-The functions are pure: they compute a `NodePlan` from `Asked`, `Nodes` and a `NodeMachine`. They
-use only the standard library, so torch is not needed if there are no GPUs to count.
+The functions are pure: they compute a `NodePlan` from `RankOptions`, `Nodes` and a `NodeMachine`.
+They use only the standard library, so torch is not needed if there are no GPUs to count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOCALHOST = "localhost"
 
 
 @dataclass(frozen=True)
-class Asked:
+class RankOptions:
     """Options of `deepseek-zero run` that place the ranks; None means not given."""
 
     nproc: int | None = None
@@ -74,64 +74,71 @@ class NodePlan:
 
 
 def plan_node(
-    asked: Asked, machine: NodeMachine, own_names: Collection[str], said: Nodes | None = None
+    options: RankOptions,
+    machine: NodeMachine,
+    own_names: Collection[str],
+    stated: Nodes | None = None,
 ) -> NodePlan:
     """Decide what this machine runs.
 
     Args:
-        asked: The options.
+        options: The options.
         machine: The cores and GPUs of this machine.
         own_names: Host names and addresses of this machine.
-        said: Values from a scheduler's variables, if any.
+        stated: Values from a scheduler's variables, if any.
 
     Raises:
         UsageError: The options contradict each other or the machine.
     """
-    _check(asked)
-    if asked.hostfile is None:
-        filled = asked if said is None else _filled(asked, said, machine)
+    _check(options)
+    if options.hostfile is None:
+        filled = options if stated is None else _filled(options, stated, machine)
         return _plan_without_hostfile(filled, machine)
-    hosts = filter_slots(read_hostfile(asked.hostfile), asked.include, asked.exclude)
-    hosts = dict(list(hosts.items())[: asked.num_nodes])
+    hosts = filter_slots(read_hostfile(options.hostfile), options.include, options.exclude)
+    hosts = dict(list(hosts.items())[: options.num_nodes])
     names = list(hosts)
-    node_rank = _own_place(names, asked.node_rank, own_names)
-    share = _share_of_slots(hosts[names[node_rank]][: asked.num_gpus], asked.nproc, machine)
+    node_rank = _own_place(names, options.node_rank, own_names)
+    share = _share_of_slots(hosts[names[node_rank]][: options.num_gpus], options.nproc, machine)
     if len(names) == 1:
-        return NodePlan(share, 1, 0, asked.master_addr or "127.0.0.1", asked.master_port)
+        return NodePlan(share, 1, 0, options.master_addr or "127.0.0.1", options.master_port)
     return NodePlan(
         share,
         len(names),
         node_rank,
-        asked.master_addr or names[0],
-        asked.master_port or DEFAULT_PORT,
+        options.master_addr or names[0],
+        options.master_port or DEFAULT_PORT,
     )
 
 
-def _filled(asked: Asked, said: Nodes, machine: NodeMachine) -> Asked:
+def _filled(options: RankOptions, stated: Nodes, machine: NodeMachine) -> RankOptions:
     """Fill in values from a scheduler's variables; options take precedence."""
-    found: dict[str, Any] = {"num_nodes": asked.num_nodes or said.num_nodes}
+    found: dict[str, Any] = {"num_nodes": options.num_nodes or stated.num_nodes}
     if found["num_nodes"] > 1:  # a single machine uses any free port
-        found["node_rank"] = said.node_rank if asked.node_rank is None else asked.node_rank
-        found["master_addr"] = asked.master_addr or said.address
-        found["master_port"] = asked.master_port or said.port or 0
-    if not (asked.nproc or asked.num_gpus or asked.include or asked.exclude):
-        found["num_gpus"], found["nproc"] = said.num_gpus, _nproc_said(said, machine)
-    return replace(asked, **found)
+        found["node_rank"] = stated.node_rank if options.node_rank is None else options.node_rank
+        found["master_addr"] = options.master_addr or stated.address
+        found["master_port"] = options.master_port or stated.port or 0
+    if not (options.nproc or options.num_gpus or options.include or options.exclude):
+        found["num_gpus"], found["nproc"] = stated.num_gpus, _stated_nproc(stated, machine)
+    return replace(options, **found)
 
 
-def _nproc_said(said: Nodes, machine: NodeMachine) -> int | None:
+def _stated_nproc(stated: Nodes, machine: NodeMachine) -> int | None:
     """Return the number of processes from torchrun's variable.
 
     It is a number, "gpu" for the number of GPUs, "cpu" for the number of cores, or "auto" for our
     default.
     """
-    if said.nproc in (None, "auto"):
+    if stated.nproc in (None, "auto"):
         return None
     counts = {"gpu": len(machine.gpus), "cpu": machine.cores}
-    count = int(said.nproc) if re.fullmatch("[0-9]{1,6}", said.nproc) else counts.get(said.nproc, 0)
+    count = (
+        int(stated.nproc)
+        if re.fullmatch("[0-9]{1,6}", stated.nproc)
+        else counts.get(stated.nproc, 0)
+    )
     if count < 1:
         raise UsageError(
-            f"PET_NPROC_PER_NODE={said.nproc[:80]!r} gives no process on this machine.",
+            f"PET_NPROC_PER_NODE={stated.nproc[:80]!r} gives no process on this machine.",
             "It is a number, auto, cpu or gpu; this machine has "
             f"{_count(len(machine.gpus), 'GPU')}.",
             "correct the variable, or give --nproc.",
@@ -139,14 +146,14 @@ def _nproc_said(said: Nodes, machine: NodeMachine) -> int | None:
     return count
 
 
-def _plan_without_hostfile(asked: Asked, machine: NodeMachine) -> NodePlan:
-    share = _local_share(asked, machine)
-    num_nodes = asked.num_nodes or 1
-    node_rank = asked.node_rank
+def _plan_without_hostfile(options: RankOptions, machine: NodeMachine) -> NodePlan:
+    share = _local_share(options, machine)
+    num_nodes = options.num_nodes or 1
+    node_rank = options.node_rank
     if num_nodes == 1:
         _check_node_rank(node_rank or 0, 1)
-        return NodePlan(share, 1, 0, asked.master_addr or "127.0.0.1", asked.master_port)
-    if node_rank is None or asked.master_addr is None:
+        return NodePlan(share, 1, 0, options.master_addr or "127.0.0.1", options.master_port)
+    if node_rank is None or options.master_addr is None:
         raise UsageError(
             f"{num_nodes} nodes need --node_rank and --master_addr (or a hostfile).",
             why="The command does not know the number of this node or the rendezvous address.",
@@ -154,30 +161,34 @@ def _plan_without_hostfile(asked: Asked, machine: NodeMachine) -> NodePlan:
         )
     _check_node_rank(node_rank, num_nodes)
     return NodePlan(
-        share, num_nodes, node_rank, asked.master_addr, asked.master_port or DEFAULT_PORT
+        share, num_nodes, node_rank, options.master_addr, options.master_port or DEFAULT_PORT
     )
 
 
-def _check(asked: Asked) -> None:
-    counts = {"--nproc": asked.nproc, "--num_gpus": asked.num_gpus, "--num_nodes": asked.num_nodes}
+def _check(options: RankOptions) -> None:
+    counts = {
+        "--nproc": options.nproc,
+        "--num_gpus": options.num_gpus,
+        "--num_nodes": options.num_nodes,
+    }
     for option, value in counts.items():
         if value is not None and value < 1:
             raise UsageError(
                 f"{option} is {value}; it counts from 1.",
                 fix=f"Leave {option} out for the default.",
             )
-    if not 0 <= asked.master_port <= LAST_PORT:
+    if not 0 <= options.master_port <= LAST_PORT:
         raise UsageError(
-            f"--master_port is {asked.master_port}.",
+            f"--master_port is {options.master_port}.",
             why=f"Ports are numbers from 1 to {LAST_PORT}; below 1024 only root may listen.",
             fix="Leave it out for any free port, or name one that is free, for example 29500.",
         )
-    if asked.nproc is not None and asked.num_gpus is not None:
+    if options.nproc is not None and options.num_gpus is not None:
         raise UsageError(
             "--nproc and --num_gpus are mutually exclusive: both give the number of processes.",
             fix="Give one of them.",
         )
-    filtered = bool(asked.include or asked.exclude)
+    filtered = bool(options.include or options.exclude)
     clash = [option for option, value in counts.items() if filtered and value is not None]
     if clash:
         raise UsageError(
@@ -227,44 +238,44 @@ def _share_of_slots(slots: tuple[int, ...], nproc: int | None, machine: NodeMach
     return NodeShare(len(slots), tuple(machine.gpus[slot] for slot in slots))
 
 
-def _local_share(asked: Asked, machine: NodeMachine) -> NodeShare:
-    if asked.nproc is not None:
-        return NodeShare(asked.nproc, note=_crowded(asked.nproc, machine))
-    if asked.include or asked.exclude:
-        return _filtered_share(asked, machine)
-    if asked.num_gpus is None:
+def _local_share(options: RankOptions, machine: NodeMachine) -> NodeShare:
+    if options.nproc is not None:
+        return NodeShare(options.nproc, note=_crowded(options.nproc, machine))
+    if options.include or options.exclude:
+        return _filtered_share(options, machine)
+    if options.num_gpus is None:
         note = "" if machine.gpus else _cpu_default(machine)
         return NodeShare(machine.default_nproc, note=note)
     if not machine.gpus:
-        return _instead_of_gpus(f"--num_gpus {asked.num_gpus}", asked.num_gpus, machine)
-    if asked.num_gpus > len(machine.gpus):
+        return _instead_of_gpus(f"--num_gpus {options.num_gpus}", options.num_gpus, machine)
+    if options.num_gpus > len(machine.gpus):
         return NodeShare(
             len(machine.gpus),
-            note=f"--num_gpus {asked.num_gpus}: this machine shows "
+            note=f"--num_gpus {options.num_gpus}: this machine shows "
             f"{_count(len(machine.gpus), 'GPU')}, so that many processes run",
         )
-    return NodeShare(asked.num_gpus, machine.gpus[: asked.num_gpus])
+    return NodeShare(options.num_gpus, machine.gpus[: options.num_gpus])
 
 
-def _filtered_share(asked: Asked, machine: NodeMachine) -> NodeShare:
+def _filtered_share(options: RankOptions, machine: NodeMachine) -> NodeShare:
     numbered = _numbered(machine.gpus)
     # Slots for processes: the default number, or as many as the filter mentions
     if not numbered:
         spoken = [
             slot
-            for slots in parse_filter(asked.include or asked.exclude).values()
+            for slots in parse_filter(options.include or options.exclude).values()
             for slot in slots or ()
         ]
         places = range(max([machine.default_nproc, *(slot + 1 for slot in spoken)]))
-        slots = _only_local({LOCALHOST: tuple(places)}, asked)
-        option = "--include" if asked.include else "--exclude"
+        slots = _only_local({LOCALHOST: tuple(places)}, options)
+        option = "--include" if options.include else "--exclude"
         return _instead_of_gpus(option, len(slots), machine)
-    slots = _only_local({LOCALHOST: tuple(numbered)}, asked)
+    slots = _only_local({LOCALHOST: tuple(numbered)}, options)
     return NodeShare(len(slots), tuple(numbered[slot] for slot in slots))
 
 
-def _only_local(hosts: Slots, asked: Asked) -> tuple[int, ...]:
-    return filter_slots(hosts, asked.include, asked.exclude)[LOCALHOST]
+def _only_local(hosts: Slots, options: RankOptions) -> tuple[int, ...]:
+    return filter_slots(hosts, options.include, options.exclude)[LOCALHOST]
 
 
 def _numbered(gpus: tuple[str, ...]) -> dict[int, str]:

@@ -85,12 +85,12 @@ class PeerWatch:
         self._names: dict[int, str] = {0: "node 0, which holds the store,"}
         self._logged_silent: set[int] = set()  # nodes whose silence has been logged
         self._answered = time.monotonic()  # last time the store answered
-        self._asked: float | None = None  # start of the current poll; None between polls
+        self._poll_started: float | None = None  # start of the current poll; None between polls
         self._failure = ""  # JSON of this machine's failure
         self._is_failure_stored = threading.Event()
         self._has_news = threading.Event()
         self._has_finished = self._have_all_finished = self._is_store_gone = False
-        self._heard: Outcome | None = None
+        self._failure_elsewhere: Outcome | None = None
         threading.Thread(target=self._serve, daemon=True, name="deepseek-zero-peers").start()
 
     def report_failure(self, outcome: Outcome) -> None:
@@ -112,7 +112,7 @@ class PeerWatch:
 
     def failure_of_others(self) -> Outcome | None:
         """Return the failure of another machine if it reported one, ended or is silent."""
-        return self._heard or self._silence()
+        return self._failure_elsewhere or self._silence()
 
     def all_finished(self) -> bool:
         """Return whether the ranks of every machine have finished successfully.
@@ -126,18 +126,18 @@ class PeerWatch:
 
     def stay_for_others(self) -> None:
         """Keep the store open until other machines can have read a reported failure."""
-        if self._node == 0 and self._nodes > 2 and self._heard is not None:
+        if self._node == 0 and self._nodes > 2 and self._failure_elsewhere is not None:
             time.sleep(2 * ASK_SECONDS)
 
     def _silence(self) -> Outcome | None:
         now = time.monotonic()
         answered = self._answered
-        asked = self._asked
+        poll_started = self._poll_started
         silent = {node: answered - at for node, (_, at) in self._seen.items()}
-        if asked is not None and now - asked > 2 * ASK_SECONDS:
+        if poll_started is not None and now - poll_started > 2 * ASK_SECONDS:
             # If the store does not answer, the entries of the other nodes are outdated, too. Time
             # before the poll is not counted, because this launcher itself may have been stopped.
-            silent = {0: now - max(answered, asked - ASK_SECONDS)}
+            silent = {0: now - max(answered, poll_started - ASK_SECONDS)}
         for node, seconds in silent.items():
             name = self._names.get(node, f"node {node}")
             if seconds > self._dead_after:
@@ -161,20 +161,22 @@ class PeerWatch:
         try:
             while not self._have_all_finished:
                 beats += 1
-                self._asked = time.monotonic()
-                said = {
+                self._poll_started = time.monotonic()
+                entry = {
                     "beat": beats,
                     "host": self._host,
                     "ranks": self._ranks,
                     "stopped": sorted(self.stopped),
                 }
-                self._store.set(f"{ALIVE_KEY}/{self._node}", json.dumps(said))
+                self._store.set(f"{ALIVE_KEY}/{self._node}", json.dumps(entry))
                 if self._failure and not self._is_failure_stored.is_set():
                     self._store.compare_set(FAILED_KEY, "", self._failure)
                     self._is_failure_stored.set()
-                if self._heard is None and self._store.check([FAILED_KEY]):
+                if self._failure_elsewhere is None and self._store.check([FAILED_KEY]):
                     told = json.loads(self._store.get(FAILED_KEY))
-                    self._heard = Outcome(int(told["exit_code"]), told["headline"], told["story"])
+                    self._failure_elsewhere = Outcome(
+                        int(told["exit_code"]), told["headline"], told["story"]
+                    )
                 self._look_at_others()
                 self._look_for_ended()
                 self._answered = time.monotonic()
@@ -182,44 +184,46 @@ class PeerWatch:
                     self._store.set(f"{FINISHED_KEY}/{self._node}", "1")
                     places = [f"{FINISHED_KEY}/{node}" for node in range(self._nodes)]
                     self._have_all_finished = self._store.check(places)
-                self._asked = None
+                self._poll_started = None
                 self._has_news.wait(ASK_SECONDS)
                 self._has_news.clear()
         except RuntimeError:
             self._is_store_gone = True
             if not self._has_finished:
-                self._heard = self._heard or Outcome(1, f"{self._names[0]} has ended", ENDED_STORY)
+                self._failure_elsewhere = self._failure_elsewhere or Outcome(
+                    1, f"{self._names[0]} has ended", ENDED_STORY
+                )
 
     def _look_at_others(self) -> None:
         for node in range(self._nodes):
             key = f"{ALIVE_KEY}/{node}"
             if node != self._node and self._store.check([key]):
-                said = self._store.get(key).decode()
-                if self._seen.get(node, ("", 0.0))[0] != said:
-                    self._seen[node] = said, time.monotonic()
-                    self._take_in(node, json.loads(said))
+                entry = self._store.get(key).decode()
+                if self._seen.get(node, ("", 0.0))[0] != entry:
+                    self._seen[node] = entry, time.monotonic()
+                    self._take_in(node, json.loads(entry))
 
     def _look_for_ended(self) -> None:
         """Detect launchers that ended without a message: the store notices the disconnect."""
-        for node in range(1, self._nodes) if self._heard is None else ():
+        for node in range(1, self._nodes) if self._failure_elsewhere is None else ():
             if (
                 node != self._node
                 and self._store.check([f"{GONE}/{node}"])
-                and not self._has_said_its_end(node)
+                and not self._has_posted_end(node)
             ):
-                self._heard = Outcome(
+                self._failure_elsewhere = Outcome(
                     1, f"{self._names.get(node, f'node {node}')} has ended", ENDED_STORY
                 )
                 return
 
-    def _has_said_its_end(self, node: int) -> bool:
+    def _has_posted_end(self, node: int) -> bool:
         return self._store.check([f"{FINISHED_KEY}/{node}"]) or self._store.check([FAILED_KEY])
 
-    def _take_in(self, node: int, said: dict[str, Any]) -> None:
-        self._names[node] = host_and_ranks(said["host"], said["ranks"])
-        stopped = set(said["stopped"])
+    def _take_in(self, node: int, entry: dict[str, Any]) -> None:
+        self._names[node] = host_and_ranks(entry["host"], entry["ranks"])
+        stopped = set(entry["stopped"])
         before = self._stopped_elsewhere.get(node, set())
-        log_stopped(said["host"], before, stopped)
+        log_stopped(entry["host"], before, stopped)
         self._stopped_elsewhere[node] = stopped
 
 

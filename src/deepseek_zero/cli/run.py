@@ -41,7 +41,7 @@ from deepseek_zero.cli.launcher_options import (
 )
 from deepseek_zero.cli.lifeline import Lifeline
 from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
-from deepseek_zero.cli.nodes import Asked, NodeMachine, NodePlan, plan_node
+from deepseek_zero.cli.nodes import NodeMachine, NodePlan, RankOptions, plan_node
 from deepseek_zero.cli.ranks import Command, Outcome, Target
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
@@ -334,8 +334,8 @@ def _listening_environment(options: RunOptions) -> dict[str, str]:
 
 
 def _enough(
-    asked: Asked, machine: NodeMachine, axes: Mapping[str, int], said: Nodes | None
-) -> Asked:
+    asked: RankOptions, machine: NodeMachine, axes: Mapping[str, int], said: Nodes | None
+) -> RankOptions:
     """Set `nproc` to whole copies of the model if nothing else determines it.
 
     This applies if there are no GPUs and neither options nor variables set the number of ranks.
@@ -397,7 +397,7 @@ def own_names() -> set[str]:
     return names
 
 
-def _said(asked: Asked) -> Nodes | None:
+def _said(asked: RankOptions) -> Nodes | None:
     """Return the nodes that a scheduler's variables describe.
 
     Options take precedence, also over invalid variables.
@@ -420,8 +420,8 @@ def _said(asked: Asked) -> Nodes | None:
     return said
 
 
-def _asked(options: RunOptions) -> Asked:
-    asked = Asked(**{one.name: getattr(options, one.name) for one in fields(Asked)})
+def _asked(options: RunOptions) -> RankOptions:
+    asked = RankOptions(**{one.name: getattr(options, one.name) for one in fields(RankOptions)})
     if asked.hostfile is None and DEFAULT_HOSTFILE.is_file():
         return replace(asked, hostfile=DEFAULT_HOSTFILE)
     return asked

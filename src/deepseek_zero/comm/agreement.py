@@ -145,7 +145,7 @@ class AllRanks:
         # A rank that is asked to exit (not an `Exception`) is noticed by its exit
         if problem is None or isinstance(problem, Exception):
             outcome = {"said": ""} if problem is None else _as_fields(problem)
-            _hear(
+            _gather_outcomes(
                 self._comm,
                 self._what,
                 outcome,
@@ -187,7 +187,7 @@ def gather_outcomes(
     except Exception as error:  # Other ranks must be informed of any error
         problem = error
         answer = _as_fields(error)
-    said = _hear(comm, what, answer, failure, problem)
+    said = _gather_outcomes(comm, what, answer, failure, problem)
     if problem is not None:
         raise problem
     return done, said
@@ -198,7 +198,7 @@ def _as_fields(problem: BaseException) -> dict[str, str]:
     return {"error": str(problem) if known else f"{type(problem).__name__}: {problem}"}
 
 
-def _hear(
+def _gather_outcomes(
     comm: Comm,
     what: str,
     answer: dict[str, str],

@@ -139,10 +139,10 @@ class FlightRecorder:
         self._hosts = hosts
         self._store = store
         self._dead_after = dead_after
-        self.told: set[str] = set()  # Hosts that were logged as silent
-        self._tells = self.rank == hosts.local_ranks[0] and launch.place_of_store() is None
+        self.logged_silent: set[str] = set()  # Hosts that were logged as silent
+        self._logs_silence = self.rank == hosts.local_ranks[0] and launch.place_of_store() is None
         self.meshes: dict[str, Mesh] = {}  # By engine, for engines that have one
-        self._said: dict[str, str] = {}
+        self._posted: dict[str, str] = {}
         self.is_waiting = False  # Whether this rank has a line under "waiting"
         # Whether rank 0 is gone. On another request torch would print another page of C++ frames.
         self._is_gone = False
@@ -159,13 +159,13 @@ class FlightRecorder:
             topic: "raised", "raised in engine 0", "ended" or "waiting".
             text: The line; "" removes it.
         """
-        if self._is_gone or self._said.get(topic, "") == text:
+        if self._is_gone or self._posted.get(topic, "") == text:
             return
         if topic == "waiting":
             self.is_waiting = bool(text)
         try:
             if self._store.set(f"{topic}/{self.rank}", text):
-                self._said[topic] = text
+                self._posted[topic] = text
         except RuntimeError:
             self._is_gone = True
 
@@ -206,15 +206,15 @@ class FlightRecorder:
         place = mesh.place_of(rank) if mesh is not None and mesh.world_size == self.size else ""
         return f"rank {rank} ({place})" if place else f"rank {rank}"
 
-    def find_lost_host(self, *, asks: bool) -> HostLost | None:
+    def find_lost_host(self, *, reads_store: bool) -> HostLost | None:
         """Return an error that names the hosts that were silent too long, or None.
 
         The kernel of rank 0 receives signs of life from all hosts, and the kernels of the other
         ranks receive those of rank 0's host.
 
         Args:
-            asks: Also read rank 0's findings from the store, which may take a moment. Otherwise the
-                call does not block.
+            reads_store: Also read rank 0's findings from the store, which may take a moment.
+                Otherwise the call does not block.
         """
         silences = self.log_silences()
         silent = [
@@ -222,7 +222,7 @@ class FlightRecorder:
         ]
         if silent and self.rank == 0:
             self._store.set(SILENT, json.dumps(silent))
-        if not silent and asks and not self._is_gone:
+        if not silent and reads_store and not self._is_gone:
             with contextlib.suppress(RuntimeError):  # The next read of a line finds that out, too
                 silent = json.loads(self._store.get(SILENT) or "[]")
         return self.host_lost(silent) if silent else None
@@ -234,7 +234,7 @@ class FlightRecorder:
         hosts.
         """
         silences = self._store.silences()
-        if not self._tells:
+        if not self._logs_silence:
             return silences
         found: dict[str, float] = {}
         for rank, seconds in silences.items():
@@ -242,12 +242,14 @@ class FlightRecorder:
             found[host] = min(seconds, found.get(host, math.inf))
         for host in {
             host for host, seconds in found.items() if seconds > launch.TELL_AFTER
-        } - self.told:
+        } - self.logged_silent:
             logger.warning(f"{host} silent for {launch.TELL_AFTER:g} s")
-            self.told.add(host)
-        for host in {host for host in self.told if found.get(host, 0.0) < launch.TELL_AFTER}:
+            self.logged_silent.add(host)
+        for host in {
+            host for host in self.logged_silent if found.get(host, 0.0) < launch.TELL_AFTER
+        }:
             logger.warning(f"{host} answers again")
-            self.told.discard(host)
+            self.logged_silent.discard(host)
         return silences
 
     def host_lost(self, silent: Sequence[int]) -> HostLost:
@@ -288,7 +290,7 @@ class FlightRecorder:
             waits: What this rank did meanwhile, as a clause.
             engine: The name of the engine in which this rank waits.
         """
-        if lost := self.find_lost_host(asks=True):
+        if lost := self.find_lost_host(reads_store=True):
             return lost
         follows: PeerError | None = None
         for rank in range(self.size):

@@ -96,5 +96,7 @@ class Lanes:
             )
         if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
-        if world.recorder.told:  # Log the recovery now: no later wait may be long enough to check
+        if (
+            world.recorder.logged_silent
+        ):  # Log the recovery now: no later wait may be long enough to check
             world.recorder.log_silences()

@@ -180,8 +180,12 @@ class Waits:
                 now = time.perf_counter()
                 error: PeerError | UsageError | None
                 if self.polls_often and now - looked < base.POLL_SECONDS:
-                    asks = now - began > base.POLL_SECONDS
-                    error = world.recorder.find_lost_host(asks=asks) if self.spans_hosts else None
+                    reads_store = now - began > base.POLL_SECONDS
+                    error = (
+                        world.recorder.find_lost_host(reads_store=reads_store)
+                        if self.spans_hosts
+                        else None
+                    )
                     if error is None:
                         continue
                 else:
@@ -234,7 +238,7 @@ class Waits:
         self.has_given_up = True
         # Observed here, even if other ranks have seen the host answer since
         if caught.is_silence and caught.rank is not None:
-            return recorder.find_lost_host(asks=True) or recorder.host_lost([caught.rank])
+            return recorder.find_lost_host(reads_store=True) or recorder.host_lost([caught.rank])
         if error := recorder.find_failure(f"rank {world.rank} was in '{what}'", self.name):
             return error
         me = recorder.name(world.rank, self.name)

@@ -39,7 +39,7 @@ from .memories import check_space, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, look_at
 from .pieces import cut_along_axes, plan_layers, refuse_auto_on
-from .planning import number_formats, plan_run, say_whole_weights, update_of
+from .planning import log_whole_weights, number_formats, plan_run, update_of
 from .saving import Saver
 from .settings import (
     plan_settings_of,
@@ -155,7 +155,7 @@ def assemble(
         runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model, materialise)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
         tune_sizes(runtime)
-        say_whole_weights(plan)
+        log_whole_weights(plan)
         if chosen.make is not None and chosen.cls is not None:
             optimizer_class = rules.optimizer_class(chosen.cls, plan.settings)
             optimizer = optimizer_class(

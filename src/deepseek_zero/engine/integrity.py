@@ -67,7 +67,7 @@ class State:
     Attributes:
         low: The position of its first element in the layout.
         is_whole: All ranks with this piece of the model hold the same values, not only replicas.
-        rests: It is only written after a call of the group's guard.
+        is_guarded: It is only written after a call of the group's guard.
     """
 
     what: str
@@ -76,7 +76,7 @@ class State:
     numel: int
     low: int = 0
     is_whole: bool = True
-    rests: bool = False
+    is_guarded: bool = False
 
     @property
     def key(self) -> str:
@@ -116,7 +116,7 @@ class Integrity:
         self._gathered: dict[str, tuple[State, Tensor]] = {}
         self._found: list[tuple[State, Sums]] = []  # in the current step
         self._changed: list[str] = []
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def after_step(self, step: int) -> None:
         """Compute the sums of states at rest, if the next step checks. Local.
@@ -128,7 +128,7 @@ class Integrity:
         with propagate_errors(self._runtime.comm):
             self._optimizer.finish()
             for state, values in self._states():
-                if state.rests and self._sums_before(state) is None:
+                if state.is_guarded and self._sums_before(state) is None:
                     guard = state.group.guard
                     self._rested[state.key] = guard, guard.writes, block_sums(values).tolist()
         for unit in self._runtime.units:
@@ -192,13 +192,15 @@ class Integrity:
         differ = [len({of_piece[rank] for rank in ranks}) > 1 for ranks in self._pieces]
         differ += [len({of_replicas[rank] for rank in ranks}) > 1 for ranks in self._replicas]
         if any(differ) or any(count for (count,) in fields[CHANGED]):
-            said = json.dumps(
+            report = json.dumps(
                 [self._table(is_whole=True), self._table(is_whole=False), self._changed]
             )
-            texts = [said]
+            texts = [report]
             if len(of_piece) > 1:
-                texts = self._runtime.comm.whole.all_gather_text(said, "differences between ranks")
-            self._tell(
+                texts = self._runtime.comm.whole.all_gather_text(
+                    report, "differences between ranks"
+                )
+            self._report(
                 step, found_in([json.loads(text) for text in texts], self._pieces, self._replicas)
             )
         self._found = []
@@ -211,11 +213,11 @@ class Integrity:
             if state.is_whole is is_whole
         }
 
-    def _tell(self, step: int, lines: Sequence[str]) -> None:
-        new = [line for line in lines if line not in self._said]
+    def _report(self, step: int, lines: Sequence[str]) -> None:
+        new = [line for line in lines if line not in self._reported]
         if not new:
             return
-        self._said.update(new)
+        self._reported.update(new)
         shown = "; ".join(new[:MOST_SHOWN]) + (
             f"; and {len(new) - MOST_SHOWN} more" if len(new) > MOST_SHOWN else ""
         )
@@ -242,13 +244,15 @@ class Integrity:
         """
         for unit in self._runtime.units:
             for group in unit.groups:
-                for what, buffer, rests in _buffers(group):
+                for what, buffer, is_guarded in _buffers(group):
                     if not buffer.storage.is_offloaded:
-                        yield _state(what, group, buffer.memory, buffer.spec.placement, rests=rests)
+                        yield _state(
+                            what, group, buffer.memory, buffer.spec.placement, is_guarded=is_guarded
+                        )
         for shard in self._optimizer.shards():
             for name, values in self._optimizer.moments.resting(shard):
                 yield _state(
-                    name, shard.group, values, shard.master.placement, shard.start, rests=True
+                    name, shard.group, values, shard.master.placement, shard.start, is_guarded=True
                 )
 
     def _gradients(self) -> Iterator[tuple[State, Tensor]]:
@@ -287,34 +291,35 @@ def _state(
     placement: Placement,
     start: int = 0,
     *,
-    rests: bool = False,
+    is_guarded: bool = False,
 ) -> tuple[State, Tensor]:
     """Return the state that begins at element `start` on this rank, and its memory."""
     is_whole = placement is Placement.REPLICATE
     low = start + (0 if is_whole else group.layout.bounds(group.comm_ctx.comm.rank)[0])
-    return State(what, group, values.dtype, values.numel(), low, is_whole, rests), values
+    return State(what, group, values.dtype, values.numel(), low, is_whole, is_guarded), values
 
 
 def found_in(
-    heard: Sequence[tuple[Table, Table, list[str]]], pieces: Partition, replicas: Partition
+    reports: Sequence[tuple[Table, Table, list[str]]], pieces: Partition, replicas: Partition
 ) -> list[str]:
     """Return a line for each difference: the state, and the set of ranks.
 
     Args:
-        heard: For each rank of the world, three results: states shared by all ranks with its piece
-            of the model, states shared by replicas, and states at rest that changed.
+        reports: For each rank of the world, three results: states shared by all ranks with its
+            piece of the model, states shared by replicas, and states that changed without an
+            update.
         pieces: The sets of ranks with the same piece of the model.
         replicas: The sets of ranks that are replicas of each other.
     """
     lines = [
         f"{what} changed on rank {rank} although nothing wrote it"
-        for rank, (_, _, changed) in enumerate(heard)
+        for rank, (_, _, changed) in enumerate(reports)
         for what in changed
     ]
     for ranks in pieces:
-        lines += differences({rank: heard[rank][0] for rank in ranks})
+        lines += differences({rank: reports[rank][0] for rank in ranks})
     for ranks in replicas:
-        lines += differences({rank: heard[rank][1] for rank in ranks})
+        lines += differences({rank: reports[rank][1] for rank in ranks})
     return lines
 
 
@@ -330,14 +335,16 @@ def differences(tables: Mapping[int, Table]) -> list[str]:
         for block in range(min(len(tables[rank][key]) for rank in ranks)):
             sums = {rank: tables[rank][key][block][0] for rank in ranks}
             if len(set(sums.values())) > 1:
-                lines.setdefault((key, _who(sums)), []).append(tables[ranks[0]][key][block][1])
+                lines.setdefault((key, _ranks_that_differ(sums)), []).append(
+                    tables[ranks[0]][key][block][1]
+                )
     return [
         where[0] + (f" (and {len(where) - 1} MiB more)" if len(where) > 1 else "") + who
         for (_, who), where in lines.items()
     ]
 
 
-def _who(sums: Mapping[int, int]) -> str:
+def _ranks_that_differ(sums: Mapping[int, int]) -> str:
     """Return the ranks whose sum differs from that of most ranks."""
     ((most, count),) = Counter(sums.values()).most_common(1)
     if 2 * count <= len(sums):

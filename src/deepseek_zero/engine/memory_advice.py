@@ -109,7 +109,7 @@ class MemoryAdvice:
             where: The name of the call that failed.
         """
         device = self.plan.mesh.device
-        room = available_bytes(device)
+        available = available_bytes(device)
         planned = self._near_bytes(self.plan)
         asked = allocated_bytes(device) + _requested_bytes(error)
         other = max(0, asked - planned)
@@ -121,15 +121,15 @@ class MemoryAdvice:
             f"This was {where} on rank {self.plan.mesh.rank}.",
             f"Why: {_PREDICTION} {format_bytes(planned)} for this rank on {device} ({listed}). "
             f"Activations and other tensors, with this request, need {format_bytes(other)}. This "
-            f"process can have {format_bytes(room)} there.",
-            f"What to do: {self._advice(room, planned, other)}",
+            f"process can have {format_bytes(available)} there.",
+            f"What to do: {self._advice(available, planned, other)}",
         ]
         return "\n  ".join(lines)
 
-    def _advice(self, room: int, planned: int, other: int) -> str:
+    def _advice(self, available: int, planned: int, other: int) -> str:
         least = planned + other
         best = first = ""
-        if least <= room:
+        if least <= available:
             first = (
                 "this size would fit, so memory is fragmented or has another limit: on a GPU try "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Or "
@@ -139,7 +139,7 @@ class MemoryAdvice:
                 needed = self._near_bytes(self._planned_with(change)) + other // change.divides
             except DeepSeekZeroError:  # the planner refuses this combination
                 continue
-            if needed <= room and needed < least:
+            if needed <= available and needed < least:
                 return (
                     f"{first}{change.text}. According to the plan this rank then needs "
                     f"{format_bytes(needed)}, which fits."

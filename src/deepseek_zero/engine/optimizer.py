@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError, shown
 from ..kernels.rules import OPEN_OPTIONS
-from ..optim.param_groups import without_twins
+from ..optim.param_groups import with_replacements
 from ..optim.shard_set import unknown_parameter
 from ..optimizers.registry import granularity_of, resolve_optimizer
 from ..planner.auto_wrap_policy import ModelShape, read_model
@@ -169,7 +169,7 @@ def planned_groups(
         UsageError: A group has a parameter that the model does not have.
     """
     names = {id(param): name for name, param in model.named_parameters()}
-    given = without_twins(groups)
+    given = with_replacements(groups)
     for group in given:
         for param in group["params"]:
             if id(param) not in names:
@@ -262,9 +262,11 @@ def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, An
         else [param for param in model.parameters() if param.requires_grad]
     )
     if found and isinstance(found[0], dict):
-        return without_twins({**dict(group), "params": list(group["params"])} for group in found)
+        return with_replacements(
+            {**dict(group), "params": list(group["params"])} for group in found
+        )
     unnamed = [item[1] if isinstance(item, tuple) else item for item in found]
-    return without_twins([{"params": unnamed}])
+    return with_replacements([{"params": unnamed}])
 
 
 def look_at(

@@ -293,7 +293,7 @@ def log_other_wires(plan: Plan) -> None:
         log_once(f"communication_data_type does not apply to {', nor to '.join(others)}.")
 
 
-def say_whole_weights(plan: Plan) -> None:
+def log_whole_weights(plan: Plan) -> None:
     """Log that stage 3 shards almost nothing.
 
     This happens because the default threshold is meant for large models.

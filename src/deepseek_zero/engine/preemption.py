@@ -37,14 +37,14 @@ class Preemption:
 
     def __init__(self, settings: PreemptionSettings) -> None:
         self.settings = settings
-        self._asked = 0  # the signal that was received, or 0
+        self._signal_number = 0  # the signal that was received, or 0
         self._process = 0  # the process that watches; a forked data-loader worker does not
-        self._is_asked = mmap.mmap(-1, 1)  # shared with forked processes
+        self._is_signalled = mmap.mmap(-1, 1)  # shared with forked processes
         self._before: dict[int, Any] = {}
 
     def add_to(self, message: StepMessage) -> None:
         """Add the signal that this rank has received, or 0, to the message of a step."""
-        message.add(FIELD, [self._asked])
+        message.add(FIELD, [self._signal_number])
 
     def watch(self) -> None:
         """Install handlers for the signals; they call the previous handlers, too."""
@@ -63,7 +63,7 @@ class Preemption:
             )
         try:
             for number in numbers:
-                signal.signal(number, self._hear)
+                signal.signal(number, self._on_signal)
         except ValueError:
             raise UsageError(
                 "checkpoint.save_on_signal needs the main thread.",
@@ -101,28 +101,28 @@ class Preemption:
         raise SystemExit(SAVED_EXIT_CODE)
 
     def _ours(self) -> list[int]:
-        return [number for number in self._before if signal.getsignal(number) == self._hear]
+        return [number for number in self._before if signal.getsignal(number) == self._on_signal]
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         before = self._before[number]
         forked = self._process not in (0, os.getpid())
-        if forked and self._rank_was_asked():
+        if forked and self._rank_was_signalled():
             return
         watches = bool(self._process) and not forked and not is_ending()
         if watches:
-            self._asked = self._asked or number
-            self._is_asked[0] = 1
+            self._signal_number = self._signal_number or number
+            self._is_signalled[0] = 1
         if callable(before):
             before(number, frame)
         elif not watches and before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _rank_was_asked(self) -> bool:
+    def _rank_was_signalled(self) -> bool:
         """Return whether a signal to a forked worker was meant for the whole job.
 
         Slurm signals every process. A rank that loses its data workers would not reach its next
         step.
         """
         time.sleep(FORKED_PATIENCE_SECONDS)
-        return self._is_asked[0] != 0
+        return self._is_signalled[0] != 0

@@ -59,7 +59,7 @@ class TwoHops(Route):
         """Fill `full` with the slices of all ranks, first between hosts and then within."""
         return self.hosts.all_gather(full, lane, what, comm_ctx.gather_kind)
 
-    def room(
+    def message_buffers(
         self,
         comm_ctx: CommContext,
         message: Message,

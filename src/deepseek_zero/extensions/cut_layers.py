@@ -78,8 +78,8 @@ class CutChoice:
     def cut(self) -> dict[str, str]:
         """Cut the layers in place.
 
-        An optimizer of the user may still hold the whole weights. `without_twins` replaces them by
-        their tiles.
+        An optimizer of the user may still hold the whole weights. `with_replacements` replaces them
+        by their tiles.
 
         Returns:
             The name of the whole parameter, by the name of each tile's parameter.

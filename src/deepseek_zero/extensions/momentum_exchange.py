@@ -113,8 +113,8 @@ class Momentum:
         pool = self.comm_ctx.pool
         length = self._length
         sent = pool.take(comm.size * length, SIGNS.dtype)
-        room = None if comm.reads_in_place else pool.take((comm.size - 1) * length, SIGNS.dtype)
-        boxes = boxes_in(room, comm, length)
+        inbox = None if comm.reads_in_place else pool.take((comm.size - 1) * length, SIGNS.dtype)
+        boxes = boxes_in(inbox, comm, length)
         pieces = sent.split(length)
         scratch = pool.take_scratch()
         # The weight of this rank's gradient in its new momentum; the mean divides by `comm.size`
@@ -143,7 +143,7 @@ class Momentum:
             pool.give(working)
 
         def finish() -> None:
-            for lent in (sent, room):
+            for lent in (sent, inbox):
                 if lent is not None:
                     pool.give(lent)
             self._send_mean(self._coming, what)

@@ -14,7 +14,7 @@ from ..optimizers.registry import granularity_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.unit import Unit
-from .param_groups import are_updated_on_cpu, prefer_fused, without_twins
+from .param_groups import are_updated_on_cpu, prefer_fused, with_replacements
 from .shard_set import ShardSet
 
 
@@ -85,7 +85,7 @@ class ExecutorUpdates:
         shards = self._shards
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
-        (group,) = without_twins([{**param_group, "params": params}])
+        (group,) = with_replacements([{**param_group, "params": params}])
         names = {id(param) for params in shards.params_by_group for param in params}
         if any(id(param) in names for param in group["params"]):
             raise UsageError(

@@ -22,7 +22,7 @@ CUT_INTO = "_zero_cut_into"  # attribute: the parameters into which this one was
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_replacements(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the parameter groups with tied and cut parameters replaced.
 
     A parameter that `tie_shared` tied to another is replaced by the other one. A weight that was

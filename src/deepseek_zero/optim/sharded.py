@@ -32,7 +32,7 @@ from .initial_states import InitialStates
 from .inner_states import load_saved_states, saved_states
 from .master_shard import MasterShard, Tiles
 from .nonfinite import NonFiniteReport
-from .param_groups import are_updated_on_cpu, prefer_fused, without_twins
+from .param_groups import are_updated_on_cpu, prefer_fused, with_replacements
 from .rank_agreement import compare_optimizers, refuse_disagreement, report_idle
 from .shard_set import ShardSet, gradients_are_scaled
 from .step_message import StepMessage
@@ -81,7 +81,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.runtime = runtime
         self.settings = settings
         self.scaler = scaler
-        groups = without_twins(groups)
+        groups = with_replacements(groups)
         self.overflow = False
         self.steps = 0  # calls of `step`
         self._idle_steps = 0  # steps in which no rank had a gradient

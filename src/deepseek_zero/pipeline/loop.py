@@ -404,7 +404,7 @@ class PlainLoop:
 
     def _compare(self, applied: float, is_boundary: bool) -> None:
         """Raise UsageError on every rank if the ranks' backwards differ."""
-        table = self.pipeline.tell_all(
+        table = self.pipeline.gather_rows(
             torch.tensor([applied, float(is_boundary)], dtype=torch.float64), "a backward"
         )
         if not all(torch.equal(row, table[0]) for row in table) and not table.isnan().any():

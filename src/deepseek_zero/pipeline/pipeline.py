@@ -274,7 +274,7 @@ class Pipeline:
                 losses = [last.loss(output, micro) for output, micro in pairs]
         return self._agree(losses) if has_loss else None, outcome.outputs if keeps_outputs else None
 
-    def tell_all(self, row: Tensor, what: str) -> Tensor:
+    def gather_rows(self, row: Tensor, what: str) -> Tensor:
         """Return the rows of all ranks of this pipeline.
 
         Args:
@@ -296,7 +296,7 @@ class Pipeline:
         Note:
             Collective: every rank of the pipeline must call it.
         """
-        return self.tell_all(row, what)[-1]
+        return self.gather_rows(row, what)[-1]
 
     def seen_bytes(self) -> tuple[list[int], list[int]] | None:
         """Return the bytes of outputs and gradients by boundary in the last training step.

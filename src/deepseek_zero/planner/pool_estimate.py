@@ -221,7 +221,7 @@ class _StepReplay:
             held = [(group.plan.summand_dtype, group.padded_numel)] if _is_cut(group) else []
             taken = [self._travel(group)] if self._is_copied(group) else []
             under_way = self._messages(group).in_flight
-            taken += self._rooms(group) * under_way
+            taken += self._receive_buffers(group) * under_way
             self.ledger.take(taken)
             reduction.lent += held + taken
             if self._is_staged(group):
@@ -261,7 +261,7 @@ class _StepReplay:
         message = self._messages(group).numel
         return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
 
-    def _rooms(self, group: GroupPlan) -> tuple[Size, ...]:
+    def _receive_buffers(self, group: GroupPlan) -> tuple[Size, ...]:
         """Return the buffers that receive one message from every other rank."""
         codec = momenta_codec_of(group.plan)
         if codec is not None and self.in_place:

@@ -187,7 +187,7 @@ class Backward:
                 arrived = {number for unit in self.units for number in unit.arrived}
                 refuse_unused(self._trained_groups(), arrived)
             if reductions.reduces_now:
-                self._reduce_rest()
+                self._reduce_remaining()
             gathers.end()
             gathers.reshard_all()
             reductions.update_expected()
@@ -200,8 +200,8 @@ class Backward:
                 self._show_grads(joined=joined)
         self.comm.meter.clock.enter(BETWEEN)
 
-    def _reduce_rest(self) -> None:
-        self.executor.reductions.reduce_rest()
+    def _reduce_remaining(self) -> None:
+        self.executor.reductions.reduce_remaining()
         self.comm_ctx.copy_engine.synchronize()
 
     def _show_grads(self, *, joined: bool) -> None:
@@ -242,7 +242,7 @@ class Backward:
         """
         with torch.no_grad():
             self._begin_passes(ends_step=True)
-            self._reduce_rest()
+            self._reduce_remaining()
             self.executor.gathers.end()
             self._show_grads(joined=False)
 

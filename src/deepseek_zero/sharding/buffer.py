@@ -584,7 +584,8 @@ def _reduce_scatter(
         (low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)
     ]
     rooms = [
-        route.room(comm_ctx, message, arriving, step, layout.slice_numel) for _ in range(depth)
+        route.message_buffers(comm_ctx, message, arriving, step, layout.slice_numel)
+        for _ in range(depth)
     ]
 
     def start(number: int) -> Pending:
@@ -700,7 +701,7 @@ class Route:
         """
         return comm_ctx.comm.all_gather(full, lane, what, comm_ctx.gather_kind)
 
-    def room(
+    def message_buffers(
         self,
         comm_ctx: CommContext,
         message: Message,

@@ -124,7 +124,7 @@ class ReduceLane:
         while self._reduced < min(reached - margin + 1, len(self.order)):
             self._reduce_next()
 
-    def reduce_rest(self) -> None:
+    def reduce_remaining(self) -> None:
         """Reduce the remaining units in order, and wait for all of them.
 
         If this backward ends a step, the sums are then completed.

@@ -9,14 +9,21 @@ import pytest
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.world import Nodes
-from deepseek_zero.cli.nodes import DEFAULT_PORT, Asked, NodeMachine, NodePlan, NodeShare, plan_node
+from deepseek_zero.cli.nodes import (
+    DEFAULT_PORT,
+    NodeMachine,
+    NodePlan,
+    NodeShare,
+    RankOptions,
+    plan_node,
+)
 
 CPU = NodeMachine(cores=4)
 GPUS = NodeMachine(cores=32, gpus=("0", "1", "2", "3"))
 SOME_GPUS = NodeMachine(cores=32, gpus=("2", "5", "7"))
 
 
-def share_of(asked: Asked, machine: NodeMachine) -> NodeShare:
+def share_of(asked: RankOptions, machine: NodeMachine) -> NodeShare:
     return plan_node(asked, machine, ()).share
 
 
@@ -30,27 +37,27 @@ def hostfile(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("asked", "machine", "nproc", "devices"),
     [
-        (Asked(), CPU, 2, None),
-        (Asked(), GPUS, 4, None),
-        (Asked(nproc=3), CPU, 3, None),
-        (Asked(num_gpus=2), GPUS, 2, ("0", "1")),
-        (Asked(num_gpus=2), SOME_GPUS, 2, ("2", "5")),
-        (Asked(num_gpus=8), GPUS, 4, None),
-        (Asked(include="localhost:1,3"), GPUS, 2, ("1", "3")),
-        (Asked(include="localhost:7"), SOME_GPUS, 1, ("7",)),
-        (Asked(exclude="localhost:5"), SOME_GPUS, 2, ("2", "7")),
-        (Asked(include="localhost:1"), NodeMachine(8, ("GPU-aa", "GPU-bb")), 1, ("GPU-bb",)),
+        (RankOptions(), CPU, 2, None),
+        (RankOptions(), GPUS, 4, None),
+        (RankOptions(nproc=3), CPU, 3, None),
+        (RankOptions(num_gpus=2), GPUS, 2, ("0", "1")),
+        (RankOptions(num_gpus=2), SOME_GPUS, 2, ("2", "5")),
+        (RankOptions(num_gpus=8), GPUS, 4, None),
+        (RankOptions(include="localhost:1,3"), GPUS, 2, ("1", "3")),
+        (RankOptions(include="localhost:7"), SOME_GPUS, 1, ("7",)),
+        (RankOptions(exclude="localhost:5"), SOME_GPUS, 2, ("2", "7")),
+        (RankOptions(include="localhost:1"), NodeMachine(8, ("GPU-aa", "GPU-bb")), 1, ("GPU-bb",)),
     ],
 )
 def test_one_machine_runs_what_was_asked(
-    asked: Asked, machine: NodeMachine, nproc: int, devices: tuple[str, ...] | None
+    asked: RankOptions, machine: NodeMachine, nproc: int, devices: tuple[str, ...] | None
 ) -> None:
     share = share_of(asked, machine)
     assert (share.nproc, share.devices) == (nproc, devices)
 
 
 def test_a_single_machine_meets_itself_at_any_free_port() -> None:
-    plan = plan_node(Asked(), CPU, ())
+    plan = plan_node(RankOptions(), CPU, ())
     assert (plan.num_nodes, plan.node_rank, plan.master_addr, plan.master_port) == (
         1,
         0,
@@ -59,10 +66,12 @@ def test_a_single_machine_meets_itself_at_any_free_port() -> None:
     )
 
 
-@pytest.mark.parametrize("asked", [Asked(num_gpus=8), Asked(include="localhost:0,1,2,3,4,5,6,7")])
+@pytest.mark.parametrize(
+    "asked", [RankOptions(num_gpus=8), RankOptions(include="localhost:0,1,2,3,4,5,6,7")]
+)
 @pytest.mark.parametrize(("cores", "nproc"), [(1, 2), (2, 2), (6, 6), (64, 8)])
 def test_gpus_asked_for_on_a_machine_without_any_become_cpu_ranks_up_to_one_per_core(
-    asked: Asked, cores: int, nproc: int
+    asked: RankOptions, cores: int, nproc: int
 ) -> None:
     share = share_of(asked, NodeMachine(cores))
     assert (share.nproc, share.devices) == (nproc, None)
@@ -70,83 +79,85 @@ def test_gpus_asked_for_on_a_machine_without_any_become_cpu_ranks_up_to_one_per_
 
 
 def test_two_gpus_asked_for_are_two_cpu_ranks_on_any_machine() -> None:
-    assert share_of(Asked(num_gpus=2), NodeMachine(cores=1)).nproc == 2
+    assert share_of(RankOptions(num_gpus=2), NodeMachine(cores=1)).nproc == 2
 
 
 def test_more_gpus_asked_for_than_there_are_says_how_many_run() -> None:
-    assert "4 GPUs" in share_of(Asked(num_gpus=8), GPUS).note
+    assert "4 GPUs" in share_of(RankOptions(num_gpus=8), GPUS).note
 
 
 def test_more_processes_than_gpus_run_with_a_note() -> None:
-    assert "more than this machine's 4 GPUs" in share_of(Asked(nproc=6), GPUS).note
-    assert share_of(Asked(nproc=4), GPUS).note == ""
+    assert "more than this machine's 4 GPUs" in share_of(RankOptions(nproc=6), GPUS).note
+    assert share_of(RankOptions(nproc=4), GPUS).note == ""
 
 
 def test_a_slot_that_this_machine_lacks_is_refused() -> None:
     with pytest.raises(UsageError, match="No slot '3'"):
-        plan_node(Asked(include="localhost:3"), SOME_GPUS, ())
+        plan_node(RankOptions(include="localhost:3"), SOME_GPUS, ())
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (Asked(nproc=0), "--nproc is 0"),
-        (Asked(master_port=-1), "--master_port is -1"),
-        (Asked(nproc=2, master_port=99_999), "--master_port is 99999"),
-        (Asked(nproc=2, num_gpus=2), "mutually exclusive"),
-        (Asked(include="localhost:0", num_gpus=1), "mutually exclusive with --num_gpus"),
-        (Asked(exclude="localhost:0", num_nodes=1), "mutually exclusive with --num_nodes"),
-        (Asked(num_nodes=2), "need --node_rank and --master_addr"),
-        (Asked(num_nodes=2, node_rank=0), "need --node_rank and --master_addr"),
+        (RankOptions(nproc=0), "--nproc is 0"),
+        (RankOptions(master_port=-1), "--master_port is -1"),
+        (RankOptions(nproc=2, master_port=99_999), "--master_port is 99999"),
+        (RankOptions(nproc=2, num_gpus=2), "mutually exclusive"),
+        (RankOptions(include="localhost:0", num_gpus=1), "mutually exclusive with --num_gpus"),
+        (RankOptions(exclude="localhost:0", num_nodes=1), "mutually exclusive with --num_nodes"),
+        (RankOptions(num_nodes=2), "need --node_rank and --master_addr"),
+        (RankOptions(num_nodes=2, node_rank=0), "need --node_rank and --master_addr"),
         (
-            Asked(num_nodes=2, node_rank=2, master_addr="first"),
+            RankOptions(num_nodes=2, node_rank=2, master_addr="first"),
             "--node_rank 2 is not one of the 2 nodes",
         ),
-        (Asked(node_rank=1), "--node_rank 1 is not one of the 1 nodes"),
+        (RankOptions(node_rank=1), "--node_rank 1 is not one of the 1 nodes"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(asked: Asked, message: str) -> None:
+def test_options_that_cannot_be_meant_are_refused(asked: RankOptions, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan_node(asked, GPUS, ())
 
 
 def test_several_nodes_without_a_hostfile_need_only_a_number_and_an_address() -> None:
-    plan = plan_node(Asked(nproc=2, num_nodes=3, node_rank=2, master_addr="first"), CPU, ())
+    plan = plan_node(RankOptions(nproc=2, num_nodes=3, node_rank=2, master_addr="first"), CPU, ())
     assert plan == NodePlan(NodeShare(2), 3, 2, "first", DEFAULT_PORT)
 
 
 def test_a_machine_finds_itself_in_the_hostfile(hostfile: Path) -> None:
-    plan = plan_node(Asked(hostfile=hostfile), CPU, {"second", "10.0.0.2"})
+    plan = plan_node(RankOptions(hostfile=hostfile), CPU, {"second", "10.0.0.2"})
     assert plan == NodePlan(NodeShare(3), 2, 1, "first", DEFAULT_PORT)
 
 
 def test_node_rank_says_which_host_this_is(hostfile: Path) -> None:
     plan = plan_node(
-        Asked(hostfile=hostfile, node_rank=0, master_addr="10.0.0.1", master_port=1234), CPU, ()
+        RankOptions(hostfile=hostfile, node_rank=0, master_addr="10.0.0.1", master_port=1234),
+        CPU,
+        (),
     )
     assert plan == NodePlan(NodeShare(2), 2, 0, "10.0.0.1", 1234)
 
 
 def test_slots_of_the_hostfile_are_places_among_the_visible_gpus(hostfile: Path) -> None:
-    asked = Asked(hostfile=hostfile, include="first@second:0,2")
+    asked = RankOptions(hostfile=hostfile, include="first@second:0,2")
     assert plan_node(asked, SOME_GPUS, {"second"}).share == NodeShare(2, ("2", "7"))
 
 
 def test_numbers_limit_the_hosts_and_their_slots(hostfile: Path) -> None:
-    plan = plan_node(Asked(hostfile=hostfile, num_nodes=1, num_gpus=1), CPU, {"first"})
+    plan = plan_node(RankOptions(hostfile=hostfile, num_nodes=1, num_gpus=1), CPU, {"first"})
     assert (plan.num_nodes, plan.share.nproc, plan.master_port) == (1, 1, 0)
 
 
 def test_a_machine_that_is_not_in_the_hostfile_is_told_what_to_do(hostfile: Path) -> None:
     with pytest.raises(UsageError, match="--node_rank") as caught:
-        plan_node(Asked(hostfile=hostfile), CPU, {"third"})
+        plan_node(RankOptions(hostfile=hostfile), CPU, {"third"})
     assert "first, second" in str(caught.value)
     assert "ssh" in str(caught.value)
 
 
 def test_more_slots_in_the_hostfile_than_gpus_is_refused(hostfile: Path) -> None:
     with pytest.raises(UsageError, match=r"slot 2, but it shows 2 GPUs"):
-        plan_node(Asked(hostfile=hostfile), NodeMachine(8, ("0", "1")), {"second"})
+        plan_node(RankOptions(hostfile=hostfile), NodeMachine(8, ("0", "1")), {"second"})
 
 
 SKYPILOT = Nodes("SkyPilot", 2, 1, num_gpus=2, address="10.0.0.4")
@@ -157,48 +168,53 @@ KUBEFLOW = Nodes("PET_*", 2, 1, nproc="3", address="10.0.0.9", port=29400)
     ("asked", "said", "machine", "expected"),
     [
         (
-            Asked(),
+            RankOptions(),
             SKYPILOT,
             GPUS,
             NodePlan(NodeShare(2, ("0", "1")), 2, 1, "10.0.0.4", DEFAULT_PORT),
         ),
-        (Asked(), KUBEFLOW, CPU, NodePlan(NodeShare(3), 2, 1, "10.0.0.9", 29400)),
+        (RankOptions(), KUBEFLOW, CPU, NodePlan(NodeShare(3), 2, 1, "10.0.0.9", 29400)),
         (
-            Asked(nproc=1, num_nodes=3, node_rank=2, master_addr="h", master_port=4),
+            RankOptions(nproc=1, num_nodes=3, node_rank=2, master_addr="h", master_port=4),
             KUBEFLOW,
             CPU,
             NodePlan(NodeShare(1), 3, 2, "h", 4),
         ),
-        (Asked(num_nodes=1), KUBEFLOW, CPU, NodePlan(NodeShare(3))),
+        (RankOptions(num_nodes=1), KUBEFLOW, CPU, NodePlan(NodeShare(3))),
         (
-            Asked(include="localhost:3"),
+            RankOptions(include="localhost:3"),
             SKYPILOT,
             GPUS,
             NodePlan(NodeShare(1, ("3",)), 2, 1, "10.0.0.4", DEFAULT_PORT),
         ),
-        (Asked(), Nodes("PET_*", 1, nproc="auto"), CPU, NodePlan(NodeShare(2))),
-        (Asked(), Nodes("PET_*", 1, nproc="cpu", address="h", port=5), CPU, NodePlan(NodeShare(4))),
-        (Asked(), Nodes("PET_*", 1, nproc="gpu"), GPUS, NodePlan(NodeShare(4))),
+        (RankOptions(), Nodes("PET_*", 1, nproc="auto"), CPU, NodePlan(NodeShare(2))),
+        (
+            RankOptions(),
+            Nodes("PET_*", 1, nproc="cpu", address="h", port=5),
+            CPU,
+            NodePlan(NodeShare(4)),
+        ),
+        (RankOptions(), Nodes("PET_*", 1, nproc="gpu"), GPUS, NodePlan(NodeShare(4))),
     ],
 )
 def test_what_no_option_says_an_engines_variables_do(
-    asked: Asked, said: Nodes, machine: NodeMachine, expected: NodePlan
+    asked: RankOptions, said: Nodes, machine: NodeMachine, expected: NodePlan
 ) -> None:
     plan = plan_node(asked, machine, (), said)
     assert replace(plan, share=replace(plan.share, note="")) == expected
 
 
 def test_a_hostfile_says_where_ranks_run_whatever_variables_say(hostfile: Path) -> None:
-    asked = Asked(hostfile=hostfile)
+    asked = RankOptions(hostfile=hostfile)
     assert plan_node(asked, CPU, ("second",), SKYPILOT) == plan_node(asked, CPU, ("second",))
 
 
 @pytest.mark.parametrize("word", ["gpu", "0", "many", ""])
 def test_a_number_of_processes_that_is_none_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match=f"PET_NPROC_PER_NODE='{word}' gives no process"):
-        plan_node(Asked(), CPU, (), Nodes("PET_*", 1, nproc=word))
+        plan_node(RankOptions(), CPU, (), Nodes("PET_*", 1, nproc=word))
 
 
 def test_an_engine_that_does_not_say_where_nodes_meet_is_asked_for_it() -> None:
     with pytest.raises(UsageError, match="2 nodes need --node_rank and --master_addr"):
-        plan_node(Asked(), CPU, (), Nodes("SkyPilot", 2, 1))
+        plan_node(RankOptions(), CPU, (), Nodes("SkyPilot", 2, 1))

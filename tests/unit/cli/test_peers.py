@@ -213,7 +213,8 @@ def test_a_launcher_that_stood_still_itself_takes_nobody_for_silent(
     watches, _ = two(5.0)
     monkeypatch.setattr(peers, "ASK_SECONDS", 3600.0)
     assert within(
-        PATIENCE, lambda: not any(watch._has_news.is_set() or watch._asked for watch in watches)
+        PATIENCE,
+        lambda: not any(watch._has_news.is_set() or watch._poll_started for watch in watches),
     )
     Clock.now += 60.0
     assert not any(watch.failure_of_others() for watch in watches)

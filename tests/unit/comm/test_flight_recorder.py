@@ -63,7 +63,7 @@ def test_the_board_stays_until_the_others_have_said_why_they_end_or_cannot(
     limit: float, lines_of_2: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight_recorder, "STAY_SECONDS", limit)
-    # Of rank 1, on this host, nobody asks
+    # Of rank 1, on this host, nobody reads_store
     said = Silent({"raised/3": "HostLost: h2 silent", **lines_of_2})
     began = time.monotonic()
     FlightRecorder(
@@ -90,7 +90,7 @@ def test_one_rank_of_a_host_names_a_silent_one_once_and_none_where_our_launcher_
     def told(**now: float) -> list[str]:
         caplog.clear()
         silences.update({int(each[1:]): seconds for each, seconds in now.items()})
-        assert recorder.find_lost_host(asks=False) is None
+        assert recorder.find_lost_host(reads_store=False) is None
         return caplog.messages
 
     assert told() == ["h2 (rank 4) silent for 5 s"] * lines
@@ -99,7 +99,7 @@ def test_one_rank_of_a_host_names_a_silent_one_once_and_none_where_our_launcher_
     assert told(_2=7.0, _3=7.0, _4=0.2) == ["h2 (rank 4) answers again"] * lines
     assert told() == []
     assert told(_3=0.4) == ["h1 (ranks 2, 3) answers again"] * lines
-    assert told() == [] and not recorder.told
+    assert told() == [] and not recorder.logged_silent
 
 
 def position(sequence: int, ranks: list[int]) -> Position:

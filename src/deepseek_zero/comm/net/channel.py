@@ -174,7 +174,7 @@ class ServerHandshake:
     def __init__(self, secret: bytes, rank: int) -> None:
         self._secret = secret
         self._rank = rank
-        self._said = b""
+        self._transcript = b""
         self.needs = _HELLO.size
         self.hello: Hello | None = None
         self._claimed: Hello | None = None
@@ -196,19 +196,19 @@ class ServerHandshake:
                 raise Refused("it uses another protocol, or expects another rank")
             self._claimed = Hello(Role(role), rank, to)
             self.needs = _PROOF_BYTES
-            said = data + _MAGIC + struct.pack("!I", self._rank) + secrets.token_bytes(32)
-            answer = said[_HELLO.size :] + _proof(self._secret, b"listener", said)
-            self._said = data + answer
+            transcript = data + _MAGIC + struct.pack("!I", self._rank) + secrets.token_bytes(32)
+            answer = transcript[_HELLO.size :] + _proof(self._secret, b"listener", transcript)
+            self._transcript = data + answer
             return answer
-        if not hmac.compare_digest(data, _proof(self._secret, b"dialer", self._said)):
+        if not hmac.compare_digest(data, _proof(self._secret, b"dialer", self._transcript)):
             raise Refused("it did not prove that it has the job's secret")
         self.hello = self._claimed
         self.needs = 0
         return b""
 
 
-def _proof(secret: bytes, end: bytes, said: bytes) -> bytes:
-    return hmac.new(secret, end + said, hashlib.sha256).digest()
+def _proof(secret: bytes, end: bytes, transcript: bytes) -> bytes:
+    return hmac.new(secret, end + transcript, hashlib.sha256).digest()
 
 
 def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.socket:
@@ -232,8 +232,8 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
     if uses_tls():
         connection = _encrypted(connection, secret, hello.to)
     try:
-        said = _HELLO.pack(_MAGIC, hello.role, hello.rank, hello.to, secrets.token_bytes(32))
-        connection.sendall(said)
+        transcript = _HELLO.pack(_MAGIC, hello.role, hello.rank, hello.to, secrets.token_bytes(32))
+        connection.sendall(transcript)
         answer = receive_exactly(connection, 1)
         if answer in _TLS_RECORDS:
             raise Refused(f"the listener uses TLS: {_BOTH_ENDS}")
@@ -242,10 +242,10 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
         if magic != _MAGIC or rank != hello.to:
             raise Refused(f"the listener is not rank {hello.to}")
         if not hmac.compare_digest(
-            proof, _proof(secret, b"listener", said + answer[:-_PROOF_BYTES])
+            proof, _proof(secret, b"listener", transcript + answer[:-_PROOF_BYTES])
         ):
             raise Refused(f"the listener of rank {hello.to} does not have the job's secret")
-        connection.sendall(_proof(secret, b"dialer", said + answer))
+        connection.sendall(_proof(secret, b"dialer", transcript + answer))
     except BaseException:
         connection.close()  # With TLS, this is the only reference to the connection
         raise
@@ -575,7 +575,7 @@ class Listener:
         elif (connection := self._sockets.get(descriptor)) is self._listener:
             self._accept()
         elif connection is not None:
-            self._hear(connection)
+            self._continue_handshake(connection)
 
     def _accept(self) -> None:
         try:
@@ -603,7 +603,7 @@ class Listener:
         self._sockets[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _continue_handshake(self, connection: socket.socket) -> None:
         pending = self._pending[connection]
         try:
             if pending.handshake is not None:

@@ -445,7 +445,7 @@ class StoreClient:
         except ConnectionRefusedError:
             raise
         except OSError as error:
-            if self._is_heard():
+            if self._is_answering():
                 raise TimeoutError from None
             self._unreachable_since = since = self._unreachable_since or time.monotonic()
             if time.monotonic() - since > self._dead_after:
@@ -508,7 +508,7 @@ class StoreClient:
             while not poll.poll(POLL_SECONDS * 1000):
                 self._raise_if_silent()
                 if time.monotonic() > until:
-                    if self._is_heard():
+                    if self._is_answering():
                         return None
                     raise TimeoutError
             kind, text = self._receive(connection)
@@ -535,7 +535,7 @@ class StoreClient:
             self._farewell = {str(key): str(value) for key, value in json.loads(text).items()}
         return kind, text
 
-    def _is_heard(self) -> bool:
+    def _is_answering(self) -> bool:
         """Return whether rank 0's host is surely alive.
 
         It is this host, or its kernel answers.
