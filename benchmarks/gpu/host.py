@@ -2,7 +2,8 @@
 and a steady step.
 
 The host updates a unit in the next forward, before the unit's weight is used. So `step() s` is the
-time of the norm and the decision, and the update is in the rest of the step.
+time of the norm and the decision, and the update is in the rest of the step. With super_offload
+the host updates units in backward.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ GIB = 1 << 30
 
 def main() -> None:
     is_dry = begin()
-    size, here = TINY if is_dry else SIZE, device()
+    size = TINY if is_dry else SIZE
+    measure("", size, {}, 2 if is_dry else 5)
+    ahead = {"super_offload": True, "undo_bytes": 1 << 20 if is_dry else 45_000_000_000}
+    measure("super_offload: ", size, ahead, 2 if is_dry else 4)
+
+
+def measure(name: str, size: Size, offload: dict[str, Any], steps: int) -> None:
+    """Tell of the build and the steps of one engine, with more keys of offload_optimizer."""
+    here = device()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": size.batch,
         "steps_per_print": None,
@@ -34,7 +43,7 @@ def main() -> None:
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": {
             "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_optimizer": {"device": "cpu", "pin_memory": True, **offload},
         },
     }
     began = time.perf_counter()
@@ -42,10 +51,11 @@ def main() -> None:
         model = Model(size)
     params = sum(param.numel() for param in model.parameters())
     engine, *_ = dz.initialize(model=model, config=config)
-    tell(Result("build", figures={"s": time.perf_counter() - began, "B parameters": params / 1e9}))
+    built = {"s": time.perf_counter() - began, "B parameters": params / 1e9}
+    tell(Result(f"{name}build", figures=built))
     tokens, targets = batch_for(size, here)
     seconds, ends = [], []
-    for number in range(2 if is_dry else 5):
+    for number in range(steps):
         synchronize(here)
         began = time.perf_counter()
         engine.backward(engine(tokens, targets))
@@ -55,7 +65,8 @@ def main() -> None:
         synchronize(here)
         seconds.append(time.perf_counter() - began)
         ends.append(time.perf_counter() - middle)
-        tell(Result(f"step {number}", figures={"s": seconds[-1], "step() s": ends[-1]}))
+        found = {"s": seconds[-1], "step() s": ends[-1]}
+        tell(Result(f"{name}step {number}", figures=found))
     steady = statistics.median(seconds[1:])
     figures = {
         "s": steady,
@@ -65,7 +76,8 @@ def main() -> None:
     if here.type == "cuda":
         figures["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
     figures["host GiB"] = engine.memory_report().measured.get("host", 0) / GIB
-    tell(Result("steady step", figures=figures))
+    tell(Result(f"{name}steady step", figures=figures))
+    engine.destroy()
 
 
 if __name__ == "__main__":

@@ -168,8 +168,8 @@ def in_slices(numel: int, threads: int, run: Callable[[int, int], None]) -> None
     """Call `run(start, stop)` for slices of the elements, on several threads.
 
     Slices begin at multiples of 64 elements. A small number of elements is one slice, which runs on
-    the calling thread. There is one slice for each thread: with four, threads waited for the GIL
-    between slices, and an update on 16 cores took twice as long.
+    the calling thread. There is one slice for each thread, because threads wait for the GIL
+    between slices.
 
     Args:
         numel: Number of elements.
