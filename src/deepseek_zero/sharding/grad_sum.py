@@ -331,7 +331,7 @@ def _queue(slices: Sequence[Sequence[Tensor]]) -> list[QueuedSquares]:
         for parts in slices
     ]
     together = [tile for own in tiles for tile in own]
-    norms = iter(double_norms(together) if together else [])
+    norms = iter(double_norms(together)) if together else iter(())
     found = [QueuedSquares() for _ in slices]
     for squares, own in zip(found, tiles, strict=True):
         squares.norms = list(itertools.islice(norms, len(own)))
@@ -341,7 +341,9 @@ def _queue(slices: Sequence[Sequence[Tensor]]) -> list[QueuedSquares]:
 def read_squares(queued: Sequence[QueuedSquares]) -> list[float]:
     """Return the numbers; the host waits for the accelerator once."""
     together = [norm for squares in queued for norm in squares.norms]
-    read = iter(torch.stack(together).tolist() if together else [])
+    if not together:
+        return [0.0] * len(queued)
+    read = iter(torch.stack(together).tolist())
     return [
         sum(norm * norm for norm in itertools.islice(read, len(squares.norms)))
         for squares in queued

@@ -201,7 +201,11 @@ class Gradient:
         """
         self.sum.known_squares = None
         partial = self.summand.close()
-        squares = QueuedSquares() if is_last and self._can_queue_squares else None
+        squares = None
+        on_sum = None
+        if is_last and self._can_queue_squares:
+            squares = QueuedSquares()
+            on_sum = squares.add
         if self.sum.spec.placement is P:
             return self._reduce_in_place(partial, what, squares)
         if not self.reduction.sums_all and self.sum.state is GradState.REDUCED:
@@ -212,7 +216,7 @@ class Gradient:
             self.sum.ensure(),
             what,
             add=self.sum.is_reduced,
-            on_sum=squares.add if squares is not None else None,
+            on_sum=on_sum,
         )
         self.sum.enter(GradState.REDUCING)
 
