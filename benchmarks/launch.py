@@ -72,7 +72,7 @@ def launch(run: Run) -> Record:
         taken = busy_seconds() - busy - (_children_seconds() - own)
         record |= {"wall_seconds": round(wall, 2), "others_cores": round(max(0.0, taken / wall), 3)}
         if failure is not None:
-            return record | {"failed": f"{failure}{_last_words(Path(folder))}"}
+            return record | {"failed": f"{failure}{_last_error(Path(folder))}"}
         reports = [
             json.loads((Path(folder) / f"{rank}.json").read_text())
             for rank in range(len(processes))
@@ -195,7 +195,7 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _last_words(folder: Path) -> str:
+def _last_error(folder: Path) -> str:
     """The last line of the first rank that has an error to tell."""
     logs = [
         path.read_text(errors="replace").strip().splitlines()

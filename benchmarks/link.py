@@ -140,9 +140,9 @@ def round_trip(rank: int, times: int) -> float:
     """
     there, port, taken = dist.get_world_size() - 1, PORT + 50, []
     if rank == there:
-        with socket.create_server(("", port)) as door:
+        with socket.create_server(("", port)) as listener:
             dist.barrier()
-            with door.accept()[0] as line:
+            with listener.accept()[0] as line:
                 while byte := line.recv(1):
                     line.sendall(byte)
     else:

@@ -108,7 +108,7 @@ def ours(stage: int, zero: dict[str, Any], **others: Any) -> Build:
     return build
 
 
-def beside_bytes(per_element: float) -> Build:
+def step_with_transfer(per_element: float) -> Build:
     """A step that never talks while so many bytes for each parameter pass between its two ranks,
     each way.
     """
@@ -120,9 +120,9 @@ def beside_bytes(per_element: float) -> Build:
             dist.barrier()
             line = socket.create_connection((os.environ["MASTER_ADDR"], port))
         else:
-            with socket.create_server(("", port)) as door:
+            with socket.create_server(("", port)) as listener:
                 dist.barrier()
-                line = door.accept()[0]
+                line = listener.accept()[0]
         sent, came = bytearray(nbytes), bytearray(nbytes)
 
         def step(batches: list[Batch]) -> list[Tensor]:
@@ -142,7 +142,7 @@ def beside_bytes(per_element: float) -> Build:
     return build
 
 
-def beside_codes(make_model: MakeModel, job: Job) -> System:
+def step_with_codecs(make_model: MakeModel, job: Job) -> System:
     """A step that never talks and makes the codes of `BOTH`: a rank codes its slice of the weights
     and every slice of the gradients, and decodes every slice of both.
     """
@@ -175,9 +175,9 @@ def systems(each: int) -> dict[str, Build]:
     codes = (OF_WEIGHTS.length(1 << 20) + OF_GRADIENTS.length(1 << 20)) / 2**20
     # Of what a rank sends the other of two: half of each state, weights once and gradients once
     bare = {
-        BARE: beside_bytes((2 + 2) / 2),
-        BARE_CODES: beside_bytes(codes / 2),
-        CODES: beside_codes,
+        BARE: step_with_transfer((2 + 2) / 2),
+        BARE_CODES: step_with_transfer(codes / 2),
+        CODES: step_with_codecs,
     }
     return {
         FLOOR: floor.build,

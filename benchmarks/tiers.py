@@ -74,7 +74,7 @@ class Row:
     hidden: float = 0.0
     resting_bytes: int = 0
     same_losses: bool = True
-    beside_compute: float = 0.0
+    during_compute: float = 0.0
 
 
 def floor_way(job: Job) -> Way:
@@ -186,7 +186,7 @@ def row_of(cell: Cell, way: Way, ways: list[Way], rate: float) -> Row:
         row.hidden = max(0.0, 1 - moved.waited_seconds / moved.seconds)
         # Of the timed steps
         shares = [overlap_share(log.transfers, log.collectives) for log in way.logs[3::2]]
-        row.beside_compute = statistics.median(shares)
+        row.during_compute = statistics.median(shares)
         clock = plain.engine.runtime.comm.meter.clock
         forward, backward = (
             clock.seconds.get(phase, 0.0) / clock.steps for phase in ("forward", "backward")
@@ -239,7 +239,7 @@ GOALS = (
     Goal(
         "stage 3, disk",
         "disk: share of transfer time during compute",
-        "beside_compute",
+        "during_compute",
         0.5,
         is_most=False,
     ),
@@ -276,7 +276,7 @@ def table(rows: list[Row], about: str) -> str:
         bound = f"{row.over_bound:.2f}" if row.over_bound is not None else "-"
         disk = (
             f"{row.read_bytes / 1e6:.0f} | {row.written_bytes / 1e6:.0f} | {row.disk_gbps:.2f} | "
-            f"{row.of_copy:.0%} | {row.hidden:.0%} | {row.beside_compute:.0%}"
+            f"{row.of_copy:.0%} | {row.hidden:.0%} | {row.during_compute:.0%}"
             if row.disk_gbps
             else "- | - | - | - | - | -"
         )

@@ -9,7 +9,7 @@ import tempfile
 import psutil
 import torch
 
-from benchmarks.gpu.results import Result, begin, device, tell
+from benchmarks.gpu.results import Result, begin, device, write_result
 from benchmarks.gpu.tiers import GIB, TINY, Memories, checkpointed_gpt, train
 
 CAP = 24 * GIB
@@ -26,12 +26,12 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(
             CAP / torch.cuda.get_device_properties(here).total_memory, here
         )
-    tell(
+    write_result(
         Result("plan", figures={"B parameters": kind.params / 1e9, "host GiB": memories.host / GIB})
     )
 
     def on_step(number: int, seconds: float) -> None:
-        tell(Result(f"step {number}", figures={"s": seconds}))
+        write_result(Result(f"step {number}", figures={"s": seconds}))
 
     found = train("8B", kind, memories, 1, on_step)
     figures = {
@@ -41,7 +41,7 @@ def main() -> None:
         "host GiB": found.host_bytes / GIB,
         "disk GiB": found.disk_bytes / GIB,
     }
-    tell(
+    write_result(
         Result(
             "states in several memories", "FAILED" if found.failed else "ok", figures, found.failed
         )

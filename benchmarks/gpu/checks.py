@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import deepseek_zero as dz
 from benchmarks.gpu import trainer_program
-from benchmarks.gpu.results import Result, attempt, begin, device, tell
+from benchmarks.gpu.results import Result, attempt, begin, device, write_result
 from deepseek_zero.checkpointing import checkpoint
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-6}
@@ -363,9 +363,9 @@ def main() -> None:
     for name, check, needs in CHECKS:
         missing = [package for package in needs if find_spec(package) is None]
         if missing:
-            tell(Result(name, "skipped", why=f"{', '.join(missing)} is not installed"))
+            write_result(Result(name, "skipped", why=f"{', '.join(missing)} is not installed"))
         elif IS_DRY and name in SLOW_DRY:
-            tell(Result(name, "skipped", why="takes too long for a dry run"))
+            write_result(Result(name, "skipped", why="takes too long for a dry run"))
         else:
             attempt(name, check)
 

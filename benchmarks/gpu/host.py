@@ -16,7 +16,7 @@ import torch
 
 import deepseek_zero as dz
 from benchmarks.cells import ADAMW, Shape
-from benchmarks.gpu.results import Result, begin, device, tell
+from benchmarks.gpu.results import Result, begin, device, write_result
 from benchmarks.gpu.throughput import Model, Size, batch_for
 from deepseek_zero.base.device import synchronize
 
@@ -52,7 +52,7 @@ def measure(name: str, size: Size, offload: dict[str, Any], steps: int) -> None:
     params = sum(param.numel() for param in model.parameters())
     engine, *_ = dz.initialize(model=model, config=config)
     built = {"s": time.perf_counter() - began, "B parameters": params / 1e9}
-    tell(Result(f"{name}build", figures=built))
+    write_result(Result(f"{name}build", figures=built))
     tokens, targets = batch_for(size, here)
     seconds, ends = [], []
     for number in range(steps):
@@ -66,7 +66,7 @@ def measure(name: str, size: Size, offload: dict[str, Any], steps: int) -> None:
         seconds.append(time.perf_counter() - began)
         ends.append(time.perf_counter() - middle)
         found = {"s": seconds[-1], "step() s": ends[-1]}
-        tell(Result(f"{name}step {number}", figures=found))
+        write_result(Result(f"{name}step {number}", figures=found))
     steady = statistics.median(seconds[1:])
     figures = {
         "s": steady,
@@ -76,7 +76,7 @@ def measure(name: str, size: Size, offload: dict[str, Any], steps: int) -> None:
     if here.type == "cuda":
         figures["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
     figures["host GiB"] = engine.memory_report().measured.get("host", 0) / GIB
-    tell(Result(f"{name}steady step", figures=figures))
+    write_result(Result(f"{name}steady step", figures=figures))
     engine.destroy()
 
 

@@ -42,7 +42,7 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def tell(result: Result) -> None:
+def write_result(result: Result) -> None:
     """Hand a result to the parent, on a line of its own: pytest's dots end without one."""
     print(f"\n{MARK}{json.dumps(asdict(result))}", flush=True)
 
@@ -54,11 +54,11 @@ def attempt(name: str, work: Callable[[], dict[str, Any] | None]) -> None:
     began = time.perf_counter()
     try:
         figures = work() or {}
-        tell(Result(name, figures={**figures, "s": round(time.perf_counter() - began, 2)}))
+        write_result(Result(name, figures={**figures, "s": round(time.perf_counter() - began, 2)}))
     except Exception as error:
         traceback.print_exc()
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        tell(Result(name, "FAILED", why=text[:600]))
+        write_result(Result(name, "FAILED", why=text[:600]))
     free()
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch.distributed as dist
 
-from benchmarks.gpu.results import Result, begin, device, tell
+from benchmarks.gpu.results import Result, begin, device, write_result
 from benchmarks.gpu.throughput import SIZES, Row, compare, figures, join
 
 GIB = 1 << 30
@@ -32,7 +32,7 @@ def main() -> None:
                 continue
             told[name] = count
             if "failed" in found:
-                tell(Result(name, "FAILED", why=found["failed"]))
+                write_result(Result(name, "FAILED", why=found["failed"]))
                 continue
             shown = {
                 "ms": found["median_seconds"] * 1e3,
@@ -44,7 +44,7 @@ def main() -> None:
                 "over plain": found["over_plain"],
                 "over fsdp2": found["over_fsdp2"],
             }
-            tell(Result(f"{name}, {count} steps", figures=shown))
+            write_result(Result(f"{name}, {count} steps", figures=shown))
 
     compare(size, here, 1 if is_dry else 6, on_rows)
     dist.destroy_process_group()

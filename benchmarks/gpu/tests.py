@@ -9,10 +9,10 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.gpu.results import Result, tell
+from benchmarks.gpu.results import Result, write_result
 
 
-class Tell:
+class OutcomeReporter:
     """Counts outcomes and reports each failure at once."""
 
     def __init__(self) -> None:
@@ -27,23 +27,25 @@ class Tell:
             self.counts[report.outcome] += 1
         if report.failed:
             text = str(getattr(report.longrepr, "reprcrash", report.longrepr))
-            tell(Result(report.nodeid, "FAILED", why=" ".join(text.split())[-500:]))
+            write_result(Result(report.nodeid, "FAILED", why=" ".join(text.split())[-500:]))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.counts["failed"] += 1
-            tell(Result(report.nodeid, "FAILED", why=" ".join(report.longreprtext.split())[-500:]))
+            write_result(
+                Result(report.nodeid, "FAILED", why=" ".join(report.longreprtext.split())[-500:])
+            )
 
 
 def main() -> None:
-    plugin = Tell()
+    plugin = OutcomeReporter()
     code = pytest.main(
         ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "tests/gpu"],
         [plugin],
     )
     is_good = code == pytest.ExitCode.OK
     why = "" if is_good else f"pytest ended with {code!r}"
-    tell(Result("tests/gpu", "ok" if is_good else "FAILED", dict(plugin.counts), why))
+    write_result(Result("tests/gpu", "ok" if is_good else "FAILED", dict(plugin.counts), why))
 
 
 if __name__ == "__main__":

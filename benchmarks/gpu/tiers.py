@@ -43,7 +43,7 @@ from deepseek_zero.planner.unit_tiers import describe_tiers
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "gpu_tiers.json"
 GIB = 1 << 30
 WARM = 2  # steps before the first that counts
-NO_ROOM = (OutOfMemoryError, torch.cuda.OutOfMemoryError)
+OUT_OF_MEMORY = (OutOfMemoryError, torch.cuda.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ TINY_LADDERS = {
 
 @dataclass
 class Found:
-    """What one model did.  rests: how many units' weights and states rest where."""
+    """What one model did.  placement: how many units' weights and states rest where."""
 
     name: str
     params: int
@@ -112,7 +112,7 @@ class Found:
     peak_device_bytes: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
-    rests: str = ""
+    placement: str = ""
     failed: str = ""
 
 
@@ -151,7 +151,7 @@ def train(
     try:
         engine = engine_for(kind, memories)
         _train(engine, kind, found, steps, on_step)
-    except NO_ROOM as error:
+    except OUT_OF_MEMORY as error:
         found.failed = str(error).splitlines()[0]
     return found
 
@@ -177,7 +177,7 @@ def _train(
     found.peak_device_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     measured = engine.memory_report().measured
     found.host_bytes, found.disk_bytes = measured.get("host", 0), measured.get("nvme", 0)
-    found.rests = describe_tiers(engine.runtime.settings.unit_tiers)
+    found.placement = describe_tiers(engine.runtime.settings.unit_tiers)
     engine.destroy()
 
 
@@ -193,7 +193,7 @@ def plainly(kind: Kind, device: torch.device) -> bool:
         for _ in range(2):
             trained.step(tokens, targets)
         synchronize(device)
-    except NO_ROOM:
+    except OUT_OF_MEMORY:
         return False
     return True
 
@@ -249,7 +249,7 @@ def show(found: Found) -> None:
         f"clipping by the {found.clipping}\n  {statistics.median(found.seconds):.2f} s a step, "
         f"{found.model_tflops:.1f} TFLOP/s, {found.peak_device_bytes / GIB:.1f} GiB of the device, "
         f"{found.host_bytes / GIB:.1f} of the host, {found.disk_bytes / GIB:.1f} of the disk, "
-        f"losses {found.losses[0]:.3f} to {found.losses[-1]:.3f}\n  {found.rests}"
+        f"losses {found.losses[0]:.3f} to {found.losses[-1]:.3f}\n  {found.placement}"
     )
 
 

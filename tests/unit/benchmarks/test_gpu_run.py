@@ -20,12 +20,13 @@ from benchmarks.gpu.results import Result
 from benchmarks.gpu.run import PARTS, REQUIRED, ROOT, Part, Report
 
 PROGRAMS = {
-    "good": "from benchmarks.gpu.results import Result, tell\nprint('hello', end='')\n"
-    "tell(Result('one', figures={'ms': 1.5}))\ntell(Result('two'))\n",
+    "good": "from benchmarks.gpu.results import Result, write_result\nprint('hello', end='')\n"
+    "write_result(Result('one', figures={'ms': 1.5}))\nwrite_result(Result('two'))\n",
     "raising": "from benchmarks.gpu.results import attempt\nattempt('first', lambda: 1 / 0)\n"
     "attempt('second', lambda: {'ms': 2})\nraise SystemExit(3)\n",
-    "hanging": "import subprocess, sys, time\nfrom benchmarks.gpu.results import Result, tell\n"
-    "tell(Result('before'))\n"
+    "hanging": "import subprocess, sys, time\n"
+    "from benchmarks.gpu.results import Result, write_result\n"
+    "write_result(Result('before'))\n"
     "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\ntime.sleep(60)\n",
     "silent": "",
 }

@@ -23,7 +23,7 @@ ROWS = [
         0.9,
         0.6,
         900_000_000,
-        beside_compute=0.55,
+        during_compute=0.55,
     ),
     Row("125m-fp32", "stage 3, host", 4.6, 1.15, same_losses=False),
 ]
