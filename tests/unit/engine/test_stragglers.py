@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepseek_zero.base.meter import Meter
+from deepseek_zero.base.meter import BETWEEN, Meter
 from deepseek_zero.engine import stragglers
 from deepseek_zero.engine.stragglers import OWN_SECONDS, WAITS, WINDOW, Stragglers
 from deepseek_zero.optim.step_message import Fields, StepMessage
@@ -104,7 +104,7 @@ def test_words_are_the_seconds_since_the_last_ones_without_waits() -> None:
     meter = Meter()
     found = Stragglers(meter, ["h0", "h1"])
     assert [sent(found, step) for step in range(1, WINDOW)] == [()] * (WINDOW - 1)
-    meter.clock.seconds.update(forward=3.0, backward=5.0, optimizer=1.0, outside=0.5)
+    meter.clock.seconds.update({"forward": 3.0, "backward": 5.0, "optimizer": 1.0, BETWEEN: 0.5})
     meter.waited("gather", 1.0)
     meter.waited("reduce", 2.0)
     meter.waited("rows", 0.25)
