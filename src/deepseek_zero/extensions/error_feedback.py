@@ -15,7 +15,7 @@ from ..optim.updater import Updater
 from ..optim.verdict import StepResult
 from ..planner.extras import feedback_of
 from ..precision.feedback import Errors, Feedback
-from ..sharding.buffer import FlatBuffer, OnSum
+from ..sharding.buffer import FlatBuffer
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
@@ -41,18 +41,10 @@ class ErrorFeedback(GradReduction):
     def is_local(self) -> bool:
         return self.inner.is_local
 
-    def reduce(
-        self,
-        partial: FlatBuffer,
-        target: FlatBuffer,
-        what: str,
-        *,
-        add: bool,
-        on_sum: OnSum | None = None,
-    ) -> Pending:
+    def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
         """Start to sum the partial gradients, with the errors of earlier sums added."""
         self._attach(partial)
-        return self.inner.reduce(partial, target, what, add=add, on_sum=on_sum)
+        return self.inner.reduce(partial, target, what, add=add)
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
         """Start to sum in the memory of `partial`, with the errors of earlier sums added."""

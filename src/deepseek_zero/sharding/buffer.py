@@ -106,6 +106,8 @@ class FlatBuffer:
         coded_as: The codec of slices that are gathered into this buffer; None if they are sent
             exactly.
         errors: The error feedback of summands that are sent as codes; None if errors are lost.
+        on_sum: Called with each part of a sum that is formed for this buffer, flat, while the part
+            is on the training device.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class FlatBuffer:
         self.guard = StateGuard() if guard is None else guard
         self.coded_as = coded_as
         self.errors: LeftOut | None = None
+        self.on_sum: Callable[[Tensor], object] | None = None
 
     def load(self) -> Tensor:
         """Return all elements of this rank, flat, to be read or as the target of `move`.
@@ -401,17 +404,8 @@ class CommContext:
         return replace(self, divisor=inner, outer=others)
 
 
-OnSum = Callable[[Tensor], object]
-
-
 def move(
-    source: FlatBuffer,
-    target: FlatBuffer,
-    comm_ctx: CommContext,
-    what: str,
-    *,
-    add: bool = False,
-    on_sum: OnSum | None = None,
+    source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False
 ) -> Pending:
     """Bring `source` to the placement, dtype and memory of `target`.
 
@@ -426,8 +420,6 @@ def move(
         comm_ctx: The ranks that share slices.
         what: The name of the unit, for messages.
         add: Add sums to the values of `target`.
-        on_sum: Called by a reduce-scatter with each part of this rank's slice of the sum, flat,
-            while it is on the training device.
 
     Returns:
         A handle; neither buffer may be read or written before ``wait()`` returns. ``wait()`` raises
@@ -445,12 +437,11 @@ def move(
             return _all_gather(source.load(), target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
             own = target.load()
-            return _reduce_scatter(
-                source, own, target.storage, comm_ctx, what, add=add, on_sum=on_sum
-            )
+            storage = target.storage
+            return _reduce_scatter(source, own, storage, comm_ctx, what, target.on_sum, add=add)
         case Movement.ALL_REDUCE:
             own = target.shard(comm_ctx.comm.rank)
-            pending = _reduce_scatter(source, own, Storage(own), comm_ctx, what, add=add)
+            pending = _reduce_scatter(source, own, Storage(own), comm_ctx, what, None, add=add)
             return pending.then(lambda: _all_gather(own, target, comm_ctx, what).wait())
         case Movement.LOCAL_SLICE:
             target.load().copy_(source.shard(comm_ctx.comm.rank))
@@ -545,9 +536,9 @@ def _reduce_scatter(
     storage: Storage,
     comm_ctx: CommContext,
     what: str,
+    on_sum: Callable[[Tensor], object] | None,
     *,
     add: bool,
-    on_sum: OnSum | None = None,
 ) -> Pending:
     """Reduce message by message into this rank's slice.
 
@@ -559,8 +550,8 @@ def _reduce_scatter(
         storage: The storage of `own`.
         comm_ctx: The ranks that share slices.
         what: The name of the unit, for messages.
-        add: Add the sum to the values of `own`.
         on_sum: Called with each part of the sum while it is on the training device.
+        add: Add the sum to the values of `own`.
     """
     comm = comm_ctx.comm
     layout = source.layout

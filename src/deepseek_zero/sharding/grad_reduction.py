@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..comm.pending import DONE, Pending
 from ..planner.spec import R, S
-from .buffer import FlatBuffer, OnSum, move
+from .buffer import FlatBuffer, move
 from .group import Group
 
 
@@ -32,15 +32,7 @@ class GradReduction:
         """Whether no other rank takes part in the sum."""
         return self.group.comm_ctx.comm.size == 1
 
-    def reduce(
-        self,
-        partial: FlatBuffer,
-        target: FlatBuffer,
-        what: str,
-        *,
-        add: bool,
-        on_sum: OnSum | None = None,
-    ) -> Pending:
+    def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
         """Start to sum the ranks' partial gradients.
 
         Args:
@@ -48,12 +40,11 @@ class GradReduction:
             target: The output, this rank's slice of the sum.
             what: The name of the unit, for messages.
             add: Add the sum to the values of `target`.
-            on_sum: Called with each part of the sum while it is on the training device.
 
         Note:
             Collective within the reduce lane.
         """
-        return move(partial, target, self.group.comm_ctx, what, add=add, on_sum=on_sum)
+        return move(partial, target, self.group.comm_ctx, what, add=add)
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
         """Start to sum the ranks' partial gradients in the memory of `partial`.

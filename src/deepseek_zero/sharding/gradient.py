@@ -202,22 +202,18 @@ class Gradient:
         self.sum.known_squares = None
         partial = self.summand.close()
         squares = None
-        on_sum = None
         if is_last and self._can_queue_squares:
             squares = QueuedSquares()
-            on_sum = squares.add
         if self.sum.spec.placement is P:
             return self._reduce_in_place(partial, what, squares)
         if not self.reduction.sums_all and self.sum.state is GradState.REDUCED:
             # A further backward after the sum of the step was completed.
             self._carry(self.sum.ensure().load())
-        pending = self.reduction.reduce(
-            partial,
-            self.sum.ensure(),
-            what,
-            add=self.sum.is_reduced,
-            on_sum=on_sum,
-        )
+        target = self.sum.ensure()
+        target.on_sum = None
+        if squares is not None:
+            target.on_sum = squares.add
+        pending = self.reduction.reduce(partial, target, what, add=self.sum.is_reduced)
         self.sum.enter(GradState.REDUCING)
 
         def finish() -> None:
