@@ -33,9 +33,9 @@ FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates
 
 
 class LayerwiseAccumulation:
-    """Splits the batch for the units of a model that run micro-batches in turn.
+    """Splits the batch for the units of a model that run one micro-batch after the other.
 
-    It is active only if gradients are recorded.
+    It is active only if gradients are enabled.
 
     Args:
         runtime: The runtime of the wrapped model.
@@ -80,7 +80,11 @@ class LayerwiseAccumulation:
             )
 
     def turns(self, number: int) -> list[int]:
-        """Return the micro-batches of a unit in the order of the schedule."""
+        """Return the indices of the micro-batches of a unit in the order of the schedule.
+
+        Args:
+            number: The number of the unit.
+        """
         runtime = self._runtime()
         assert runtime is not None  # Otherwise its hooks would have raised already
         forwards = runtime.executor.forwards(runtime.units[number])
@@ -168,7 +172,8 @@ class LayerwiseAccumulation:
 class LayerwiseForward:
     """Replaces the forward of a unit's module.
 
-    Without gradients it calls the original forward, otherwise one call per micro-batch.
+    If gradients are disabled, it calls the original forward once with the whole batch. Otherwise
+    it calls the original forward once per micro-batch.
 
     Args:
         order: Splits and joins the batch.

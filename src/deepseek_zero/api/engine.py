@@ -45,7 +45,7 @@ class NoFolderError(UsageError, ValueError):
 class ZeroEngine(Engine):
     """The training engine: a sharded model with its optimizer and schedule.
 
-    Created by `initialize`. Attributes that the engine does not have are those of the model.
+    `initialize` creates it. Attributes that the engine does not have are looked up in the model.
 
     Attributes:
         client_state: A function that returns the `client_state` of checkpoints that the program
@@ -120,7 +120,7 @@ class ZeroEngine(Engine):
     # -- batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Take a whole step: `gradient_accumulation_steps` micro-batches, then the update.
+        """Train on one batch: `gradient_accumulation_steps` micro-batches, then one update.
 
         Args:
             data_iter: Yields micro-batches: the same on every pipeline stage and, whole or cut, on
@@ -128,7 +128,7 @@ class ZeroEngine(Engine):
                 after epoch.
 
         Returns:
-            The mean loss of all ranks' micro-batches, the same on every rank.
+            The mean loss over the micro-batches of all ranks, a scalar, the same on every rank.
 
         Note:
             Collective: every rank of the world must call it.
@@ -136,11 +136,15 @@ class ZeroEngine(Engine):
         return engine.train_batch(self, data_iter)
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
-        """Return the mean loss of micro-batches of all ranks, without a backward.
+        """Evaluate micro-batches without a backward, and return their mean loss.
 
         Args:
-            data_iter: Yields micro-batches.
-            num_micro_batches: How many to take; None takes as many as a step has.
+            data_iter: Yields micro-batches, as for `train_batch`.
+            num_micro_batches: The number of micro-batches; None means
+                `gradient_accumulation_steps`.
+
+        Returns:
+            The mean loss over the micro-batches of all ranks, a scalar, the same on every rank.
 
         Note:
             Collective: every rank of the world must call it.
@@ -150,10 +154,19 @@ class ZeroEngine(Engine):
         return found
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next micro-batch ends a step, until it is set again.
+        """Set whether the following micro-batches are gradient accumulation boundaries.
+
+        The setting is valid until the next call, and replaces the count of
+        `gradient_accumulation_steps`.
+
+        Args:
+            is_boundary: Whether `step` after the next backward updates the weights.
 
         Raises:
             UsageError: `managed_gradient_accumulation` is false.
+
+        Note:
+            Every rank must make the same call. No communication.
         """
         if not self.config.managed_gradient_accumulation:
             raise UsageError(
@@ -196,11 +209,11 @@ class ZeroEngine(Engine):
             train_batch_size: The samples of a step, over all ranks.
 
         Raises:
-            UsageError: It is no multiple of the samples of one micro-batch of all ranks, or the
-                call is inside an accumulation.
+            UsageError: The size is not a multiple of the samples of one micro-batch of all ranks,
+                or the call is inside an accumulation.
 
         Note:
-            Every rank must call it, between two steps.
+            Every rank must call it, between two steps. No communication.
         """
         whole_number("set_train_batch_size", "train_batch_size", train_batch_size, 1)
         per_micro = self._batch.micro * self._batch.data_size
@@ -217,10 +230,16 @@ class ZeroEngine(Engine):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per micro-batch; the accumulation steps do not change.
 
-        A data loader keeps the sizes it was built with.
+        Existing data loaders keep their batch size.
 
         Args:
             micro_batch_size: The samples of a micro-batch of one rank.
+
+        Raises:
+            UsageError: The size is not a positive integer, or the call is inside an accumulation.
+
+        Note:
+            Every rank must call it, between two steps. No communication.
         """
         whole_number("set_train_micro_batch_size", "micro_batch_size", micro_batch_size, 1)
         self._resize(micro_batch_size, self._batch.accumulation)
@@ -266,7 +285,7 @@ class ZeroEngine(Engine):
             save_dir: The folder of all checkpoints of the run, the same on every rank.
             tag: Name of the checkpoint. By default it contains the number of steps.
             client_state: This rank's own values to save: plain values, tensors and NumPy arrays.
-            save_latest: Let the file `latest` name this checkpoint.
+            save_latest: Write the name of this checkpoint to the file `latest`.
             exclude_frozen_parameters: Leave out parameters that no stage trains.
             wait: Return after the checkpoint is complete. If False, it is written in the
                 background, and the first step after the last byte publishes it or raises the error.
@@ -604,14 +623,15 @@ class ZeroEngine(Engine):
     def sparse_attention(self) -> attention.SparseAttention | None:
         """Return the configured sparse attention, or None.
 
-        Models of transformers use it already. In other models, call it with query, key and value.
+        Hugging Face models use it automatically. In other models, call it with query, key and
+        value.
         """
         return self.parts.sparse_attention
 
     def memory_report(self) -> MemoryReport:
         """Return the predicted and measured bytes of this rank by kind of state.
 
-        `print` of it shows a table.
+        Print the result to see a table.
         """
         parked = self.parts.recompute.offloaded() if self.parts.recompute is not None else []
         return memory_report(self.runtime, self.optimizer, parked, self.parts.pipeline)

@@ -163,8 +163,8 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that a module's forward reads a parameter of another unit.
 
-    Without it the parameter is found at its first use in a forward; the declaration saves that
-    search. No communication, but every rank must make the same calls.
+    The call is optional. Without it, the parameter is found and gathered at its first use in a
+    forward.
 
     Args:
         module: The module that reads the parameter.
@@ -172,6 +172,9 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
     Raises:
         UsageError: No engine has wrapped the parameter.
+
+    Note:
+        Every rank must make the same calls. No communication.
     """
     runtime, owner = _home(parameter)
     for reader in _units_around(module, runtime):

@@ -20,7 +20,7 @@ class Hosts:
 
     Attributes:
         rank: This rank.
-        keys: By rank, a text that only ranks of the same host have in common; "" if unknown.
+        keys: By rank, a string that is the same for the ranks of one host; "" if unknown.
         names: By rank, the name of its host.
     """
 

@@ -90,11 +90,11 @@ class Section(BaseModel):
         return getattr(self, key) if key in type(self).model_fields else default
 
     def stated(self, path: str, default: Any = None) -> Any:
-        """Return the stated value of a key, or a section as a dict.
+        """Return the value that the user set for a key, or a section as a dict.
 
         Args:
             path: The key's dotted path below this section, for example "offload_param.device".
-            default: Returned if the key, or a section on its path, is not stated.
+            default: Returned if the key, or a section on its path, is not set.
         """
         name, _, rest = path.partition(".")
         if name not in self.model_fields_set:
@@ -107,7 +107,7 @@ class Section(BaseModel):
         return found.get(rest, default) if isinstance(found, Mapping) else default
 
     def stated_values(self) -> dict[str, Any]:
-        """Return the stated keys and their values, sections as dicts."""
+        """Return the keys that the user set and their values, sections as dicts."""
         found: dict[str, Any] = {}
         for name in type(self).model_fields:
             if name in self.model_fields_set:
@@ -116,9 +116,10 @@ class Section(BaseModel):
         return found
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy in which the keys of `values` are stated.
+        """Return a copy with new values for some keys.
 
-        `values` has nested mappings for sections.
+        Args:
+            values: The new values by key. A section is a nested mapping.
         """
         changes: dict[str, Any] = {}
         for name, value in values.items():
@@ -163,7 +164,7 @@ def accepted(default: Any, sentence: str, reason: str, **about: Unpack[About]) -
 
 
 def section(model: type[Section], sentence: str) -> Any:
-    """Declare a group of keys, which has its defaults if it is not stated.
+    """Declare a section, which has its defaults if it is not set.
 
     Args:
         model: The model of the group.

@@ -18,13 +18,14 @@ class RawConfig:
     """A validated configuration whose "auto" keys are unresolved.
 
     Attributes:
-        config: The typed keys. Keys that are not stated or "auto" have their defaults and are not
-            in `model_fields_set`.
+        config: The typed keys. Keys that are not set, or are "auto", have their defaults and are
+            not in `model_fields_set`.
         autos: The dotted keys that are "auto".
         source: A file name, "dict", "args" or "base64".
         given: The object that the caller passed, unchanged.
         notes: The warnings, which are logged already.
-        not_built: Stated keys that are not built, if the run continues without them, by dotted key.
+        not_built: Values of set keys that are not built and without which the run continues, by
+            dotted key.
     """
 
     config: Config
@@ -35,7 +36,7 @@ class RawConfig:
     not_built: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the stated value of a dotted key, or a section as a dict.
+        """Return the value that the user set for a dotted key, or a section as a dict.
 
         Args:
             key: The dotted key.
@@ -45,12 +46,13 @@ class RawConfig:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the stated keys as nested dicts."""
+        """Return the keys that the user set, as nested dicts."""
         return self.config.stated_values()
 
     def changed(self, values: Mapping[str, Any]) -> RawConfig:
-        """Return a copy in which the keys of `values` are stated.
+        """Return a copy with new values for some keys.
 
-        `values` has nested mappings for sections.
+        Args:
+            values: The new values by key. A section is a nested mapping.
         """
         return replace(self, config=self.config.changed(values))

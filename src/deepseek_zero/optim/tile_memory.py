@@ -44,7 +44,7 @@ class Scratch:
     def take(
         self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None
     ) -> Tensor:
-        """Return a named buffer with arbitrary contents; allocate it on first use.
+        """Return an uninitialized, named buffer; allocate it on first use.
 
         Args:
             what: Name of the buffer.

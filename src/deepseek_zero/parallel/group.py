@@ -56,7 +56,7 @@ class TensorGroup:
     # -- buffers
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a buffer with arbitrary contents for this rank's part of a sum.
+        """Return an uninitialized buffer for this rank's part of a sum.
 
         `sum` takes it back. It waits if other ranks still read every buffer. Local.
 

@@ -62,10 +62,10 @@ class Output(NamedTuple):
     dtype: torch.dtype
 
     def nbytes(self, compute: torch.dtype | None) -> int:
-        """Return the size in bytes.
+        """Return the size of the output in bytes.
 
         Args:
-            compute: Dtype in which the run computes; None means the model's own.
+            compute: Compute dtype of the run; None means the dtype of the model.
         """
         dtype = compute if compute is not None and self.dtype.is_floating_point else self.dtype
         return math.prod(self.shape) * dtype.itemsize

@@ -40,8 +40,8 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
     Args:
         slice_numel: The elements of a slice.
         ranks: The number of ranks.
-        bucket_numel: The most elements of one message over all ranks.
-        most: The most elements of a message for each rank, for example because of its codec.
+        bucket_numel: The largest number of elements of one message over all ranks.
+        most: The largest number of elements of a message per rank, for example the codec's limit.
     """
     numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel, most)
     count = -(-slice_numel // max(1, numel))

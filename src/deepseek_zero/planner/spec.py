@@ -123,11 +123,13 @@ class Spec:
 
 
 class Extra:
-    """A state, or a rule for one, that an extension adds to a row of the table.
+    """An addition of an extension to the plan of one state, such as a second weight copy.
+
+    A subclass describes the additional state, or how ranks exchange the state.
 
     Attributes:
-        state: The state of the table that it belongs to.
-        updates_late: Updates run later than their step.
+        state: The name of the field of `ShardPlan` that it adds to: "weight" or "grad".
+        updates_late: Whether updates run in a later step.
     """
 
     state = ""

@@ -261,7 +261,7 @@ class FlatBuffer:
             spec: The placement and dtype of the state.
             comm_ctx: The context whose communicator allocates the memory.
             what: The name of the state, for messages.
-            is_zeroed: Fill the buffer with zeros; otherwise its contents are arbitrary.
+            is_zeroed: Fill the buffer with zeros; otherwise it is uninitialized.
         """
         memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
         if is_zeroed:
@@ -345,7 +345,7 @@ class CommContext:
 
     Attributes:
         comm: The ranks that share the slices of the states.
-        pool: Lends scratch memory.
+        pool: The pool of scratch buffers.
         bucket_numel: The largest message, in elements.
         divisor: The number that sums are divided by.
         tiers: The memories for offloaded states.
@@ -377,13 +377,13 @@ class CommContext:
     def over(
         cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers
     ) -> CommContext:
-        """Return the context of the ranks that share one piece of a model.
+        """Return the context of the ranks of one stage and tensor-parallel part.
 
         Args:
             comm: The communicator, laid out on a mesh.
-            pool: Lends scratch memory.
+            pool: The pool of scratch buffers.
             bucket_numel: The largest message, in elements.
-            divisor: The divisor of the sum over all ranks of the piece.
+            divisor: The divisor of the gradient sum over these ranks.
             tiers: The memories for offloaded states.
         """
         plain = cls(
@@ -622,7 +622,7 @@ def _reduce_scatter(
 
 
 class MessageBuffers:
-    """Lent buffers that receive the parts of a message one at a time, to be summed."""
+    """Pooled buffers that receive the parts of a message one at a time, to be summed."""
 
     def __init__(self, comm_ctx: CommContext, sizes: Sequence[tuple[torch.dtype, int]]) -> None:
         """Take the buffers from the pool.
@@ -706,7 +706,7 @@ class Route:
             comm_ctx: The ranks that share slices.
             message: What a rank sends in the first hop.
             arriving: What a rank receives in the last hop.
-            numel: The most elements that a rank sends to another one.
+            numel: The largest number of elements that a rank sends to another one.
             slice_numel: The number of elements of a slice.
         """
         comm = comm_ctx.comm

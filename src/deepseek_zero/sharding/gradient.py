@@ -35,7 +35,7 @@ class Summand:
 
         Args:
             group: The group.
-            allocate: Returns the buffer to collect in, with arbitrary contents.
+            allocate: Returns the uninitialized buffer in which gradients are collected.
         """
         self.group = group
         self.buffer: FlatBuffer | None = None

@@ -47,7 +47,7 @@ class Pool:
     allocated_bytes: int = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor with arbitrary contents.
+        """Return an uninitialized flat tensor.
 
         Args:
             numel: The number of elements.
@@ -111,7 +111,7 @@ class Message:
     Attributes:
         wire: The encoding of the elements.
         memory: The encoded elements, flat.
-        pool: Lends scratch memory.
+        pool: The pool of scratch buffers.
         is_lent: The memory belongs to the pool, and `write` must copy the elements to it before
             they are sent.
     """

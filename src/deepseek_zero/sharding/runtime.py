@@ -120,7 +120,7 @@ class Runtime:
         self.hooks = []
 
     def add_group(self, unit: Unit, group: ParamGroup) -> None:
-        """Drive a group, and hook its gradients if it is trained.
+        """Register a group with this runtime, and install its gradient hooks if it is trained.
 
         Args:
             unit: The unit of the group.
@@ -131,23 +131,38 @@ class Runtime:
             self.hooks += self.backward.watch_grads(unit.number, group)
 
     def replan(self) -> None:
-        """Plan the schedule and the checks again after the groups of units changed. Local.
+        """Plan the schedule and the checks again after the groups of units changed.
 
-        Every rank must call it.
+        Note:
+            Every rank must call it. No communication.
         """
         self.comm_ctx.pool.clear()
         self.executor.replan()
         self.structure.follow(self.groups)
 
     def promote_to_fp32(self, unit: Unit) -> None:
-        """Compute a sharded unit in fp32 from now on. Collective."""
+        """Compute a sharded unit in fp32 from now on.
+
+        Args:
+            unit: The unit, the same on every rank.
+
+        Note:
+            Collective: every rank must call it.
+        """
         unit.is_promoted = True
         for group in unit.trained:
             promote_to_fp32(group, unit.name)
         self.forward.any_promoted = True
 
     def demote(self, unit: Unit) -> None:
-        """Compute a promoted, sharded unit in 16 bits again. Collective."""
+        """Compute a promoted, sharded unit in 16 bits again.
+
+        Args:
+            unit: The unit, the same on every rank.
+
+        Note:
+            Collective: every rank must call it.
+        """
         unit.is_promoted = False
         for group in unit.trained:
             demote(group, unit.name)
@@ -166,10 +181,16 @@ class Runtime:
         return next(unit for unit in self.units if group in unit.groups)
 
     def fetch(self, group: ParamGroup) -> bool:
-        """Gather a group's unit because a program reads one of its sharded parameters.
+        """Gather the unit of a group when a program reads one of its sharded parameters.
+
+        Args:
+            group: The parameter group of the sharded parameter.
 
         Returns:
-            False outside forward and backward, where nothing is gathered.
+            Whether the unit was gathered. Outside forward and backward it is not.
+
+        Note:
+            Collective within the gather lane if the unit is gathered.
         """
         active = self.step.active
         if self.step.phase is Phase.IDLE and not active and backward_id() == -1:
@@ -181,7 +202,14 @@ class Runtime:
         return True
 
     def fetch_saved(self, group: ParamGroup) -> None:
-        """Gather a group's unit because backward needs a weight that its forward saved."""
+        """Gather the unit of a group when backward needs a weight that forward saved.
+
+        Args:
+            group: The parameter group of the weight.
+
+        Note:
+            Collective within the gather lane.
+        """
         if self.step.phase is not Phase.BACKWARD and backward_id() != -1:
             self.backward.begin()
         self.fetch(group)

@@ -78,7 +78,7 @@ class StagingRing:
         self._memory = private_pages(nbytes, torch.uint8, locked=self._is_locked)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor with arbitrary contents. It can be used until `give`.
+        """Return an uninitialized flat tensor, valid until `give`.
 
         Args:
             numel: Number of elements.

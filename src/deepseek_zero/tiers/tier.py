@@ -64,7 +64,7 @@ class CopyEvent(Work, Protocol):
 
 
 class CompletedWork:
-    """A transfer without anything to move."""
+    """A transfer of zero bytes, which is always complete."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -113,7 +113,7 @@ class TransferMeter:
     """Counts transfers since `reset`, and lists them while they are recorded.
 
     Attributes:
-        clock: Phase clock that is informed of waits.
+        clock: The phase clock that counts the waits.
         events: The list of transfers; None if they are not recorded.
         read_bytes: Bytes that were read.
         written_bytes: Bytes that were written.
@@ -196,15 +196,16 @@ class TransferMeter:
 
 
 class Storage:
-    """A flat state and the place of its elements between uses.
+    """The memory of a flat state, at one address for the whole life of the state.
 
-    In this class the elements are always in `memory`, on the device that computes with them. Other
-    memories derive from this class, and a `TierMemory` reserves their storages. All methods are
-    local and change no values. Ranges are elements [low, high). `fetch`, `read` and `write` raise
-    `StorageError` if the bytes differ from those that were written.
+    This class keeps the elements on the device that computes with them, so `memory` is always
+    valid. Subclasses keep them in host memory or on a disk between uses, and `TierMemory.reserve`
+    creates their instances. No method communicates or changes values. Ranges are elements
+    [low, high). `fetch`, `read` and `write` raise `StorageError` if the bytes differ from those
+    that were written.
 
     Attributes:
-        memory: The elements. The address never changes.
+        memory: The elements, flat. The address never changes.
         on_device: The elements are on the device that computes, so no fetch or copy is needed.
         has_elements: `memory` has the elements themselves. Otherwise `read` and `write` return
             copies, and only `writing` changes the elements.
@@ -277,7 +278,10 @@ class Storage:
         yield self.write(low, high)
 
     def store(self, low: int, high: int) -> Work:
-        """Start to write changed elements to the tier, because they are not needed soon."""
+        """Start to write the changed elements in [low, high) to the tier.
+
+        Call it after the last use of the elements.
+        """
         return COMPLETED
 
     def evict(self, low: int, high: int) -> None:
@@ -287,7 +291,7 @@ class Storage:
         """
 
     def discard(self, low: int, high: int) -> None:
-        """Drop the values. They are written again before they are read."""
+        """Drop the values. The caller must write them again before it reads them."""
 
     def landing(
         self,
@@ -305,7 +309,7 @@ class Storage:
             low: The first element.
             high: The end of the elements.
             numel: Elements of the largest sum, so that all sums can use one buffer.
-            pool: Lends memory of the training device.
+            pool: The pool of buffers on the training device.
             copy_engine: Copies between the device and this memory.
             add: Add the sum to the current values.
         """
@@ -342,15 +346,15 @@ class HostStorage(Storage):
 
 
 class Lender(Protocol):
-    """Lends flat tensors of the training device."""
+    """A pool of flat tensors on the training device."""
 
     device: torch.device
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor with arbitrary contents."""
+        """Return an uninitialized tensor of shape ``(numel,)``."""
 
     def give(self, tensor: Tensor) -> None:
-        """Accept a tensor that is returned."""
+        """Return a tensor of `take` to the pool."""
 
 
 class Landing:

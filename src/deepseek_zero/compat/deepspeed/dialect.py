@@ -152,7 +152,7 @@ class DeepSpeedDropIn(DeepSpeedNames):
         """Read a configuration with DeepSpeed's defaults. Unknown keys are only logged.
 
         Args:
-            source: A dict, a path or a text.
+            source: A dict, the path of a JSON file, or JSON text.
             origin: Name of the source in messages.
         """
         raw = load(source, origin=origin, unknown="warn")
@@ -212,7 +212,19 @@ class DeepSpeedDropIn(DeepSpeedNames):
         lr_scheduler: Any,
         loader: Any,
     ) -> DeepSpeedEngine:
-        """Create the engine, its autocast marks and the process groups of its mesh."""
+        """Create the engine and the process groups of its mesh.
+
+        If autocast is configured, the parameters of the layers that it covers are marked, as
+        DeepSpeed does.
+
+        Args:
+            config: The configuration.
+            mesh: The device mesh.
+            parts: Parts of the engine.
+            request: Arguments of `initialize`.
+            lr_scheduler: Learning-rate scheduler.
+            loader: Loader of the training data.
+        """
         engine = super().make_engine(config, mesh, parts, request, lr_scheduler, loader)
         autocast = engine.runtime.settings.policy.autocast
         if autocast is not None:

@@ -81,7 +81,10 @@ class _MadeOnCpu(_Made):
 
 
 class DeepSpeedCPUAdam(metaclass=_MadeOnCpu):
-    """Create AdamW, or Adam if `adamw_mode` is false. The default weight decay is 0."""
+    """DeepSpeed's Adam class for the CPU; a call returns AdamW, or Adam without `adamw_mode`.
+
+    The default weight decay is 0.
+    """
 
     rule = "Adam"
     lr = 1e-3
@@ -89,7 +92,10 @@ class DeepSpeedCPUAdam(metaclass=_MadeOnCpu):
 
 
 class FusedAdam(metaclass=_Made):
-    """Create AdamW, or Adam if `adam_w_mode` is false. The default weight decay is 0."""
+    """DeepSpeed's Adam class for the GPU; a call returns AdamW, or Adam without `adam_w_mode`.
+
+    The default weight decay is 0.
+    """
 
     rule = "Adam"
     lr = 1e-3
@@ -97,7 +103,7 @@ class FusedAdam(metaclass=_Made):
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Made):
-    """Create Adagrad."""
+    """DeepSpeed's Adagrad class; a call returns Adagrad for CPU or GPU."""
 
     rule = "Adagrad"
     lr = 1e-2
@@ -105,7 +111,7 @@ class DeepSpeedCPUAdagrad(metaclass=_Made):
 
 
 class DeepSpeedCPULion(metaclass=_Made):
-    """Create Lion."""
+    """DeepSpeed's Lion class for the CPU; a call returns Lion for CPU or GPU."""
 
     rule = "Lion"
     lr = 1e-3
@@ -113,7 +119,7 @@ class DeepSpeedCPULion(metaclass=_Made):
 
 
 class FusedLion(metaclass=_Made):
-    """Create Lion."""
+    """DeepSpeed's Lion class for the GPU; a call returns Lion for CPU or GPU."""
 
     rule = "Lion"
     lr = 1e-4
@@ -121,7 +127,7 @@ class FusedLion(metaclass=_Made):
 
 
 class FusedLamb(metaclass=_Made):
-    """Create LAMB."""
+    """DeepSpeed's LAMB class; a call returns LAMB for CPU or GPU."""
 
     rule = "Lamb"
     lr = 1e-3
