@@ -38,7 +38,7 @@ MOE_BLOCKS = (
 
 
 class OffloadParam(Section):
-    """The section `zero_optimization.offload_param`."""
+    """Offload of weights (section `zero_optimization.offload_param`)."""
 
     device: Device = effective(
         "none",
@@ -78,7 +78,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """The section `zero_optimization.offload_optimizer`."""
+    """Offload of optimizer states (section `zero_optimization.offload_optimizer`)."""
 
     device: Device = effective(
         "none",
@@ -174,7 +174,7 @@ class OffloadOptimizer(Section):
 
 
 class LeafModule(Section):
-    """The section `zero_optimization.leaf_module`."""
+    """Modules that are units as a whole (section `zero_optimization.leaf_module`)."""
 
     classes: tuple[str, ...] = effective(
         MOE_BLOCKS,
@@ -194,7 +194,7 @@ class LeafModule(Section):
 
 
 class LocoParam(Section):
-    """The section `zero_optimization.zeropp_loco_param`."""
+    """Error feedback of gradients (section `zero_optimization.zeropp_loco_param`)."""
 
     err_beta: float = effective(
         0.8,
@@ -218,7 +218,7 @@ Block = Literal[32, 64, 128, 256, 512]
 
 
 class WeightCodes(Section):
-    """The section `zero_optimization.compression.weights`."""
+    """Compression of weights (section `zero_optimization.compression.weights`)."""
 
     bits: Literal[8, 4] | None = effective(
         None,
@@ -241,7 +241,7 @@ class WeightCodes(Section):
 
 
 class GradientCodes(Section):
-    """The section `zero_optimization.compression.gradients`."""
+    """Compression of gradients (section `zero_optimization.compression.gradients`)."""
 
     bits: Literal[8, 4] | None = effective(
         None,
@@ -275,7 +275,7 @@ class GradientCodes(Section):
 
 
 class CompressionSection(Section):
-    """The section `zero_optimization.compression`."""
+    """Compression of messages (section `zero_optimization.compression`)."""
 
     weights: WeightCodes = section(WeightCodes, "How weights are coded between ranks.")
     gradients: GradientCodes = section(GradientCodes, "How gradients are coded between ranks.")
@@ -298,7 +298,7 @@ class CompressionSection(Section):
 
 
 class ZeroOptimization(Section):
-    """The section `zero_optimization`."""
+    """Settings for ZeRO (section `zero_optimization`)."""
 
     stage: Literal[0, 1, 2, 3] = effective(
         0,
@@ -564,7 +564,7 @@ _AUTOCAST = {"torch_autocast.enabled": True}
 
 
 class Optimizer(Section):
-    """The section `optimizer`."""
+    """The optimizer and its arguments (section `optimizer`)."""
 
     type: str | None = effective(
         None,
@@ -600,7 +600,7 @@ class Optimizer(Section):
 
 
 class Scheduler(Section):
-    """The section `scheduler`."""
+    """The learning-rate schedule and its arguments (section `scheduler`)."""
 
     type: str | None = effective(
         None,
@@ -618,7 +618,7 @@ class Scheduler(Section):
 
 
 class Fp16(Section):
-    """The section `fp16`."""
+    """Settings for fp16 training and loss scaling (section `fp16`)."""
 
     enabled: bool = effective(
         False,
@@ -665,7 +665,7 @@ class Fp16(Section):
 
 
 class Bf16(Section):
-    """The section `bf16`."""
+    """Settings for bf16 training (section `bf16`)."""
 
     enabled: bool = effective(
         False,
@@ -701,7 +701,7 @@ class Bf16(Section):
 
 
 class IntegritySection(Section):
-    """The section `integrity`."""
+    """Checks of states for flipped bits (section `integrity`)."""
 
     mode: Literal["off", "warn", "end"] = effective(
         "off",
@@ -722,7 +722,7 @@ class IntegritySection(Section):
 
 
 class MemoryBudget(Section):
-    """The section `memory_budget`."""
+    """Limits of the memory for each tier (section `memory_budget`)."""
 
     device: int | None = effective(
         None,
@@ -754,7 +754,7 @@ class MemoryBudget(Section):
 
 
 class Network(Section):
-    """The section `network`."""
+    """Settings for connections between hosts (section `network`)."""
 
     interface: str | None = effective(
         None,
@@ -771,7 +771,7 @@ class Network(Section):
 
 
 class MeshSizes(Section):
-    """The section `mesh`."""
+    """Sizes of the mesh axes (section `mesh`)."""
 
     pp: int = effective(1, "Ours. Pipeline stages.", unit="ranks", example=2, effect="check", ge=1)
     dp_replicate: int = effective(
@@ -800,7 +800,7 @@ class MeshSizes(Section):
 
 
 class TorchAutocast(Section):
-    """The section `torch_autocast`."""
+    """Settings for torch.autocast (section `torch_autocast`)."""
 
     enabled: bool = effective(False, "Run the forward under torch.autocast.", example=True)
     dtype: Literal["fp16", "bf16"] = effective(
@@ -813,7 +813,7 @@ class TorchAutocast(Section):
 
 
 class DataTypes(Section):
-    """The section `data_types`."""
+    """Dtypes of accumulation (section `data_types`)."""
 
     grad_accum_dtype: Dtype | None = effective(
         None,
@@ -825,7 +825,7 @@ class DataTypes(Section):
 
 
 class TensorBoard(Section):
-    """The section `tensorboard`."""
+    """Settings for TensorBoard files (section `tensorboard`)."""
 
     enabled: bool = effective(
         False, "Write TensorBoard files on rank 0.", example=True, requires="tensorboard"
@@ -847,7 +847,7 @@ class TensorBoard(Section):
 
 
 class CsvMonitor(Section):
-    """The section `csv_monitor`."""
+    """Settings for CSV files (section `csv_monitor`)."""
 
     enabled: bool = effective(False, "Write one CSV file per quantity on rank 0.", example=True)
     output_path: str = effective(
@@ -866,7 +866,7 @@ _COMET: dict[str, Any] = {"needs": {"comet.enabled": True}, "requires": "comet_m
 
 
 class Wandb(Section):
-    """The section `wandb`."""
+    """Settings for Weights & Biases (section `wandb`)."""
 
     enabled: bool = effective(
         False, "Send records to Weights & Biases from rank 0.", example=True, requires="wandb"
@@ -877,7 +877,7 @@ class Wandb(Section):
 
 
 class Comet(Section):
-    """The section `comet`."""
+    """Settings for Comet (section `comet`)."""
 
     enabled: bool = effective(
         False, "Send records to Comet from rank 0.", example=True, requires="comet_ml"
@@ -905,7 +905,7 @@ class Comet(Section):
 
 
 class SaveOnSignal(Section):
-    """The section `checkpoint.save_on_signal`."""
+    """The checkpoint that is saved after a signal (section `checkpoint.save_on_signal`)."""
 
     path: str | None = effective(
         None,
@@ -922,7 +922,7 @@ class SaveOnSignal(Section):
 
 
 class Checkpoint(Section):
-    """The section `checkpoint`."""
+    """Settings for checkpoints (section `checkpoint`)."""
 
     tag_validation: Literal["Ignore", "Warn", "Fail"] = effective(
         "Warn", "What to do when ranks save under different tags.", example="Fail"
@@ -973,7 +973,7 @@ class Checkpoint(Section):
 
 
 class Throughput(Section):
-    """The section `timers.throughput`."""
+    """Settings for the throughput timer (section `timers.throughput`)."""
 
     enabled: bool = accepted(
         True, "Measure samples per second.", "always measured; it costs one clock reading"
@@ -986,7 +986,7 @@ class Throughput(Section):
 
 
 class TimersSection(Section):
-    """The section `timers`."""
+    """Settings for timers (section `timers`)."""
 
     throughput: Throughput = section(Throughput, "The samples-per-second timer.")
 
@@ -995,7 +995,7 @@ _FLOPS: dict[str, Any] = {"needs": {"flops_profiler.enabled": True}}
 
 
 class FlopsProfilerSection(Section):
-    """The section `flops_profiler`."""
+    """Settings for the FLOPS profiler (section `flops_profiler`)."""
 
     enabled: bool = effective(
         False, "Count a forward's operations by module, once, on rank 0.", example=True
@@ -1024,7 +1024,7 @@ class FlopsProfilerSection(Section):
 
 
 class Records(Section):
-    """The section `records`."""
+    """Files with the metrics of each step (section `records`)."""
 
     path: str | None = effective(
         None,
@@ -1042,7 +1042,7 @@ class Records(Section):
 
 
 class ActivationCheckpointing(Section):
-    """The section `activation_checkpointing`."""
+    """Settings for activation checkpointing (section `activation_checkpointing`)."""
 
     partition_activations: bool = effective(
         False,
@@ -1122,7 +1122,7 @@ _ON_DISK: dict[str, Any] = {
 
 
 class Aio(Section):
-    """The section `aio`."""
+    """Settings for transfers to disks (section `aio`)."""
 
     block_size: int = effective(
         1_048_576,
@@ -1153,7 +1153,7 @@ _TENSOR = {"tensor_parallel.autotp_size": 2}
 
 
 class TpSize(Section):
-    """The sections `tensor_parallel.tp` and `tensor_parallel.tensor_parallel`."""
+    """Tensor-parallel size (sections `tensor_parallel.tp` and `tensor_parallel.tensor_parallel`)."""
 
     tp_size: int = effective(
         1,
@@ -1175,7 +1175,7 @@ class TpSize(Section):
 
 
 class TensorParallel(Section):
-    """The section `tensor_parallel`."""
+    """Settings for tensor parallelism (section `tensor_parallel`)."""
 
     autotp_size: int = effective(
         0,
@@ -1243,7 +1243,7 @@ class TensorParallel(Section):
 
 
 class SequenceParallel(Section):
-    """The section `sequence_parallel`."""
+    """Settings for sequence parallelism (section `sequence_parallel`)."""
 
     attention: Literal["auto", "ulysses", "all_gather"] = effective(
         "auto",
@@ -1259,7 +1259,7 @@ _STAGES = {"pipeline.stages": 2}
 
 
 class PipelineSection(Section):
-    """The section `pipeline`."""
+    """Settings for pipeline parallelism (section `pipeline`)."""
 
     stages: int | None = effective(
         None, "Pipeline stages, like `mesh.pp`.", unit="ranks", example=2, effect="check", ge=1
@@ -1348,7 +1348,7 @@ _LAYOUT = "sparse_attention.mode"
 
 
 class SparseAttentionSection(Section):
-    """The section `sparse_attention`."""
+    """Settings for sparse attention (section `sparse_attention`)."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] = (
         effective(
@@ -1447,7 +1447,7 @@ _CURRICULUM = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"
 
 
 class DataEfficiency(Section):
-    """The section `data_efficiency`."""
+    """Settings for curriculum learning (section `data_efficiency`)."""
 
     enabled: bool = accepted(
         False,

@@ -63,7 +63,7 @@ HALF_TOLERANCE = 3e-2
 
 
 class Unproven(Exception):
-    """A module that could not be run."""
+    """Raised if a module cannot be run on sample inputs, so that its splits stay unproven."""
 
 
 class _Differs(Exception):

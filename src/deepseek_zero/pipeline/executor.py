@@ -44,13 +44,13 @@ class States(Protocol):
         ...
 
     def forward(self, stage: int) -> AbstractContextManager[None]:
-        """Return a context for one forward of a stage."""
+        """Return the context manager in which one forward of a stage runs."""
         ...
 
     def backward(
         self, stage: int, *, ends_step: bool, is_carried: bool
     ) -> AbstractContextManager[None]:
-        """Return a context for one backward of a stage.
+        """Return the context manager in which one backward of a stage runs.
 
         Args:
             stage: The stage.

@@ -519,10 +519,13 @@ def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pen
     """Fill `full` with the slices of all ranks.
 
     Args:
-        full: The output, with this rank's slice in place.
+        full: The output, shape ``(ranks * slice_numel,)``; this rank's slice must be in place.
         lane: The name of the lane.
         comm_ctx: The ranks that share slices.
         what: The name of the unit, for messages.
+
+    Returns:
+        A handle; `full` may not be read or written before ``wait()`` returns.
 
     Note:
         Collective within the lane.

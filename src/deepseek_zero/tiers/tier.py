@@ -88,7 +88,7 @@ class TransferEvent:
     Attributes:
         what: Name of the state.
         nbytes: Number of bytes.
-        is_read: The bytes move to memory.
+        is_read: The transfer reads from the tier; otherwise it writes to it.
         issued: Time of the request.
         began: Time when the bytes began to move.
         ended: Time when all bytes had moved.
@@ -144,7 +144,7 @@ class TransferMeter:
         Args:
             what: Name of the state.
             nbytes: Number of bytes.
-            is_read: The bytes move to memory.
+            is_read: The transfer reads from the tier; otherwise it writes to it.
         """
         event = TransferEvent(what, nbytes, is_read, time.perf_counter())
         if self.events is not None:

@@ -85,7 +85,7 @@ class DeepSpeedConfigModel(BaseModel):
 
 
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
-    """Section `zero_optimization.offload_param`."""
+    """Offload of weights (section `zero_optimization.offload_param`)."""
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
@@ -96,7 +96,7 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
-    """Section `zero_optimization.offload_optimizer`."""
+    """Offload of optimizer states (section `zero_optimization.offload_optimizer`)."""
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
@@ -149,7 +149,7 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
 
 
 class ZenFlowConfig(DeepSpeedConfigModel):
-    """Section `zero_optimization.zenflow`."""
+    """Settings for ZenFlow (section `zero_optimization.zenflow`)."""
 
     topk_ratio: float = Field(0.1, gt=0.0, lt=1.0)
     select_strategy: str = "auto"
@@ -196,7 +196,7 @@ def _elements(alias: str, default: int) -> Any:
 
 
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
-    """Section `zero_optimization`.
+    """Settings for ZeRO (section `zero_optimization`).
 
     Fields of stage 3 accept names with and without the prefix "stage3_".
     """
@@ -273,7 +273,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedBF16Config(DeepSpeedConfigModel):
-    """Section `bf16`."""
+    """Settings for bf16 training (section `bf16`)."""
 
     enabled: bool = False
     immediate_grad_update: bool = False
@@ -283,7 +283,7 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
 
 
 class DeepSpeedFP16Config(DeepSpeedConfigModel):
-    """Section `fp16`.
+    """Settings for fp16 training and loss scaling (section `fp16`).
 
     The window and the minimum scale are validated only if the scale is dynamic.
     """
@@ -342,7 +342,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 
 
 class TensorBoardConfig(DeepSpeedConfigModel):
-    """Section `tensorboard`."""
+    """Settings for TensorBoard files (section `tensorboard`)."""
 
     enabled: bool = False
     output_path: str = ""
@@ -350,11 +350,11 @@ class TensorBoardConfig(DeepSpeedConfigModel):
 
 
 class CSVConfig(TensorBoardConfig):
-    """Section `csv_monitor`."""
+    """Settings for CSV files (section `csv_monitor`)."""
 
 
 class WandbConfig(DeepSpeedConfigModel):
-    """Section `wandb`."""
+    """Settings for Weights & Biases (section `wandb`)."""
 
     enabled: bool = False
     group: str | None = None
@@ -363,7 +363,7 @@ class WandbConfig(DeepSpeedConfigModel):
 
 
 class CometConfig(DeepSpeedConfigModel):
-    """Section `comet`."""
+    """Settings for Comet (section `comet`)."""
 
     enabled: bool = False
     samples_log_interval: int = 100
@@ -377,7 +377,7 @@ class CometConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
-    """The sections of the four monitors."""
+    """Settings for the four monitors, one field per section."""
 
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
     comet: CometConfig = Field(default_factory=CometConfig)
@@ -391,7 +391,7 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
 
 class CommsLoggerConfig(DeepSpeedConfigModel):
-    """Section `comms_logger`."""
+    """Settings for logs of collectives (section `comms_logger`)."""
 
     enabled: bool = False
     prof_all: bool = True
@@ -424,7 +424,7 @@ class _PlainSection:
 
 
 class DeepSpeedFlopsProfilerConfig(_PlainSection):
-    """Section `flops_profiler`."""
+    """Settings for the FLOPS profiler (section `flops_profiler`)."""
 
     name = "flops_profiler"
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -439,7 +439,7 @@ class DeepSpeedFlopsProfilerConfig(_PlainSection):
 
 
 class DeepSpeedActivationCheckpointingConfig(_PlainSection):
-    """Section `activation_checkpointing`."""
+    """Settings for activation checkpointing (section `activation_checkpointing`)."""
 
     name = "activation_checkpointing"
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -461,7 +461,7 @@ class CompileConfig(DeepSpeedConfigModel):
 
 
 class HybridEngineConfig(DeepSpeedConfigModel):
-    """Section `hybrid_engine`."""
+    """Settings for the hybrid engine (section `hybrid_engine`)."""
 
     enabled: bool = False
     max_out_tokens: int = 512

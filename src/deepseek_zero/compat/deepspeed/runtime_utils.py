@@ -532,11 +532,14 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
 
 
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """Append zeros so that the number of elements is a multiple of `alignment`.
+    """Append a tensor of zeros so that the total number of elements is a multiple of `alignment`.
 
     Args:
-        tensor_list: The tensors.
-        alignment: The divisor.
+        tensor_list: At least one tensor.
+        alignment: The divisor, in elements.
+
+    Returns:
+        The same tensors, and a flat tensor of zeros if the total is not a multiple yet.
     """
     missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
     return [*tensor_list, *([tensor_list[0].new_zeros(missing)] if missing else [])]

@@ -83,21 +83,22 @@ class DistributedAttention(SequenceAttention):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Return the output for this rank's tokens. It waits for the exchanges.
+        """Compute attention over all tokens, and return the output for this rank's tokens.
 
         Args:
-            query: Shape ``(batch, tokens, heads, width)`` if `batch_dim_idx` is 0, or ``(tokens,
-                batch, heads, width)`` if it is 1.
-            key: As `query`.
-            value: As `query`.
+            query: This rank's tokens, shape ``(batch, tokens, heads, head_dim)`` if
+                `batch_dim_idx` is 0, or ``(tokens, batch, heads, head_dim)`` if it is 1.
+            key: Same layout as `query`.
+            value: Same layout as `query`.
             batch_dim_idx: Dimension of the batch.
             rotary_pos_emb: Pair (cos, sin) over all tokens, broadcastable to ``(batch, tokens,
-                heads, width)``.
+                heads, head_dim)``.
             *args: Passed to `local_attention`.
             **kwargs: Passed to `local_attention`.
 
         Note:
-            Collective over the group.
+            Collective: every rank of the sequence group must call it. The call waits for the
+            all-to-all exchanges.
         """
         outer, inner = (2, 1 - batch_dim_idx) if self.scatter_idx >= 2 else (1 - batch_dim_idx, 2)
         if self.scatter_idx >= 2:
