@@ -1153,7 +1153,7 @@ _TENSOR = {"tensor_parallel.autotp_size": 2}
 
 
 class TpSize(Section):
-    """Tensor-parallel size (sections `tensor_parallel.tp` and `tensor_parallel.tensor_parallel`)."""
+    """Size of the axis (sections `tensor_parallel.tp` and `tensor_parallel.tensor_parallel`)."""
 
     tp_size: int = effective(
         1,
