@@ -101,7 +101,7 @@ class _Resolver:
         self.news: list[str] = []
 
     def get(self, key: str) -> Any:
-        """Return the value of a dotted key that is stated or decided, or None."""
+        """Return the value of a dotted key that the user set or `auto` chose, or None."""
         return self.config.stated(key)
 
     def decide(self, key: str, value: Any, why: str) -> None:
@@ -119,7 +119,7 @@ class _Resolver:
         self.decisions.append(AutoDecision(key, value, why, key in self.asked))
 
     def silent(self, key: str) -> bool:
-        """Return whether a key is not stated, or is "auto"."""
+        """Return whether a key is not set, or is "auto"."""
         return self.config.stated(key, _UNSTATED) is _UNSTATED
 
     def finish(self) -> Config:
@@ -186,8 +186,8 @@ _SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
 def _ranks(run: _Resolver) -> None:
     """Decide the degrees of parallelism.
 
-    A stated number of data-parallel ranks must be the actual one, except in a process without a
-    launcher, which warns.
+    If the number of data-parallel ranks is set, it must be the actual one. A process without a
+    launcher logs a warning instead.
     """
     facts = run.facts
     data_size = _data_size(facts)

@@ -165,7 +165,7 @@ PACKAGES = {
 
 
 def check(config: Config, autos: Set[str], problems: Problems) -> Config:
-    """Run every check that needs only the stated values and the "auto" keys.
+    """Run every check that needs only the set values and the "auto" keys.
 
     Args:
         config: The configuration.

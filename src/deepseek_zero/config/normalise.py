@@ -90,7 +90,7 @@ ALIASES = (
 class Normaliser:
     """Converts a dict according to the schema.
 
-    The "auto" keys are collected in `autos`, and the stated keys that are not built in `not_built`.
+    The "auto" keys are collected in `autos`, and the set keys that are not built in `not_built`.
 
     Args:
         problems: Receives the problems.
@@ -182,7 +182,7 @@ class Normaliser:
         return None
 
     def _not_built(self, row: NotBuilt, value: Any) -> None:
-        """Collect the stated values of a key or a section that is not built."""
+        """Collect the set values of a key or a section that is not built."""
         if not row.keys:
             found = self._value_not_built(row, row.path, value, row.default)
             if found is not _SILENT:

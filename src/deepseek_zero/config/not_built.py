@@ -376,12 +376,12 @@ def kind_of(default: Any) -> Any:
 
 
 def refuse(stated: Mapping[str, Any], config: Section, problems: Problems) -> None:
-    """Add a problem or a warning for each stated key that requests something.
+    """Add a problem or a warning for each set key that is not built and not disabled.
 
     Args:
-        stated: The stated values of rows of the table, by path.
+        stated: The values that the user set for rows of the table, by path.
         config: The other keys of the configuration.
-        problems: Receives problems and warnings.
+        problems: The list that problems and warnings are added to.
     """
     for path, value in stated.items():
         row = NOT_BUILT[path]

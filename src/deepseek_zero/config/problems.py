@@ -1,4 +1,4 @@
-"""Problems of a configuration, and decisions about values that were not stated.
+"""Problems of a configuration, and decisions about values that were not set.
 
 A problem has the key, its value and origin, a description and a fix. All problems are raised as one
 error.
@@ -15,7 +15,14 @@ from ..base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
 
 @dataclass(frozen=True)
 class AutoDecision:
-    """A value that was not stated, with the reason; `asked` if it was "auto"."""
+    """The value that was chosen for a key that the user did not set.
+
+    Attributes:
+        key: The dotted key.
+        value: The chosen value.
+        why: The reason.
+        asked: Whether the user set the key to "auto".
+    """
 
     key: str
     value: Any
@@ -102,7 +109,7 @@ class Problems:
             key: The dotted key.
             what: A clause about the key.
             fix: What to write instead.
-            value: The stated value.
+            value: The value that the user set.
         """
         self.found.append(Problem(key, what, fix, value))
 
@@ -120,7 +127,7 @@ class Problems:
 
         Args:
             key: The dotted key.
-            value: The stated value.
+            value: The value that the user set.
             reason: Why it has no effect.
         """
         self.ignored.append(f"{key} = {shown(value)} ({reason})")

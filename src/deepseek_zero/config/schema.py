@@ -1470,7 +1470,7 @@ class DataEfficiency(Section):
 class Config(Section):
     """Every key with a concrete value.
 
-    `decisions` records how values that were not stated were chosen.
+    `decisions` records how values that the user did not set were chosen.
     """
 
     # Batch

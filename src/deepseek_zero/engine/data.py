@@ -43,8 +43,8 @@ class StepOrder:
     A step has the same samples at any number of ranks. The order of an epoch is a permutation that
     is seeded with the epoch's number, or the order of the dataset (`shuffles=False`). Step s takes
     the positions [s * step_samples, (s + 1) * step_samples) of it, and blocks of `batch_size`
-    positions go to the shares in turn. The last step is filled from the beginning of the order, or
-    dropped (`drop_last`). `step_samples` is a multiple of batch_size * shares.
+    positions are assigned to the shares round-robin. The last step is filled from the beginning of
+    the order, or dropped (`drop_last`). `step_samples` is a multiple of batch_size * shares.
     """
 
     def __init__(

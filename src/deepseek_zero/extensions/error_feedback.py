@@ -42,7 +42,20 @@ class ErrorFeedback(GradReduction):
         return self.inner.is_local
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
-        """Start to sum the partial gradients, with the errors of earlier sums added."""
+        """Add the errors of earlier sums to the partial gradients, and start to sum them.
+
+        Args:
+            partial: This rank's partial gradient.
+            target: The buffer for the sum.
+            what: The name of the unit, for messages.
+            add: Add the sum to the values of `target`.
+
+        Returns:
+            A handle; neither buffer may be read or written before ``wait()`` returns.
+
+        Note:
+            Collective within the reduce lane.
+        """
         self._attach(partial)
         return self.inner.reduce(partial, target, what, add=add)
 
