@@ -7,7 +7,7 @@ states of other shapes are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,33 +53,39 @@ class Moments:
     def __init__(self, inner: Optimizer, scratch: Scratch) -> None:
         self._inner = inner
         self._scratch = scratch
-        self._found: dict[tuple[int, str], Moment] = {}  # by (id of the group, name)
-        self._names: dict[int, list[str]] = {}
+        self._of_group: dict[int, dict[str, Moment]] = {}  # by id of the group, then by name
         self._counted: set[int] = set()  # ids of shards whose moments the optimizer keeps itself
+
+    def _all(self) -> Iterator[Moment]:
+        for moments in self._of_group.values():
+            yield from moments.values()
+
+    def _moments_of(self, shard: MasterShard) -> Mapping[str, Moment]:
+        """Return the moments of the group of a shard, by name."""
+        return self._of_group.get(id(shard.group), {})
 
     def offloaded(self) -> Iterable[Storage]:
         """Return the storages of moments that are not on the training device."""
-        storages = (moment.storage for moment in self._found.values())
+        storages = (moment.storage for moment in self._all())
         return (storage for storage in storages if not storage.on_device)
 
     def on_device(self) -> Iterator[Tensor]:
         """Yield the tensors of moments on the training device."""
-        for moment in self._found.values():
+        for moment in self._all():
             yield from moment.powers.values()
             if moment.storage.on_device:
                 yield moment.storage.memory
 
     def storage_ranges(self, shard: MasterShard) -> Iterator[StorageRange]:
         """Yield the storage ranges of moments that the update of a shard reads and writes."""
-        for name in self._names.get(id(shard.group), ()):
-            yield StorageRange(self._found[id(shard.group), name].storage, shard.start, shard.stop)
+        for moment in self._moments_of(shard).values():
+            yield StorageRange(moment.storage, shard.start, shard.stop)
 
     def storages(self, shard: MasterShard) -> Iterator[tuple[StorageRange, Tensor | None]]:
         """Yield the storage range of each moment of a shard, and its scales if it has any."""
         state = self._inner.state.get(shard.param, {})
-        for name in self._names.get(id(shard.group), ()):
+        for name, moment in self._moments_of(shard).items():
             if name in state:
-                moment = self._found[id(shard.group), name]
                 yield (
                     StorageRange(moment.storage, shard.start, shard.stop),
                     moment.powers.get(id(shard)),
@@ -97,7 +103,7 @@ class Moments:
             if not self._scratch.is_placeholder(value):
                 yield from [(name, value)] if isinstance(value, Tensor) else ()
                 continue
-            moment = self._found[id(shard.group), name]
+            moment = self._moments_of(shard)[name]
             if not moment.storage.is_offloaded:
                 yield name, moment.storage.read(shard.start, shard.stop)
 
@@ -111,9 +117,8 @@ class Moments:
         shard.group.guard.before_write()
         if shard.param not in self._inner.state:
             return
-        for name in self._names.get(id(shard.group), ()):
-            moment = self._found[id(shard.group), name]
-            state = self._inner.state[shard.param]
+        state = self._inner.state[shard.param]
+        for name, moment in self._moments_of(shard).items():
             if not self._scratch.is_placeholder(state.get(name)):
                 continue
             if moment.kept is None:
@@ -134,7 +139,7 @@ class Moments:
             name: Name of the moment.
         """
         value: Tensor = self._inner.state[shard.param][name]
-        moment = self._found.get((id(shard.group), name))
+        moment = self._moments_of(shard).get(name)
         if moment is None or (moment.kept is not None and not self._scratch.is_placeholder(value)):
             return value
         # The optimizer's state may be a view of memory whose pages have been freed together with
@@ -211,7 +216,7 @@ class Moments:
 
     def forget(self) -> None:
         """Zero the memory of all states that are created from now on."""
-        for moment in self._found.values():
+        for moment in self._all():
             moment.is_fresh = False
 
     def _seen(self, shard: MasterShard, moment: Moment, own: Tensor, shape: torch.Size) -> Tensor:
@@ -225,7 +230,7 @@ class Moments:
 
         8-bit moments cannot be cut, because neighbouring elements of a block share an exponent.
         """
-        if any(id(shard) in moment.powers for moment in self._found.values()):
+        if any(id(shard) in moment.powers for moment in self._all()):
             raise UsageError(
                 f"the optimizer's state of {', '.join(shard.names[:3])} is kept in 8 bits, and not "
                 "all of it is to be updated.",
@@ -291,10 +296,10 @@ class Moments:
         return moment.powers[id(shard)]
 
     def _moment(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Moment:
-        key = id(shard.group), name
-        if key not in self._found:
-            plan = shard.group.plan
-            group = shard.group
+        group = shard.group
+        moments = self._of_group.setdefault(id(group), {})
+        if name not in moments:
+            plan = group.plan
             assert plan.moments is not None
             kept = storage_format(plan.moments_format, name) if dtype == torch.float32 else None
             stored = kept.dtype if kept is not None else dtype
@@ -309,9 +314,8 @@ class Moments:
                 storage = group.comm_ctx.tiers.reserve(
                     plan.moments.tier, numel, stored, what, is_copied=False
                 )
-            self._found[key] = Moment(storage, dtype, kept)
-            self._names.setdefault(id(group), []).append(name)
-        return self._found[key]
+            moments[name] = Moment(storage, dtype, kept)
+        return moments[name]
 
     def _count(self, shard: MasterShard, state: dict[str, Any]) -> None:
         """Count the optimizer's own allocations against the budget of the training device."""

@@ -261,11 +261,13 @@ class QueuedSquares:
     """A sum of squares that an accelerator computes while the host goes on.
 
     Attributes:
-        norms: The norms of its parts, 0-dimensional float64 tensors on the accelerator.
+        norms: The norms of parts, 0-dimensional float64 tensors on the accelerator.
+        tiles: Further parts, whose norms `read_squares` computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Sequence[Tensor] = ()) -> None:
         self.norms: list[Tensor] = []
+        self.tiles = [tile for part in parts if part.numel() for tile in part.split(_TILE_NUMEL)]
 
     def add(self, values: Tensor) -> None:
         """Add the squares of a flat tensor, as it is at this point of the accelerator's work."""
@@ -281,25 +283,19 @@ def squares_now(group: Group, values: Tensor, first: int) -> float:
         values: The elements, flat.
         first: The index of the first element in the group's layout.
     """
-    found = slice_squares(group, values, first)
-    if isinstance(found, float):
-        return found
-    (read,) = read_squares(_queue([found]))
-    return read
+    (found,) = read_squares([slice_squares(group, values, first)])
+    return found
 
 
-def slice_squares(group: Group, values: Tensor, first: int) -> float | list[Tensor]:
+def slice_squares(group: Group, values: Tensor, first: int) -> float | QueuedSquares:
     """Return the sum of squares of the elements that the optimizer updates.
 
     The device of the update computes it, so that every stage computes the same bits.
 
     Args:
         group: The group.
-        values: The elements, flat.
+        values: The elements, flat; they must not change before the squares are read.
         first: The index of the first element in the group's layout.
-
-    Returns:
-        The sum of squares; the elements themselves if an accelerator updates them.
     """
     assert group.master is not None
     device = group.master.update_device
@@ -317,37 +313,31 @@ def slice_squares(group: Group, values: Tensor, first: int) -> float | list[Tens
     if device.type == "cpu":
         threads = group.comm_ctx.comm.threads
         return sum((squares_on_cpu(part, place, threads) for part, place in parts), 0.0)
-    return [part for part, _ in parts]
+    return QueuedSquares([part for part, _ in parts])
 
 
-def _queue(slices: Sequence[Sequence[Tensor]]) -> list[QueuedSquares]:
-    """Compute the sum of squares of each slice, given in parts, on its accelerator.
+def read_squares(found: Sequence[float | QueuedSquares]) -> list[float]:
+    """Return the numbers; the host waits for an accelerator at most once.
 
-    Float64 sums depend so little on the order of additions that an fp32 factor computed from the
-    norm equals that of a CPU. The norms of the tiles take a single pass over memory on a GPU.
+    The norms of all tiles are computed in a single pass over memory. Float64 sums depend so little
+    on the order of additions that an fp32 factor computed from the norm equals that of a CPU.
     """
-    tiles = [
-        [tile for part in parts if part.numel() for tile in part.split(_TILE_NUMEL)]
-        for parts in slices
-    ]
-    together = [tile for own in tiles for tile in own]
-    norms = iter(double_norms(together)) if together else iter(())
-    found = [QueuedSquares() for _ in slices]
-    for squares, own in zip(found, tiles, strict=True):
-        squares.norms = list(itertools.islice(norms, len(own)))
-    return found
-
-
-def read_squares(queued: Sequence[QueuedSquares]) -> list[float]:
-    """Return the numbers; the host waits for the accelerator once."""
-    together = [norm for squares in queued for norm in squares.norms]
-    if not together:
-        return [0.0] * len(queued)
-    read = iter(torch.stack(together).tolist())
-    return [
-        sum(norm * norm for norm in itertools.islice(read, len(squares.norms)))
-        for squares in queued
-    ]
+    queued = [each for each in found if isinstance(each, QueuedSquares)]
+    tiles = [tile for each in queued for tile in each.tiles]
+    norms = iter(double_norms(tiles) if tiles else ())
+    for each in queued:
+        each.norms += itertools.islice(norms, len(each.tiles))
+        each.tiles = []
+    together = [norm for each in queued for norm in each.norms]
+    read = iter(torch.stack(together).tolist() if together else ())
+    numbers = list[float]()
+    for squares in found:
+        if isinstance(squares, QueuedSquares):
+            own = itertools.islice(read, len(squares.norms))
+            numbers.append(sum((norm * norm for norm in own), 0.0))
+        else:
+            numbers.append(squares)
+    return numbers
 
 
 def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
@@ -357,43 +347,27 @@ def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
     once.
     """
     found = [_all_squares(each) for each in sums]
-    together = [squares for of_group in found for squares in of_group]
-    parts = iter(_queue([squares for squares in together if isinstance(squares, list)]))
-    queued = [
-        [next(parts) if isinstance(squares, list) else squares for squares in of_group]
-        for of_group in found
-    ]
-    unread = [each for of_group in queued for each in of_group if isinstance(each, QueuedSquares)]
-    numbers = iter(read_squares(unread))
-    read = [
-        [next(numbers) if isinstance(each, QueuedSquares) else each for each in of_group]
-        for of_group in queued
-    ]
-    for each, before, own in zip(sums, queued, read, strict=True):
-        rank = each.group.comm_ctx.comm.rank
-        if isinstance(before[rank], QueuedSquares) and not each.group.plan.sums_to_all:
-            each.known_squares = own[rank]
-    return read
+    read = iter(read_squares([squares for of_group in found for squares in of_group]))
+    numbers = [list(itertools.islice(read, len(of_group))) for of_group in found]
+    for each, own in zip(sums, numbers, strict=True):
+        if each.known_squares is not None:
+            each.known_squares = own[each.group.comm_ctx.comm.rank]
+    return numbers
 
 
-def _all_squares(gradient: GradSum) -> list[float | QueuedSquares | list[Tensor]]:
-    """Return the sum of squares of each slice, or its tensors for an accelerator."""
+def _all_squares(gradient: GradSum) -> list[float | QueuedSquares]:
+    """Return the sum of squares of each slice, in rank order."""
     group = gradient.group
     comm = group.comm_ctx.comm
-    squares: list[float | QueuedSquares | list[Tensor]] = [0.0] * comm.size
+    squares: list[float | QueuedSquares] = [0.0] * comm.size
+    values = gradient.reduced()
+    if gradient.known_squares is None and values is not None:
+        if group.plan.sums_to_all:
+            for rank, part in enumerate(values.chunk(comm.size)):
+                squares[rank] = slice_squares(group, part, rank * group.layout.slice_numel)
+            return squares
+        first = group.layout.bounds(comm.rank)[0]
+        gradient.known_squares = slice_squares(group, values, first)
     if gradient.known_squares is not None:
         squares[comm.rank] = gradient.known_squares
-        return squares
-    values = gradient.reduced()
-    if values is None:
-        return squares
-    if group.plan.sums_to_all:
-        first = 0
-        for rank, part in enumerate(values.chunk(comm.size)):
-            squares[rank] = slice_squares(group, part, first)
-            first += part.numel()
-        return squares
-    found = slice_squares(group, values, group.layout.bounds(comm.rank)[0])
-    squares[comm.rank] = found
-    gradient.known_squares = found if isinstance(found, float) else None
     return squares
