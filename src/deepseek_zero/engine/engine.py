@@ -251,15 +251,9 @@ class Engine(StandsForModule):
                 "section.",
                 "pass one of the two; without an optimizer the engine can only run inference.",
             )
-        self.held_reductions.refuse_step()
-        if self.parts.loop is not None:
-            self.parts.loop.refuse_open()
+        self._refuse_open_blocks()
         boundary = self.is_gradient_accumulation_boundary()
-        self._stepped = False
-        taken = 1 if self.config.managed_gradient_accumulation else max(1, self.begun)
-        self._backwards = 0
-        self.micro_steps += taken
-        self.global_samples += taken * self._batch.micro * self._batch.data_size
+        self._count(1 if self.config.managed_gradient_accumulation else max(1, self.begun))
         if boundary:
             self._end_step(self.optimizer.step, lr_kwargs or {})
 
@@ -273,9 +267,7 @@ class Engine(StandsForModule):
             Collective: every rank must call it.
         """
         assert self.optimizer is not None
-        self.held_reductions.refuse_step()
-        if self.parts.loop is not None:
-            self.parts.loop.refuse_open()
+        self._refuse_open_blocks()
         if not self._has_logged_direct_step:
             self._has_logged_direct_step = True
             log_once(
@@ -289,13 +281,23 @@ class Engine(StandsForModule):
         taken = 1 if self.parts.loop is not None else max(1, step.backwards - counted)
         if self.parts.loop is None and step.backwards and not step.is_boundary:
             self.runtime.backward.reduce_step()
+        self._count(taken)
+        if self.config.managed_gradient_accumulation:
+            self.micro_steps = (self.global_steps + 1) * self._batch.accumulation
+        self._end_step(self.optimizer.update, {})
+
+    def _refuse_open_blocks(self) -> None:
+        """Raise `UsageError` if the gradients of the step are not complete yet."""
+        self.held_reductions.refuse_step()
+        if self.parts.loop is not None:
+            self.parts.loop.refuse_open()
+
+    def _count(self, taken: int) -> None:
+        """Count micro-batches before their step."""
         self._stepped = False
         self._backwards = 0
         self.micro_steps += taken
-        if self.config.managed_gradient_accumulation:
-            self.micro_steps = (self.global_steps + 1) * self._batch.accumulation
         self.global_samples += taken * self._batch.micro * self._batch.data_size
-        self._end_step(self.optimizer.update, {})
 
     def _end_step(self, update: Callable[..., None], lr_kwargs: dict[str, Any]) -> None:
         """Update weights and learning rate, then run what follows a step.

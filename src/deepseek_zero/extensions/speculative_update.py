@@ -175,11 +175,21 @@ class SpeculativeUpdate(UpdatePolicy):
         ]
         if self._decision.source is collected and not all(map(math.isfinite, sums)):
             return
-        self.updater.step_early(tiles, self._decision, self.log.note)
+        self._update_tiles(tiles, self._decision)
         self._done[unit.number] = groups
         self.stats.updated += 1
         for group in groups:
             group.set_pending(self)
+
+    def _update_tiles(self, tiles: Sequence[Tile], decision: Decision) -> None:
+        """Update tiles by the expected decision, and log their earlier bytes."""
+        flow = self.updater.prefetcher(tiles, decision.source)
+        with self.updater.guard_mixture():
+            while (tile := flow.next()) is not None:
+                for _, shard in tile:
+                    self.log.note(shard)
+                self.updater.update(tile, decision)
+                flow.release(tile)
 
     def chosen(self) -> frozenset[int]:
         """Return the first units whose undo copies fit the budget together.
@@ -221,7 +231,7 @@ class SpeculativeUpdate(UpdatePolicy):
         Args:
             due: Decision of the step. None undoes all early updates.
         """
-        if self._decision is None or due is None or not self._decision.agrees(due):
+        if self._decision is None or due is None or not _agree(self._decision, due):
             self.undo()
         stands = frozenset(self._done)
         self._close()
@@ -432,3 +442,20 @@ def _has_frozen(group: ParamGroup) -> bool:
     """Return whether a member is frozen now (`requires_grad_(False)`)."""
     with without_torch_function():
         return not all(member.param.requires_grad for member in group.members)
+
+
+def _agree(left: Decision, right: Decision) -> bool:
+    """Return whether both decisions lead to the same bits."""
+    return (left.factor, left.number) == (right.factor, right.number) and _same(
+        left.hypers, right.hypers
+    )
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
+    return type(left) is type(right) and bool(left == right)

@@ -47,7 +47,8 @@ class MasterShard:
         param: The parameter that the inner optimizer updates.
         names: Names of the parameters that the range covers.
         at: Offset of the shard in the scratch buffers of its tile, in elements.
-        has_kernel: The storage formats allow an update in one pass (one_pass.py).
+        has_kernel: The plan has a kernel for the shard (one_pass.py). It is used while there is a
+            rule for the current hyper-parameters.
     """
 
     group: ParamGroup
@@ -56,7 +57,7 @@ class MasterShard:
     param: nn.Parameter
     names: tuple[str, ...]
     at: int = 0
-    has_kernel: bool = False  # used only if the hyper-parameters have a rule (one_pass.py)
+    has_kernel: bool = False
 
     @property
     def numel(self) -> int:

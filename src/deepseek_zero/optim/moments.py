@@ -142,8 +142,8 @@ class Moments:
         moment = self._moments_of(shard).get(name)
         if moment is None or (moment.kept is not None and not self._scratch.is_placeholder(value)):
             return value
-        # The optimizer's state may be a view of memory whose pages have been freed together with
-        # another shard of the same chunk.
+        # Not `value`: the storage frees memory in chunks of several shards. A view of a chunk that
+        # was freed with another shard has no values.
         values = moment.storage.read_now(shard.start, shard.stop)
         if moment.kept is None:
             return values
@@ -280,10 +280,10 @@ class Moments:
             chance: The random bits for stochastic rounding.
         """
         self.store(shard, chance, keep=True)
-        for left in [stretch.release() for stretch in self.storage_ranges(shard)]:
-            if left is not None:
+        for store in [each.release() for each in self.storage_ranges(shard)]:
+            if store is not None:
                 # Otherwise all moments would be in memory if this disk is slower than the source.
-                left.wait()
+                store.wait()
 
     def _scales(self, moment: Moment, shard: MasterShard) -> Tensor | None:
         if moment.kept is None or not moment.kept.has_scales:

@@ -47,7 +47,9 @@ P = TypeVar("P", bound=UpdatePolicy)
 class ShardedOptimizer(ScalesItself, Optimizer):
     """A torch optimizer over shards of the main weights.
 
-    `inner` computes the updates; `param_groups` and `state` are those of `inner`.
+    `inner` computes the updates; `param_groups` and `state` are those of `inner`. `shard_set` cuts
+    the main weights of this rank into shards, combines them into tiles, and has the objects that
+    update them: `moments` (the states of `inner`), `updater`, and the buffers in `scratch`.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         prefer_fused(self.inner, on_cpu=are_updated_on_cpu(runtime))
         # Plan again now that the optimizer's class is known, because it decides about kernels
         self.shard_set.tiles = Tiles.of(self.plan, self.shards_by_group)
-        adopt_step_hooks(self, self.inner)
+        adopt_step_hooks(self, self.inner)  # they run around this optimizer's step
         compare_optimizers(self.shard_set, initial_states)
         if initial_states is not None:
             with AllRanks(runtime.comm, "taking over the state of the optimizer"):
@@ -293,6 +295,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 ]:
                     each.wait()
             if any(group.gradient.sum.absent for group in groups):
+                # Parameters without a gradient get shards of their own, which are not updated.
                 self.shard_set.cut_apart(lambda cover: cover.is_absent)
             scale = self.grad_scale
             self.overflow = not verdict.is_finite and (
@@ -309,7 +312,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if not skip:
                 made = Decision(factor, self.updater.updates + 1, hypers)
             self._conclude(made)
-            mark_stepped(self.inner)
+            mark_stepped(self.inner)  # for torch's learning-rate schedules
             result = StepResult(verdict.norm / scale, skip, verdict, self.overflow, self.steps)
             self.last = result
             self.last_norm = self.last_norm if skip else result.norm

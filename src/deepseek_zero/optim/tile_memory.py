@@ -76,10 +76,10 @@ class Scratch:
             if numel <= self.numel.get(home, 0):
                 continue
             self.numel[home] = numel
-            for key in [
-                key for key in self.kept if key[0] not in ("nothing", "undo") and key[1] == home
-            ]:
-                self._count(home, -self.kept.pop(key).nbytes, "")
+            for what, device in list(self.kept):
+                # The placeholder and the undo log do not depend on the size of tiles.
+                if device == home and what not in ("nothing", "undo"):
+                    self._count(home, -self.kept.pop((what, device)).nbytes, "")
 
     def drop(self, what: str) -> None:
         """Free all buffers with this name."""
@@ -117,7 +117,8 @@ class StorageRange:
     """Elements [low, high) of a state that is in another memory between updates.
 
     Attributes:
-        storage: The storage, or the tensor on the training device that the host works on.
+        storage: The storage, or a `StagedTile`, which copies a tensor of the training device to the
+            host for the update, and back.
         low: The first element.
         high: The end of the elements.
         changes: The update writes the elements.
@@ -185,24 +186,24 @@ class TilePrefetcher(Generic[T]):
         self._touched = touched
         self._settings = settings
         self._upcoming = iter(tiles)
-        self._coming: deque[tuple[T, list[Work]]] = deque()
-        self._going: deque[list[Work | None]] = deque()
+        self._fetching: deque[tuple[T, list[Work]]] = deque()
+        self._storing: deque[list[Work | None]] = deque()
 
     def next(self) -> T | None:
         """Return the next tile with its states fetched, or None after the last tile."""
-        for early in islice(self._upcoming, self._settings.ahead + 1 - len(self._coming)):
-            self._coming.append((early, [stretch.fetch() for stretch in self._touched(early)]))
-        if not self._coming:
+        for later in islice(self._upcoming, self._settings.ahead + 1 - len(self._fetching)):
+            self._fetching.append((later, [each.fetch() for each in self._touched(later)]))
+        if not self._fetching:
             return None
-        tile, tickets = self._coming.popleft()
-        for ticket in tickets:
-            ticket.wait()
+        tile, fetches = self._fetching.popleft()
+        for fetch in fetches:
+            fetch.wait()
         return tile
 
     def release(self, tile: T) -> None:
         """Start to store the changed states of a tile."""
-        self._going.append([stretch.release() for stretch in self._touched(tile)])
-        while len(self._going) > self._settings.behind:
-            for left in self._going.popleft():
-                if left is not None:
-                    left.wait()
+        self._storing.append([each.release() for each in self._touched(tile)])
+        while len(self._storing) > self._settings.behind:
+            for store in self._storing.popleft():
+                if store is not None:
+                    store.wait()

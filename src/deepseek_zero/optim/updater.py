@@ -10,7 +10,7 @@ not updated in the step itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,12 +55,6 @@ class Decision:
         default_factory=dict, init=False, compare=False, repr=False
     )
 
-    def agrees(self, other: Decision) -> bool:
-        """Return whether both decisions lead to the same bits."""
-        return (self.factor, self.number) == (other.factor, other.number) and _same(
-            self.hypers, other.hypers
-        )
-
 
 def hypers_of(optimizer: Optimizer) -> Hypers:
     """Return a copy of the current hyper-parameters."""
@@ -72,16 +66,6 @@ def hypers_of(optimizer: Optimizer) -> Hypers:
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(_same, left, right))
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
-    return type(left) is type(right) and bool(left == right)
 
 
 class Updater:
@@ -162,24 +146,6 @@ class Updater:
         if tiles:
             after = tiles[0][0][1].group.comm_ctx.copy_engine.now()
         return TilePrefetcher(tiles, partial(self._staged_states, source, after), self.settings)
-
-    def step_early(
-        self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]
-    ) -> None:
-        """Update tiles before the decision of their step is known.
-
-        Args:
-            tiles: The tiles.
-            decision: The expected decision.
-            note: Called with each shard before its update.
-        """
-        flow = self.prefetcher(tiles, decision.source)
-        with self.guard_mixture():
-            while (tile := flow.next()) is not None:
-                for _, shard in tile:
-                    note(shard)
-                self.update(tile, decision)
-                flow.release(tile)
 
     @contextmanager
     def guard_mixture(self) -> Iterator[None]:

@@ -102,6 +102,7 @@ def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict
     message.add("square", [sum(square for group, square in counted if group.planned.is_counted)])
     message.add_all(extra)
     fields = _exchange(comm.whole, message, "gradient norm of all pieces")
+    # `pieces` has the first rank of each model piece.
     total = sum(fields["square"][first][0] for first in comm.pieces)
     return replace(
         verdict,
@@ -138,7 +139,7 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
         [row[stop - len(own) : stop] for row in fields["squares"]]
         for own, stop in zip(own_squares, stops, strict=True)
     ]
-    owners = comm.owners
+    owners = comm.owners  # for each slice, the ranks that hold it
     # The first owner of a slice provides its sum. A replicated gradient is equal on all ranks.
     sums = [
         sum(squares[ranks[0]][place] for place, ranks in enumerate(owners))

@@ -224,7 +224,11 @@ def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
 
 
 def _ends(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
-    """Return the units last used at each position of a pass, inner ones first."""
+    """Return the units last used at each position of a pass, inner ones first.
+
+    An enclosing unit is in use until the last unit inside it is done (`outward` yields a unit and
+    its enclosing units).
+    """
     last = {each: k for k, unit in enumerate(order[1:], 1) for each in outward(unit, around)}
     found = [
         [each for each in outward(unit, around) if last[each] == k]
@@ -238,7 +242,8 @@ def _kept(
 ) -> frozenset[int]:
     """Return the units to keep gathered between forward and backward.
 
-    Units are kept while the window and the reuse distance allow it, the last used first. Units in
+    Units are kept, the last used first, while they fit into the window (`window_numel`: the most
+    gathered elements at a time) and are used again within `keep_numel` elements. Units in
     `at_turn` are in use when forward ends and when backward begins. They are kept in any case,
     because a release would repeat a load without lowering the peak.
     """
@@ -264,7 +269,7 @@ def _gathers(
 ) -> list[list[int]]:
     """Return, for each position of a pass, the units to start gathering there.
 
-    A gather starts as early as `ahead` allows (at least one unit early, unless it is 0), but not
+    A gather starts up to `ahead_numel` elements early (at least one unit, unless it is 0), but not
     before it fits into the window.
     """
     window = settings.window_numel

@@ -14,7 +14,7 @@ from .layout import BLOCK
 # The number of elements that a sum over ranks adds at a time. 1 MiB of fp32 stays in the cache of a
 # core; a GPU needs few, large kernels.
 SUM_TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
-# Maximum messages of one reduction in flight, or units that exchange differences
+# Maximum messages of one reduction in flight, or groups that exchange coded weight differences
 MAX_IN_FLIGHT = 2
 
 

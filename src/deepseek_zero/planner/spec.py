@@ -78,7 +78,8 @@ class Spec:
         placement: Which elements each rank holds.
         dtype: The dtype of the elements; if `stored_as` is set, of the decoded elements.
         tier: The memory that holds them.
-        wire: The codec of messages between ranks; None sends the elements unchanged.
+        wire: The codec of messages between ranks: `Cast` rounds to one dtype, `Blocks` sends blocks
+            of small integers with a scale. None sends the elements unchanged.
         axes: The mesh axes over which the state is sharded.
         wire_inside: The codec of partial gradients inside a host, if sums are formed host by host;
             None sends them unchanged.
@@ -243,7 +244,8 @@ class ShardPlan:
     def promoted(self) -> ShardPlan:
         """Return the same row with fp32 weight, gradient and main weight.
 
-        The moments do not change.
+        Precision "auto" uses it for units that 16 bits are not enough for. The moments do not
+        change.
         """
         grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
         weight = replace(self.weight, dtype=torch.float32)

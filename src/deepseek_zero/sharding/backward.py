@@ -22,7 +22,10 @@ from .unit import Unit
 
 
 class Driver(Protocol):
-    """A driver of forwards and backwards of a model whose root is not called whole."""
+    """A driver of forwards and backwards of a model whose root is not called whole.
+
+    The loop of a pipeline is one.
+    """
 
     def before_step(self) -> None:
         """Finish the gradients of the next step, or raise. Collective."""
@@ -39,7 +42,7 @@ class Backward:
         executor: Runs the schedule.
         comm: The world's communicator.
         comm_ctx: The ranks that share slices.
-        loss_factor: The factor of the gradients.
+        loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
         step: The state of the step.
         driver: Returns the driver, or None; it is held weakly.
     """
@@ -132,7 +135,7 @@ class Backward:
             return
         unit = self.units[number]
         reductions = self.executor.reductions
-        self.comm.progress()
+        self.comm.progress()  # receives messages of other ranks without waiting
         self.step.has_gradients = True
         unit.group_of[id(param)].gradient.summand.collect(param)
         unit.arrived.add(id(param))

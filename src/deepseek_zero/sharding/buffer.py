@@ -49,12 +49,14 @@ class PendingUpdate(Protocol):
 class StateGuard:
     """Guard of the states of one group, called before every read and every write.
 
+    After `engine.offload_states`, a state that was moved away has an `OffloadedGuard`, which raises
+    at every access. The guard of its group then has a `refusal`, which raises at every write.
+
     Views for writing come from `FlatBuffer.write`, `FlatBuffer.writing`, `MasterWeight` and
     `Moments`, which all call `before_write`. No other code writes a state.
 
     Attributes:
-        is_offloaded: The values were moved away, so that every access raises
-            (engine/state_offload.py).
+        is_offloaded: Whether this is an `OffloadedGuard` (engine/state_offload.py).
         pending: An update that must run before a read. The optimizer that defers the update sets
             and clears it.
         reader: Called before a write; a background save copies the old values in it.
@@ -105,7 +107,8 @@ class FlatBuffer:
         guard: Called before every access.
         coded_as: The codec of slices that are gathered into this buffer; None if they are sent
             exactly.
-        errors: The error feedback of summands that are sent as codes; None if errors are lost.
+        errors: The error feedback of summands that are sent as codes: the differences between the
+            elements and their codes, which are added to the next summands. None if they are lost.
         on_sum: Called with each part of a sum that is formed for this buffer, flat, while the part
             is on the training device.
     """
@@ -349,8 +352,10 @@ class CommContext:
         bucket_numel: The largest message, in elements.
         divisor: The number that sums are divided by.
         tiers: The memories for offloaded states.
-        issue_queue: The gathers that wait for their fetch from `tiers`.
-        copy_engine: Copies between `tiers` and the device.
+        issue_queue: The gathers that wait for their fetch from `tiers`. It issues them in the order
+            in which they were added, which is the same on every rank.
+        copy_engine: Copies between `tiers` and the device, on streams of its own. The device waits
+            for a copy by its event (`wait_stream`). On a CPU there is nothing to copy.
         outer: The context of the ranks that hold the same slices, over which sums are added up as
             well; None if there are no others.
         route: How messages are sent.
@@ -453,13 +458,16 @@ def move(
 def _fetch_and_gather(
     storage: Storage, target: FlatBuffer, comm_ctx: CommContext, what: str
 ) -> Pending:
-    """Fetch this rank's slice, gather it in its turn, and evict it after the copy."""
+    """Fetch this rank's slice, gather it in its turn, and evict it after the copy.
+
+    `issue_queue` calls `start` after the fetch, and after the gathers that were added before.
+    """
     numel = storage.memory.numel()
 
     def start() -> Pending:
         here = storage.read(0, numel)
         own = target.shard(comm_ctx.comm.rank)
-        with comm_ctx.copy_engine.h2d(storage) as copy_event:
+        with comm_ctx.copy_engine.h2d(storage) as copy_event:  # copies to the device
             for part in parts_in_lock_ranges(here):
                 own[part].copy_(here[part], non_blocking=True)
             pending = _all_gather(own, target, comm_ctx, what)
@@ -477,9 +485,9 @@ def _fetch_and_gather(
 
 
 def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
+    """Gather the slices of all ranks into the replicated `target`, in the gather lane."""
     comm = comm_ctx.comm
     slice_numel = target.layout.slice_numel
-    lane = "gather" if target.spec.placement is R else "reduce"
     if target.coded_as is not None and comm.size > 1:
         message = CodedMessage.of(target.memory, target.coded_as, comm_ctx.pool)
         message.encode(own, comm.rank * slice_numel)
@@ -489,7 +497,7 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
         into.copy_(own)
     if comm.size == 1:
         return DONE
-    return all_gather(target.load(), lane, comm_ctx, what)
+    return all_gather(target.load(), "gather", comm_ctx, what)
 
 
 def gather_message(
@@ -566,6 +574,7 @@ def _reduce_scatter(
     # The message of the first hop, and that of the last hop (`arriving`).
     message = arriving = Message(wire, source.memory, pool)
     if source.spec.wire is not None or route.near > 1:
+        # Summands are cast or coded into lent memory, piece by piece (coded_message.py).
         message, arriving = summand_messages(
             source.memory, wire, route.near, source.spec.wire_inside, source.errors, pool
         )
@@ -577,7 +586,7 @@ def _reduce_scatter(
     cuts = [
         (low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)
     ]
-    rooms = [
+    buffers = [
         route.message_buffers(comm_ctx, message, arriving, step, layout.slice_numel)
         for _ in range(depth)
     ]
@@ -589,6 +598,7 @@ def _reduce_scatter(
         if message.is_lent:
             for rank, (start, piece) in enumerate(zip(starts, pieces, strict=True)):
                 message.write(source.shard(rank)[low:high], piece, start)
+        # The elements of `own`, or a buffer on the device that `send` copies to their storage.
         landing = storage.landing(low, high, step, comm_ctx.pool, comm_ctx.copy_engine, add=add)
 
         def add_up(received: Sequence[Tensor]) -> None:
@@ -601,24 +611,24 @@ def _reduce_scatter(
         if comm.size == 1:
             add_up(pieces)  # there is one summand
             return DONE
-        return rooms[number % depth].exchange(pieces, low, high, what, add_up)
+        return buffers[number % depth].exchange(pieces, low, high, what, add_up)
 
     under_way = deque(start(number) for number in range(depth))
-    others = deque(range(depth, len(cuts)))
+    remaining = deque(range(depth, len(cuts)))
 
     def issue() -> None:
-        while others:
+        while remaining:
             under_way[0].wait()  # which raises again on each call, so no message is skipped
-            under_way.append(start(others[0]))
+            under_way.append(start(remaining[0]))
             under_way.popleft()
-            others.popleft()
+            remaining.popleft()
 
     def finish() -> None:
         issue()
         while under_way:
             under_way.popleft().wait()
-        for room in rooms:
-            room.give_back()
+        for each in buffers:
+            each.give_back()
         message.arrived()
 
     return Pending(finish, _issue=issue)
@@ -655,8 +665,8 @@ class MessageBuffers:
             Collective within the reduce lane.
         """
         comm = self.comm_ctx.comm
-        room = self.lent[0] if self.lent else None
-        boxes = boxes_in(room, comm, pieces[0].numel())
+        inbox = self.lent[0] if self.lent else None
+        boxes = boxes_in(inbox, comm, pieces[0].numel())
         return comm.exchange(pieces, boxes, "reduce", what, add_up)
 
     def give_back(self) -> None:
@@ -726,11 +736,11 @@ class Route:
         return MessageBuffers(comm_ctx, sizes)
 
 
-def boxes_in(room: Tensor | None, comm: Comm, length: int) -> list[Tensor | None]:
-    """Split a buffer into the places of received pieces, by rank.
+def boxes_in(inbox: Tensor | None, comm: Comm, length: int) -> list[Tensor | None]:
+    """Split a receive buffer into the places of received pieces, by rank.
 
     Args:
-        room: The buffer; None if pieces are read in place.
+        inbox: The buffer; None if pieces are read in place.
         comm: The ranks.
         length: The number of elements of a piece.
 
@@ -738,8 +748,8 @@ def boxes_in(room: Tensor | None, comm: Comm, length: int) -> list[Tensor | None
         A place for the piece of each rank; None for this rank and for pieces that are read in
         place.
     """
-    if room is None or comm.size == 1:
+    if inbox is None or comm.size == 1:
         return [None] * comm.size
-    boxes: list[Tensor | None] = [*torch.split(room[: (comm.size - 1) * length], length)]
+    boxes: list[Tensor | None] = [*torch.split(inbox[: (comm.size - 1) * length], length)]
     boxes.insert(comm.rank, None)
     return boxes

@@ -46,11 +46,14 @@ class Forward:
         backward: The backward hooks.
         step: The state of the step.
         executor: Runs the schedule.
-        loss_factor: The factor of the gradients.
+        loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
+            Hooks apply it where gradients enter an outermost forward from its outputs (`outside`),
+            and remove it where they leave to its arguments (`inside`).
         comm: The world's communicator.
         structure: Checks that the model has not changed.
         policy: The dtypes of the model.
-        root_parts: The hooks of parts of the root.
+        root_parts: The hooks of modules of the root that a program calls outside the forward of the
+            model.
         any_promoted: Units differ in compute dtype, so that values passed between them are cast.
     """
 
@@ -169,6 +172,7 @@ class Forward:
         if torch.is_grad_enabled():
             self.loss_factor.forward_begins()
             if frozen_or_unfrozen(self.model.groups):
+                # A parameter that was unfrozen moves to a group that has a gradient.
                 follow_requires_grad(self.model)
             walk = self.executor.schedule.forward
         self.executor.gathers.begin(walk)
@@ -194,6 +198,7 @@ class Forward:
         # The forward is recomputed, and backward uses the weights at once.
         again = self.step.phase is Phase.BACKWARD and not unit.is_tile
         if is_released and not again and torch.is_grad_enabled():
+            # Autograd then saves the positions of weights instead of the gathered buffer.
             yield weight_hooks(unit, self.model.fetch_saved)
 
     def _end(self, unit: Unit, given: Any, output: Any) -> Any:

@@ -38,6 +38,7 @@ class GatherLane:
         self.issue_queue = queue
         self.order_is_agreed = False
         self.recorded: list[int] = []
+        # By number of a unit, the other units whose parameters its forward reads.
         self._externals: dict[int, list[Unit]] = {}
         self._walk: Pass | None = None  # the current pass
         self._part: frozenset[int] | None = None  # the units that passes visit; None: all
@@ -45,8 +46,9 @@ class GatherLane:
         self._reached = 0  # the number of places whose gathers were requested
         # Units whose gathers were requested, but must wait for an update.
         self._to_gather: deque[int] = deque()
-        self._resident_before: frozenset[int] = frozenset()
-        self._apart: Unit | None = None
+        self._resident_before: frozenset[int] = frozenset()  # units unsharded before the pass
+        self._apart: Unit | None = None  # the tile that `unshard_apart` has gathered
+        # Logs the progress of the first forward and backward, which may be slow.
         self._first_passes = FirstPasses(sum(unit.numel for unit in units))
         self.follow(schedule)
 
@@ -67,6 +69,7 @@ class GatherLane:
         if walk is self.schedule.backward or walk is self.schedule.accumulate:
             name = "backward"
         if self._gathers_in_place:
+            # Other ranks read this rank's slices in place. Announce that they are written.
             self.comm.shard.in_place.begin(name)
         self._first_passes.begin(name)
         self._walk = self._walk_of_part(walk)

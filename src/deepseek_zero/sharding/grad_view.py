@@ -13,6 +13,9 @@ from .sharded_gradient import ShardedGradient, sharded_gradient
 class GradView:
     """The `.grad` of every parameter of one group: a `ShardedGradient`, or None.
 
+    A `ShardedGradient` is a handle with the parameter's shape and no elements. Its operations call
+    `edits`, which read and change this rank's part of the sum.
+
     Attributes:
         gradient: The gradient.
         group: The group.

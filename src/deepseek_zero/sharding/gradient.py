@@ -94,6 +94,7 @@ class Summand:
                 partial.memory[member.slot.start : member.slot.stop].zero_()
         for low, high in self.group.layout.gaps:
             partial.memory[low:high].zero_()
+        # A division before the sum, so that 16-bit messages do not overflow.
         predivide = self.group.planned.predivide
         if predivide != 1.0:
             partial.memory.div_(predivide)
@@ -114,7 +115,7 @@ class Gradient:
         reduction: How the ranks sum the gradient.
         summand: The gradient that this rank has collected.
         sum: The sum over the ranks.
-        kept: Further gradients that extensions keep, by name.
+        kept: Further sums that extensions keep after their step, by name.
         is_edited: The program has set values that may differ between ranks.
         is_shown: The members' `.grad` shows the sum (`GradView`).
     """
@@ -173,7 +174,7 @@ class Gradient:
             if self.sum.is_reduced:
                 self._carry(self.sum.own())
         else:
-            spec = group.planned.summands
+            spec = group.planned.summands  # partial, in the dtype in which a rank collects
             memory = group.comm_ctx.pool.take(group.layout.padded_numel, spec.dtype)
             buffer = FlatBuffer(group.layout, spec, memory)
         if self.sum.state is GradState.EMPTY:
@@ -240,8 +241,7 @@ class Gradient:
         self.sum.enter(GradState.COLLECTING)
 
     def _end_reduction(self) -> None:
-        state = GradState.REDUCED if self.reduction.sums_all else GradState.PARTIAL
-        self.sum.enter(state)
+        self.sum.enter(GradState.REDUCED if self.reduction.sums_all else GradState.PARTIAL)
 
     def _store_offloaded(self) -> None:
         """Store an offloaded sum, and compute its norm while it is on the device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,7 +57,8 @@ class Group(Protocol):
 
     Attributes:
         members: The parameters, in the order of the layout.
-        planned: The current plan of the group.
+        planned: The current plan of the group: its row of the table (`plan`), its layout, and the
+            settings of its messages.
         comm_ctx: The ranks that share the group's slices.
         weight: This rank's part of the weight.
         master: The main weight; None if no member is trained.
@@ -91,18 +91,17 @@ class Group(Protocol):
         """Return this rank's slice of the weight, flat."""
 
 
-def updated_ranges(group: Group) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [start, stop) of the layout that the optimizer updates.
+def updated_ranges(group: Group) -> list[tuple[int, int]]:
+    """Return the ranges [start, stop) of the layout that the optimizer updates.
 
     Adjacent members are merged into one range.
     """
-    slots = [
-        member.slot
-        for number, member in enumerate(group.members)
-        if number not in group.not_updated
-    ]
-    for number, slot in enumerate(slots):
-        if number == 0 or slots[number - 1].stop != slot.start:
-            start = slot.start
-        if number + 1 == len(slots) or slots[number + 1].start != slot.stop:
-            yield start, slot.stop
+    found = list[tuple[int, int]]()
+    for number, member in enumerate(group.members):
+        if number in group.not_updated:
+            continue
+        start = member.slot.start
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, member.slot.stop))
+    return found

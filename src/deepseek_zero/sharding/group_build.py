@@ -95,7 +95,7 @@ def _packed(group: ParamGroup, dtype: torch.dtype) -> Tensor:
     for low, high in group.layout.gaps:
         flat[low:high].zero_()
     for member in group.members:
-        held_by = owner_of(member.param)
+        held_by = owner_of(member.param)  # a divided group, or one of an earlier engine
         if isinstance(held_by, ParamGroup) and held_by is not group:
             restore_params(held_by)
         values, member.param_class = take_values(member.param)

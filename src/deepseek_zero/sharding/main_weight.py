@@ -36,8 +36,8 @@ class MasterWeight:
         is_exposed: Programs see the weight between steps and may change it.
         update_device: The device that updates the main weight.
         copy_engine: Copies between the host and the device.
-        staged: The copy of tiles that are on the device and are updated on the host; None if there
-            is none.
+        staged: Copies tiles from the training device to the host for their update, and back; None
+            if the host updates no tensor of the device.
     """
 
     buffer: FlatBuffer
@@ -176,9 +176,9 @@ class MasterWeight:
             cast_master(values, lower)
             return
         upper = self._at_update_device(self.weight, place, end)
-        near = staging_like(upper, values), staging_like(lower, values)
-        split(values, *near)
-        for half, own in zip(near, (upper, lower), strict=True):
+        halves = staging_like(upper, values), staging_like(lower, values)
+        split(values, *halves)
+        for half, own in zip(halves, (upper, lower), strict=True):
             if half is not own:
                 own.copy_(half)
 
@@ -218,19 +218,18 @@ class MasterWeight:
             self.buffer.guard.before_write()
             values = self.buffer.elements(place, end)
             upper = self._at_update_device(self.weight, place, end)
-            near = staging_like(upper, values)
-            cast_master(values, near)
-            if near is not upper:
-                upper.copy_(near)
+            staging = staging_like(upper, values)
+            cast_master(values, staging)
+            if staging is not upper:
+                upper.copy_(staging)
 
     def _at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
         """Return the staged copy of these elements, or the buffer's if none is staged."""
-        came = (
-            self.staged.view(place, end)
-            if self.staged is not None and buffer is self._on_device
-            else None
-        )
-        return buffer.elements(place, end) if came is None else came
+        if self.staged is not None and buffer is self._on_device:
+            copy = self.staged.view(place, end)
+            if copy is not None:
+                return copy
+        return buffer.elements(place, end)
 
     def offloaded(self) -> list[Storage]:
         """Return the storages of the values that are not on the training device."""
@@ -271,27 +270,23 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
     if plan.master is None or plan.moments is None:
         return None
     layout = weight.layout
-    beneath: FlatBuffer | None = weight_shard(weight, plan, comm_ctx.comm.rank)
+    shard = weight_shard(weight, plan, comm_ctx.comm.rank)
     if plan.master_is_weight:
-        assert beneath is not None
-        buffer = FlatBuffer(
-            layout, plan.master, beneath.memory, beneath.storage, guard=weight.guard
-        )
+        buffer = FlatBuffer(layout, plan.master, shard.memory, shard.storage, guard=weight.guard)
     else:
         what = f"the master of {layout.slots[0].name}"
         buffer = FlatBuffer.allocate(
             layout, plan.master, comm_ctx, what, is_copied=plan.weight_is_independent
         )
         buffer.guard = weight.guard
-    if plan.master_is_weight or plan.weight_is_independent:
-        beneath = None
+    has_weight = not plan.master_is_weight and not plan.weight_is_independent
     home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
     return MasterWeight(
         buffer,
         comm_ctx.comm.rank,
         plan.moments.dtype,
-        beneath,
-        is_split=plan.master_is_split and beneath is not None,
+        shard if has_weight else None,
+        is_split=plan.master_is_split and has_weight,
         is_exposed=is_exposed(plan, comm_ctx),
         update_device=home,
         copy_engine=comm_ctx.copy_engine,

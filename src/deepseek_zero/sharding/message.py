@@ -29,6 +29,9 @@ def has_pages_to_return(tensor: Tensor) -> bool:
 class Pool:
     """Lend flat tensors by dtype and size, and take them back.
 
+    Other ranks of a host may read a tensor in place, even after it was given back.
+    `Comm.wait_until_read` waits until they have read it.
+
     Attributes:
         device: The device of the tensors.
         comm: The communicator of all ranks, which allocates the tensors.
@@ -132,6 +135,8 @@ class Message:
 
     def write(self, values: Tensor, piece: Tensor, place: int) -> None:
         """Write elements to a piece of lent memory. Local.
+
+        This class sends elements in place and has no lent memory; `CodedMessage` encodes them.
 
         Args:
             values: The elements.

@@ -57,7 +57,8 @@ class ParamGroup:
 
     Attributes:
         members: The parameters, in the order of the layout.
-        planned: The current plan of the group.
+        planned: The current plan of the group: its row of the table (`plan`), its layout, and the
+            settings of its messages.
         comm_ctx: The ranks that share the group's slices.
         parts: The parts that extensions may replace.
         index: The index of each member, keyed by the id of its parameter.

@@ -86,7 +86,8 @@ class StepState:
 
     Attributes:
         active: The units whose forwards are running, outermost first.
-        parts: The modules of the root that run outside any unit's forward, outermost first.
+        parts: The modules of the root that a program calls outside the forward of the model,
+            outermost first.
         forwards: The number of forwards with gradients since the last backward.
         backwards: The number of backwards since the last step.
         is_boundary: The next backward ends an accumulation, so that replicated gradients are
@@ -126,7 +127,8 @@ class StepState:
 
         A backward that an exception ended is not running, although the phase has not changed.
         """
-        return self._phase is Phase.BACKWARD and backward_id() != -1
+        is_running = backward_id() != -1  # autograd's id of the backward on this thread
+        return self._phase is Phase.BACKWARD and is_running
 
     @property
     def is_between_steps(self) -> bool:

@@ -114,7 +114,7 @@ class Unit:
 
     @property
     def planned(self) -> UnitPlan:
-        """Return the current plans of its groups."""
+        """Return the current plan of the unit: its name and the plans of its groups."""
         return UnitPlan(self.name, tuple(group.planned for group in self.groups), self.is_tile)
 
     @property
