@@ -84,11 +84,11 @@ def assemble(
     Note:
         Collective: every rank must call it.
     """
-    way = TriedTransport(config.transport)
+    transport = TriedTransport(config.transport)
     if config.transport == "measured":
-        way = try_transports(mesh.device)
-    world = Comm(mesh.device, transport=way.name)
-    world.meter.inter_node_rate = way.rate
+        transport = try_transports(mesh.device)
+    world = Comm(mesh.device, transport=transport.name)
+    world.meter.inter_node_rate = transport.rate
     agree(
         world,
         [f"{mesh}"],
@@ -110,7 +110,7 @@ def assemble(
         refuse_owned(model, axis)
         tie_shared(model)
         layers = plan_layers(config, model, mesh)
-    comm = world.lay_out(mesh)
+    comm = world.lay_out(mesh)  # creates the groups of ranks of the mesh
     recomputing = recompute_settings_of(config)
     sparse = sparse_attention_of(config, mesh)
     for change in changes_of_whole(recomputing, sparse):
@@ -140,7 +140,9 @@ def assemble(
         plan_run(config, settings, step_settings, shape, chosen, comm, mesh, run.placement)
     )
     capabilities = (
-        comm.capabilities() + way.capabilities() + number_formats(plan.settings.policy, mesh.device)
+        comm.capabilities()
+        + transport.capabilities()
+        + number_formats(plan.settings.policy, mesh.device)
     )
     if mesh.device.type == "cpu":
         capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
@@ -168,7 +170,7 @@ def assemble(
                 chosen.states,
                 policies_of(run.policies, step_settings, runtime, chosen.cls),
             )
-        commit(tiers, comm)
+        commit(tiers, comm)  # allocates the pages, after the model's own values were freed
     runtime.loss_factor.scaler = scaler
     schedule = None
     if config.scheduler.type is not None:

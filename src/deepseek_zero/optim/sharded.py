@@ -411,7 +411,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         if self.runtime.step.backwards:
             raise UsageError(
                 "flush was called between a backward and its step.",
-                "The gradient that is owed would take the place of the one collected so far.",
+                "The delayed gradient would overwrite the accumulated one.",
                 "call it after step().",
             )
         self.finish()

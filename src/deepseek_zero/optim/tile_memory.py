@@ -58,7 +58,7 @@ class Scratch:
         found = self.kept.get((what, home))
         if found is None or found.dtype != dtype:
             numel = self.numel[home] if numel is None else numel
-            self._count(home, numel * dtype.itemsize, "what an optimizer's step works in")
+            self._count(home, numel * dtype.itemsize, "buffers of an optimizer's step")
             if found is not None:
                 self._count(home, -found.nbytes, "")
             self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
@@ -96,7 +96,7 @@ class Scratch:
         """
         key = "nothing", home
         if key not in self.kept:
-            self._count(home, dtype.itemsize, "what stands for values that are elsewhere")
+            self._count(home, dtype.itemsize, "a placeholder for values in other memories")
             self.kept[key] = torch.full((), float("nan"), dtype=dtype, device=home)
         return self.kept[key].expand(shape)
 

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,14 +122,12 @@ class Updater:
             # place may have changed.
             in_place = any(
                 shard.has_kernel or shard.master.is_updated_in_place
-                for tile in tiles
-                for _, shard in tile
+                for _, shard in chain.from_iterable(tiles)
             )
             self._ended_halfway = done > 0 or in_place
-            for staged in [
-                each for tile in tiles for _, shard in tile for each in shard.staged_ranges()
-            ]:
-                staged.storage.evict(staged.low, staged.high)
+            for _, shard in chain.from_iterable(tiles):
+                for staged in shard.staged_ranges():
+                    staged.storage.evict(staged.low, staged.high)
             raise
 
     def prefetcher(
@@ -218,6 +217,7 @@ class Updater:
                 shard.param.grad = self._scaled(shard, grad, decision.factor)
             for part in self._alike(rest, shown) if rest else ():
                 self._step_inner(part, decision.hypers)
+            # Kernels write one canonical NaN, so the optimizer's own NaNs are replaced by it.
             for number, shard in rest:
                 self.one_pass.settle(shard.param, self._group(number, decision))
             done = True
