@@ -360,14 +360,17 @@ def _all_squares(gradient: GradSum) -> list[float | QueuedSquares]:
     group = gradient.group
     comm = group.comm_ctx.comm
     squares: list[float | QueuedSquares] = [0.0] * comm.size
-    values = gradient.reduced()
-    if gradient.known_squares is None and values is not None:
-        if group.plan.sums_to_all:
-            for rank, part in enumerate(values.chunk(comm.size)):
-                squares[rank] = slice_squares(group, part, rank * group.layout.slice_numel)
-            return squares
-        first = group.layout.bounds(comm.rank)[0]
-        gradient.known_squares = slice_squares(group, values, first)
-    if gradient.known_squares is not None:
+    if gradient.known_squares is not None:  # a read of the values would run pending updates
         squares[comm.rank] = gradient.known_squares
+        return squares
+    values = gradient.reduced()
+    if values is None:
+        return squares
+    if group.plan.sums_to_all:
+        for rank, part in enumerate(values.chunk(comm.size)):
+            squares[rank] = slice_squares(group, part, rank * group.layout.slice_numel)
+        return squares
+    first = group.layout.bounds(comm.rank)[0]
+    gradient.known_squares = slice_squares(group, values, first)
+    squares[comm.rank] = gradient.known_squares
     return squares
