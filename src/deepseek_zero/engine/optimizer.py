@@ -285,10 +285,10 @@ def look_at(
         config: The configuration.
         settings: The settings of the plan.
         model: The model.
-        client: As in `optimizer_parts`.
-        params: As in `optimizer_parts`.
-        is_part: As in `optimizer_parts`.
-        coordinate: As in `optimizer_parts`.
+        client: The client's optimizer, or a callable that creates one.
+        params: The parameters or parameter groups to train; None for all that require gradients.
+        is_part: The model has only some stages of a pipeline.
+        coordinate: The coordinate of this rank along "tp".
 
     Raises:
         UsageError: The optimizer has a parameter that the model lacks, or `settings` name modules

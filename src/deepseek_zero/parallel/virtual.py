@@ -237,7 +237,7 @@ class VirtualAxis:
             self._entered = []
 
     def alike(self, layer: Repeated) -> dict[str, Tensor] | None:
-        """Return a layer's parameters for the rank of the current pass, or None."""
+        """Return the parameters of a layer for the simulated rank, or None outside of a pass."""
         passes = self._passes
         if passes is None:
             return None

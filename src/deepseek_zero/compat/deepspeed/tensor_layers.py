@@ -263,7 +263,7 @@ def split_by(shape: Sequence[int], dim: int, parts: Sequence[Sequence[int]]) -> 
 class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
     """Base class of layers that are split over the ranks of a group.
 
-    Creating one is local.
+    The constructor performs no communication.
 
     Args:
         module: Layer with a weight of shape ``(out, in)`` and a bias or None. Its parameters become
@@ -413,11 +413,11 @@ class LinearLayer(TensorParallel_Layer):
     """A column layer, in which each rank has some of the outputs.
 
     Args:
-        module: As for the base class.
-        mp_group: As for the base class.
-        skip_partition: As for the base class.
+        module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
+        mp_group: The process group; None for a layer that is not split.
+        skip_partition: Whether the parameters are already this rank's shards.
         gather_output: All-gather the outputs.
-        **others: As for the base class.
+        **others: Other arguments of `TensorParallel_Layer`.
     """
 
     def __init__(
@@ -487,9 +487,9 @@ class VocabParallelLinear(LinearLayer):
     """A column layer that computes the logits of this rank's part of the vocabulary.
 
     Args:
-        module: As for the base class.
-        mp_group: As for the base class.
-        **others: As for the base class.
+        module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
+        mp_group: The process group; None for a layer that is not split.
+        **others: Other arguments of `TensorParallel_Layer`.
 
     Raises:
         ValueError: A rank would have no part of the vocabulary.
@@ -554,9 +554,9 @@ class LmHeadLinearAllreduce(LinearAllreduceWithReplicatedInput):
     The parameters may have been tied to a word embedding.
 
     Args:
-        module: As for the base class.
-        mp_group: As for the base class.
-        **others: As for the base class.
+        module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
+        mp_group: The process group; None for a layer that is not split.
+        **others: Other arguments of `TensorParallel_Layer`.
     """
 
     def __init__(self, module: nn.Module, mp_group: Any, **others: Any) -> None:
@@ -676,11 +676,11 @@ class SubParamLinearAllreduce(_OfParts, LinearAllreduce):
     """A row layer whose inputs consist of several parts.
 
     Args:
-        module: As for the base class.
-        mp_group: As for the base class.
+        module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
+        mp_group: The process group; None for a layer that is not split.
         shape: Description of the parts; see `subparam_sizes`.
         partition_dim: The split dimension.
-        **others: As for the base class.
+        **others: Other arguments of `TensorParallel_Layer`.
     """
 
     def __init__(
@@ -698,9 +698,9 @@ class GateUpPack_LinearLayer(SubParamLinearLayer):
     """A column layer of two fused projections of equal width.
 
     Args:
-        module: As for the base class.
-        mp_group: As for the base class.
-        **others: As for the base class.
+        module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
+        mp_group: The process group; None for a layer that is not split.
+        **others: Other arguments of `TensorParallel_Layer`.
     """
 
     counts_as = "mlp"
