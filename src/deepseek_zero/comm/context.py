@@ -138,7 +138,11 @@ class WorldContext:
 
     @classmethod
     def _connect(cls) -> WorldContext:
-        """Connect this process to all others of torch.distributed's world. Collective."""
+        """Connect this process to all others of torch.distributed's world.
+
+        Note:
+            Collective: every rank must call it.
+        """
         atexit.register(drain_threads)  # Registered once per world; a second call costs nothing
         # Runs after the recorder's exit handler, which is registered later
         atexit.register(hang_up)
@@ -201,7 +205,11 @@ class WorldContext:
             )
 
     def _connected_inter_node(self) -> str:
-        """Connect; return "" or the reason why one of the ranks failed. Collective."""
+        """Connect; return "" or the reason why one of the ranks failed.
+
+        Note:
+            Collective: every rank must call it.
+        """
         near = () if self._pages is None else self._pages.peers
         listener = self._listener
         refusal = ""

@@ -232,7 +232,7 @@ def _sample_ranks(run: _Resolver) -> int:
 
 
 def _batch(run: _Resolver) -> None:
-    """Solve the batch-size triangle; log one line if the configuration has no batch key."""
+    """Determine the batch sizes; log one line if the configuration has no batch key."""
     train_key, micro_key, steps_key = _BATCH_KEYS
     if run.facts.counts_model_ranks:
         _recount(run)

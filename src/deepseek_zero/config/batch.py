@@ -1,4 +1,4 @@
-"""The batch-size triangle: train batch = micro-batch x accumulation x ranks.
+"""The batch sizes of a run: train batch = micro-batch x accumulation x ranks.
 
 Missing values are computed. The rules and messages are DeepSpeed's, with the batch size of the data
 loader and the case without any value added. Pure arithmetic.
@@ -15,7 +15,7 @@ NOTHING_STATED = "Either train_batch_size or train_micro_batch_size_per_gpu need
 
 @dataclass(frozen=True)
 class Batch:
-    """The solved triangle, in samples and micro-batches."""
+    """The batch sizes of a run, in samples and micro-batches."""
 
     train: int
     micro: int
@@ -49,14 +49,14 @@ class BatchRequest:
 
 
 def solve(request: BatchRequest, source: str = "the configuration") -> Batch:
-    """Return the solved triangle.
+    """Determine the three batch sizes from the known ones.
 
     Args:
         request: The known values.
         source: Name of the configuration in messages.
 
     Raises:
-        ConfigError: There is no solution. The message is DeepSpeed's.
+        ConfigError: The sizes are missing or contradict each other. The message is DeepSpeed's.
     """
     answer = attempt(request)
     if isinstance(answer, Problem):
@@ -65,7 +65,7 @@ def solve(request: BatchRequest, source: str = "the configuration") -> Batch:
 
 
 def attempt(request: BatchRequest) -> Batch | Problem:
-    """Return the solved triangle, or the first problem."""
+    """Return the three batch sizes, or the first problem."""
     stated = (request.train, request.micro, request.accumulation)
     for value, key, label in zip(stated, _KEYS, _LABELS, strict=True):
         if value is not None and value <= 0:
@@ -82,7 +82,7 @@ _LABELS = ("Train batch size", "Micro batch size per gpu", "Gradient accumulatio
 
 
 def _with_loader(request: BatchRequest) -> BatchRequest:
-    """Use the loader's size if the triangle is not determined without it."""
+    """Use the batch size of the loader if the known sizes do not determine the others."""
     if request.loader is None or request.micro is not None:
         return request
     if request.train is None:

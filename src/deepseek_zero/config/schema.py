@@ -1728,7 +1728,7 @@ class Config(Section):
 
     @property
     def batch(self) -> Batch:
-        """Return the solved batch-size triangle."""
+        """Return the three batch sizes."""
         return Batch(
             train=self.train_batch_size,
             micro=self.train_micro_batch_size_per_gpu,

@@ -283,7 +283,11 @@ def save_checkpoint(
 
 
 def _different_folders(comm: Comm, directory: Path) -> tuple[str, ...]:
-    """Return the folder of each rank, or nothing if all are the same. Collective."""
+    """Return the folder of each rank, or nothing if all are the same.
+
+    Note:
+        Collective: every rank must call it.
+    """
     folders = run_and_gather(comm, "saving: the folders", lambda: os.path.realpath(directory))
     other = next((rank for rank, folder in enumerate(folders) if folder != folders[0]), None)
     if other is None:

@@ -89,7 +89,11 @@ class StateOffload:
         self._return_memory()
 
     def reload(self) -> None:
-        """Restore all offloaded states. A second call does nothing. Collective."""
+        """Restore all offloaded states. A second call does nothing.
+
+        Note:
+            Collective: every rank must call it.
+        """
         if not self.offloaded:
             return
         self._restore()

@@ -324,7 +324,11 @@ class AdaptivePrecision(UpdatePolicy):
     # -- evidence
 
     def _look(self) -> list[Evidence]:
-        """Return the evidence of each unit in this step. Collective."""
+        """Return the evidence of each unit in this step.
+
+        Note:
+            Collective: every rank must call it.
+        """
         runtime = self.runtime
         rows = torch.tensor([_counts(unit) for unit in runtime.units], dtype=torch.float64)
         comm = runtime.comm_of_units

@@ -76,7 +76,11 @@ class MomentumSteps(UpdatePolicy):
             )
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """End the step of the exchange, and start exchanging at `freeze_step`. Collective."""
+        """End the step of the exchange, and start exchanging at `freeze_step`.
+
+        Note:
+            Collective: every rank must call it.
+        """
         for group in self._optimizer.runtime.trained_groups:
             group.gradient.reduction.end_step(keep=not result.skipped)
         self._follow(is_forced=False)

@@ -97,6 +97,9 @@ def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
         comm_ctx: The ranks.
         what: The name of the values, for messages.
 
+    Returns:
+        A handle; its `wait()` returns after the sum is complete.
+
     Note:
         Collective: every rank must call it.
     """

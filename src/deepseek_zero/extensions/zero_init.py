@@ -77,7 +77,11 @@ class InitShard(ModelBuilder):
         return self.shape.numel()
 
     def whole(self) -> Tensor:
-        """Gather all elements into a new flat tensor. Collective."""
+        """Gather all elements into a new flat tensor.
+
+        Note:
+            Collective: every rank must call it.
+        """
         comm = self.session.open_comm()
         padded = comm.empty(self.slice.numel() * comm.size, self.slice.dtype)
         padded.chunk(comm.size)[comm.rank].copy_(self.slice) if padded.numel() else None
@@ -228,7 +232,17 @@ class InitShard(ModelBuilder):
         return f"a parameter of shape {tuple(self.shape)} under zero.Init"
 
     def answer(self, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operation on a sharded parameter after construction."""
+        """Return the result of an operation on a sharded parameter after construction.
+
+        Args:
+            param: The sharded parameter.
+            name: The name of the operation.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            AtRestError: The operation reads elements and is not an initialization.
+        """
         found = _converted(self, param, name, args, kwargs)
         may_run = found is not NEEDS_ELEMENTS or (
             _may_initialise(name) and self.lend_scratch(param)
@@ -359,7 +373,11 @@ class Init:
         self.is_open = False
 
     def _complete(self) -> None:
-        """End the construction of all modules. Collective."""
+        """End the construction of all modules.
+
+        Note:
+            Collective: every rank must call it.
+        """
         self.reshard_pinned()
 
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
@@ -412,7 +430,11 @@ class Init:
         reshard(param, _placeholder(mine, param.shape))
 
     def cut_again(self, params: Iterable[nn.Parameter]) -> None:
-        """Shard parameters that were made from the values of a sharded one. Collective."""
+        """Shard parameters that were made from the values of a sharded one.
+
+        Note:
+            Collective: every rank must call it.
+        """
         with torch.no_grad():
             for param in params:
                 self._cut(param)
@@ -522,7 +544,11 @@ def refuse_other_form(name: str, value: Tensor, shape: torch.Size, dtype: torch.
 
 
 def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) -> Tensor:
-    """Return this rank's slice of the value on the rank `source`. Collective."""
+    """Return this rank's slice of the value on the rank `source`.
+
+    Note:
+        Collective: every rank must call it.
+    """
     per_rank = -(-value.numel() // comm.size)
     padded = comm.empty(per_rank * comm.size, dtype).zero_()
     padded[: value.numel()].copy_(value.reshape(-1))

@@ -118,7 +118,11 @@ class NonFiniteReport:
         }
 
     def _unit_named(self, squares: Sequence[float], watcher: FiniteRecords) -> Unit | None:
-        """Return the unit in which the ranks first saw a non-finite number. Collective."""
+        """Return the unit in which the ranks first saw a non-finite number.
+
+        Note:
+            Collective: every rank must call it.
+        """
         runtime = self.runtime
         forward = runtime.executor.schedule.forward.order
         backward = runtime.executor.schedule.backward.order

@@ -87,7 +87,11 @@ class UpdatePolicy:
         """Run the updates that must be over when the next step begins. Local."""
 
     def before_update(self, verdict: Verdict) -> None:
-        """Read the reduced gradients before the update uses them. Collective."""
+        """Read the reduced gradients before the update uses them.
+
+        Note:
+            Collective: every rank must call it.
+        """
 
     def due(self, made: Decision | None) -> Decision | None:
         """Return the decision that is carried out in this step. Changes nothing.

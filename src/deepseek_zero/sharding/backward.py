@@ -28,7 +28,11 @@ class Driver(Protocol):
     """
 
     def before_step(self) -> None:
-        """Finish the gradients of the next step, or raise. Collective."""
+        """Finish the gradients of the next step, or raise.
+
+        Note:
+            Collective: every rank must call it.
+        """
 
     def forget(self) -> None:
         """Forget gradients that were dropped or used. Local."""

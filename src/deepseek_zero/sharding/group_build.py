@@ -146,7 +146,11 @@ def allocate_weight(group: ParamGroup, name: str) -> None:
 
 
 def restore_params(group: ParamGroup) -> None:
-    """Make every member a plain parameter with the main weight's values. Collective."""
+    """Make every member a plain parameter with the main weight's values.
+
+    Note:
+        Collective: every rank that shares the group's slices must call it.
+    """
     full = whole_values(group)
     for member in group.members:
         member.unshard(full.view(member.slot).clone())
@@ -154,7 +158,11 @@ def restore_params(group: ParamGroup) -> None:
 
 
 def whole_values(group: ParamGroup) -> FlatBuffer:
-    """Gather all values of the main weight, or of the weight without one. Collective."""
+    """Gather all values of the main weight, or of the weight without one.
+
+    Note:
+        Collective: every rank that shares the group's slices must call it.
+    """
     source = group.master.values() if group.master is not None else group.weight
     device = group.comm_ctx.pool.device
     memory = torch.empty(group.layout.padded_numel, dtype=source.spec.dtype, device=device)

@@ -160,7 +160,11 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
 def _divide(
     runtime: Regrouped, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None
 ) -> list[ParamGroup]:
-    """Divide a frozen group into a trained group and a frozen one. Collective."""
+    """Divide a frozen group into a trained group and a frozen one.
+
+    Note:
+        Collective: every rank that shares the group's slices must call it.
+    """
     if not thawed:
         return [group]
     assert group.planned.key is not None
@@ -243,7 +247,11 @@ def demote(group: ParamGroup, what: str) -> None:
 
 
 def _store_again(group: ParamGroup, values: FlatBuffer, what: str) -> None:
-    """Store the weight as now planned, made from these main weights. Collective."""
+    """Store the weight as now planned, made from these main weights.
+
+    Note:
+        Collective: every rank that shares the group's slices must call it.
+    """
     assert group.master is not None
     allocate_weight(group, what)
     if group.plan.master_is_split:

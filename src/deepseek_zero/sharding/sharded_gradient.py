@@ -150,7 +150,11 @@ class ShardedGradient(Tensor):
         raise _unreadable(_first(args, kwargs), name)
 
     def full_tensor(self) -> Tensor:
-        """Return all elements as a new plain tensor on every rank. Collective."""
+        """Return all elements as a new plain tensor on every rank.
+
+        Note:
+            Collective: every rank must call it.
+        """
         param, gradients, part = _known(self, "full_tensor")
         return gradients.whole(param, part)
 

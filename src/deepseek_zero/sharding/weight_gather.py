@@ -29,7 +29,11 @@ class WeightGather:
         self.views: list[Tensor] = []
 
     def allocate(self, what: str) -> FlatBuffer:
-        """Allocate this rank's part of the weight. Collective."""
+        """Allocate this rank's part of the weight.
+
+        Note:
+            Collective: every rank that shares the group's slices must call it.
+        """
         group = self.group
         spec = group.plan.weight
         if spec.placement is not S:
@@ -80,7 +84,11 @@ class WeightGather:
     # -- writes
 
     def before_write(self, what: str) -> None:
-        """Wait until no other rank reads this rank's part of the weight. Collective."""
+        """Wait until no other rank reads this rank's part of the weight.
+
+        Note:
+            Collective: every rank that shares the group's slices must call it.
+        """
 
     def changed(self) -> None:
         """Make the next gather fetch the current weight. Local.

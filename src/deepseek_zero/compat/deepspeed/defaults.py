@@ -140,14 +140,17 @@ def refuse_odd_bucket(raw: RawConfig) -> None:
 
 
 def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
-    """Raise if an offloaded optimizer is not a required CPU optimizer.
+    """Raise if `zero_force_ds_cpu_optimizer` is set and the optimizer is not one of DeepSpeed's.
+
+    Only offloaded optimizers are checked.
 
     Args:
         raw: The configuration.
         optimizer: The optimizer that was passed to `initialize`.
 
     Raises:
-        CheckpointError: zero_force_ds_cpu_optimizer is true and the optimizer is another one.
+        CheckpointError: The optimizer is not one of DeepSpeed's CPU optimizers. DeepSpeed raises
+            ZeRORuntimeException, which is another name of this class.
     """
     is_offloaded = (
         lookup(raw.values, "zero_optimization.offload_optimizer.device", "none") != "none"

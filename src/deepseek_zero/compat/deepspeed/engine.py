@@ -481,7 +481,11 @@ class DeepSpeedEngine(ZeroEngine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
-        """Return the whole state dict on rank 0, None on other ranks. Collective."""
+        """Return the whole state dict on rank 0, None on other ranks.
+
+        Note:
+            Collective: every rank must call it.
+        """
         settings = checkpoint.ExportSettings(exclude_frozen=exclude_frozen_parameters)
         return checkpoint.consolidated(self.runtime, settings)
 

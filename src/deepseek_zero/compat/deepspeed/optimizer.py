@@ -227,7 +227,11 @@ class NamedOptimizer(ShardedOptimizer):
         )
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """Return the norm of each group's reduced gradients over all ranks. Collective."""
+        """Return the norm of each group's reduced gradients over all ranks.
+
+        Note:
+            Collective: every rank must call it.
+        """
         own = [
             sum(
                 float(part.double().square().sum())

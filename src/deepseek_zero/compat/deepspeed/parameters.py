@@ -180,7 +180,11 @@ def _all_gather(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle
 
 def _all_gather_coalesced(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle]:
     def all_gather_coalesced(params: Any, **words: Any) -> GatherHandle:
-        """Gather parameters until `partition` is called for them. Collective."""
+        """Gather parameters until `partition` is called for them.
+
+        Note:
+            Collective: every rank must call it.
+        """
         _all_gather(owner, param)(params)
         return GatherHandle()
 

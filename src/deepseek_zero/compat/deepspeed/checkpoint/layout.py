@@ -348,7 +348,11 @@ def _refuse(problem: str, final: Path) -> str:
 
 
 def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
-    """Write this rank's DeepSpeed files from the slices in `folder`. Collective."""
+    """Write this rank's DeepSpeed files from the slices in `folder`.
+
+    Note:
+        Collective: every rank must call it.
+    """
     comm = contents.runtime.comm.whole
     scaler = contents.optimizer.scaler if contents.optimizer is not None else None
     scaling = scaler.settings if scaler is not None else LossScaleSettings()
