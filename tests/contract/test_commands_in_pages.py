@@ -71,7 +71,8 @@ def problems(command: str) -> list[str]:
     if name.startswith("python") and rest[:1] == ["-m"] and len(rest) > 1:
         name = rest[1]
         rest = rest[2:]
-        if find_spec(name) is None:
+        # To look for pip, setuptools would replace distutils, with a warning
+        if name != "pip" and find_spec(name) is None:
             return [*found, f"no module {name}"]
     if name == "pip" and rest[:1] == ["install"]:
         found += _problems_of_install(rest[1:])

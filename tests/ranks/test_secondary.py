@@ -63,7 +63,7 @@ def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(
     psi = sum(group.layout.padded_numel for group in engine.runtime.groups)
     assert report.measured["secondary"] == psi // 2 * 2  # each half of the bf16 weights
     assert "secondary" not in plain.memory_report().measured
-    assert "among 2 of 4 ranks (hpZ)" in str(engine.runtime.plan)
+    assert "sharded over 2 of 4 ranks (hpZ)" in str(engine.runtime.plan)
     config = run.config() | {
         "optimizer": {"type": "AdamW", "params": {"fused": False, "foreach": False}}
     }

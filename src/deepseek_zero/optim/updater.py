@@ -126,7 +126,7 @@ class Updater:
             )
             self._ended_halfway = done > 0 or in_place
             for _, shard in chain.from_iterable(tiles):
-                for staged in shard.staged_ranges():
+                for staged in shard.staged_ranges(decision.source):
                     staged.storage.evict(staged.low, staged.high)
             raise
 
