@@ -63,7 +63,7 @@ def test_the_board_stays_until_the_others_have_said_why_they_end_or_cannot(
     limit: float, lines_of_2: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight_recorder, "STAY_SECONDS", limit)
-    # Of rank 1, on this host, nobody reads_store
+    # No rank reads the store for rank 1, which is on this host
     said = Silent({"raised/3": "HostLost: h2 silent", **lines_of_2})
     began = time.monotonic()
     FlightRecorder(
