@@ -29,7 +29,7 @@ from .summary import Summary
 PICTURE_WIDTH = 6.4  # inches, of 160 dots
 GREEN = "#5a9e6f"
 PURPLE = "#8a6fb0"
-# The first colour whose word is in a name, in lower case
+# By a part of a name in lower case; the first match counts
 COLOURS = {
     "ours": BLUE,
     "this library": BLUE,

@@ -1,8 +1,8 @@
 """Moments that are stored in another memory, in fewer bits, or both.
 
 There is one storage per group and kind of moment. This works with every PyTorch optimizer: a state
-is stored this way if the first step creates it with as many elements as the shard. Counters and
-states of other shapes are left alone.
+is stored this way if the first step creates it with as many elements as the shard. The optimizer
+keeps counters and states of other shapes.
 """
 
 from __future__ import annotations
