@@ -1,5 +1,5 @@
 """Record what real launchers say to their processes, on three hosts of namespaces: the rows of
-`test_recorded.py`.
+`tests/unit/base/test_world.py`.
 
     python -m tests.record_launchers        # as root; half a minute
 
