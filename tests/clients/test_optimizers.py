@@ -14,7 +14,7 @@ import torch
 
 from deepseek_zero.base.errors import CheckpointError
 from tests.clients.running import BY_HAND, need_client
-from tests.unit.checkpoint import test_other_optimizers as toys
+from tests.unit.checkpoint import test_state as toys
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 

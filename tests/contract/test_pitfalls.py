@@ -137,7 +137,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
             "unit/checkpoint/test_boxes.py": (
                 "test_each_element_of_a_range_is_in_one_box_and_padding_in_none",
             ),
-            "unit/checkpoint/test_meshes.py": ("test_every_mesh_saves_the_same_whole_model",),
+            "unit/checkpoint/test_piece.py": ("test_every_mesh_saves_the_same_whole_model",),
         },
     ),
     17: (
