@@ -1,4 +1,4 @@
-"""The plan: ZeRO's table, stage by stage, dtype by dtype."""
+"""The table of ZeRO for every stage and dtype, and the table of transitions between placements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.row_of_group import plan_for
-from deepseek_zero.planner.spec import P, R, S, ShardPlan, Spec
+from deepseek_zero.planner.spec import TRANSITIONS, Movement, P, Placement, R, S, ShardPlan, Spec
 from deepseek_zero.planner.units import describe_states
 from deepseek_zero.precision.policy import Policy
 
@@ -104,3 +104,28 @@ def test_a_split_master_is_printed_as_what_it_is() -> None:
 
 def test_a_rank_holds_a_slice_of_what_is_sharded_and_all_of_the_rest() -> None:
     assert [Spec(placement, FP32).numel(12, 4) for placement in (R, S, P)] == [12, 3, 12]
+
+
+def test_placements_are_one_letter_each_in_tables() -> None:
+    assert [(placement.name, placement.value) for placement in Placement] == [
+        ("REPLICATE", "R"),
+        ("SHARD", "S"),
+        ("PARTIAL", "P"),
+    ]
+
+
+def test_the_table_is_the_one_in_the_modules_words() -> None:
+    assert TRANSITIONS == {
+        (S, R): Movement.ALL_GATHER,
+        (S, S): Movement.NOTHING,
+        (P, R): Movement.ALL_REDUCE,
+        (P, S): Movement.REDUCE_SCATTER,
+        (R, R): Movement.NOTHING,
+        (R, S): Movement.LOCAL_SLICE,
+    }
+
+
+def test_every_placement_reaches_replicate_and_shard_and_nothing_becomes_partial() -> None:
+    assert {source for source, target in TRANSITIONS} == set(Placement)
+    assert {target for source, target in TRANSITIONS} == {R, S}
+    assert all((source, target) in TRANSITIONS for source in Placement for target in (R, S))
