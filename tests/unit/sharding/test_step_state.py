@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
 import torch
 
-from deepseek_zero.sharding.step_state import Phase, StepState
+from deepseek_zero.sharding.step_state import PHASE_MOVES, Phase, StepState
+from tests.in_process import Rank, run_ranks, sharded
+from tests.models import Odd
 
 
 def test_a_model_is_between_steps_until_a_forward_or_backward_is_counted() -> None:
@@ -28,3 +36,27 @@ def test_a_backward_is_under_way_only_while_autograd_runs_one() -> None:
     output.sum().backward()
     assert seen == [True]
     assert not step.is_in_backward
+
+
+def check(
+    table: set[Any], states: type[Enum], owner: Any, attribute: str, enter: Callable[[Any], None]
+) -> None:
+    for before, after in itertools.product(states, states):
+        setattr(owner, attribute, before)
+        if (before, after) in table:
+            enter(after)
+            assert getattr(owner, attribute) is after
+        else:
+            with pytest.raises(
+                AssertionError, match=f"cannot go from {before.value} to {after.value}"
+            ):
+                enter(after)
+            assert getattr(owner, attribute) is before
+
+
+def test_a_phase_follows_where_its_table_says() -> None:
+    def body(rank: Rank) -> None:
+        runtime = sharded(rank, Odd(), stage=3)
+        check(PHASE_MOVES, Phase, runtime.step, "_phase", runtime.step.enter)
+
+    run_ranks(1, body)

@@ -1,6 +1,4 @@
-"""Every state machine of the heart: what its table allows happens, and everything else raises and
-changes nothing.
-"""
+"""The states of a gradient sum: the transitions of its table, from collection to release."""
 
 from __future__ import annotations
 
@@ -37,22 +35,6 @@ def check(
             ):
                 enter(after)
             assert getattr(owner, attribute) is before
-
-
-def test_a_unit_goes_where_its_table_says() -> None:
-    def body(rank: Rank) -> None:
-        unit = sharded(rank, Odd(), stage=3).root
-        check(MOVES, UnitState, unit, "_state", unit._enter)
-
-    run_ranks(1, body)
-
-
-def test_a_phase_follows_where_its_table_says() -> None:
-    def body(rank: Rank) -> None:
-        runtime = sharded(rank, Odd(), stage=3)
-        check(PHASE_MOVES, Phase, runtime.step, "_phase", runtime.step.enter)
-
-    run_ranks(1, body)
 
 
 def test_a_gradient_goes_where_its_table_says() -> None:
