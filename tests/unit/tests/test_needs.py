@@ -10,7 +10,7 @@ import pytest
 
 from tests.needs import MUST_RUN, need
 
-CI = Path(__file__).parents[2] / ".ci" / "run"
+CI = Path(__file__).parents[3] / ".ci" / "run"
 
 
 def test_what_is_missing_skips_a_test_and_fails_it_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
