@@ -33,7 +33,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     4: (
         "the norm counts a parameter as often as there are ranks that hold it",
         {
-            "unit/engine/test_compositions.py": (
+            "unit/engine/test_assemble.py": (
                 "test_a_composition_has_the_bits_of_one_process",
                 "test_a_gradient_is_clipped_by_its_norm_over_the_world",
             )
@@ -42,7 +42,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     5: (
         "each stage clips by its own norm",
         {
-            "unit/engine/test_compositions.py": (
+            "unit/engine/test_assemble.py": (
                 "test_a_gradient_is_clipped_by_its_norm_over_the_world",
             )
         },
@@ -53,7 +53,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
             "unit/pipeline/test_sharded_states.py": (
                 "test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages",
             ),
-            "unit/engine/test_compositions.py": ("test_a_composition_has_the_bits_of_one_process",),
+            "unit/engine/test_assemble.py": ("test_a_composition_has_the_bits_of_one_process",),
         },
     ),
     7: (
@@ -79,7 +79,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     9: (
         "fewer micro-batches than stages, a short last batch, or other lengths hang",
         {
-            "unit/engine/test_axes_together.py": (
+            "unit/engine/test_pieces.py": (
                 "test_a_short_last_batch_and_fewer_micro_batches_than_stages_do_not_hang",
             ),
             "unit/pipeline/test_executor.py": ("test_a_short_last_batch_and_new_shapes",),
@@ -117,7 +117,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     14: (
         "a loader is cut by the world, not by the data coordinate",
         {
-            "unit/engine/test_axes_together.py": (
+            "unit/engine/test_pieces.py": (
                 "test_ranks_of_one_data_coordinate_read_the_same_samples_and_others_read_others",
             ),
             "ranks/test_axis_doors.py": ("test_ranks_of_one_layer_load_the_same_samples",),

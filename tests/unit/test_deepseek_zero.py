@@ -1,4 +1,4 @@
-"""Other systems than Linux get one sentence, at import."""
+"""Importing the package: torch is not changed, and systems other than Linux are refused."""
 
 from __future__ import annotations
 
@@ -21,3 +21,26 @@ def test_another_system_is_told_at_import_what_to_do() -> None:
     assert last.startswith("ImportError: deepseek_zero runs on Linux only, and this is darwin")
     assert "WSL 2" in last
     assert done.stderr.count("Error: ") == 1, done.stderr
+
+
+def test_importing_leaves_torch_as_it_is() -> None:
+    program = """
+import torch
+from torch import nn
+classes = [nn.Parameter, nn.Module, torch.optim.Optimizer, torch.Tensor]
+before = [dict(vars(each)) for each in classes]
+import deepseek_zero.zero, deepseek_zero.utils, deepseek_zero.comm, deepseek_zero.checkpointing
+import deepseek_zero.api.wrap, deepseek_zero.compat.deepspeed.dialect
+import deepseek_zero.compat.deepspeed.constants
+for each, was in zip(classes, before):
+    changed = {name for name, value in vars(each).items() if was.get(name) is not value}
+    assert not changed, (each, changed)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ from deepseek_zero.compat.deepspeed.engine import (
 from deepseek_zero.compat.deepspeed.missing import ENGINE, IN_THE_DROPIN, missing_names
 from deepseek_zero.tiers.disk import DiskSettings
 from deepseek_zero.tiers.tier import Tier
-from tests.unit.config.test_seeds import SEED_001, SEED_002
+from tests.unit.config.test_auto import SEED_001, SEED_002
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -102,3 +103,29 @@ def test_step_hooks_run_once_a_step_whatever_the_tiles() -> None:
     finally:
         everywhere.remove()
     assert calls == ["inner before", "ours after", "any after"]
+
+
+def test_two_threads_that_build_optimizers_leave_torch_as_it_was() -> None:
+    before = Optimizer.add_param_group, Optimizer.load_state_dict
+    inside, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with undecorated():
+            inside.set()
+            go_on.wait(5)
+
+    def second() -> None:
+        inside.wait(5)
+        with undecorated():
+            go_on.set()
+            threading.Event().wait(0.1)  # the first one leaves meanwhile
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    inside.wait(5)
+    threading.Event().wait(0.1)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert (Optimizer.add_param_group, Optimizer.load_state_dict) == before

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 import deepseek_zero
-from deepseek_zero.compat.deepspeed.accelerate_ranks import CPU_RANKS
+from deepseek_zero.compat.deepspeed.accelerate_ranks import CPU_RANKS, accelerate_statements
+from deepseek_zero.engine.mesh_statements import MeshStatement
 
 
 class PartialState:
@@ -48,3 +49,16 @@ def test_a_state_without_a_group_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
     assert not deepseek_zero.comm.is_initialized()
     assert shared == {"backend": None}
+
+
+def test_accelerates_parallelism_is_heard_but_for_its_data_axes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "accelerate.state", raising=False)
+    assert accelerate_statements() == ()
+    config = SimpleNamespace(dp_replicate_size=8, dp_shard_size=1, tp_size=2, sp_size=1, cp_size=1)
+    state = SimpleNamespace(
+        AcceleratorState=SimpleNamespace(_shared_state={"parallelism_config": config})
+    )
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    assert accelerate_statements() == (MeshStatement("accelerate's ParallelismConfig", {"tp": 2}),)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import deepseek_zero as dz
 from deepseek_zero.base.errors import AtRestError, NotBuiltError, UsageError
 
 HIDDEN = 6
@@ -469,3 +471,20 @@ def test_a_model_that_zero_init_built_and_no_engine_has_says_which_configuration
         layer = nn.Linear(64, 64)
     with pytest.raises(AtRestError, match="unset_hf_deepspeed_config"):
         layer(torch.ones(1, 64))
+
+
+def initialized(config: dict[str, Any], model: nn.Module | None = None, **more: Any) -> Any:
+    model = model if model is not None else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    return dz.initialize(model=model, config={"train_batch_size": 1, **config}, **more)[0]
+
+
+def test_a_checkpoint_saved_nowhere_is_a_value_error(tmp_path: Path) -> None:
+    engine = initialized({})
+    for nowhere in (None, ""):
+        with pytest.raises(ValueError, match="names no folder"):
+            engine.save_checkpoint(nowhere)
+    script = tmp_path / "script.py"
+    script.touch(0o600)
+    engine._change_recovery_script_permissions(script)
+    assert script.stat().st_mode & 0o777 == 0o700
+    engine._change_recovery_script_permissions(tmp_path / "missing")  # a line in the log

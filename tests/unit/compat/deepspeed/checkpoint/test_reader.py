@@ -19,7 +19,7 @@ from deepseek_zero.checkpoint.format import MOMENT, WEIGHT
 from deepseek_zero.checkpoint.verify import verify
 from deepseek_zero.compat.deepspeed.checkpoint.reader import read_deepspeed
 
-HERE = Path(__file__).parents[2] / "data" / "deepspeed"
+HERE = Path(__file__).parents[4] / "data" / "deepspeed"
 CASES = ["pipe_stage0", "pipe_stage1", "pipe_stage1_bf16"]
 
 

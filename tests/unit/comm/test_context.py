@@ -1,0 +1,19 @@
+"""The files of the transports do not import DeepSpeed's names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def test_a_file_of_the_transports_is_imported_without_deepspeeds_words() -> None:
+    program = (
+        "import sys; from deepseek_zero.comm import context; assert 'deepseek_zero.compat' not in "
+        "sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+    )

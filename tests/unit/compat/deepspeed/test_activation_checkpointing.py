@@ -1,0 +1,52 @@
+"""`deepspeed.checkpointing`: layers are recomputed as configured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepseek_zero as dz
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.compat.deepspeed import activation_checkpointing
+from deepseek_zero.compat.deepspeed.pipe import PipelineModule
+
+
+def make(config: dict[str, Any], model: nn.Module | None = None, **more: Any) -> Any:
+    model = model if model is not None else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    return dz.initialize(model=model, config={"train_batch_size": 1, **config}, **more)[0]
+
+
+def test_layers_are_recomputed_as_a_configuration_says() -> None:
+    model = PipelineModule([nn.ReLU(), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1)
+    assert model.is_checkpointable_results == []
+    model.set_checkpoint_interval(2)
+    assert model.is_checkpointable_results == [False, True]
+    model.take_configured({"activation_checkpoint_interval": 1, "use_reentrant": False})
+    assert model.activation_checkpoint_func is activation_checkpointing.non_reentrant_checkpoint
+    assert model.is_checkpointable_results == [False, False, True, True]
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(UsageError, match="interval"):
+        model.set_checkpoint_interval(-1)
+
+
+def test_configure_takes_an_engines_configuration() -> None:
+    asked = {"activation_checkpointing": {"number_checkpoints": 3}, "optimizer": {"type": "Adam"}}
+    engine = make(asked)
+    try:
+        activation_checkpointing.configure(None, deepspeed_config=engine.config)
+        assert activation_checkpointing.num_layers == 3
+    finally:
+        engine.destroy()
+
+
+def test_variables_say_how_checkpoints_are_configured() -> None:
+    assert activation_checkpointing.CPU_CHECKPOINT is False
+    assert (
+        activation_checkpointing.deepspeed_checkpointing_enabled
+        is activation_checkpointing.is_configured()
+    )

@@ -1,0 +1,17 @@
+"""Which ranks are merged when the shape of a checkpoint changes."""
+
+from __future__ import annotations
+
+from deepseek_zero.compat.deepspeed import (
+    checkpoint_shapes,
+)
+
+
+def test_a_checkpoints_shape_says_which_ranks_are_joined() -> None:
+    source, target = (
+        checkpoint_shapes.model_3d_desc(2, 2, 2),
+        checkpoint_shapes.model_3d_desc(1, 2, 2),
+    )
+    maps = source.reshape(target)
+    assert [each.get_data(0, 0) for each in maps] == [[0, 4], [2, 6]]
+    assert target.can_reshape(source)[0] is False

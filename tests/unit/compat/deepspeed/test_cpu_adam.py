@@ -1,0 +1,62 @@
+"""DeepSpeedCPUAdam computes the update of torch's Adam, also by subgroups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepseek_zero.compat.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_adam_steps_as_torch_and_pieces_step_back(decoupled: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(100).to(dtype)
+    whole, piece = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    reference = nn.Parameter(start.float())
+    by_torch = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+        [reference], lr=0.01, weight_decay=0.1
+    )
+    ours: Any = DeepSpeedCPUAdam([whole], 0.01, weight_decay=0.1, adamw_mode=decoupled)
+    pieces: Any = DeepSpeedCPUAdam([piece], lr=0.01, weight_decay=0.1, adamw_mode=decoupled)
+    before = []
+    for _ in range(3):
+        grad = torch.randn(100).to(dtype)
+        before.append((piece.detach().clone(), grad))
+        whole.grad, piece.grad, reference.grad = grad.clone(), grad.clone(), grad.float()
+        for step in (ours.step, by_torch.step, lambda: pieces.step_subgroup(3)):
+            step()
+    near = {"atol": 1e-6 if dtype is torch.float32 else 0.03, "rtol": 0.0}
+    torch.testing.assert_close(whole.detach().float(), reference.detach(), **near)
+    torch.testing.assert_close(piece.detach().float(), whole.detach().float(), **near)
+    assert ours.state[whole]["exp_avg"].dtype is torch.float32 and pieces.state[3]["step"] == 3
+    for weight, grad in reversed(before):
+        piece.grad = grad
+        pieces.rollback_subgroup(3)
+        torch.testing.assert_close(
+            piece.detach().float(), weight.float(), atol=1e-5 + near["atol"], rtol=0
+        )
+    with pytest.raises(RuntimeError, match="step count is 0"):
+        pieces.rollback_subgroup(3)
+    with pytest.raises(RuntimeError, match="has not been initialized"):
+        pieces.rollback_subgroup(4)
+
+
+def test_cpu_adam_keeps_moments_as_asked_and_can_leave_them_uncorrected() -> None:
+    param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer: Any = DeepSpeedCPUAdam([param], fp32_optimizer_states=False)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].dtype is torch.bfloat16
+    plain = nn.Parameter(torch.zeros(2))
+    uncorrected: Any = DeepSpeedCPUAdam([plain], 1.0, False, (0.5, 0.75), 0.0)
+    plain.grad = torch.ones(2)
+    uncorrected.step()
+    torch.testing.assert_close(plain.detach(), torch.full((2,), -1.0))  # 0.5 / sqrt(0.25)
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        DeepSpeedCPUAdam([plain], amsgrad=True)
+    assert FusedAdam([plain], 0.5, True, (0.8, 0.9)).defaults["betas"] == (0.8, 0.9)

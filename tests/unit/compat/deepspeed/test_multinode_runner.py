@@ -1,0 +1,32 @@
+"""Commands of DeepSpeed's multinode runners."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepseek_zero.compat.deepspeed import (
+    multinode_runner,
+)
+
+
+def test_commands_for_several_machines_name_the_program_and_the_hosts() -> None:
+    hosts = {"a": 2, "b": 2}
+    args = multinode_runner.parse_args(
+        ["--launcher_args", "-mca btl_tcp_if_include eth1", "train.py", "--lr", "1"]
+    )
+    info = multinode_runner.encode_world_info(hosts)
+    command = multinode_runner.OpenMPIRunner(args, info, hosts).get_cmd({}, hosts)
+    assert (
+        command[:3] == ["mpirun", "-n", "4"]
+        and "eth0" not in command
+        and command[-3:] == ["train.py", "--lr", "1"]
+    )
+    pdsh, _, environment = multinode_runner.PDSHRunner(args, info).get_cmd({}, hosts)
+    assert "a,b" in pdsh and environment["PDSH_RCMD_TYPE"] == "ssh"
+    slots = {"a": [0, 1], "b": [0, 1]}
+    assert multinode_runner.parse_resource_filter(slots, exclude_str="a:0") == {
+        "a": [1],
+        "b": [0, 1],
+    }
+    with pytest.raises(ValueError, match="not found"):
+        multinode_runner.parse_resource_filter(slots, include_str="c")

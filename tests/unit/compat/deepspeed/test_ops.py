@@ -1,0 +1,42 @@
+"""DeepSpeed's builders of compiled operations, and its optimizer classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.compat.deepspeed import (
+    ops,
+)
+
+
+def test_builders_say_what_serves_and_build_nothing() -> None:
+    builder = ops.AsyncIOBuilder
+    assert (
+        builder.NAME == "async_io"
+        and builder().is_compatible()
+        and ops.__compatible_ops__[builder.NAME]
+    )
+    assert (
+        ops.__compatible_ops__["sparse_attn"]
+        and not ops.__compatible_ops__["random_ltd"]
+        and ops.ALL_OPS["cpu_adam"] is ops.CPUAdamBuilder
+    )
+    with pytest.raises(NotBuiltError, match=r"CPUAdamBuilder.load\(\)"):
+        ops.CPUAdamBuilder().load()
+
+
+def test_optimizer_classes_make_torchs_and_know_them() -> None:
+    made: Any = ops.FusedAdam([nn.Parameter(torch.zeros(1))], lr=0.5)
+    assert (
+        isinstance(made, torch.optim.AdamW)
+        and isinstance(made, ops.FusedAdam)
+        and made.defaults["lr"] == 0.5
+    )
+    assert not isinstance(made, ops.FusedLamb) and not isinstance(
+        torch.optim.SGD([torch.zeros(1)]), ops.FusedAdam
+    )

@@ -1,0 +1,84 @@
+"""The profiler of FLOPs and the timers under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepseek_zero as dz
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.compat.deepspeed import (
+    profiling,
+)
+from deepseek_zero.compat.deepspeed.profiling import FlopsProfiler
+
+
+def test_the_profiler_counts_a_forward_by_module(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    found = profiling.get_model_profile(model, (3, 4), as_string=False)
+    assert found == (2 * 3 * (4 * 8 + 8 * 2), 3 * (4 * 8 + 8 * 2), 58)
+    text = capsys.readouterr().out
+    assert (
+        "0: Linear, 40 parameters, 192FLOPS (66.7%)" in text and "2: Linear, 18 parameters" in text
+    )
+    profiler = profiling.FlopsProfiler(model)
+    with pytest.raises(UsageError, match="has not watched"):
+        profiler.get_total_flops()
+    profiler.start_profile()
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()  # backward is not counted
+    profiler.stop_profile()
+    model(torch.ones(3, 4))
+    assert profiler.get_total_flops() == 2 * found[0] and profiler.get_total_duration() > 0
+    profiler.end_profile()
+    assert not model._forward_hooks and not model[0]._forward_hooks
+
+
+def test_timers_speak_milliseconds(caplog: pytest.LogCaptureFixture) -> None:
+    wall = profiling.SynchronizedWallClockTimer()
+    wall("step").start()
+    wall("step").stop()
+    assert wall.has_timer("step") and not wall.has_timer("other")
+    assert (
+        0 <= wall("step").elapsed(reset=False) == wall("step").mean()
+        and wall.get_mean(["step"])["step"] >= 0
+    )
+    assert wall("step").elapsed() == 0
+    pace = profiling.ThroughputTimer(None, batch_size=4, start_step=1)
+    for _ in range(3):
+        assert pace.avg_samples_per_sec() < 0 or pace.global_step_count > 1
+        pace.start()
+        pace.stop(global_step=True)
+    assert pace.avg_samples_per_sec() > 0
+    profiling.NoopTimer()("anything").start()
+
+
+def make(config: dict[str, Any], model: nn.Module | None = None, **more: Any) -> Any:
+    model = model if model is not None else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    return dz.initialize(model=model, config={"train_batch_size": 1, **config}, **more)[0]
+
+
+def test_the_profiled_forward_is_the_engines_flops_profiler() -> None:
+    asked = {"flops_profiler": {"enabled": True, "profile_step": 0}, "optimizer": {"type": "Adam"}}
+    engine = make(asked, nn.Linear(10, 10))
+    assert engine.flops_profiler.flops == 0
+    engine(torch.ones(1, 10))
+    assert isinstance(engine.flops_profiler, FlopsProfiler)
+    assert (engine.flops_profiler.flops, engine.flops_profiler.params) == (200, 110)
+    assert make({}).flops_profiler is None
+
+
+def test_a_profile_says_whose_ranks_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = {"world_size": 8, "dp_world_size": None, "seq_dp_world_size": 4, "mp_world_size": 1}
+    engine = SimpleNamespace(**ranks, train_micro_batch_size_per_gpu=lambda: 2)
+    model = nn.Linear(4, 4)
+    profiler = FlopsProfiler(model, engine)
+    profiler.start_profile()
+    model(torch.ones(1, 4))
+    profiler.print_model_profile(detailed=False)
+    profiler.end_profile()
+    assert capsys.readouterr().out.splitlines()[1].split() == ["data", "parallel", "size:", "4"]
