@@ -83,7 +83,7 @@ def test_accelerate_over_an_axis_has_the_losses_of_one_process(axis: str, stage:
 
 
 @BY_HAND
-def test_an_accelerate_that_counted_one_process_is_told_on_every_rank_what_to_do() -> None:
+def test_accelerate_with_one_counted_process_raises_an_error_with_advice_on_every_rank() -> None:
     need_client("accelerate")
     launch = [
         "exec",

@@ -451,7 +451,7 @@ def other_than(value: Any) -> Any:
     )()
 
 
-def test_an_accepted_key_is_read_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accepted_key_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = dict(BASE)
     for row in ACCEPTED:

@@ -97,7 +97,7 @@ def keys_of(kind: Any, written: dict[str, Any], prefix: str = "") -> set[str]:
     return found
 
 
-def test_every_key_of_the_schema_can_be_completed_at_both_doors() -> None:
+def test_every_key_of_the_schema_can_be_completed_in_both_apis() -> None:
     schema = {row.path for row in rows(Config)} | NOT_BUILT.keys()
     # Null or an object
     sections = {path for path in schema if any(other.startswith(path + ".") for other in schema)}
@@ -108,12 +108,12 @@ def test_every_key_of_the_schema_can_be_completed_at_both_doors() -> None:
     assert {"stage", "lr"} <= keywords
 
 
-def test_the_module_has_the_types_that_the_stub_declares_for_both_doors() -> None:
+def test_the_module_has_the_types_of_the_stub_in_both_apis() -> None:
     for name, kind in vars(keywords_at_run_time).items():
         assert not typing.is_typeddict(kind) or typing.is_typeddict(stub()[name])
 
 
-def test_the_doors_say_so_in_their_signatures() -> None:
+def test_the_apis_state_it_in_their_signatures() -> None:
     for name in ("config", "config_params"):
         assert "Configuration" in str(inspect.signature(dz.initialize).parameters[name].annotation)
     results = inspect.signature(dz.initialize).return_annotation

@@ -27,7 +27,9 @@ def test_no_name_is_both_provided_and_missing() -> None:
         assert not both, f"{module}: {sorted(both)}"
 
 
-def test_each_name_that_is_told_of_can_be_imported_or_says_why_not(as_deepspeed: None) -> None:
+def test_each_documented_name_can_be_imported_or_raises_an_error_with_the_reason(
+    as_deepspeed: None,
+) -> None:
     seen = 0
     for module in missing.MISSING.keys() - {missing.ENGINE}:
         for name, row in missing.missing_names(module).items():
@@ -42,6 +44,6 @@ def test_each_name_that_is_told_of_can_be_imported_or_says_why_not(as_deepspeed:
     assert seen > 100
 
 
-def test_what_only_the_drop_in_has_is_told_to_those_who_ask_the_package(as_deepspeed: None) -> None:
+def test_names_of_the_drop_in_only_raise_an_error_in_the_package(as_deepspeed: None) -> None:
     assert set(public_names("deepspeed")) >= missing.IN_THE_DROPIN
     assert not [name for name in missing.IN_THE_DROPIN if hasattr(deepseek_zero, name)]

@@ -115,7 +115,7 @@ def test_a_block_that_fails_is_named_by_page_and_line_and_no_run_is_left_out(
     assert "NameError: name 'x' is not defined" in done["output"]
 
 
-def test_a_rank_that_fails_alone_fails_the_block_and_does_not_hang(
+def test_a_failure_on_one_rank_ends_the_block_on_all_without_a_hang(
     runner: Runner, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.md"

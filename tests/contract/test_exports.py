@@ -28,7 +28,7 @@ def test_every_public_name_is_there() -> None:
     assert not missing
 
 
-def test_completion_shows_public_names_and_rooms_alone() -> None:
+def test_completion_shows_public_names_and_modules_only() -> None:
     rooms = {"checkpointing", "comm", "dist", "optimizer", "utils", "zero"}
     assert set(dir(deepseek_zero)) == {*deepseek_zero.__all__, *rooms}
 

@@ -394,5 +394,5 @@ def test_a_name_that_does_not_exist_is_found(name: str) -> None:
         "kill -9",
     ],
 )
-def test_a_name_that_exists_is_known(name: str) -> None:
+def test_a_name_that_exists_is_resolved(name: str) -> None:
     assert not missing_in(name)

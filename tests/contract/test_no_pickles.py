@@ -81,7 +81,7 @@ def test_src_unpickles_nothing_and_sends_no_objects() -> None:
         ("ALONE = {'all_gather_object': None}", False),
     ],
 )
-def test_the_search_finds_uses_and_leaves_names_alone(source: str, is_found: bool) -> None:
+def test_the_search_finds_uses_and_ignores_names(source: str, is_found: bool) -> None:
     assert bool(list(_offences(ast.parse(source)))) is is_found
 
 

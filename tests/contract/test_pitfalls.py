@@ -60,7 +60,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
         "smoothing, weights and means per token of a loss whose logits are split",
         {
             "unit/parallel/test_loss.py": (
-                "test_the_words_of_cross_entropy",
+                "test_the_arguments_of_cross_entropy_are_supported",
                 "test_the_z_loss_is_a_mean_over_the_tokens_that_count",
             )
         },
@@ -170,7 +170,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
         "many small stages on one host: what a message and a pair of ranks cost",
         {
             "unit/pipeline/test_executor.py": (
-                "test_what_is_known_travels_without_a_header",
+                "test_messages_of_known_shape_have_no_header",
                 "test_pairs_are_made_in_few_lots",
             )
         },

@@ -46,7 +46,7 @@ def foreign_texts(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_no_error_or_log_line_speaks_as_deepspeed() -> None:
+def test_no_error_or_log_line_is_in_deepspeeds_name() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{each}"
         for path in sorted(PACKAGE.rglob("*.py"))

@@ -50,14 +50,14 @@ def hidden_share(transfers: Iterable[Transfer]) -> float:
     return sum(each.hidden for each in seen) / sum(each.arrived - each.issued for each in seen)
 
 
-def test_a_transfer_is_hidden_until_it_is_asked_for() -> None:
+def test_a_transfer_overlaps_until_its_result_is_needed() -> None:
     assert hidden_share([Transfer(0.0, 5.0, 2.0)]) == 1.0  # here before it was needed
     assert hidden_share([Transfer(0.0, 0.0, 2.0)]) == 0.0  # waited for at once
     assert hidden_share([Transfer(0.0, 1.0, 2.0), Transfer(3.0, 9.0, 5.0)]) == 0.75
 
 
 @needs_two_gpus
-def test_gathers_and_reductions_run_beside_computing(tmp_path: Path) -> None:
+def test_gathers_and_reductions_overlap_with_computation(tmp_path: Path) -> None:
     beside, after = (run(tmp_path / str(overlap), overlap) for overlap in (True, False))
     assert set(beside) == {"all_gather_into_tensor", "all_to_all"}
     for kind, share in beside.items():

@@ -197,7 +197,7 @@ def test_load_state_dict_of_a_part_and_with_assign(setting: Setting) -> None:
 
 
 @on_stages_1_and_3
-def test_load_state_dict_tells_missing_unexpected_and_misshapen_entries(setting: Setting) -> None:
+def test_load_state_dict_reports_missing_unexpected_and_misshapen_entries(setting: Setting) -> None:
     model = seeded(Model)
     _engine = engine_for(model, setting)
     state = other_values()
@@ -305,7 +305,7 @@ def test_models_that_differ_between_ranks_are_an_error_on_every_rank(
 
 
 @on_stages_1_to_3
-def test_parameters_tell_their_true_shapes_and_stay_the_same_objects(setting: Setting) -> None:
+def test_parameters_report_their_full_shapes_and_stay_the_same_objects(setting: Setting) -> None:
     model, plain = seeded(Model), seeded(Model)
     before = dict(model.named_parameters(remove_duplicate=False))
     engine = engine_for(model, setting)
@@ -340,7 +340,7 @@ def test_parameters_tell_their_true_shapes_and_stay_the_same_objects(setting: Se
 
 
 @on_stage_3
-def test_at_rest_a_rank_stores_its_padded_share_only(setting: Setting) -> None:
+def test_a_rank_stores_only_its_padded_slice_of_sharded_weights(setting: Setting) -> None:
     model = seeded(Model)
     engine = engine_for(model, setting)
     train(engine, here(), 0, engine.backward)
@@ -353,7 +353,9 @@ def test_at_rest_a_rank_stores_its_padded_share_only(setting: Setting) -> None:
 
 
 @on_stage_3
-def test_reading_a_parameter_at_rest_says_which_one_and_what_to_do(setting: Setting) -> None:
+def test_reading_a_sharded_parameter_raises_an_error_with_its_name_and_advice(
+    setting: Setting,
+) -> None:
     model = seeded(Model)
     _engine = engine_for(model, setting)
     weight = model.blocks[0].up.weight
@@ -386,7 +388,7 @@ def test_reading_a_parameter_at_rest_says_which_one_and_what_to_do(setting: Sett
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
-def test_copying_a_wrapped_model_says_to_use_its_state_dict(
+def test_copying_a_wrapped_model_raises_an_error_that_names_state_dict(
     make: Callable[[nn.Module], Any], setting: Setting
 ) -> None:
     model = seeded(Model)
@@ -415,7 +417,7 @@ def test_copy_from_a_loader_writes_weights_and_masters(setting: Setting) -> None
 
 
 @on_stages_1_and_3
-def test_casting_and_moving_a_wrapped_model_says_what_to_do_or_changes_nothing(
+def test_casting_or_moving_a_wrapped_model_raises_an_error_or_changes_nothing(
     setting: Setting,
 ) -> None:
     model = seeded(Model)
@@ -443,7 +445,7 @@ def test_a_parameter_added_after_wrapping_is_named_before_it_trains_unsynchronis
 
 
 @on_stages_1_and_3
-def test_resizing_the_embedding_works_or_says_what_to_do(setting: Setting) -> None:
+def test_resizing_the_embedding_works_or_raises_an_error_with_advice(setting: Setting) -> None:
     model = seeded(Model)
     engine = engine_for(model, setting)
     with pytest.raises(ZeroError, match=r"embed\.weight"):
@@ -460,7 +462,7 @@ def test_resizing_the_embedding_works_or_says_what_to_do(setting: Setting) -> No
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("given", ["one", "list", "generator", "module", "dict values"])
-def test_gathered_parameters_are_whole_inside_the_block_and_at_rest_after(
+def test_gathered_parameters_are_whole_inside_the_block_and_sharded_after(
     given: str, setting: Setting
 ) -> None:
     model, plain = seeded(Model), seeded(Model)
@@ -486,7 +488,7 @@ def test_gathered_parameters_are_whole_inside_the_block_and_at_rest_after(
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_modifier_ranks_changes_are_everybodys(rank: int, setting: Setting) -> None:
+def test_the_modifier_ranks_changes_apply_on_all_ranks(rank: int, setting: Setting) -> None:
     plain, model = Plain(Model), seeded(Model)
     engine = engine_for(model, setting)
     changed = [model.blocks[0].up.weight, model.blocks[1].up.weight, model.blocks[2].scale]
@@ -688,7 +690,7 @@ def test_announced_external_parameters_train(setting: Setting) -> None:
     assert_trains_like_plain(External, body, setting)
 
 
-def test_announcing_an_unwrapped_parameter_says_what_to_do() -> None:
+def test_announcing_an_unwrapped_parameter_raises_an_error_with_advice() -> None:
     model = seeded(Model)
     with pytest.raises(ZeroError, match="initialize"):
         deepseek_zero.zero.register_external_parameter(model, model.embed.weight)
@@ -730,7 +732,7 @@ def test_torchs_own_gradient_clipping_and_norm_see_the_whole_gradient(setting: S
 
 
 @pytest.mark.parametrize("setting", [STAGE_3, STAGE_3_BARE], ids=str)
-def test_a_sharded_gradient_says_how_to_read_it(setting: Setting) -> None:
+def test_reading_a_sharded_gradient_raises_an_error_with_advice(setting: Setting) -> None:
     model = seeded(Model)
     engine = engine_for(model, setting)
     train(engine, here(), 0, engine.backward)

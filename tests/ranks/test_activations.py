@@ -208,7 +208,7 @@ def test_offloaded_inputs_survive_an_evaluation_and_a_forward_that_fails() -> No
 
 
 @pytest.mark.ranks(2)
-def test_what_configure_says_of_offload_holds_for_the_engines_of_the_process() -> None:
+def test_offload_set_by_configure_applies_to_the_engines_of_the_process() -> None:
     expected = everything(engine_of("none"))
     checkpointing.configure(
         None, {"activation_checkpointing": section("nvme")}, checkpoint_in_cpu=False

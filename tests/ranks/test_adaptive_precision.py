@@ -110,7 +110,7 @@ def switches(engine: Any) -> list[tuple[int, str, bool]]:
 
 
 @pytest.mark.ranks(2)
-def test_a_layer_whose_gradient_fp16_loses_is_promoted_alone_and_the_loss_is_that_of_fp32(
+def test_only_a_layer_whose_gradient_underflows_in_fp16_is_promoted(
     tmp_path: Path,
 ) -> None:
     losses = {}

@@ -119,7 +119,7 @@ def test_each_place_starts_the_same_ranks(place: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_seed_0s_door_takes_degrees(stage: int) -> None:
+def test_seed_0s_api_accepts_degrees(stage: int) -> None:
     """As seed 000 writes them; dp_degree may be left out."""
     losses = []
     for degrees in ({"dp_degree": 1, "pp_degree": 1, "mp_degree": 2}, {"mp_degree": 2}, {}):
@@ -149,7 +149,7 @@ def test_ranks_of_one_layer_load_the_same_samples() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_of_one_layer_that_were_given_different_batches_say_so() -> None:
+def test_different_batches_on_ranks_of_one_layer_raise_an_error() -> None:
     engine = deepseek_zero.initialize(model=Mlp(), config=CONFIG, mesh={"tp": 2})[0]
     with pytest.raises(AssertionError, match="Data inconsistency within the TP group") as error:
         loss_of(engine, 1.0 + dist.get_rank())

@@ -33,7 +33,7 @@ def test_groups_of_a_mesh_are_made_once_and_sum_over_their_ranks() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_every_rank_hears_which_rank_an_mpu_has_elsewhere() -> None:
+def test_every_rank_gets_an_error_with_the_differing_rank_of_an_mpu() -> None:
     rank = dist.get_rank()
     told = {"get_data_parallel_world_size": lambda: 2, "get_data_parallel_rank": lambda: 0}
     with pytest.raises(

@@ -59,7 +59,7 @@ def refuses_direct_io(path: Any, flags: int, *rest: Any, **names: Any) -> int:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_whose_file_system_refuses_direct_io_says_so(tmp_path: Path) -> None:
+def test_a_file_system_without_direct_io_is_logged(tmp_path: Path) -> None:
     log_first.cache_clear()
     heard, rank, logger = Heard(), dist.get_rank(), logging.getLogger("deepseek_zero")
     level = logger.level
@@ -87,7 +87,7 @@ def transport_of(engine: Any) -> str:
 
 
 @pytest.mark.ranks(2)
-def test_how_ranks_talk_is_said_with_the_reason_of_a_slower_way(tmp_path: Path) -> None:
+def test_the_transport_is_logged_with_the_reason_for_a_slower_one(tmp_path: Path) -> None:
     assert transport_of(engine_on(tmp_path)) == "between ranks: shared memory"
     assert (
         transport_of(engine_on(tmp_path, transport="gloo"))
@@ -96,7 +96,7 @@ def test_how_ranks_talk_is_said_with_the_reason_of_a_slower_way(tmp_path: Path) 
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_ranks_of_a_host_that_may_not_connect_say_why_they_take_gloo(tmp_path: Path) -> None:
+def test_ranks_that_cannot_connect_on_a_host_log_why_they_use_gloo(tmp_path: Path) -> None:
     def forbidden() -> Any:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 

@@ -262,7 +262,7 @@ def put_first(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_was_there_before_backward_is_added_to_or_stands_alone(stage: int) -> None:
+def test_a_gradient_from_before_backward_is_added_to_or_kept_separately(stage: int) -> None:
     run, plain = ByHand(stage), Plainly()
     for step in range(4):
         for each in (run, plain):
@@ -304,7 +304,7 @@ def test_each_ranks_slice_of_what_it_assigned_counts_and_replicas_stay_equal(sta
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_gradient_that_one_rank_alone_dropped_is_an_error_on_every_rank(stage: int) -> None:
+def test_a_gradient_dropped_on_one_rank_only_is_an_error_on_every_rank(stage: int) -> None:
     run = ByEngine(stage)
     run.backward(0, 0)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -319,7 +319,7 @@ def test_a_gradient_that_one_rank_alone_dropped_is_an_error_on_every_rank(stage:
     run.end()
 
 
-def test_what_cannot_act_on_a_sharded_gradient_says_so_by_name() -> None:
+def test_operations_without_support_for_sharded_gradients_raise_an_error_with_the_name() -> None:
     run = ByEngine(3)
     run.backward(0, 0)
     grad, other = param(run.model).grad, param(run.model, HEAD).grad
@@ -529,7 +529,7 @@ def test_the_optimizers_own_state_dict_goes_on_with_unequal_counters() -> None:
     plain.end()
 
 
-def test_moments_in_8_bits_that_share_an_exponent_are_not_told_apart_silently() -> None:
+def test_moments_in_8_bits_that_share_an_exponent_are_reported() -> None:
     # Weights and biases share shards on both ranks: lengths that are multiples of 8 leave no gaps.
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     config = {

@@ -236,7 +236,7 @@ def _full_disk(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_name_different_tags_are_told_or_refused(tmp_path: Path) -> None:
+def test_different_tags_on_ranks_are_reported_or_refused(tmp_path: Path) -> None:
     engine = build(3)
     engine.save_checkpoint(tmp_path, tag=f"rank{here()}")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rank0"]
@@ -345,7 +345,7 @@ BEHIND = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(*cases(BEHIND))
-def test_a_checkpoint_written_behind_has_the_state_of_its_beginning(
+def test_a_checkpoint_written_in_the_background_has_the_state_at_its_start(
     tmp_path: Path, stage: int, kind: str, snapshot: int
 ) -> None:
     few_bits = {"optimizer": {"type": "AdamW", "moments": "8bit"}}

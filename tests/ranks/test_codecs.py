@@ -382,9 +382,7 @@ def test_a_second_copy_holds_decoded_weights_and_changes_no_bit() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_small_units_and_models_of_vectors_are_sent_as_is_and_explain_says_what_codes_save() -> (
-    None
-):
+def test_small_units_are_sent_uncoded_and_explain_reports_the_savings_of_codes() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -532,7 +530,7 @@ class RoundingHosts(Rounding):
         (1, "bf16", "fastest", 4096, Blocks(8, 256)),
     ],
 )
-def test_sums_by_host_are_codes_between_hosts_and_inside_a_host_exact_unless_codes_are_asked_for(
+def test_sums_by_host_are_coded_between_hosts_and_exact_inside_unless_configured(
     stage: int, dtype: str, transport: str, bucket: int, inside: Blocks | None
 ) -> None:
     run = Run(
@@ -582,7 +580,7 @@ def test_sums_by_host_are_codes_between_hosts_and_inside_a_host_exact_unless_cod
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_frozen_weights_at_rest_as_codes_are_saved_decoded_and_load_to_the_same_codes(
+def test_coded_frozen_weights_are_saved_decoded_and_load_to_the_same_codes(
     dtype: str, tmp_path: Path
 ) -> None:
     def start_frozen(seed: int, *, codes: bool) -> Any:

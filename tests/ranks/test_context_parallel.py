@@ -37,7 +37,7 @@ def test_heads_that_ranks_do_not_divide_are_gathered(stage: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_does_not_fit_zig_zag_is_said() -> None:
+def test_lengths_that_do_not_fit_zig_zag_are_reported() -> None:
     own = tiny("llama")
     engine = deepseek_zero.initialize(model=own, config=config(1, **GATHERS), mesh={"sp": 2})[0]
     with pytest.raises(NotBuiltError, match=r'own_tokens.batch, coordinate, ranks, "all_gather"'):

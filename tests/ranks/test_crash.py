@@ -95,7 +95,7 @@ def test_every_prefix_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
 
 
 @pytest.mark.ranks(1)
-def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told(
+def test_every_prefix_of_an_export_or_conversion_leaves_a_complete_one_or_is_detected(
     tmp_path: Path,
 ) -> None:
     """DeepSpeed's layout and single files change at once.  Files of a folder that exists move one

@@ -256,7 +256,7 @@ def _full_disk(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_behind_deepspeeds_name_its_files_are_the_default(tmp_path: Path) -> None:
+def test_under_deepspeeds_name_its_checkpoint_layout_is_the_default(tmp_path: Path) -> None:
     """Unless something is asked for, or is saved, that only slices have."""
 
     def saved(

@@ -163,7 +163,7 @@ def test_between_backward_and_step_weights_are_those_that_backward_used(tier: st
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_a_step_that_overflows_carries_out_what_is_owed_and_owes_nothing(tier: str) -> None:
+def test_an_overflowing_step_runs_pending_updates_and_adds_none(tier: str) -> None:
     run = Run(
         3,
         "bf16",
@@ -201,7 +201,7 @@ def test_a_step_that_overflows_carries_out_what_is_owed_and_owes_nothing(tier: s
         ((1, "cpu"), (2, "nvme"), "bf16"),
     ],
 )
-def test_a_checkpoint_has_what_is_owed(
+def test_a_checkpoint_contains_pending_updates(
     before: tuple[int, str], then: tuple[int, str], dtype: str, tmp_path: Path
 ) -> None:
     def engine_of(stage: int, tier: str, seed: int) -> tuple[Any, Run]:
@@ -230,7 +230,7 @@ def test_a_checkpoint_has_what_is_owed(
 
 
 @pytest.mark.ranks(2)
-def test_what_is_owed_is_flushed_or_refused_where_nobody_would_apply_it(tmp_path: Path) -> None:
+def test_pending_updates_are_flushed_or_an_error_is_raised(tmp_path: Path) -> None:
     run = Run(3, optimizer="adamw", tier="cpu", updates=(("delayed_update_after", 0),))
     engine = start_engine(run, seeded())
     for step in range(3):

@@ -127,7 +127,7 @@ def test_an_update_in_backward_changes_no_bit(
 
 
 @pytest.mark.ranks(2)
-def test_an_overflow_undoes_what_came_ahead_and_the_unit_that_overflowed_never_did() -> None:
+def test_an_overflow_reverts_early_updates_of_other_units() -> None:
     found = []
     for tier in ("none", "cpu"):
         engine = engine_of(tier, 0.0, fp16={"enabled": True, "initial_scale_power": 4})
@@ -180,7 +180,7 @@ ALSO_ON_A_DISK = ["lr", "masters", "second backward", "failed backward"]
     ("between", "tier"),
     [(each, "cpu") for each in BETWEEN] + [(each, "nvme") for each in ALSO_ON_A_DISK],
 )
-def test_nobody_sees_an_update_before_its_step(between: str, tier: str, tmp_path: Path) -> None:
+def test_updates_are_not_visible_before_their_step(between: str, tier: str, tmp_path: Path) -> None:
     """Whatever happens between backward and step."""
     found = []
     for where in ("none", tier):
@@ -297,7 +297,7 @@ def test_a_gradient_that_comes_after_its_units_update_undoes_it() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_first_units_come_ahead_as_far_as_the_log_has_room() -> None:
+def test_the_first_units_are_updated_early_up_to_the_size_of_the_undo_log() -> None:
     counts = {}
     for undo_bytes in (0, 125_000, 1 << 20):
         engine = engine_of("cpu", 0.0, undo_bytes=undo_bytes)
@@ -317,7 +317,7 @@ def test_the_first_units_come_ahead_as_far_as_the_log_has_room() -> None:
 
 
 @pytest.mark.ranks(1)
-def test_an_optimizer_that_is_not_known_to_keep_to_its_pieces_is_refused() -> None:
+def test_an_optimizer_without_declared_granularity_is_refused() -> None:
     class Own(torch.optim.AdamW):
         pass
 

@@ -128,7 +128,7 @@ def test_every_way_to_name_an_optimizer_is_the_same_optimizer(stage: int) -> Non
 
 
 @pytest.mark.ranks(2)
-def test_model_parameters_alone_are_trained() -> None:
+def test_only_model_parameters_are_trained() -> None:
     model = net()
     engine = door(3, model=model, model_parameters=model[0].parameters(), top={"optimizer": SGD})[0]
     before = engine.module_state_dict()
@@ -140,7 +140,7 @@ def test_model_parameters_alone_are_trained() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("is_held", [True, False])
-def test_behind_deepspeeds_name_a_second_engine_takes_over_what_the_first_was_about_to_do(
+def test_under_deepspeeds_name_a_second_engine_takes_over_pending_work(
     is_held: bool, stage: int
 ) -> None:
     model, top = net(), {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
@@ -338,7 +338,7 @@ def test_destroy_twice_gives_the_model_back_and_empties_the_cache() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_an_engine_without_optimizer_serves_inference_and_says_so_at_step() -> None:
+def test_an_engine_without_optimizer_runs_inference_and_raises_an_error_in_step() -> None:
     engine, optimizer, loader, schedule = door(3)
     assert (optimizer, loader, schedule) == (None, None, None)
     with torch.no_grad():
@@ -404,7 +404,7 @@ def test_the_flops_of_one_forward_are_counted_and_change_nothing(
 
 
 @pytest.mark.ranks(2)
-def test_parameters_at_stage_3_answer_to_the_names_that_clients_read() -> None:
+def test_parameters_at_stage_3_have_the_attributes_that_clients_read() -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     plain = torch.nn.Linear(64, 40)
     engine, *_ = deepseek_zero.initialize(
@@ -439,7 +439,7 @@ def test_parameters_at_stage_3_answer_to_the_names_that_clients_read() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_parameters_under_zero_init_answer_to_the_same_names() -> None:
+def test_parameters_under_zero_init_have_the_same_attributes() -> None:
     with deepseek_zero.zero.Init():
         model = torch.nn.Sequential(torch.nn.Linear(3, 5))
     weight, bias = model.parameters()

@@ -117,7 +117,7 @@ def test_a_torch_file_is_a_state_dict_with_tied_weights_under_each_name(tmp_path
 
 
 @pytest.mark.ranks(2)
-def test_nobody_else_may_read_what_is_exported(tmp_path: Path) -> None:
+def test_exported_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     os.umask(0)
     engine = start(3)
     engine.export(tmp_path / "folder", max_shard_bytes=400)
@@ -200,7 +200,7 @@ def test_states_on_a_disk_are_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_other_door_exports_too(tmp_path: Path) -> None:
+def test_the_other_api_exports_too(tmp_path: Path) -> None:
     model = tower()
     zero = deepseek_zero.DeepSeekZeRO3(model)
     zero.export(tmp_path / "out")

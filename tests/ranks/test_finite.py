@@ -117,7 +117,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_says_so(stage: int) -> None:
+def test_a_step_with_a_nonfinite_gradient_changes_nothing_and_is_logged(stage: int) -> None:
     for precision, clipping in itertools.product(PRECISIONS, (0.0, 0.5)):
         settings = config(stage, precision, gradient_clipping=clipping)
         engine, warnings = run(settings, "..n.")
@@ -161,7 +161,7 @@ def test_an_update_that_waits_or_came_ahead_is_not_spoilt_either(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_plain_door_has_the_same_policy(stage: int, precision: str) -> None:
+def test_the_plain_api_has_the_same_policy(stage: int, precision: str) -> None:
     settings = config(stage, precision)
     del settings["optimizer"]
     found = []
@@ -184,7 +184,7 @@ def test_the_plain_door_has_the_same_policy(stage: int, precision: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_who_turns_the_check_off_trains_on_and_is_told(precision: str) -> None:
+def test_disabling_the_check_is_logged_and_training_continues(precision: str) -> None:
     off = {"check_grad_overflow": False}
     settings = config(3, precision)
     settings |= off if precision == "fp32" else {"bf16": {"enabled": True} | off}
@@ -198,7 +198,7 @@ def test_who_turns_the_check_off_trains_on_and_is_told(precision: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_second_step_in_a_row_names_the_unit_and_the_rest_is_said_rarely(
+def test_the_second_skipped_step_in_a_row_names_the_unit_and_later_ones_are_logged_rarely(
     stage: int, precision: str
 ) -> None:
     engine = deepseek_zero.initialize(model=net(), config=config(stage, precision))[0]

@@ -101,7 +101,7 @@ def test_several_forwards_then_as_many_backwards_in_any_order(
 
 
 @on_stages_1_to_3
-def test_several_micro_batches_before_a_step_that_nobody_announced(setting: Setting) -> None:
+def test_several_unannounced_micro_batches_before_a_step(setting: Setting) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         losses = []
         for part in range(3):
@@ -137,7 +137,7 @@ def test_two_losses_of_one_forward_are_differentiated_one_after_the_other(settin
 
 
 @on_stages_1_and_3
-def test_a_forward_whose_output_is_thrown_away_changes_nothing(setting: Setting) -> None:
+def test_a_forward_without_use_of_its_output_changes_nothing(setting: Setting) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         loss_of(model, rank, step, part=1)
         loss = loss_of(model, rank, step)
@@ -185,7 +185,7 @@ def test_backward_hooks_and_create_graph_give_a_gradient_penalty(setting: Settin
 
 
 @on_stages_1_to_3
-def test_autograd_grad_of_the_input_leaves_the_step_alone(setting: Setting) -> None:
+def test_autograd_grad_of_the_input_does_not_affect_the_step(setting: Setting) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         x = draw(rank, step, 4, WIDTH).requires_grad_()
         (slope,) = torch.autograd.grad(model(x).square().mean(), x)
@@ -521,7 +521,7 @@ def test_no_sync_adds_micro_batches_without_reducing_them(stage: int, by_engine:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_no_sync_says_that_sharded_gradients_cannot_wait(stage: int) -> None:
+def test_no_sync_with_sharded_gradients_raises_an_error(stage: int) -> None:
     engine = engine_for(seeded(Model), Setting(stage))
     with (
         pytest.raises(deepseek_zero.DeepSeekZeroError, match=rf"no_sync.*stage {stage}"),
@@ -727,7 +727,7 @@ def test_deleting_engine_and_model_returns_their_memory(trained: bool, setting: 
 
 
 @on_stages_1_and_3
-def test_a_model_outlives_its_engine_and_says_so(setting: Setting) -> None:
+def test_a_model_whose_engine_was_destroyed_raises_a_clear_error(setting: Setting) -> None:
     """Without its engine a model trains no more; nothing of it may fail in a way that explains
     nothing.
     """

@@ -171,7 +171,7 @@ def test_16_bit_weights_and_other_optimizers_follow_too() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints_behind_a_flip_save_and_load(stage: int, tmp_path: Path) -> None:
+def test_checkpoints_after_a_flipped_bit_are_saved_and_loaded(stage: int, tmp_path: Path) -> None:
     def go(run: ByEngine, first: int, last: int, flips: Flips) -> None:
         for step in range(first, last):
             flips.get(step, lambda model: None)(run.model)
@@ -297,7 +297,7 @@ def test_what_zero_init_built_follows_too() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_that_freeze_differently_hear_of_it(stage: int) -> None:
+def test_different_frozen_parameters_on_ranks_raise_an_error(stage: int) -> None:
     for prepare, parts, on in (
         (nothing, ("blocks.1", "blocks.2"), False),
         (head_only, ("blocks.1", "blocks.2"), True),
@@ -312,7 +312,7 @@ def test_ranks_that_freeze_differently_hear_of_it(stage: int) -> None:
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_a_rank_that_freezes_alone_ends_in_an_error_on_both() -> None:
+def test_freezing_on_one_rank_only_is_an_error_on_both() -> None:
     run = ByEngine(3)
     run.backward(0, 0)
     run.step()
@@ -340,7 +340,7 @@ def test_unfreezing_within_a_step_or_under_updates_in_backward_is_an_error() -> 
     run.end()
 
 
-def test_freezing_under_speculative_updates_leaves_the_frozen_alone() -> None:
+def test_freezing_under_speculative_updates_does_not_change_frozen_parameters() -> None:
     run = ByEngine(3, zero_optimization=offloaded("cpu", 3, super_offload=True))
     compare(run, Plainly(), TO_AND_FRO, "super_offload")
     run.end()

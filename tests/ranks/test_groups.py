@@ -82,7 +82,7 @@ def test_a_group_moves_among_its_members_only(transport: str, key_of: Callable[[
 
 
 @pytest.mark.ranks(4)
-def test_a_group_travels_as_its_members_can() -> None:
+def test_the_message_dtype_of_a_group_fits_all_its_members() -> None:
     with hosts(rows):
         comm = Comm(CPU)
         assert isinstance(comm.lanes.transport, Hierarchical)
@@ -120,7 +120,7 @@ def test_ranks_of_another_group_may_be_anywhere_and_a_group_counts_what_it_sends
 
 
 @pytest.mark.ranks(4, timeout=60)
-def test_a_rank_that_strays_in_a_group_is_named_there_and_nowhere_else() -> None:
+def test_a_deviating_rank_is_named_in_its_group_only() -> None:
     comm = Comm(CPU)
     group, rank = split(comm, "dp_shard"), dist.get_rank()
     if rank < 2:
@@ -134,7 +134,7 @@ def test_a_rank_that_strays_in_a_group_is_named_there_and_nowhere_else() -> None
 
 
 @pytest.mark.ranks(4, timeout=60)
-def test_an_error_of_one_rank_reaches_who_waits_for_it_in_a_group() -> None:
+def test_an_error_of_one_rank_ends_waits_in_its_group() -> None:
     comm = Comm(CPU)
     replicas, rank = split(comm, "dp_replicate"), dist.get_rank()
     if rank == 1:

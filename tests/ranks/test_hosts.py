@@ -71,7 +71,7 @@ def assert_trains_as_one_process(engine: Any, run: Run, per_host: int) -> None:
 
 @pytest.mark.ranks(RANKS, hosts=2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_hosts_whose_ranks_nobody_counts_start_and_add_up_by_host(stage: int) -> None:
+def test_two_hosts_without_a_stated_number_of_ranks_start_and_sum_by_host(stage: int) -> None:
     assert "LOCAL_WORLD_SIZE" not in os.environ and "LOCAL_RANK" not in os.environ
     rank, run = dist.get_rank(), Run(stage, accumulation=2)
     assert socket.gethostname() == f"h{rank // 2}"
@@ -230,7 +230,7 @@ def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_pat
 
 
 @pytest.mark.ranks(RANKS, hosts=2)
-def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
+def test_transports_are_measured_at_the_start_and_both_figures_logged() -> None:
     run = Run(3, transport="measured")
     with pytest.MonkeyPatch.context() as patch:
         engine = start(run)
@@ -260,7 +260,7 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
 
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
-def test_the_configuration_says_where_ranks_listen() -> None:
+def test_the_configuration_sets_the_listening_address() -> None:
     engine = start(Run(3, transport="tcp"), network={"interface": "v0", "ports": "29710-29713"})
     world = context.WorldContext.of_this_world()
     assert world._listener is not None
@@ -311,7 +311,7 @@ def seen_after(engine: Any, way: str, folder: Path) -> list[Tensor]:
     "way",
     ["masters", "moments", "states", "weights", "one weight", "written", "evaluation", "saved"],
 )
-def test_between_hosts_an_update_waits_for_the_next_forward_and_nobody_sees_that(
+def test_between_hosts_an_update_is_deferred_to_the_next_forward_transparently(
     way: str, dtype: str, tmp_path: Path
 ) -> None:
     found, run = [], Run(3, dtype, accumulation=2, clipping=0.3, optimizer="adamw")
@@ -334,7 +334,7 @@ def test_between_hosts_an_update_waits_for_the_next_forward_and_nobody_sees_that
 
 
 @pytest.mark.ranks(2, hosts=2)
-def test_where_the_notice_board_is_out_of_reach_every_rank_says_where_it_would_be(
+def test_an_unreachable_store_is_reported_with_its_address_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0 listens at its own loopback, as told; nobody waits for ranks that could not reach

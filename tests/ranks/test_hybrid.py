@@ -92,7 +92,7 @@ WAYS += (("overlap", False), ("master", "fp32"))
         fits=lambda case: case[1] == "bf16" or case[3][0] != "master",
     )
 )
-def test_two_groups_of_two_give_the_bits_of_sums_in_two_levels_however_they_travel(
+def test_two_groups_of_two_give_the_bits_of_two_level_sums_on_every_transport(
     stage: int, dtype: str, accumulation: int, way: tuple[str, Any]
 ) -> None:
     run = Run(stage, dtype, accumulation, optimizer="adamw", clipping=0.5, **dict([way]))
@@ -111,7 +111,7 @@ def test_two_groups_of_two_give_the_bits_of_sums_in_two_levels_however_they_trav
         fits=lambda case: case[0] == 3 or case[1:3] == ("cpu", False),
     )
 )
-def test_no_place_to_rest_changes_a_bit(
+def test_no_placement_of_states_changes_a_bit(
     stage: int, tier: str, speculates: bool, accumulation: int
 ) -> None:
     updates = (("super_offload", True),) if speculates else ()
@@ -123,7 +123,7 @@ def test_no_place_to_rest_changes_a_bit(
 
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases({"ranks": (2, 3), "stage": STAGES, "dtype": ("fp32", "bf16")}))
-def test_replicas_alone_are_summed_as_ranks_without_sharding_are(
+def test_replicas_without_sharding_are_summed_like_data_parallel_ranks(
     ranks: int, stage: int, dtype: str
 ) -> None:
     run = Run(stage, dtype, 2, optimizer="adamw", clipping=0.5)
@@ -175,7 +175,7 @@ def test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups
 @pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_plan_without_a_group_says_what_four_ranks_hold_and_send(stage: int, dtype: str) -> None:
+def test_a_plan_without_a_process_group_has_the_bytes_of_four_ranks(stage: int, dtype: str) -> None:
     run = Run(stage, dtype, 2, optimizer="adamw")
     engine = start(run, {"dp_replicate": 2, "dp_shard": 2})
     for step in range(2):
@@ -246,7 +246,7 @@ def test_an_overflow_in_one_group_skips_the_step_in_all_and_changes_nothing(stag
 
 @pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_backwards_that_nobody_announced_add_up(stage: int) -> None:
+def test_backwards_without_announcement_accumulate(stage: int) -> None:
     """Two plain backwards in a step: each sum travels by itself, and the gradient is theirs."""
     run = Run(stage, "fp32", 1)
     engine, model = start(run, {"dp_replicate": 2, "dp_shard": 2}), seeded(Gpt)
@@ -417,7 +417,7 @@ def test_every_spelling_gives_the_same_groups(mesh: Any) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_seed_0s_door_takes_a_mesh(stage: int) -> None:
+def test_seed_0s_api_accepts_a_mesh(stage: int) -> None:
     model, run = seeded(Gpt), Run(stage)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     deepseek_zero.DeepSeekZeRO3(model, zero_optimization=zero, mesh={"dp_replicate": 2})
@@ -452,7 +452,7 @@ def test_seed_0s_door_takes_a_mesh(stage: int) -> None:
         (None, {"mics_shard_size": 3}, "mics_shard_size is 3, but there are 2 ranks"),
     ],
 )
-def test_a_mesh_that_does_not_fit_or_is_said_twice_is_refused(
+def test_a_mesh_that_does_not_fit_or_is_stated_twice_is_refused(
     mesh: Any, config: dict[str, Any], words: str
 ) -> None:
     zero = {"stage": 3, **{key: value for key, value in config.items() if key != "mesh"}}

@@ -69,7 +69,9 @@ def test_names_of_one_crc_in_two_lanes_that_interleave_differently(transport: st
 
 @pytest.mark.ranks(2)
 @on_all_transports
-def test_a_rank_astray_at_the_same_place_of_a_lane_gets_no_bytes(transport: str) -> None:
+def test_a_rank_with_a_different_collective_at_the_same_position_gets_no_data(
+    transport: str,
+) -> None:
     with apart(transport):
         comm, rank = Comm(CPU, transport=transport), dist.get_rank()
         full = torch.full((100,), -1.0)
@@ -198,7 +200,7 @@ def test_an_update_without_memory_in_a_reduction_reaches_the_other_rank_by_name(
 
 
 @pytest.mark.ranks(2)
-def test_a_window_of_gloo_tags_that_wraps_around_gives_everybody_his_own() -> None:
+def test_gloo_tags_stay_unique_after_wrapping() -> None:
     comm, rank = Comm(CPU, transport="gloo"), dist.get_rank()
     boxes = [[torch.empty(1) for _ in range(2)] for _ in range(3000)]
     pending = [

@@ -165,7 +165,7 @@ def test_a_change_that_would_be_lost_is_an_error_under_init_too() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_state_dict_of_a_model_under_construction_tells_names_and_shapes() -> None:
+def test_the_state_dict_of_a_model_under_construction_has_names_and_shapes() -> None:
     with dz.zero.Init():
         model = Net()
     state = model.state_dict()

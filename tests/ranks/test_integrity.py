@@ -247,7 +247,7 @@ def test_what_differs_and_stays_so_is_found_at_the_next_comparison(stage: int) -
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_run_without_faults_has_the_same_losses_and_says_nothing(stage: int) -> None:
+def test_a_run_without_faults_has_the_same_losses_and_logs_nothing(stage: int) -> None:
     engine = start(stage, mode="off")
     plain = train(engine)
     engine.destroy()
@@ -258,7 +258,7 @@ def test_a_run_without_faults_has_the_same_losses_and_says_nothing(stage: int) -
 
 
 @pytest.mark.ranks(3)
-def test_a_warning_is_said_once_and_the_run_goes_on() -> None:
+def test_a_warning_is_logged_once_and_the_run_continues() -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

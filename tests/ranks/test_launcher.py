@@ -191,7 +191,7 @@ def test_every_way_of_dying_gives_its_code_and_its_story_and_ends_all(
 
 
 @pytest.mark.parametrize("ending", ["sys.exit()", "sys.exit(0)", "os._exit(0)", "pass"])
-def test_every_way_of_ending_well_is_no_failure_and_ends_nobody_else(
+def test_every_normal_exit_is_no_failure_and_ends_no_other_rank(
     tmp_path: Path, ending: str
 ) -> None:
     script = write(
@@ -460,7 +460,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, 
         yield [json.loads((folder / f"seen_{rank}").read_text()) for rank in range(2)]
 
 
-def test_every_rank_knows_its_place(probed: list[dict[str, object]]) -> None:
+def test_every_rank_has_its_coordinates(probed: list[dict[str, object]]) -> None:
     for rank, seen in enumerate(probed):
         place = [
             seen[name]
@@ -486,7 +486,7 @@ def test_ranks_share_the_cores(probed: list[dict[str, object]]) -> None:
     }
 
 
-def test_a_failure_is_told_once_with_its_code_and_without_noise(tmp_path: Path) -> None:
+def test_a_failure_is_logged_once_with_its_exit_code(tmp_path: Path) -> None:
     script = write(
         tmp_path,
         "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('b' + "
@@ -541,7 +541,7 @@ def test_gpus_that_are_not_there_are_replaced_with_one_line(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_launcher_that_is_asked_to_end_ends_its_ranks(
+def test_a_launcher_that_gets_a_termination_signal_ends_its_ranks(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     script = write(
@@ -799,7 +799,7 @@ def test_a_rank_that_saved_and_left_is_the_failure_only_where_the_others_stay(
     assert ended.left == []
 
 
-def test_survivors_of_a_dead_rank_are_told_that_this_is_the_end(tmp_path: Path) -> None:
+def test_surviving_ranks_get_an_error_after_the_death_of_a_rank(tmp_path: Path) -> None:
     script = write(tmp_path, SAVER)
     with Ranks(Command(Target.SCRIPT, str(script), (str(tmp_path / "up"), "SIGTERM"))) as ranks:
         pids = ranks.start([{"RANK": "0"}, {"RANK": "1"}])
@@ -855,7 +855,7 @@ def test_ranks_that_do_not_save_within_the_grace_are_ended(tmp_path: Path) -> No
     assert (tmp_path / "up0.ended").exists() and (tmp_path / "up1.ended").exists()
 
 
-def test_the_ranks_of_a_launch_share_a_secret_that_nobody_else_sees(tmp_path: Path) -> None:
+def test_the_ranks_of_a_launch_share_a_private_secret(tmp_path: Path) -> None:
     script = write(
         tmp_path,
         """
@@ -881,7 +881,7 @@ def test_the_ranks_of_a_launch_share_a_secret_that_nobody_else_sees(tmp_path: Pa
     assert lines[0][5] not in done.stderr
 
 
-def test_a_rank_that_somebody_stopped_is_named_and_waited_for(
+def test_a_stopped_rank_is_named_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agent, "TELL_AFTER", 0.3)

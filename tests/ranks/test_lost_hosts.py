@@ -57,9 +57,7 @@ def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(monkeypatch: pytest.Mo
 
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
-def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_the_hosts_name() -> (
-    None
-):
+def test_a_connection_with_keepalive_survives_silence_which_is_logged_with_the_host() -> None:
     """A kernel asks 127 times at most, in two minutes; here it is told to ask twice, and is silent
     for longer.
     """
@@ -107,7 +105,7 @@ def test_the_kernel_ends_the_connections_that_gloo_opens_with_a_group() -> None:
     dist.all_reduce(torch.ones(1), group=group)
 
 
-def test_the_error_of_a_lost_host_names_hosts_and_ranks_and_travels() -> None:
+def test_the_error_of_a_lost_host_names_hosts_and_ranks_and_can_be_pickled() -> None:
     error = HostLost([("h1", [2, 3]), ("h2", [4]), ("h3", list(range(6, 20)))], 10.0)
     assert error.what == "h1 (ranks 2, 3) and h2 (rank 4) and h3 (ranks 6 to 19) silent for 10 s"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

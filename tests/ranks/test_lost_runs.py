@@ -227,7 +227,7 @@ def own_environment() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.ranks(1, timeout=120)
-def test_the_second_job_in_one_directory_is_told_and_a_dead_one_is_no_obstacle(
+def test_a_second_job_in_one_directory_is_refused_unless_the_first_has_ended(
     tmp_path: Path,
 ) -> None:
     for layout in LAYOUTS:
@@ -264,7 +264,7 @@ def test_the_second_job_in_one_directory_is_told_and_a_dead_one_is_no_obstacle(
 
 
 @pytest.mark.ranks(1)
-def test_where_the_file_system_knows_no_locks_the_second_job_is_warned(
+def test_without_file_locks_the_second_job_is_warned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(*_: Any) -> None:

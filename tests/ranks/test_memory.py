@@ -171,7 +171,7 @@ MAKERS: dict[str, MakeOptimizer] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_prediction_knows_each_optimizers_state(name: str) -> None:
+def test_the_prediction_includes_each_optimizers_state(name: str) -> None:
     assert_prediction_holds(Run(2), MAKERS[name])
 
 
@@ -207,7 +207,7 @@ def test_lent_buffers_do_not_grow_with_depth(stage: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_stages_fall_as_the_table_says() -> None:
+def test_the_memory_of_stages_falls_as_in_the_table() -> None:
     totals = []
     for stage in range(4):
         engine = start_engine(
@@ -235,7 +235,7 @@ def test_the_stages_fall_as_the_table_says() -> None:
         (3, (("super_offload", True), ("undo_bytes", 60_000))),
     ],
 )
-def test_the_prediction_knows_what_waits_and_what_may_be_undone(
+def test_the_prediction_includes_pending_and_revertible_updates(
     ranks: int,
     stage: int,
     dtype: str,

@@ -39,7 +39,7 @@ def reductions(run: Run) -> tuple[list[Event], dict[str, torch.Tensor], list[str
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["fastest", "gloo"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_messages_of_a_reduction_are_under_way_at_once(stage: int, transport: str) -> None:
+def test_two_messages_of_a_reduction_are_in_flight_together(stage: int, transport: str) -> None:
     events, weights, orders = reductions(
         Run(stage, optimizer="adamw", bucket=SMALL, transport=transport)
     )

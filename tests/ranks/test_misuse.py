@@ -691,7 +691,7 @@ for _ in range(4 if os.environ["RANK"] == "0" else 2):
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_of_a_model_that_nobody_wrapped_raises_at_its_first_step() -> None:
+def test_an_optimizer_of_an_unwrapped_model_raises_at_its_first_step() -> None:
     model, other = nn.Linear(64, 64), nn.Linear(64, 64)
     optimizer = ZeroOptimizer(model.parameters())
     model(torch.ones(2, 64)).sum().backward()

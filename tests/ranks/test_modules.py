@@ -178,7 +178,7 @@ def with_adapters() -> nn.Module:
 
 
 @on_stages_1_and_3
-def test_adapters_beside_frozen_weights_train(setting: Setting) -> None:
+def test_adapters_next_to_frozen_weights_are_trained(setting: Setting) -> None:
     assert_trains_like_plain(with_adapters, square, setting)
 
 
@@ -844,7 +844,7 @@ def test_a_unit_that_returns_nothing_while_an_exception_is_handled_has_not_faile
 
 
 @on_stages_1_and_3
-def test_a_unit_that_fails_while_an_exception_is_handled_is_heard_of(setting: Setting) -> None:
+def test_a_unit_that_fails_during_exception_handling_is_reported(setting: Setting) -> None:
     engine = engine_for(seeded(Stateful), setting, units=["Silent"])
     error, told = (ValueError, "bad value") if here() == 0 else (PeerError, "rank 0")
     if here() == 0:

@@ -41,7 +41,7 @@ def train(engine: Any, step: int) -> None:
     engine.step()
 
 
-def test_one_process_is_told_at_once_of_a_loss_that_requires_no_gradient() -> None:
+def test_a_loss_without_gradient_is_an_error_in_one_process() -> None:
     engine = start(3)
     with pytest.raises(UsageError, match="does not require a gradient"):
         engine.backward(loss_of(engine, 0).detach())
@@ -112,7 +112,7 @@ def test_a_rank_whose_loss_is_a_constant_counts_as_zeros(stage: int) -> None:
 
 @pytest.mark.ranks(2)
 @on_stages
-def test_a_step_without_a_backward_changes_nothing_and_says_so(stage: int) -> None:
+def test_a_step_without_a_backward_changes_nothing_and_is_logged(stage: int) -> None:
     for precision, accumulation, zero in itertools.product(
         ("fp32", "fp16"), (1, 2), PLACES if stage == 3 else [{}]
     ):
@@ -163,7 +163,7 @@ def test_one_micro_batch_of_several_is_enough(stage: int) -> None:
 
 @pytest.mark.ranks(2)
 @on_stages
-def test_the_plain_door_steps_over_nothing_as_torch_does_and_says_so(stage: int) -> None:
+def test_a_plain_step_without_gradients_does_nothing_like_torch_and_is_logged(stage: int) -> None:
     settings = config(stage, "fp32")
     del settings["optimizer"]
     model, plain = net(), net()

@@ -293,7 +293,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_nothing_behind(dtype: s
     assert torch.stack(losses).isfinite().all()
 
 
-def test_a_rank_alone_keeps_its_own_momentum_and_a_frozen_second_moment() -> None:
+def test_a_single_rank_keeps_its_momentum_and_a_frozen_second_moment() -> None:
     param = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     other = torch.nn.Parameter(param.detach().clone())
     one_bit, adam = (

@@ -152,7 +152,7 @@ def test_kernels_change_no_bit_in_any_stage_or_memory(dtype: str, tmp_path: Path
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"foreach": True}, {"amsgrad": True}])
-def test_a_plan_without_ranks_knows_which_options_have_no_kernel(options: dict[str, Any]) -> None:
+def test_a_plan_without_ranks_reports_options_without_a_kernel(options: dict[str, Any]) -> None:
     settings = config("numba", "AdamW", {"stage": 1}) | {"gradient_clipping": 0.1}
     settings["bf16"] = {"enabled": True}
     settings["optimizer"] = settings["optimizer"] | {"params": {"lr": 1e-2, **options}}

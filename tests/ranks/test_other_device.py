@@ -51,7 +51,7 @@ if not is_full():
 
 
 @pytest.mark.parametrize(("case", "ranks"), RUNS)
-def test_beside_another_device(case: str, ranks: int, tmp_path: Path) -> None:
+def test_on_another_device(case: str, ranks: int, tmp_path: Path) -> None:
     need(toy.can_build(), "g++ and ninja")
     need(torch.version.cuda is None, "a PyTorch without CUDA, beside which no other device can be")
     together = ["deepseek_zero.cli", "run", "--nproc", str(ranks), "--module"] if ranks > 1 else []

@@ -171,7 +171,7 @@ def test_above_accumulation_1_the_two_pairs_of_stages_stay_within_a_millionth(
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_seed_0s_door_with_a_plain_backward_gives_the_same_bits_too(ranks: int, stage: int) -> None:
+def test_seed_0s_api_with_a_plain_backward_gives_the_same_bits(ranks: int, stage: int) -> None:
     model = seeded()
     zero = {
         "stage": stage,

@@ -48,7 +48,7 @@ def train(engine: Any, steps: int = 3) -> list[torch.Tensor]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
-def test_shares_are_as_small_as_they_say_and_change_no_bit(place: str) -> None:
+def test_shares_have_the_stated_size_and_change_no_bit(place: str) -> None:
     where = {"device": place} | ({"nvme_path": tempfile.gettempdir()} if place == "nvme" else {})
     plain = engine_of({}, 1, tp=2)
     expected, unshared = (
@@ -67,7 +67,7 @@ def test_shares_are_as_small_as_they_say_and_change_no_bit(place: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_all_gathers_but_the_first_travel_while_another_layer_is_recomputed() -> None:
+def test_all_gathers_except_the_first_overlap_with_recomputation() -> None:
     """By the order in which gathers begin, layers compute and gathers are waited for: no clock."""
     many = 6
     engine, events = (

@@ -150,7 +150,7 @@ def grads_of(runtime: Any) -> list[Tensor]:
 
 
 @pytest.mark.ranks(4, timeout=150)
-def test_seed_000s_door_over_stages_and_tensor_parts() -> None:
+def test_seed_000s_api_with_stages_and_tensor_parallelism() -> None:
     """Each backward is reduced, and adds to those before it until zero_grad, as with torch's
     optimizers.
     """

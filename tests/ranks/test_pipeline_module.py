@@ -99,7 +99,7 @@ def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_batches_may_have_other_shapes_where_the_list_says_so() -> None:
+def test_batches_may_differ_in_shape_if_the_list_allows_it() -> None:
     # Clipping would scale by a norm that two stages add up in another order: the last bit may
     # differ.
     unclipped = {"gradient_clipping": 0.0}

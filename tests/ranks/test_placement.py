@@ -128,7 +128,7 @@ AXES = {
 
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases(AXES))
-def test_the_device_never_holds_more_than_the_plan_says(
+def test_the_device_never_holds_more_than_planned(
     stage: int, tier: str, dtype: str, ranks: int
 ) -> None:
     run = Run(stage, dtype, clipping=0.3, optimizer="adamw", tier=tier)
@@ -154,7 +154,7 @@ def test_the_device_never_holds_more_than_the_plan_says(
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_what_computes_is_never_the_memory_that_weights_rest_in(tier: str, ranks: int) -> None:
+def test_gathered_weights_never_alias_the_stored_slices(tier: str, ranks: int) -> None:
     run = Run(3, "bf16", tier=tier)
     engine = start_engine(run, seeded())
     looked = 0
@@ -188,7 +188,7 @@ def test_what_computes_is_never_the_memory_that_weights_rest_in(tier: str, ranks
         ({"offload_optimizer": {"ratio": 0.5}}, {}, "has no effect: nothing is offloaded"),
     ],
 )
-def test_what_cannot_be_placed_is_said_before_anything_is_allocated(
+def test_states_that_do_not_fit_are_reported_before_anything_is_allocated(
     zero: dict[str, Any], top: dict[str, Any], said: str
 ) -> None:
     refused: Callable[[], Any] = lambda: engine_of(Run(3), zero, **top)  # noqa: E731 - what is refused is named

@@ -87,7 +87,7 @@ def test_a_plans_volume_is_what_real_ranks_send(ranks: int, stage: int, accumula
         ("Lion", {}),
     ],
 )
-def test_a_plan_knows_the_optimizer_that_the_configuration_names(
+def test_a_plan_uses_the_optimizer_of_the_configuration(
     optimizer: str, params: dict[str, Any]
 ) -> None:
     config = config_of(Run(3), optimizer, **params)
@@ -105,7 +105,7 @@ def test_a_plan_knows_the_optimizer_that_the_configuration_names(
         }
     )
 )
-def test_a_plan_knows_what_lies_in_other_memories(
+def test_a_plan_includes_states_in_other_memories(
     tier: str, updates: tuple[tuple[str, Any], ...], moments: str
 ) -> None:
     run = Run(3, "bf16", tier=tier, updates=updates, moments=moments)

@@ -262,7 +262,7 @@ REDUCTIONS: dict[
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", REDUCTIONS)
-def test_gradients_are_reduced_as_the_configuration_says_bit_for_bit(how: str, stage: int) -> None:
+def test_gradients_are_reduced_as_configured_bit_for_bit(how: str, stage: int) -> None:
     more, reduced = REDUCTIONS[how]
     engine = build(stage, **{**more, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})
     torch.manual_seed(0)

@@ -54,7 +54,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_signal_on_one_rank_saves_on_all_behind_the_same_step(
+def test_a_signal_on_one_rank_saves_on_all_after_the_same_step(
     tmp_path: Path, accumulation: int
 ) -> None:
     heard: list[int] = []
@@ -123,7 +123,7 @@ def test_all_ranks_take_the_newest_checkpoint_that_is_good_on_all(tmp_path: Path
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_would_save_differently_are_told_at_once(tmp_path: Path) -> None:
+def test_different_save_settings_on_ranks_are_reported_immediately(tmp_path: Path) -> None:
     try:
         with pytest.raises(Exception, match=r"checkpoint.save_on_signal.path: rank 0 has"):
             build(save_on_signal={"path": str(tmp_path / str(here())), "signals": ["SIGTERM"]})

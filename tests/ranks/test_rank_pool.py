@@ -53,7 +53,7 @@ def test_an_expected_death_leaves_the_others_to_pass() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_failure_on_one_rank_is_told_with_its_values_and_does_not_wait_for_the_other() -> None:
+def test_a_failure_on_one_rank_is_reported_with_its_values_without_waiting_for_the_other() -> None:
     outcome = _outcome(_rank_1_fails_while_rank_0_waits, timeout=60)
     assert "assert 4 == 5" in outcome.answers[1].text
     assert "all_reduce" in outcome.silent[0]

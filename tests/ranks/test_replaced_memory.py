@@ -122,7 +122,7 @@ def test_inside_gathered_parameters_new_memory_that_fits_is_taken_over(stage: in
 
 
 @pytest.mark.ranks(2)
-def test_at_rest_new_memory_is_refused() -> None:
+def test_new_memory_for_a_sharded_parameter_is_refused() -> None:
     weight = dz.initialize(model=nn.Linear(WIDTH, WIDTH), config=config())[0].module.weight
     with torch.no_grad(), pytest.raises(AtRestError, match="'set_' cannot use it"):
         weight.set_(torch.zeros(WIDTH, WIDTH))

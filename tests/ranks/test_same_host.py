@@ -125,7 +125,7 @@ def test_two_hosts_with_our_own_sockets_between_give_the_bits_of_gloo(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_our_own_sockets_alone_give_the_bits_of_gloo(stage: int) -> None:
+def test_our_own_sockets_give_the_bits_of_gloo(stage: int) -> None:
     run = Run(stage, "bf16", optimizer="adamw", transport="gloo", clipping=0.1)
     expected = trained(run)
     with hosts(str):
@@ -164,7 +164,7 @@ def test_a_system_that_forbids_it_is_no_error() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_differ_in_transport_are_told() -> None:
+def test_different_transports_on_ranks_are_reported() -> None:
     with pytest.raises(ModelMismatchError, match="transport"):
         Comm(CPU, transport="gloo" if dist.get_rank() else "fastest")
 
@@ -286,7 +286,7 @@ def test_sharded_weights_lie_in_memory_once_for_all_ranks() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_no_descriptor_and_no_mapping_stays_behind_an_engine() -> None:
+def test_no_descriptor_and_no_mapping_remains_after_an_engine() -> None:
     def train() -> None:
         engine = start_engine(Run(1, optimizer="adamw"), seeded(Gpt, hidden=900))
         for step in range(2):
@@ -310,7 +310,7 @@ def test_no_descriptor_and_no_mapping_stays_behind_an_engine() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_full_queue_makes_nobody_wait_for_ever() -> None:
+def test_a_full_queue_does_not_block_forever() -> None:
     comm, rank = Comm(CPU), dist.get_rank()
     boxes = [[torch.empty(1) for _ in range(2)] for _ in range(2000)]
     pending = [
@@ -325,7 +325,7 @@ def test_a_full_queue_makes_nobody_wait_for_ever() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_goes_away_has_said_all_it_had_to_say() -> None:
+def test_a_rank_that_ends_has_sent_all_its_messages() -> None:
     comm, rank, pieces = Comm(CPU), dist.get_rank(), torch.ones(40, INLINE_BYTES // 4)
     if rank == 1:
         time.sleep(0.3)  # the queue towards this rank is full long before it listens
@@ -335,7 +335,7 @@ def test_a_rank_that_goes_away_has_said_all_it_had_to_say() -> None:
 
 
 @pytest.mark.ranks(2, dies=[1])
-def test_a_death_is_news_at_once() -> None:
+def test_the_death_of_a_rank_is_reported_immediately() -> None:
     comm = Comm(CPU)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)

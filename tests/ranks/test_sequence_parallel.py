@@ -81,7 +81,7 @@ def test_models_without_exchanges_are_refused_by_name() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_batches_that_say_too_little_are_refused_by_name() -> None:
+def test_batches_without_required_entries_are_refused_by_name() -> None:
     engine = deepseek_zero.initialize(model=tiny("llama"), config=config(1), mesh={"sp": 2})[0]
     own = own_tokens(batch(0), dist.get_rank(), 2)
     packed = own["position_ids"].clone()

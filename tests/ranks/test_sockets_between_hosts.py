@@ -111,7 +111,7 @@ def wait_for(paths: list[Path], processes: list[Process]) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(
+def test_a_run_listens_at_one_address_and_survives_unauthenticated_peers_and_a_cut(
     tmp_path: Path,
 ) -> None:
     with hosts(2) as pair:
@@ -209,7 +209,7 @@ def test_nothing_is_unpickled_while_two_hosts_meet_and_train(
 
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
-def test_two_hosts_train_by_tls_to_the_bits_of_one_process_and_nobody_reads_them(
+def test_two_hosts_with_tls_train_to_the_bits_of_one_process_encrypted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = dist.get_rank()

@@ -269,7 +269,7 @@ def open_files(folder: Path) -> list[str]:
 
 
 @pytest.mark.ranks(1)
-def test_wrong_words_and_a_full_disk_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_and_a_full_disk_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build(3)
     step(engine, 0)
     before = states(engine)

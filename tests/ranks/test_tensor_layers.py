@@ -77,7 +77,7 @@ def test_layers_compute_what_whole_ones_do() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_parameters_are_whole_inside_the_block_and_parts_again_behind_it() -> None:
+def test_parameters_are_whole_inside_the_block_and_sharded_after() -> None:
     torch.manual_seed(1)
     plain = nn.Linear(WIDTH, OUT)
     for kind, options in (
@@ -216,7 +216,7 @@ def everyones(value: str) -> str:
 
 
 @pytest.mark.ranks(2)
-def test_an_engines_layers_answer_as_deepspeeds() -> None:
+def test_an_engines_layers_have_deepspeeds_attributes() -> None:
     model = Net()
     whole = model.first.weight.detach().clone()
     config = CONFIG | {"tensor_parallel": {"autotp_size": 2, "partition_config": RULES}}

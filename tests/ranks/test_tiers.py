@@ -243,7 +243,7 @@ def test_a_checkpoint_crosses_tiers(before: str, after: str, tmp_path: Path) -> 
 
 
 @pytest.mark.ranks(1)
-def test_the_moments_of_a_disk_are_nan_to_whoever_looks_past_the_door() -> None:
+def test_moments_on_a_disk_read_as_nan_without_a_fetch() -> None:
     model = seeded(Gpt)
     client = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = start_engine(Run(3, tier="nvme"), model, lambda params: client)
@@ -310,7 +310,7 @@ def test_an_update_that_waits_is_the_one_its_step_decided(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("pipeline", [True, False])
-def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeline: bool) -> None:
+def test_the_update_is_deferred_only_if_the_weights_are_not_visible(pipeline: bool) -> None:
     keys = offload("nvme")
     keys["offload_optimizer"] = keys["offload_optimizer"] | {"pipeline": pipeline}
     engine = engine_of(3, keys | {"stage3_param_persistence_threshold": 300})
@@ -509,7 +509,7 @@ def test_a_directory_that_one_rank_cannot_make_is_an_error_on_every_rank(tmp_pat
 
 
 @pytest.mark.ranks(2)
-def test_a_directory_that_is_missing_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_missing_directory_is_created_with_access_for_its_owner_only(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     states = tmp_path / "new" / "states"
     place = {"device": "nvme", "nvme_path": str(states)}
@@ -521,7 +521,7 @@ def test_a_directory_that_is_missing_is_made_for_its_owner_alone(tmp_path: Path)
     ]
 
 
-def test_a_directory_that_is_missing_has_the_room_of_its_disk(tmp_path: Path) -> None:
+def test_a_missing_directory_has_the_free_space_of_its_disk(tmp_path: Path) -> None:
     assert Disk.free_bytes(tmp_path / "new" / "states") > 0
 
 

@@ -80,7 +80,7 @@ def test_the_recipe_trains_as_one_process(stage: int, length: int) -> None:
     engine.destroy()
 
 
-def test_what_cannot_be_registered_is_said_in_deepspeeds_words() -> None:
+def test_invalid_registrations_raise_deepspeeds_errors() -> None:
     model, register = tiny("llama"), UlyssesSPAttentionHF.register_with_transformers
     assert register(model, "sdpa", 1, 1) is None
     for arguments, words in [

@@ -253,7 +253,7 @@ def test_offloaded_weights_are_loaded_as_often_whatever_the_micro_batches(ranks:
 
 
 @pytest.mark.ranks(2)
-def test_between_ranks_a_quarter_of_the_bytes_of_four_accumulation_steps_travels() -> None:
+def test_one_sum_per_step_sends_a_quarter_of_the_bytes_of_four_accumulation_steps() -> None:
     def sent(vertical: int, accumulation: int) -> dict[str, int]:
         engine = engine_of(
             seeded(Gpt), vertical, transport="gloo", gradient_accumulation_steps=accumulation
@@ -432,6 +432,6 @@ def test_a_configuration_in_which_it_makes_no_sense_is_refused(
 
 
 @pytest.mark.ranks(1)
-def test_beside_torch_compile_it_is_refused() -> None:
+def test_it_is_refused_with_torch_compile() -> None:
     with pytest.raises(NotBuiltError, match="beside vertical_micro_batches is not built"):
         engine_of(seeded(Gpt), 2).compile()

@@ -121,7 +121,7 @@ def test_states_on_a_disk_take_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_names_and_shapes_that_differ_are_told_before_anything_changes(tmp_path: Path) -> None:
+def test_differing_names_and_shapes_are_reported_before_anything_changes(tmp_path: Path) -> None:
     engine = start(3)
     before = engine.module.state_dict()
     write(tmp_path / "more", extra=torch.zeros(2))

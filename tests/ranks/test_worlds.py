@@ -120,7 +120,7 @@ print("world", train().world_size,
 )
 
 
-def test_srun_makes_one_world_behind_both_doors(tmp_path: Path) -> None:
+def test_srun_makes_one_world_in_both_apis(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(BOTH_DOORS)
     job = str(free_port() - 20000)  # Slurm's port is 20000 and the job's number
@@ -153,7 +153,7 @@ def pod(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("variables", [srun_of_two_hosts, mpirun_of_two_hosts, pod])
-def test_ranks_of_two_hosts_meet_where_their_launcher_says(
+def test_ranks_of_two_hosts_use_their_launchers_rendezvous_address(
     variables: Callable[[int], dict[str, str]], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
@@ -198,7 +198,7 @@ OWN_GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo')\n
 @pytest.mark.parametrize(
     ("start", "before"), [(plain_rank, ""), (launched_rank, ""), (launched_rank, OWN_GROUP)]
 )
-def test_hosts_whose_own_names_mean_loopback_meet_by_the_first_ones_name(
+def test_hosts_whose_names_resolve_to_loopback_use_the_first_hosts_name(
     start: Callable[[int], tuple[list[str], dict[str, str]]], before: str, tmp_path: Path
 ) -> None:
     """Debian's /etc/hosts has a line 127.0.1.1 with the host's own name; these hosts have no way to
@@ -231,7 +231,7 @@ DOORS: dict[str, Callable[[torch.nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_refuses_to_train_alone_what_a_launcher_started_together(
+def test_every_api_refuses_single_process_training_under_a_launcher_with_several(
     door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
@@ -247,7 +247,7 @@ def test_every_door_refuses_to_train_alone_what_a_launcher_started_together(
         DOORS[door](model)
 
 
-def test_alone_on_purpose_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_alone_makes_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("DEEPSEEK_ZERO_ALONE", "1")
@@ -257,7 +257,7 @@ def test_alone_on_purpose_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.world_size == 1
 
 
-def test_a_port_that_is_taken_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -278,7 +278,7 @@ def test_a_port_that_is_taken_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("rank", "whom"), [(0, "1 more rank"), (1, "rank 0, which listens there")])
-def test_a_rank_that_meets_nobody_says_whom_it_waits_for_and_ends(
+def test_a_rank_without_peers_logs_the_missing_ranks_and_ends(
     rank: int, whom: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mesh, "MEETING", timedelta(seconds=2))
@@ -366,7 +366,7 @@ if __name__ == "__main__":
 )
 
 
-def test_ranks_that_mp_spawn_made_know_who_they_are(tmp_path: Path) -> None:
+def test_ranks_of_mp_spawn_have_their_rank_and_world_size(tmp_path: Path) -> None:
     """One rank tells, and writes records, plan and monitor files, though no launcher has set a
     variable.
     """

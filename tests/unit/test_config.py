@@ -120,7 +120,7 @@ def read_at(door: str, rng: random.Random) -> tuple[Any, Callable[[], Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("door", ["initialize", "DeepSeekZeRO3"])
-def test_every_configuration_is_taken_or_refused_in_our_words(door: str) -> None:
+def test_every_configuration_is_accepted_or_raises_the_librarys_error(door: str) -> None:
     rng, findings, ends = random.Random(14), Findings(), time.process_time() + SECONDS
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -162,7 +162,7 @@ def step_through(keywords: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("door", ["initialize", "DeepSeekZeRO3"])
-def test_what_is_taken_builds_an_engine_and_takes_a_step_or_says_why_not(door: str) -> None:
+def test_an_accepted_configuration_runs_a_step_or_raises_the_librarys_error(door: str) -> None:
     rng, findings, ends = random.Random(15), Findings(), time.process_time() + SECONDS
     tried, is_engine = 0, door == "initialize"
     while tried < BUILT and time.process_time() < ends:
@@ -183,7 +183,7 @@ def test_what_is_taken_builds_an_engine_and_takes_a_step_or_says_why_not(door: s
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_whatever_an_optimizer_and_a_schedule_are_told_they_step_or_are_refused() -> None:
+def test_optimizers_and_schedules_step_or_are_refused_with_any_arguments() -> None:
     rng, findings, ends = random.Random(16), Findings(), time.process_time() + SECONDS
     while findings.answers.total() < 10 * BUILT and time.process_time() < ends:
         given = configs.trained(rng)

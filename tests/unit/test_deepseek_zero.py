@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 
-def test_another_system_is_told_at_import_what_to_do() -> None:
+def test_importing_on_another_operating_system_raises_an_error_with_advice() -> None:
     program = "import sys; sys.platform = 'darwin'; import deepseek_zero"
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -53,7 +53,7 @@ def train(section: dict[str, Any], *, enable: str) -> tuple[list[torch.Tensor], 
     return found, parked
 
 
-def test_inputs_are_parked_by_the_configuration_alone() -> None:
+def test_inputs_are_offloaded_only_if_configured() -> None:
     expected, parked = train({}, enable="before")
     assert parked == 0
     for section, enable, arrived in (

@@ -190,7 +190,7 @@ def test_sizes_that_divide_by_nothing_leave_a_gap_of_a_sixteenth_and_a_sector(
     assert 0 < parking.unused_bytes < 8 * (NBYTES // 16 + 2 * PAGE)
 
 
-def test_any_order_of_ends_reads_right_and_finds_room_again(
+def test_any_order_of_releases_reads_correct_data_and_frees_space(
     opening: Callable[[], TierMemory],
 ) -> None:
     """Several forwards in flight, first in first out: the slab stays as large as what is parked at

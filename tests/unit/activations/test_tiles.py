@@ -291,9 +291,7 @@ def test_the_tiled_loss_needs_no_logits_of_all_tokens(named: bool) -> None:
         ({"mask": torch.ones(2, 3)}, "mask shape must match x and y"),
     ],
 )
-def test_what_is_no_tiled_loss_is_said_in_deepspeeds_words(
-    change: dict[str, Any], words: str
-) -> None:
+def test_an_invalid_tiled_loss_raises_deepspeeds_error(change: dict[str, Any], words: str) -> None:
     given: dict[str, Any] = {
         "fn": plain,
         "self": None,

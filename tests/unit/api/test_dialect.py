@@ -117,7 +117,7 @@ def writes(text: str) -> Iterator[int]:
             yield node.lineno
 
 
-def test_initialize_has_at_most_60_lines_beside_its_docstring() -> None:
+def test_initialize_has_at_most_60_lines_without_its_docstring() -> None:
     tree = ast.parse((PACKAGE / "api" / "initialize.py").read_text())
     (function,) = [
         node

@@ -55,7 +55,7 @@ def test_an_mpu_is_read(mpu: Any, axes: dict[str, int], data: int | None) -> Non
     assert (dict(found.axes), found.data_size) == (axes, data)
 
 
-def test_an_mpu_that_counts_in_words_is_refused() -> None:
+def test_an_mpu_with_strings_as_sizes_is_refused() -> None:
     with pytest.raises(UsageError, match=r"mpu.get_model_parallel_world_size\(\) is 'two'"):
         mpu_statement(mpu_of(model_parallel_world_size="two"))  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ def test_the_wrapper_computes_what_the_model_computes() -> None:
     assert model.module is net
 
 
-def test_a_module_marked_as_a_leaf_travels_as_one_piece() -> None:
+def test_a_leaf_module_is_gathered_as_one_unit() -> None:
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -38,7 +38,7 @@ def test_a_block_mask_shows_what_the_pattern_does(pattern: Pattern) -> None:
         assert apart([found], [dense(query, key, value, pattern, biases, 0.25)]) < 5e-6, len(biases)
 
 
-def test_a_rule_is_asked_and_blocks_seen_whole_ask_nothing() -> None:
+def test_a_mask_rule_is_evaluated_only_for_blocks_that_are_partly_visible() -> None:
     query, key, value = (
         each.detach() for each in tensors(1, 2, 2, 256, 256, 16, torch.float32)[:3]
     )

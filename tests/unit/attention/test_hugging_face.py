@@ -96,7 +96,7 @@ def switched(name: str, section: dict[str, Any] | None, **config: Any) -> Any:
         ("gpt2", {"mode": "localslidingwindow", "block": 4}, {}),
     ],
 )
-def test_a_model_switches_by_json_alone(
+def test_a_model_is_switched_by_the_configuration_only(
     name: str, section: dict[str, Any], options: dict[str, Any]
 ) -> None:
     model, ids = tiny(name, **options), tokens()
@@ -203,14 +203,14 @@ def test_generating_with_a_cache_is_generating_without(name: str) -> None:
     assert found.tolist() == expected.tolist()
 
 
-def test_a_cache_that_forgets_is_refused_beside_blocks() -> None:
+def test_a_cache_with_eviction_is_refused_with_block_sparse_attention() -> None:
     model, ids = tiny("mistral", sliding_window=4), tokens(1, 9)
     attend_sparsely(model, SparseAttention(Fixed(block=4)))
     with pytest.raises(NotBuiltError, match="dropped its first"):
         model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)  # type: ignore[operator]
 
 
-def test_dropped_weights_fall_back_to_all_pairs_and_say_so(
+def test_attention_dropout_falls_back_to_all_pairs_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log_first.cache_clear()
@@ -232,9 +232,7 @@ def test_dropped_weights_fall_back_to_all_pairs_and_say_so(
         (lambda: copy.deepcopy(sparse("llama")), "copied after an engine"),
     ],
 )
-def test_what_the_kernel_does_not_compute_is_refused_when_it_is_asked(
-    change: Any, words: str
-) -> None:
+def test_options_without_a_kernel_are_refused_when_used(change: Any, words: str) -> None:
     model = change()
     if model.config._attn_implementation != "block_sparse":
         attend_sparsely(model, SparseAttention(Dense()))
@@ -339,7 +337,7 @@ def test_ranks_along_tp_and_sp_have_their_heads_layouts(
             assert whole_norm is not None and close(norm, whole_norm)
 
 
-def test_an_engine_tells_each_rank_which_heads_are_its_own() -> None:
+def test_an_engine_returns_the_heads_of_each_rank() -> None:
     config = resolve(load({"sparse_attention": HEADS}), Facts())
     for rank in range(8):
         here = Mesh(tp=2, sp=2).on_world(8, rank)

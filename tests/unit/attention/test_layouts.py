@@ -133,7 +133,7 @@ def test_the_table_is_the_slow_rules(
 
 
 @pytest.mark.parametrize(("kind", "arguments"), HORIZONTAL)
-def test_global_blocks_see_everything_where_that_is_asked(
+def test_global_blocks_attend_to_all_blocks_if_configured(
     kind: type[BlockLayout], arguments: dict[str, Any]
 ) -> None:
     same(kind(horizontal_global_attention=True, **arguments))

@@ -246,7 +246,7 @@ def test_tiles_cover_every_query_once_and_read_what_is_seen() -> None:
         assert torch.equal(tiled, seen), layout
 
 
-def test_torchs_kernel_is_the_one_that_is_known() -> None:
+def test_torchs_kernel_has_the_pinned_signature() -> None:
     kernel = cpu_attention()
     assert kernel is not None
     forward, backward = (each.default for each in kernel)

@@ -35,7 +35,7 @@ def test_a_way_that_some_ranks_take_names_them() -> None:
         ("always madvise [never]", "pages of 4096 bytes"),
     ],
 )
-def test_huge_pages_are_told_by_the_systems_switch(
+def test_huge_pages_are_reported_by_the_systems_setting(
     switch: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = files_of(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": switch})
@@ -61,7 +61,7 @@ def test_an_unreadable_page_map_is_a_slower_way(monkeypatch: pytest.MonkeyPatch)
     ("kept", "variable", "lacks"),
     [(True, "", ""), (False, "GLIBC_TUNABLES", ""), (False, "", "only glibc")],
 )
-def test_freed_memory_is_a_slower_way_only_where_nobody_chose_it(
+def test_freed_memory_is_reported_as_slower_only_if_it_is_not_configured(
     kept: bool, variable: str, lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):

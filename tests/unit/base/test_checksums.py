@@ -20,7 +20,7 @@ def test_there_is_a_sum_for_each_mebibyte(dtype: torch.dtype, nbytes: int) -> No
 
 @pytest.mark.parametrize("numel", [1, 7, 1001, 3 * BLOCK_BYTES // 2 + 5])
 @pytest.mark.parametrize("start", [0, 1, 5])
-def test_any_bit_changes_the_sum_of_its_block_alone(numel: int, start: int) -> None:
+def test_any_bit_changes_only_the_checksum_of_its_block(numel: int, start: int) -> None:
     memory = torch.randint(0, 255, (start + numel,), dtype=torch.uint8)
     values = memory[start:]  # words need not begin where the memory does
     before = block_sums(values)

@@ -126,7 +126,7 @@ def test_torchs_objects_still_have_each_private_name(name: str) -> None:
     assert hasattr(OF_OBJECTS[name], name), f"torch moved {name}: base/device.py needs another way"
 
 
-def test_torchs_schedules_still_ask_whether_the_optimizer_was_called() -> None:
+def test_torchs_schedules_check_whether_the_optimizer_was_called() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)])
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     mark_stepped(optimizer)
@@ -159,7 +159,7 @@ def test_a_call_of_a_module_can_run_something_else_and_the_module_still_be_calle
     assert call_plainly(module, torch.ones(1)).shape == (1,) and len(seen) == 1
 
 
-def test_torchs_grad_scaler_still_asks_first_whether_the_optimizer_scales() -> None:
+def test_torchs_grad_scaler_checks_first_whether_the_optimizer_scales() -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
     with pytest.raises(UsageError, match="GradScaler"):
@@ -205,7 +205,7 @@ def test_fake_tensors_have_shapes_and_no_values() -> None:
     )  # pipeline/chain.py tells memory apart so
 
 
-def test_a_module_tells_what_it_holds_and_which_buffers_last() -> None:
+def test_a_module_lists_its_parameters_and_persistent_buffers() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
     module.register_parameter("own", nn.Parameter(torch.ones(1)))
     module.register_buffer("kept", torch.ones(1))
@@ -238,7 +238,7 @@ def test_queueing_outside_a_backward_is_an_error() -> None:
         queue_backward_callback(lambda: None)
 
 
-def test_backward_id_tells_backward_calls_apart_and_is_minus_1_outside() -> None:
+def test_backward_id_differs_between_backward_calls_and_is_minus_1_outside() -> None:
     value, seen = torch.ones(2, requires_grad=True), []
     for _ in range(2):
         output = value * 2
@@ -277,7 +277,7 @@ def test_the_saved_tensor_hooks_in_force_are_found_and_work() -> None:
     assert outer_saved_tensor_hooks() is None
 
 
-def test_the_end_of_a_recomputation_is_told_from_an_error() -> None:
+def test_the_end_of_a_recomputation_is_distinguished_from_an_error() -> None:
     ends: list[bool] = []
 
     class Watched(nn.Linear):

@@ -53,7 +53,7 @@ def test_the_nodes_of_one_socket_are_near_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1", ""])
-def test_a_gpu_without_a_known_node_has_none(text: str, tmp_path: Path) -> None:
+def test_a_gpu_without_a_reported_numa_node_has_no_node(text: str, tmp_path: Path) -> None:
     files = files_of(tmp_path, {f"sys/bus/pci/devices/{GPU}/numa_node": text})
     assert files.node_of_gpu(GPU) is None
     assert files.node_of_gpu("0000:af:00.0") is None

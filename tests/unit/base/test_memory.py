@@ -76,7 +76,7 @@ def test_offered_pages_are_found_again_without_page_faults() -> None:
     assert 4 * faults[offer_pages] < faults[return_pages]
 
 
-def test_shared_pages_that_are_given_back_are_gone_for_all_who_map_them() -> None:
+def test_returned_shared_pages_are_freed_for_all_mappings() -> None:
     segment = Segment.create(64 << 20)
     ours = segment.map(0, 16 << 20, torch.float32)
     theirs = segment.view(torch.float32).tensor
@@ -101,7 +101,7 @@ def test_what_shares_a_page_with_others_is_not_given_back() -> None:
 @pytest.mark.parametrize(
     "variables", [{}, {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}]
 )
-def test_what_is_freed_is_kept_unless_the_user_said_otherwise(variables: dict[str, str]) -> None:
+def test_freed_memory_is_kept_unless_configured_otherwise(variables: dict[str, str]) -> None:
     plain = {
         name: value
         for name, value in os.environ.items()
@@ -147,7 +147,7 @@ def test_holes_in_the_heap_are_given_back_and_nothing_that_lives_in_between() ->
     assert int(after) <= min(int(before), 24)  # one tensor, and what lies on top
 
 
-def test_what_the_page_cache_has_is_known_without_reading(tmp_path: Path) -> None:
+def test_pages_in_the_page_cache_are_detected_without_reading(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(2 * PAGE + 5))
     os.truncate(path, 8 * PAGE)  # nobody has looked at what follows

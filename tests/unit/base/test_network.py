@@ -51,7 +51,7 @@ def test_without_a_way_out_the_only_address_is_it_and_of_several_none(
     assert network.reached_at("h0") == network.LOOPBACK
 
 
-def test_gloo_is_led_where_the_own_name_leads_nobody_and_where_an_interface_was_named(
+def test_gloo_gets_an_address_if_the_host_name_is_not_reachable_or_an_interface_is_set(
     on_h0: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def led(is_one: bool, met_at: str) -> str | None:

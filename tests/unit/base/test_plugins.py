@@ -16,7 +16,7 @@ from deepseek_zero.base import plugins
 PACKAGE = Path(plugins.__file__).resolve().parents[1]
 
 
-def test_a_contributed_module_is_imported_when_its_topic_is_asked_for(
+def test_a_contributed_module_is_imported_on_first_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plugins, "_modules", {})

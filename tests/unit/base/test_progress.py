@@ -52,7 +52,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_short_work_says_nothing(clock: Clock, lines: list[str]) -> None:
+def test_short_work_shows_no_progress(clock: Clock, lines: list[str]) -> None:
     with LongWork("building", 100) as work:
         for _ in range(100):
             clock.now += 0.019
@@ -60,7 +60,7 @@ def test_short_work_says_nothing(clock: Clock, lines: list[str]) -> None:
     assert not lines
 
 
-def test_a_log_gets_a_line_every_some_seconds_with_the_rate_and_the_rest(
+def test_a_log_gets_a_line_every_few_seconds_with_rate_and_remaining_time(
     clock: Clock, lines: list[str]
 ) -> None:
     with LongWork("writing weights", 40 << 30) as work:
@@ -98,7 +98,7 @@ def test_a_terminal_has_one_line_that_is_rewritten(
     )
 
 
-def test_other_ranks_say_nothing(
+def test_other_ranks_log_nothing(
     clock: Clock, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "is_rank_zero", lambda: False)

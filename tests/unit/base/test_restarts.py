@@ -51,7 +51,7 @@ def test_what_a_start_left_that_was_ended_in_the_middle_does_no_harm(size: int) 
     assert len(set(prefixes)) == 1 and prefixes[0] != before
 
 
-def test_a_world_of_one_rank_needs_no_answer() -> None:
+def test_a_world_of_one_rank_waits_for_no_reply() -> None:
     store = dist.HashStore()
     assert agree_on_prefix(store, 0, 1, SOON) != agree_on_prefix(store, 0, 1, SOON)
 
@@ -107,7 +107,9 @@ def test_a_second_rendezvous_of_rank_0_does_not_take_ranks_from_the_first() -> N
     ("rank", "missing"),
     [(0, "ranks 1, 2 did not join"), (1, "rank 1 received no answer from rank 0")],
 )
-def test_a_rank_that_waits_in_vain_is_told_for_whom(rank: int, missing: str) -> None:
+def test_a_rank_that_waits_in_vain_gets_an_error_with_the_missing_rank(
+    rank: int, missing: str
+) -> None:
     with pytest.raises(dist.DistStoreError, match=missing):
         agree_on_prefix(dist.HashStore(), rank, 3, timedelta(seconds=0.05))
 

@@ -304,7 +304,7 @@ HOMELESS = {
 
 
 @pytest.mark.parametrize("name", HOMELESS)
-def test_a_world_that_cannot_meet_is_told_what_to_set(name: str) -> None:
+def test_a_world_without_a_rendezvous_address_gets_an_error_with_the_variables(name: str) -> None:
     environ, said, fix = HOMELESS[name]
     with pytest.raises(UsageError, match=said) as caught:
         meeting_place(environ, discover(environ))
@@ -312,7 +312,7 @@ def test_a_world_that_cannot_meet_is_told_what_to_set(name: str) -> None:
     assert "DEEPSEEK_ZERO_ALONE=1" in caught.value.fix
 
 
-def test_a_joined_world_is_told_in_torchruns_words() -> None:
+def test_a_joined_world_sets_the_variables_of_torchrun() -> None:
     assert discover(TORCHRUN).variables() == TORCHRUN
     assert World(1, 2, None, None, "h", 5).variables() == {
         "RANK": "1",
@@ -487,7 +487,7 @@ def test_a_command_that_runs_on_several_machines_and_is_no_rank_is_refused(
     assert discover({**environ, **TORCHRUN}).size == 4
 
 
-def test_rank_0_must_own_an_address_that_nobody_stated() -> None:
+def test_rank_0_must_have_an_unstated_address() -> None:
     guessed = World(
         0,
         2,
@@ -507,7 +507,7 @@ def test_rank_0_must_own_an_address_that_nobody_stated() -> None:
     meeting_place({}, World(0, 2, address="127.0.0.1", port=5))
 
 
-def test_a_process_with_nonsense_around_it_speaks_and_does_not_raise(
+def test_invalid_environment_variables_are_logged_and_raise_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "many")
@@ -515,7 +515,7 @@ def test_a_process_with_nonsense_around_it_speaks_and_does_not_raise(
     assert (world.rank(), world.size(), world.local_rank()) == (0, 1, 0)
 
 
-def test_before_there_is_a_group_the_launcher_says_who_a_process_is(
+def test_rank_and_world_size_come_from_the_launcher_before_a_group_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in SRUN.items():
@@ -544,7 +544,7 @@ def test_gpus_are_shared_where_a_host_has_more_ranks_than_gpus(
 @pytest.mark.parametrize(
     ("backend", "device_id"), [("cpu:gloo,cuda:nccl", "cuda:1"), ("nccl", "cuda:1"), ("gloo", None)]
 )
-def test_torch_is_told_the_gpu_of_a_group_that_nccl_serves(
+def test_torch_gets_the_gpu_of_an_nccl_group(
     backend: str, device_id: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it warns at each barrier that it guesses one."""
@@ -590,7 +590,7 @@ class EveryoneOfMpi:
             row[:8] = b"10.0.0.8"
 
 
-def test_mpi4py_is_asked_where_nothing_else_says_where_ranks_meet(
+def test_mpi4py_is_used_only_without_another_rendezvous_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unknown = discover(MPICH)
@@ -643,7 +643,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2", "
         ({**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
     ],
 )
-def test_a_process_that_was_probably_not_meant_to_train_alone_is_warned(
+def test_a_process_that_probably_belongs_to_a_larger_job_is_warned(
     environ: dict[str, str], said: str | None
 ) -> None:
     warning = world.suspect_lone_process(environ)
@@ -759,7 +759,7 @@ def test_a_process_of_its_own_is_a_world_of_one(case: str) -> None:
 @pytest.mark.parametrize(
     "case", [case for case, (_, address) in WORLDS.items() if address in (None, LOGIN)]
 )
-def test_where_nothing_says_how_they_meet_rank_0_is_told_what_to_set(case: str) -> None:
+def test_without_a_rendezvous_address_rank_0_gets_an_error_with_the_variables(case: str) -> None:
     for row in RECORDED[case]["ranks"]:
         found = discover(row["environ"])
         if found.rank == 0:

@@ -26,7 +26,7 @@ def test_a_name_that_is_no_cell_is_refused(name: str) -> None:
         Cell.parse(name)
 
 
-def test_a_shape_knows_the_number_of_parameters_of_its_model() -> None:
+def test_a_shape_has_the_number_of_parameters_of_its_model() -> None:
     shape = Cell("3x128", "fp32").shape
     assert shape.numel == sum(param.numel() for param in build_model(shape).parameters())
 

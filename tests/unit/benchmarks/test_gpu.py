@@ -36,7 +36,7 @@ def test_the_largest_is_the_last_before_the_first_that_does_not_fit() -> None:
 
 
 @pytest.mark.slow  # `make slow`; make gpu-dry-run runs the same models
-def test_the_tiers_dry_run_uses_all_memories_and_says_how_it_clips() -> None:
+def test_the_tiers_dry_run_uses_all_memories_and_reports_its_clipping() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT.with_name("tiers.py")), "--dry-run", "--steps", "1"],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -60,7 +60,7 @@ def test_flops_are_those_of_the_products_that_torch_counts() -> None:
     assert counter.get_total_flops() == size.flops - attention
 
 
-def test_figures_are_ratios_of_medians_and_say_what_did_not_fit() -> None:
+def test_figures_are_ratios_of_medians_and_list_what_did_not_fit() -> None:
     rows = {
         "plain": Row([1.0, 2.0, 9.0], [3.0, 2.0], 5),
         "ours-3": Row([3.0, 1.0, 2.0], [3.0, 2.25], 4, (7, 7)),

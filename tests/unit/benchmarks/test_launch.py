@@ -22,7 +22,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def test_a_rank_that_fails_is_named_with_its_last_words(
+def test_a_failed_rank_is_named_with_the_end_of_its_output(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)
@@ -69,5 +69,5 @@ def test_every_rank_has_its_place_in_the_environment(program: Path, tmp_path: Pa
     assert (tmp_path / "0").read_text().strip() == "0/2 1 none"
 
 
-def test_one_process_does_the_work_of_all_where_the_system_is_alone() -> None:
+def test_a_single_process_system_computes_the_whole_batch() -> None:
     assert [name for name, entry in SYSTEMS.items() if entry.alone] == ["single"]

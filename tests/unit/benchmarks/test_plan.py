@@ -72,7 +72,7 @@ def test_the_first_pass_fits_its_time_and_names_what_it_leaves_out(minutes: floa
     assert all(run.steps >= FEWEST_STEPS for run in runs if run.kind == "time")
 
 
-def test_without_a_limit_everything_runs_with_all_the_steps_asked_for() -> None:
+def test_without_a_limit_everything_runs_with_all_configured_steps() -> None:
     runs, left_out = first_pass(REQUEST, FLOORS, float("inf"))
     assert not left_out
     assert len(runs) == 2 * (len(PRIORITY) - 1)  # the floors are recorded

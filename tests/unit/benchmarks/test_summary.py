@@ -103,7 +103,7 @@ def test_a_loss_that_is_not_a_number_is_wrong() -> None:
     assert row.is_wrong
 
 
-def test_a_failed_system_has_a_row_that_says_so() -> None:
+def test_a_failed_system_has_a_row_with_its_failure() -> None:
     failed = {
         "cell": CELL.name,
         "system": "ddp",
@@ -117,7 +117,7 @@ def test_a_failed_system_has_a_row_that_says_so() -> None:
     assert any("rank 0 ended with 1" in line for line in remarks(found))
 
 
-def test_sent_bytes_are_told_in_models() -> None:
+def test_sent_bytes_are_reported_in_model_sizes() -> None:
     assert summary().psi("ours-3") == pytest.approx(3.0)
 
 
@@ -140,7 +140,7 @@ def test_the_goals_are_measured_against_their_bounds() -> None:
     assert next(line for line in lines if "than FSDP2" in line).endswith("| >= 1.6 | 1.73 | yes |")
 
 
-def test_the_head_says_where_and_how_disturbed() -> None:
+def test_the_header_states_the_machine_and_its_load() -> None:
     machine = {
         "cpu": "Some CPU",
         "cores": 2,

@@ -166,7 +166,7 @@ def overwrite_a_header(folder: Path) -> None:
         (overwrite_a_header, r"rank_00000.safetensors .* cannot be understood"),
     ],
 )
-def test_a_damaged_checkpoint_is_told_without_reading_its_tensors_and_the_older_one_is_taken(
+def test_a_damaged_checkpoint_is_detected_without_reading_tensors_and_the_older_one_is_loaded(
     directory: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], said: str
 ) -> None:
     damage(directory / "global_step3")
@@ -274,7 +274,7 @@ def test_none_is_none_and_none_that_is_good_an_error(directory: Path, tmp_path: 
         catalogue.newest_good(directory)
 
 
-def test_an_engine_asked_for_the_newest_takes_the_newest_good_one(
+def test_loading_the_latest_checkpoint_loads_the_latest_valid_one(
     directory: Path, tmp_path: Path
 ) -> None:
     engine = build()
@@ -288,7 +288,7 @@ def test_an_engine_asked_for_the_newest_takes_the_newest_good_one(
 # -- leftovers
 
 
-def test_a_save_under_way_is_left_alone_and_one_that_ended_is_cleaned(directory: Path) -> None:
+def test_a_save_in_progress_is_kept_and_an_abandoned_one_is_removed(directory: Path) -> None:
     saving = directory / ".global_step4.saving"
     saving.mkdir()
     with open(saving / ".writing", "w") as file:
@@ -410,7 +410,7 @@ def _power_cut(path: Path, **_: Any) -> None:
         raise KeyboardInterrupt
 
 
-def test_an_engine_keeps_what_its_configuration_says(tmp_path: Path) -> None:
+def test_an_engine_keeps_the_values_of_its_configuration(tmp_path: Path) -> None:
     engine = build(keep_last=2, keep_every=3)
     for _ in range(7):
         step(engine)

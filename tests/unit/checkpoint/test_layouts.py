@@ -96,7 +96,7 @@ def test_a_registered_layout_is_recognised_checked_and_opened(folder: Path) -> N
     assert fault.tensor == "values" and "differs from what was saved" in fault.problem
 
 
-def test_deepspeeds_layout_is_known_however_the_package_is_entered() -> None:
+def test_deepspeeds_layout_is_registered_on_every_import_path() -> None:
     code = (
         "from deepseek_zero.checkpoint import layouts; print([each.name for each in "
         "layouts.known_layouts()])"

@@ -256,7 +256,7 @@ def test_random_numbers_go_on_where_the_same_data_are_seen(
     ] == expected
 
 
-def test_a_rank_knows_which_part_it_has_and_who_writes_it() -> None:
+def test_each_rank_has_its_part_and_the_rank_that_writes_it() -> None:
     def body(rank: Rank) -> Any:
         engine = Engine(rank, MESHES["tp4"], 3, "fp32")
         piece = ModelPiece.of(engine.runtime)

@@ -66,7 +66,7 @@ def test_spans_come_in_order_and_whole(file: tuple[int, bytes]) -> None:
     assert all(values == data[span.start : span.stop] for span, values in found.items())
 
 
-def test_a_file_that_ends_early_is_an_error_of_what_lies_behind_its_end(
+def test_a_truncated_file_is_an_error_for_reads_past_its_end_only(
     file: tuple[int, bytes],
 ) -> None:
     descriptor, data = file

@@ -44,7 +44,7 @@ def test_a_store_that_would_listen_where_the_others_do_not_come_is_refused(
     ("interface", "secret", "warnings"),
     [("127.0.0.1", NO_SECRET, 0), ("0.0.0.0", NO_SECRET, 1), ("0.0.0.0", SECRET, 0)],
 )
-def test_without_a_secret_a_store_that_others_reach_says_so_once(
+def test_without_a_secret_a_reachable_store_is_logged_once(
     interface: str,
     secret: bytes,
     warnings: int,
@@ -62,7 +62,7 @@ def test_without_a_secret_a_store_that_others_reach_says_so_once(
     assert repr(secret) not in repr(found)
 
 
-def test_a_node_that_does_not_reach_node_0_says_so_once_and_goes_on_trying(
+def test_a_node_that_cannot_reach_node_0_logs_that_once_and_retries(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agent, "STILL_WAITING_SECONDS", 0.05)
@@ -74,7 +74,7 @@ def test_a_node_that_does_not_reach_node_0_says_so_once_and_goes_on_trying(
 
 
 @pytest.mark.parametrize("by_tls", ["0", "1"], ids=["node 1", "node 0"])
-def test_tls_on_one_node_alone_is_told_at_once(
+def test_tls_on_one_node_only_is_reported_immediately(
     by_tls: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TLS, by_tls)

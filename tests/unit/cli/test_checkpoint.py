@@ -122,7 +122,7 @@ def rewrite(folder: Path, **extra: Any) -> None:
     (folder / MANIFEST).write_text(manifest.text())
 
 
-def test_the_mesh_that_a_checkpoint_was_saved_on_is_shown_where_the_file_says_it(
+def test_the_mesh_of_a_checkpoint_is_shown_if_the_file_has_it(
     directory: Path,
 ) -> None:
     folder = directory / "global_step3"
@@ -175,7 +175,7 @@ def test_verify_ends_with_0_where_all_is_good_and_1_where_a_file_is_damaged(
     )
 
 
-def test_prune_says_what_goes_and_a_dry_run_removes_nothing(directory: Path) -> None:
+def test_prune_lists_what_it_removes_and_a_dry_run_removes_nothing(directory: Path) -> None:
     (directory / ".global_step9.pruned").mkdir()
     wish = ("prune", directory, "--keep-last", 1)
     would = data_of(*wish, "--dry-run")
@@ -299,7 +299,7 @@ def test_every_layout_that_the_library_writes_is_read(
             assert isinstance(refused, CheckpointError) and "only weights" in str(refused)
 
 
-def test_verify_says_what_it_could_compare(forms: dict[str, Path], tmp_path: Path) -> None:
+def test_verify_reports_what_it_compared(forms: dict[str, Path], tmp_path: Path) -> None:
     genuine = Path(__file__).parents[2] / "data" / "deepspeed" / "stage2"
     assert "torch's CRC-32" in call("verify", genuine).output
     assert "torch's CRC-32" in call("verify", forms["one.pth"]).output

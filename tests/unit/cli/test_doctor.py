@@ -45,13 +45,13 @@ def test_the_json_holds_every_finding_with_its_meaning(capsys: pytest.CaptureFix
     )
 
 
-def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_the_same_values(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.show()
     shown = capsys.readouterr().out
     assert all(name in shown for name in EXPECTED)
 
 
-def test_cores_that_are_not_allowed_are_mentioned() -> None:
+def test_cores_outside_of_the_affinity_are_reported() -> None:
     present = os.cpu_count() or 1
     assert next(doctor._cpu(NodeMachine(present + 1))).meaning.startswith(f"of {present}")
 
@@ -70,13 +70,13 @@ def test_a_machine_without_gpus_needs_no_nccl() -> None:
         (False, False, [], "slow"),
     ],
 )
-def test_a_number_format_is_told_by_the_device_that_trains(
+def test_a_number_format_is_chosen_by_the_training_device(
     on_gpu: bool, gpu_has_it: bool, flags: list[str], value: str
 ) -> None:
     assert doctor._format("bf16", on_gpu, gpu_has_it, flags).value == value
 
 
-def test_the_doctor_says_where_states_could_rest_and_how_fast(
+def test_doctor_reports_the_memories_for_states_and_their_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

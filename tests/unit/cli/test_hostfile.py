@@ -33,7 +33,7 @@ def test_a_hostfile_lists_hosts_in_order_with_their_slots() -> None:
         (["# nothing", ""], "Hostfile is empty or not formatted correctly"),
     ],
 )
-def test_a_bad_hostfile_is_refused_in_deepspeeds_words(lines: list[str], message: str) -> None:
+def test_an_invalid_hostfile_raises_deepspeeds_error(lines: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_hostfile(lines)
 
@@ -65,7 +65,7 @@ def test_a_filter_that_cannot_be_read_is_refused(text: str) -> None:
         ("", "worker-1:0,1,2,3", {"worker-0": (0, 1, 2, 3)}),
     ],
 )
-def test_a_filter_leaves_the_slots_it_says(
+def test_a_filter_keeps_the_slots_that_it_names(
     include: str, exclude: str, left: dict[str, tuple[int, ...]]
 ) -> None:
     assert list(filter_slots(HOSTS, include, exclude).items()) == list(left.items())

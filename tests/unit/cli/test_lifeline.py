@@ -32,7 +32,7 @@ def test_a_pipe_is_closed_once_its_other_end_is(ends: tuple[int, int]) -> None:
     assert not is_connected(reading)
 
 
-def test_output_that_nobody_reads_is_closed(ends: tuple[int, int]) -> None:
+def test_output_without_a_reader_is_closed(ends: tuple[int, int]) -> None:
     reading, writing = ends
     os.close(reading)
     assert are_closed([writing])
@@ -110,7 +110,7 @@ HEARS = "import signal; signal.signal(signal.SIGHUP, signal.default_int_handler)
         (["60", "asked"], "input", 3),
     ],
 )
-def test_it_ends_when_all_ends_are_closed_or_the_input_where_that_is_asked(
+def test_the_job_ends_when_all_streams_are_closed_or_the_input_if_configured(
     args: list[str], closed: str, code: int
 ) -> None:
     process = subprocess.Popen(
@@ -130,7 +130,9 @@ def test_it_ends_when_all_ends_are_closed_or_the_input_where_that_is_asked(
         stream.close()
 
 
-def test_a_launcher_that_hears_no_signal_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_cannot_handle_signals_is_ended_by_its_guard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[int] = []
     monkeypatch.setattr(lifeline, "are_closed", lambda streams: True)
     monkeypatch.setattr(lifeline, "POLL_SECONDS", 0.01)

@@ -31,21 +31,21 @@ TAKES_NOT = {
 
 
 @pytest.mark.parametrize("source", TAKES.values(), ids=TAKES)
-def test_a_script_that_knows_the_option_gets_it(tmp_path: Path, source: str) -> None:
+def test_a_script_with_the_option_gets_it(tmp_path: Path, source: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(source)
     assert accepts_local_rank(script)
 
 
 @pytest.mark.parametrize("source", TAKES_NOT.values(), ids=TAKES_NOT)
-def test_a_script_that_does_not_know_the_option_is_left_alone(tmp_path: Path, source: str) -> None:
+def test_a_script_without_the_option_does_not_get_it(tmp_path: Path, source: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(source)
     assert not accepts_local_rank(script)
 
 
 @pytest.mark.parametrize("place", ["arguments.py", "lib/arguments.py", "lib/__init__.py"])
-def test_a_parser_in_a_module_beside_the_script_counts(tmp_path: Path, place: str) -> None:
+def test_a_parser_in_a_module_next_to_the_script_is_found(tmp_path: Path, place: str) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "__init__.py").touch()
     (tmp_path / place).write_text(TAKES["argparse"])

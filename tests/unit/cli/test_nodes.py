@@ -58,7 +58,7 @@ def hostfile(tmp_path: Path) -> Path:
         (RankOptions(include="localhost:1"), NodeMachine(8, ("GPU-aa", "GPU-bb")), 1, ("GPU-bb",)),
     ],
 )
-def test_one_machine_runs_what_was_asked(
+def test_one_machine_runs_the_requested_ranks(
     asked: RankOptions, machine: NodeMachine, nproc: int, devices: tuple[str, ...] | None
 ) -> None:
     share = share_of(asked, machine)
@@ -79,7 +79,7 @@ def test_a_single_machine_meets_itself_at_any_free_port() -> None:
     "asked", [RankOptions(num_gpus=8), RankOptions(include="localhost:0,1,2,3,4,5,6,7")]
 )
 @pytest.mark.parametrize(("cores", "nproc"), [(1, 2), (2, 2), (6, 6), (64, 8)])
-def test_gpus_asked_for_on_a_machine_without_any_become_cpu_ranks_up_to_one_per_core(
+def test_requested_gpus_on_a_machine_without_any_become_cpu_ranks_up_to_one_per_core(
     asked: RankOptions, cores: int, nproc: int
 ) -> None:
     share = share_of(asked, NodeMachine(cores))
@@ -87,11 +87,11 @@ def test_gpus_asked_for_on_a_machine_without_any_become_cpu_ranks_up_to_one_per_
     assert "8 GPUs" in share.note and f"running {nproc} CPU ranks instead" in share.note
 
 
-def test_two_gpus_asked_for_are_two_cpu_ranks_on_any_machine() -> None:
+def test_two_requested_gpus_become_two_cpu_ranks_on_any_machine() -> None:
     assert share_of(RankOptions(num_gpus=2), NodeMachine(cores=1)).nproc == 2
 
 
-def test_more_gpus_asked_for_than_there_are_says_how_many_run() -> None:
+def test_a_request_for_too_many_gpus_reports_the_number_that_runs() -> None:
     assert "4 GPUs" in share_of(RankOptions(num_gpus=8), GPUS).note
 
 
@@ -138,7 +138,7 @@ def test_a_machine_finds_itself_in_the_hostfile(hostfile: Path) -> None:
     assert plan == NodePlan(NodeShare(3), 2, 1, "first", DEFAULT_PORT)
 
 
-def test_node_rank_says_which_host_this_is(hostfile: Path) -> None:
+def test_node_rank_selects_the_host(hostfile: Path) -> None:
     plan = plan_node(
         RankOptions(hostfile=hostfile, node_rank=0, master_addr="10.0.0.1", master_port=1234),
         CPU,
@@ -157,7 +157,7 @@ def test_numbers_limit_the_hosts_and_their_slots(hostfile: Path) -> None:
     assert (plan.num_nodes, plan.share.nproc, plan.master_port) == (1, 1, 0)
 
 
-def test_a_machine_that_is_not_in_the_hostfile_is_told_what_to_do(hostfile: Path) -> None:
+def test_a_machine_missing_in_the_hostfile_gets_an_error_with_advice(hostfile: Path) -> None:
     with pytest.raises(UsageError, match="--node_rank") as caught:
         plan_node(RankOptions(hostfile=hostfile), CPU, {"third"})
     assert "first, second" in str(caught.value)
@@ -208,14 +208,14 @@ KUBEFLOW = Nodes("PET_*", 2, 1, nproc="3", address="10.0.0.9", port=29400)
         (RankOptions(), Nodes("PET_*", 1, nproc="gpu"), GPUS, NodePlan(NodeShare(4))),
     ],
 )
-def test_what_no_option_says_an_engines_variables_do(
+def test_variables_of_a_cluster_engine_replace_missing_options(
     asked: RankOptions, said: Nodes, machine: NodeMachine, expected: NodePlan
 ) -> None:
     plan = plan_node(asked, machine, (), said)
     assert replace(plan, share=replace(plan.share, note="")) == expected
 
 
-def test_a_hostfile_says_where_ranks_run_whatever_variables_say(hostfile: Path) -> None:
+def test_a_hostfile_overrides_environment_variables(hostfile: Path) -> None:
     asked = RankOptions(hostfile=hostfile)
     assert plan_node(asked, CPU, ("second",), SKYPILOT) == plan_node(asked, CPU, ("second",))
 
@@ -226,7 +226,7 @@ def test_a_number_of_processes_that_is_none_is_refused(word: str) -> None:
         plan_node(RankOptions(), CPU, (), Nodes("PET_*", 1, nproc=word))
 
 
-def test_an_engine_that_does_not_say_where_nodes_meet_is_asked_for_it() -> None:
+def test_a_cluster_engine_without_a_rendezvous_address_raises_an_error() -> None:
     with pytest.raises(UsageError, match="2 nodes need --node_rank and --master_addr"):
         plan_node(RankOptions(), CPU, (), Nodes("SkyPilot", 2, 1))
 

@@ -126,7 +126,7 @@ def within(seconds: float, found: Callable[[], object]) -> object:
     return value
 
 
-def test_a_failure_is_told_to_the_others_and_the_first_one_stays() -> None:
+def test_a_failure_is_reported_to_other_ranks_and_the_first_one_is_kept() -> None:
     (first, second), _ = two(10.0)
     assert first.failure_of_others() is second.failure_of_others() is None
     second.report_failure(Outcome(3, "rank 1 failed", "why"))
@@ -151,7 +151,7 @@ def test_all_have_finished_when_each_has_and_a_store_that_goes_then_is_no_failur
     assert within(PATIENCE, second.all_finished) and second.failure_of_others() is None
 
 
-def test_the_end_of_the_launcher_that_holds_the_store_is_told_with_its_host_and_ranks() -> None:
+def test_the_end_of_the_launcher_with_the_store_is_reported_with_host_and_ranks() -> None:
     (_, second), lines = two(10.0)
     lines[1].is_broken = True
     ended = Outcome(1, f"{socket.gethostname()} (rank 0) has ended", peers.ENDED_STORY)
@@ -164,7 +164,7 @@ def test_the_end_of_the_launcher_that_holds_the_store_is_told_with_its_host_and_
     )
 
 
-def test_a_silent_machine_is_told_then_lost_by_name_on_both_sides(
+def test_a_silent_machine_is_logged_and_then_lost_by_name_on_both_sides(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (first, second), lines = two(0.5)
@@ -207,7 +207,7 @@ def test_a_cut_that_heals_in_time_is_two_lines_and_no_failure(
     assert not any(watch.failure_of_others() for watch in watches)
 
 
-def test_a_launcher_that_stood_still_itself_takes_nobody_for_silent(
+def test_a_launcher_that_was_suspended_reports_no_rank_as_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watches, _ = two(5.0)
@@ -244,7 +244,7 @@ def test_ranks_that_are_stopped_are_named_elsewhere_too(caplog: pytest.LogCaptur
     assert caplog.text.count("is stopped") == 1
 
 
-def test_a_machine_whose_launcher_is_gone_without_a_word_has_ended() -> None:
+def test_a_machine_whose_launcher_disappeared_counts_as_ended() -> None:
     (first, second), lines = two(10.0)
     lines[0].set(f"{peers.GONE}/1", "ended")
     lost = within(PATIENCE, first.failure_of_others)

@@ -35,7 +35,7 @@ def test_an_exception_counts_from_when_it_was_raised_not_from_when_its_process_e
     assert first_cause([KILLED, RAISED_FIRST]) is RAISED_FIRST
 
 
-def test_a_rank_that_lost_its_peer_is_never_the_cause_beside_another() -> None:
+def test_a_rank_that_lost_its_peer_is_not_the_cause_if_another_failure_exists() -> None:
     assert first_cause([LOST_ITS_PEER, KILLED]) is KILLED
     assert first_cause([LOST_ITS_PEER]) is LOST_ITS_PEER
 
@@ -50,12 +50,12 @@ def test_the_story_is_the_traceback_where_there_is_one() -> None:
     assert RAISED_FIRST.headline(4) == "rank 0 of 4 failed with exit code 1"
 
 
-def test_a_killed_rank_is_told_with_the_likely_reason() -> None:
+def test_a_killed_rank_is_reported_with_the_likely_reason() -> None:
     assert KILLED.headline(4) == "rank 2 of 4 was ended by signal 9 (SIGKILL)"
     assert "memory" in KILLED.story()
 
 
-def test_a_crash_in_native_code_is_told_with_its_python_stack() -> None:
+def test_a_crash_in_native_code_is_reported_with_the_python_stack() -> None:
     assert (
         Death(0, -11, 0.0, stack="Fatal Python error\n")
         .story()
@@ -63,7 +63,7 @@ def test_a_crash_in_native_code_is_told_with_its_python_stack() -> None:
     )
 
 
-def test_a_silent_exit_is_told_as_such() -> None:
+def test_an_exit_without_an_error_message_is_reported() -> None:
     assert "os._exit" in Death(0, 7, 0.0).story()
 
 
@@ -86,7 +86,7 @@ def test_an_error_file_that_cannot_be_read_is_none(tmp_path: Path, text: str) ->
     assert read_report(tmp_path / "absent") is None
 
 
-def test_an_error_that_tells_of_a_peer_is_recognised_through_its_chain() -> None:
+def test_an_error_caused_by_a_peer_is_recognised_through_its_chain() -> None:
     wrapped = RuntimeError("training stopped")
     wrapped.__cause__ = PeerError("rank 1 died")
     assert blames_a_peer(wrapped)
@@ -96,7 +96,7 @@ def test_an_error_that_tells_of_a_peer_is_recognised_through_its_chain() -> None
     assert not blames_a_peer(ValueError("boom"))
 
 
-def test_a_chain_that_bites_its_tail_ends() -> None:
+def test_a_circular_exception_chain_ends() -> None:
     error = ValueError("a")
     error.__context__ = KeyError("b")
     error.__context__.__context__ = error

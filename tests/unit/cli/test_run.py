@@ -88,7 +88,7 @@ def test_save_pid_replaces_an_old_file_follows_no_link_and_leaves_what_is_anothe
     assert kept.is_symlink() and precious.read_text() == "mine"
 
 
-def test_every_option_of_deepspeeds_command_is_known() -> None:
+def test_every_option_of_deepspeeds_command_is_accepted() -> None:
     theirs = (
         "hostfile include exclude num_nodes num_gpus num_accelerators master_port master_addr "
         "node_rank launcher launcher_args module no_python no_local_rank no_ssh no_ssh_check "
@@ -119,7 +119,7 @@ def test_both_spellings_and_both_names_are_taken(spelling: str) -> None:
     assert parse(spelling, "3", "train.py").num_gpus == 3
 
 
-def test_the_normalised_spelling_leaves_values_alone() -> None:
+def test_the_normalised_spelling_does_not_change_values() -> None:
     options = parse(
         "-H",
         "my_hosts",
@@ -185,7 +185,7 @@ def test_the_kind_of_target_follows_the_options(options: RunOptions, kind: Targe
     assert run_module._command(options).kind is kind
 
 
-def test_local_rank_is_passed_first_and_only_where_it_is_known(tmp_path: Path) -> None:
+def test_local_rank_is_passed_first_and_only_if_it_is_set(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("parser.add_argument('--local_rank')\n")
     passed = run_module._command(RunOptions(command=[str(script), "--epochs", "2"]))
@@ -205,7 +205,7 @@ def test_local_rank_is_passed_first_and_only_where_it_is_known(tmp_path: Path) -
         ("--sp 2 --nproc 4 train.py", 2, 4, "sp=2"),
     ],
 )
-def test_axes_are_told_to_ranks_that_are_whole_copies(
+def test_axes_are_reported_to_ranks_with_whole_copies(
     line: str,
     cores: int,
     nproc: int,
@@ -266,7 +266,7 @@ def test_exec_refuses_what_is_not_there() -> None:
         exec_command([])
 
 
-def test_dropin_path_is_the_directory_alone() -> None:
+def test_dropin_path_prints_only_the_directory() -> None:
     assert CliRunner().invoke(cli.app, ["dropin-path"]).output == f"{DIRECTORY}\n"
     assert (DIRECTORY / "deepspeed" / "__init__.py").is_file()
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 
-def test_a_file_of_the_transports_is_imported_without_deepspeeds_words() -> None:
+def test_the_transports_are_imported_without_the_compat_package() -> None:
     program = (
         "import sys; from deepseek_zero.comm import context; assert 'deepseek_zero.compat' not in "
         "sys.modules"

@@ -37,7 +37,7 @@ from tests.in_process import Texts
         ({}, None),
     ],
 )
-def test_who_raised_because_of_another_rank_is_named_last(
+def test_ranks_that_raised_because_of_another_are_listed_last(
     lines: dict[str, str], named: str | None
 ) -> None:
     recorder = FlightRecorder(Hosts(0, ("one host",) * 3), Texts(lines))
@@ -59,7 +59,7 @@ class Silent(Texts):
 @pytest.mark.parametrize(
     ("limit", "lines_of_2"), [(60.0, {"gone/2": "its process has ended"}), (0.1, {})]
 )
-def test_the_board_stays_until_the_others_have_said_why_they_end_or_cannot(
+def test_the_store_stays_until_other_ranks_have_recorded_their_end(
     limit: float, lines_of_2: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight_recorder, "STAY_SECONDS", limit)

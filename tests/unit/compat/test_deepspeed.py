@@ -59,7 +59,7 @@ def engine_with(config: Any = CONFIG, **given: Any) -> Any:
     return deepseek_zero.initialize(model=Net(), config=config, **given)[0]
 
 
-def test_getters_tell_the_configuration() -> None:
+def test_getters_return_the_configuration() -> None:
     engine = engine_with()
     told = {
         "train_batch_size": 6,
@@ -92,7 +92,7 @@ def test_getters_tell_the_configuration() -> None:
     )
 
 
-def test_every_getter_and_attribute_answers_with_and_without_an_optimizer() -> None:
+def test_every_getter_and_attribute_works_with_and_without_an_optimizer() -> None:
     for engine in (engine_with(), engine_with({"train_batch_size": 2})):
         for name in GETTERS:
             getattr(engine, name)()
@@ -187,7 +187,9 @@ def test_the_configuration_comes_in_every_way(way: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said(given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise_an_error_with_the_reason(
+    given: dict[str, Any], message: str
+) -> None:
     if given.get("model"):
         given = {**given, "model": Net()}
     with pytest.raises((UsageError, ConfigError, NotBuiltError), match=message):
@@ -215,7 +217,7 @@ def test_backward_returns_the_loss_over_the_accumulation_steps() -> None:
     ).item() == pytest.approx(loss.item())
 
 
-def test_a_step_looks_for_no_name_behind_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_looks_up_no_attribute_through_getattr(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, asked = engine_with(), list[str]()
     look_up = type(engine).__getattr__
 
@@ -264,7 +266,7 @@ def test_init_distributed_refuses_other_arguments(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_deepspeeds_names_that_are_not_here_say_so_and_answer_hasattr() -> None:
+def test_missing_deepspeed_names_raise_an_error_and_work_with_hasattr() -> None:
     for name in {*missing_names("deepspeed"), *IN_THE_DROPIN}:
         assert not hasattr(deepseek_zero, name)
     with pytest.raises(NotBuiltError, match=r"PipelineModule is DeepSpeed's and is not built"):
@@ -274,7 +276,7 @@ def test_deepspeeds_names_that_are_not_here_say_so_and_answer_hasattr() -> None:
     assert {"initialize", "zero", "utils"} <= set(dir(deepseek_zero))
 
 
-def test_comm_answers_as_a_world_of_one_without_a_group() -> None:
+def test_comm_is_a_world_of_one_without_a_group() -> None:
     value, parts = torch.ones(2), [torch.zeros(2)]
     comm.all_reduce(value)
     comm.all_gather(parts, value)
@@ -288,7 +290,7 @@ def test_comm_answers_as_a_world_of_one_without_a_group() -> None:
         _ = comm.no_such_collective
 
 
-def test_recomputation_gives_the_same_gradient_under_deepspeeds_words() -> None:
+def test_recomputation_gives_the_same_gradient_under_deepspeeds_names() -> None:
     line, x = nn.Linear(64, 64), torch.ones(64, 64, requires_grad=True)
     line(x * 2).square().sum().backward()
     plain, line.weight.grad = line.weight.grad, None
@@ -348,7 +350,7 @@ def test_recomputation_gives_the_same_gradient_under_deepspeeds_words() -> None:
         ),
     ],
 )
-def test_each_word_of_configure_is_a_setting_and_what_is_not_said_stays(
+def test_each_argument_of_configure_is_a_setting_and_omitted_ones_stay(
     given: dict[str, Any], expected: RecomputeSettings
 ) -> None:
     try:
@@ -360,7 +362,7 @@ def test_each_word_of_configure_is_a_setting_and_what_is_not_said_stays(
         recompute.release(recompute.current())
 
 
-def test_words_of_configure_that_mean_nothing_here_are_errors() -> None:
+def test_unknown_arguments_of_configure_are_errors() -> None:
     with pytest.raises(UsageError, match="no argument checkpoint_on_moon"):
         checkpointing.configure(None, checkpoint_on_moon=True)
     assert not checkpointing.is_configured()
@@ -371,7 +373,7 @@ def test_a_repeating_loader_never_ends() -> None:
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
 
 
-def test_log_dist_speaks_on_the_named_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_dist_logs_on_the_named_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     utils.log_dist("for zero", ranks=[0])
     utils.log_dist("for one", ranks=[1])
     utils.log_dist("for all")
@@ -383,7 +385,7 @@ def test_log_dist_speaks_on_the_named_ranks(capsys: pytest.CaptureFixture[str]) 
     assert utils.logging.logger is utils.logger
 
 
-def test_leaf_modules_travel_as_one_piece(caplog: pytest.LogCaptureFixture) -> None:
+def test_leaf_modules_are_gathered_as_one_unit(caplog: pytest.LogCaptureFixture) -> None:
     class Expert(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -438,7 +440,7 @@ def test_leaf_modules_travel_as_one_piece(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("number", ["001", "002"])
-def test_a_seeds_configuration_goes_through_the_door_as_it_is(number: str, tmp_path: Path) -> None:
+def test_a_seeds_configuration_is_accepted_unchanged(number: str, tmp_path: Path) -> None:
     path = tmp_path / "deepspeed_config.json"
     path.write_text({"001": SEED_001, "002": SEED_002}[number], encoding="utf-8")
     engine = engine_with(str(path))

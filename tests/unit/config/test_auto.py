@@ -26,7 +26,7 @@ def reason(config: Config, key: str) -> AutoDecision:
     return next(decision for decision in config.decisions if decision.key == key)
 
 
-def test_every_key_at_once_may_say_auto() -> None:
+def test_all_keys_may_be_auto_together() -> None:
     given: dict[str, Any] = {}
     for key in KEYS:
         # Below a section that exists only when it is given there is nothing to leave open.
@@ -69,7 +69,7 @@ _GIVEN_ONLY = (
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_alone_may_say_auto(key: str) -> None:
+def test_each_single_key_may_be_auto(key: str) -> None:
     given: dict[str, Any] = {}
     put(given, key, AUTO)
     if key.startswith(_GIVEN_ONLY):
@@ -90,7 +90,7 @@ def test_a_resolved_auto_is_recorded_with_its_reason() -> None:
     assert not reason(config, "train_batch_size").asked
 
 
-def test_a_stated_size_is_kept_beside_a_known_hidden_size() -> None:
+def test_a_stated_size_is_kept_although_the_hidden_size_is_known() -> None:
     config = resolved({"zero_optimization": {"reduce_bucket_size": 7}}, Facts(hidden_size=16))
     assert config.zero_optimization.reduce_bucket_size == 7
 
@@ -142,7 +142,7 @@ BOTH = {"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}}
         ({"precision": "fp16"}, CPU, (True, False)),
     ],
 )
-def test_the_precision_follows_words_then_hardware(
+def test_the_precision_follows_the_configuration_then_the_hardware(
     given: dict[str, Any], facts: Facts, expected: tuple[bool, bool]
 ) -> None:
     config = resolved(given, facts)
@@ -152,7 +152,7 @@ def test_the_precision_follows_words_then_hardware(
 @pytest.mark.parametrize(
     "top, inner, expected", [(True, None, True), (False, None, False), (True, False, False)]
 )
-def test_fp16_casts_inputs_as_the_top_level_says_unless_it_says_so_itself(
+def test_fp16_casts_inputs_by_the_top_level_key_unless_its_section_has_one(
     top: bool, inner: bool | None, expected: bool
 ) -> None:
     config = resolved({"auto_cast": top, "fp16": {"enabled": True, "auto_cast": inner}})
@@ -193,7 +193,7 @@ def test_an_auto_optimizer_is_the_programs_own_or_adamw() -> None:
     assert resolved(given, Facts(client_optimizer={"lr": 0.5})).optimizer.type is None
 
 
-def test_an_argument_nobody_knows_is_left_to_the_optimizer() -> None:
+def test_an_unknown_argument_is_passed_to_the_optimizer() -> None:
     config = resolved({"optimizer": {"type": "AdamW", "params": {"amsgrad": AUTO}}})
     assert config.optimizer.params == {}
     assert reason(config, "optimizer.params.amsgrad").why == "not set: its owner's default is used"
@@ -218,7 +218,7 @@ def test_an_auto_schedule_takes_its_peak_from_the_optimizer() -> None:
     }
 
 
-def test_an_auto_total_without_a_plan_asks_for_it() -> None:
+def test_an_auto_total_without_a_number_of_steps_raises_an_error() -> None:
     with pytest.raises(
         ConfigError, match=r"scheduler\.params\.total_num_steps = 'auto'.*not known"
     ):
@@ -281,12 +281,12 @@ def test_ranks_of_one_copy_that_a_client_counted_are_taken_out_of_its_batch() ->
         resolved({**stated, "train_batch_size": 24}, counting)
 
 
-def test_a_stated_batch_size_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stated_batch_size_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert resolved({"train_batch_size": 6}, Facts(world_size=2)).batch.micro == 3
     assert capsys.readouterr().err == ""
 
 
-def test_deepspeeds_refusal_is_there_for_doors_that_want_it() -> None:
+def test_deepspeeds_refusal_applies_to_the_apis_that_use_it() -> None:
     with pytest.raises(ConfigError, match="needs to be provided"):
         resolved({}, Facts(require_batch_key=True))
     assert resolved({"train_batch_size": AUTO}, Facts(require_batch_key=True)).batch.train == 1

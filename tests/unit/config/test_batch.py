@@ -31,7 +31,7 @@ def test_the_missing_members_are_solved_for(
     assert batch.data_size == 4
 
 
-def test_every_answer_closes_the_triangle() -> None:
+def test_every_solution_for_the_batch_sizes_is_consistent() -> None:
     options = (None, 1, 2, 3, 4, 6, 12)
     closed = 0
     for ranks, train, micro, steps in product((1, 2, 3), options, options, options):
@@ -68,7 +68,7 @@ def test_every_answer_closes_the_triangle() -> None:
         (10, None, None, r"world_size 10 != 2 \* 1 \* 4"),
     ],
 )
-def test_what_cannot_close_is_refused_in_deepspeeds_words(
+def test_inconsistent_batch_sizes_raise_deepspeeds_error(
     train: int | None, micro: int | None, steps: int | None, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as error:
@@ -82,7 +82,7 @@ def test_the_loader_decides_the_micro_batch_when_nothing_is_stated() -> None:
     assert "data loader" in batch.why
 
 
-def test_the_loader_decides_beside_a_stated_accumulation() -> None:
+def test_the_loader_sets_the_micro_batch_with_a_stated_accumulation() -> None:
     assert solve(BatchRequest(2, accumulation=3, loader=5)).train == 30
 
 

@@ -59,7 +59,7 @@ def test_other_floats_are_not() -> None:
     )
 
 
-def test_quoted_numbers_and_words_are_read_with_a_note() -> None:
+def test_quoted_numbers_and_booleans_are_read_with_a_note() -> None:
     raw = load({"train_batch_size": "8", "gradient_clipping": "1e-1", "fp16": {"enabled": "false"}})
     assert raw.values == {
         "train_batch_size": 8,
@@ -126,7 +126,7 @@ def test_dtypes_have_several_spellings(spelled: str, dtype: str) -> None:
     assert config_of(communication_data_type=spelled).communication_data_type == dtype
 
 
-def test_words_are_read_whatever_their_case() -> None:
+def test_values_are_read_case_insensitively() -> None:
     config = config_of(gradient_allreduce_op="SUM", checkpoint={"tag_validation": "FAIL"})
     assert (config.gradient_allreduce_op, config.checkpoint.tag_validation) == ("sum", "Fail")
 
@@ -409,7 +409,9 @@ def test_what_deepspeed_has_removed_is_refused_with_what_to_use(
     assert isinstance(load(off, unknown=unknown), RawConfig)
 
 
-def test_errors_that_are_kept_of_nothing_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_feedback_without_coded_messages_is_logged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     stated = {
         "compression": {"gradients": {"error_feedback": "int8"}},
         "zeropp_loco_param": {"err_beta": 0.5},
@@ -429,7 +431,9 @@ GOES_ON = [key.path for key in NOT_BUILT_KEYS if key.goes_on]
 
 
 @pytest.mark.parametrize("path", GOES_ON)
-def test_behind_deepspeeds_name_a_run_goes_on_where_it_is_right_without_a_key(path: str) -> None:
+def test_under_deepspeeds_name_unsupported_keys_without_effect_on_results_are_accepted(
+    path: str,
+) -> None:
     given = off_default_config(path)
     with pytest.raises(NotBuiltError, match="is not built"):
         load(given)
@@ -437,7 +441,7 @@ def test_behind_deepspeeds_name_a_run_goes_on_where_it_is_right_without_a_key(pa
     assert any("is not built" in note for note in notes)
 
 
-def test_behind_deepspeeds_name_a_tier_without_its_stage_is_left_out() -> None:
+def test_under_deepspeeds_name_offload_without_its_stage_is_ignored() -> None:
     given = zero(stage=2, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
     with pytest.raises(ConfigError, match="needs stage 3"):
         load(given)
@@ -462,7 +466,7 @@ def test_what_is_not_built_may_stand_there_switched_off(given: dict[str, Any]) -
     assert isinstance(load(given), RawConfig)
 
 
-def test_a_mistake_beside_something_not_built_is_a_config_error_that_lists_both() -> None:
+def test_a_mistake_and_an_unimplemented_key_are_listed_in_one_config_error() -> None:
     text = complaint({"sparse_gradients": True, "zero_optimization": {"stage": 9}})
     assert "sparse_gradients = True" in text and "zero_optimization.stage = 9" in text
 

@@ -180,7 +180,7 @@ def kind_of(row: FieldRow | KeyNotBuilt) -> Any:
     return model.model_fields[last].annotation
 
 
-def test_no_legal_value_of_a_key_is_refused_behind_the_name() -> None:
+def test_no_valid_value_of_a_key_is_refused_under_deepspeeds_name() -> None:
     refused, tried = {}, 0
     for row in (*ROWS, *NOT_BUILT_KEYS):
         if row.path.split(".")[0] in REFUSED_THERE or (

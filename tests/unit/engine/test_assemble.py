@@ -68,12 +68,12 @@ def test_a_composition_has_the_bits_of_one_process(
 @pytest.mark.parametrize(
     ("sizes", "stage"), [((1, 1, 2, 2), 0), ((1, 1, 2, 2), 3), ((2, 1, 1, 2), 3), ((2, 1, 2, 2), 1)]
 )
-def test_sequences_beside_split_layers_and_stages(sizes: Sizes, stage: int) -> None:
+def test_sequence_parallelism_with_split_layers_and_stages(sizes: Sizes, stage: int) -> None:
     assert run(sizes, stage, "fp32") == "close"
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
-def test_both_loops_of_stages_whose_ranks_share_sequences(attention: Any) -> None:
+def test_both_training_loops_of_stages_with_sequence_parallel_ranks(attention: Any) -> None:
     """`train_batch` cuts whole batches itself, the plain loop is given this rank's tokens; messages
     are as planned.
     """

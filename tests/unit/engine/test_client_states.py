@@ -301,7 +301,7 @@ def test_empty_entries_are_no_state() -> None:
     assert_alike(on_ranks(lambda here, rank: train(here, rank, 2, make=make)), plainly(make))
 
 
-def test_ranks_whose_optimizers_begin_differently_are_told() -> None:
+def test_different_initial_optimizers_on_ranks_are_reported() -> None:
     def body(here: Here, rank: Rank) -> str:
         model = net()
         made = OwnState(model.parameters())

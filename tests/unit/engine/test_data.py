@@ -108,7 +108,7 @@ def test_a_batch_size_that_changes_between_epochs_is_that_of_the_next_ones_end()
     assert len(list(loader)) == len(loader) == 6
 
 
-def test_data_that_changed_are_told(
+def test_changed_training_data_is_reported(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deepseek_zero.base.log.logger.propagate", True)

@@ -60,7 +60,7 @@ def tables(**states: Sequence[Sequence[int] | None]) -> dict[int, Table]:
         ({5: tables(weight=[[1]])[0]}, []),
     ],
 )
-def test_what_differs_is_said_of_the_ranks_that_are_fewer(
+def test_differences_are_reported_for_the_minority_of_ranks(
     found: Mapping[int, Table], expected: list[str]
 ) -> None:
     assert differences(found) == expected

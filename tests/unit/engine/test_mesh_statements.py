@@ -117,7 +117,7 @@ def test_places_that_disagree_are_both_named(
         chosen(config, given)
 
 
-def test_a_lone_process_is_told_the_command() -> None:
+def test_a_single_process_gets_an_error_with_the_launch_command() -> None:
     with pytest.raises(UsageError, match="run --nproc 4") as error:
         chosen({"pp_degree": 2, "mp_degree": 2}, ranks=1)
     assert "pp_degree has pp=2, mp_degree has tp=2: 4 ranks hold one copy" in str(error.value)

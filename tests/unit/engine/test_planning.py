@@ -117,7 +117,9 @@ def test_where_no_copy_would_be_read_there_is_none(
     assert any("zero_hpz_partition_size = " in line and words in line for line in caplog.messages)
 
 
-def test_elsewhere_the_settings_stay_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_otherwise_the_settings_stay_and_nothing_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level("INFO", logger="deepseek_zero"):
         for size in (1, 2, 3):
             settings = PlanSettings(secondary_ranks=size)
@@ -125,7 +127,7 @@ def test_elsewhere_the_settings_stay_and_nothing_is_said(caplog: pytest.LogCaptu
     assert not caplog.messages
 
 
-def test_units_whose_weights_rest_elsewhere_have_no_copy_and_the_plan_says_so() -> None:
+def test_units_with_offloaded_weights_have_no_second_copy_and_the_plan_states_it() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     settings = PlanSettings(persistence_numel=0, secondary_ranks=2)
     for tiers, many in (
@@ -160,7 +162,7 @@ def test_units_whose_weights_rest_elsewhere_have_no_copy_and_the_plan_says_so() 
         (1, 2, 64, []),
     ],
 )
-def test_what_is_not_coded_though_it_was_asked_for_is_said(
+def test_states_that_are_not_coded_as_configured_are_logged(
     stage: int, ranks: int, min_numel: int, words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     compression = Compression(Blocks(8, 256), Blocks(4, 128), min_numel=min_numel)
@@ -183,7 +185,7 @@ def test_what_is_not_coded_though_it_was_asked_for_is_said(
         (False, False, Compression(gradients=Blocks(4, 128)), False),
     ],
 )
-def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
+def test_codes_inside_a_host_with_local_slices_are_logged(
     among_hosts: bool,
     spans_hosts: bool,
     compression: Compression,
@@ -226,7 +228,7 @@ def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
         (None, {"compression": Compression(gradients=Blocks(4, 128))}, Mesh(dp_shard=2), ""),
     ],
 )
-def test_where_gradients_travel_in_another_dtype_than_the_stated_one_is_said(
+def test_gradients_sent_in_another_dtype_than_configured_are_logged(
     reduce: torch.dtype | None,
     keys: dict[str, Any],
     mesh: Mesh,
@@ -242,7 +244,7 @@ def test_where_gradients_travel_in_another_dtype_than_the_stated_one_is_said(
 
 @pytest.mark.parametrize("precision", ["auto", "bf16"])
 @pytest.mark.parametrize("codec", [Blocks(4, 128), None])
-def test_codes_do_not_follow_their_error_and_precision_auto_says_so(
+def test_error_feedback_with_precision_auto_is_turned_off_with_a_log_line(
     precision: str, codec: Blocks | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = PlanSettings(compression=Compression(gradients=codec))
@@ -277,7 +279,7 @@ def layers(*widths: int) -> nn.Module:
         (layers(300), {"stage3_model_persistence_threshold": 0}, ""),
     ],
 )
-def test_what_stays_whole_at_stage_3_is_said_with_its_key(
+def test_parameters_that_stay_whole_at_stage_3_are_logged_with_the_key(
     door: str, model: nn.Module, zero: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = {"stage": 3, **zero}

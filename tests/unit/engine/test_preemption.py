@@ -40,7 +40,7 @@ def sent(preemption: Preemption) -> float:
     return message.pack()[0]
 
 
-def test_a_signal_is_noted_and_the_users_own_handler_hears_it_too(heard: list[int]) -> None:
+def test_a_signal_is_recorded_and_the_users_handler_is_called(heard: list[int]) -> None:
     preemption, own = Preemption(SETTINGS), signal.getsignal(NUMBER)
     preemption.watch()
     assert sent(preemption) == 0
@@ -96,7 +96,7 @@ def test_a_forked_worker_dies_of_a_signal_of_its_own_and_survives_one_for_the_wh
     assert sent(preemption) == (NUMBER if whole_job else 0)
 
 
-def test_another_thread_is_told_that_only_the_main_one_takes_signals() -> None:
+def test_a_thread_other_than_the_main_one_cannot_install_signal_handlers() -> None:
     raised: list[Exception] = []
 
     def watch() -> None:
@@ -111,7 +111,7 @@ def test_another_thread_is_told_that_only_the_main_one_takes_signals() -> None:
     assert "needs the main thread" in str(raised[0])
 
 
-def test_a_handler_that_python_does_not_know_is_not_overwritten(
+def test_a_signal_handler_installed_outside_python_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(signal, "getsignal", _unknown)

@@ -91,7 +91,7 @@ def test_ranks_that_are_alike_are_not_named(told: list[str], rows: list[tuple[fl
     assert told == []
 
 
-def test_a_slow_window_now_and_then_is_nobodys_fault(told: list[str]) -> None:
+def test_an_occasional_slow_window_is_not_reported(told: list[str]) -> None:
     found, chance = Stragglers(Meter(), ["h0", "h1"]), random.Random(0)
     for window in range(1000):
         found.compare(
@@ -100,7 +100,7 @@ def test_a_slow_window_now_and_then_is_nobodys_fault(told: list[str]) -> None:
     assert told == []
 
 
-def test_words_are_the_seconds_since_the_last_ones_without_waits() -> None:
+def test_the_exchanged_numbers_are_the_seconds_since_the_last_exchange_without_waits() -> None:
     meter = Meter()
     found = Stragglers(meter, ["h0", "h1"])
     assert [sent(found, step) for step in range(1, WINDOW)] == [()] * (WINDOW - 1)

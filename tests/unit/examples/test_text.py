@@ -82,7 +82,7 @@ def test_targets_are_the_inputs_one_byte_later(sampler: Sampler) -> None:
     assert torch.equal(targets, inputs + 1)
 
 
-def test_a_batch_depends_on_seed_step_and_rank_alone(sampler: Sampler) -> None:
+def test_a_batch_depends_only_on_seed_step_and_rank(sampler: Sampler) -> None:
     assert torch.equal(sampler.draw(4, 1)[0], sampler.draw(4, 1)[0])
     other = Sampler(sampler.text, 3, 5, seed=2)
     draws = [sampler.draw(4, 1), sampler.draw(5, 1), sampler.draw(4, 0), other.draw(4, 1)]

@@ -103,7 +103,7 @@ def test_a_unit_stays_promoted_where_16_bits_would_not_hold_it_or_nothing_is_kno
     assert run.play([evidence] * 3 * GOOD) == [True] * 3 * GOOD
 
 
-def test_a_unit_without_a_gradient_and_a_run_without_any_are_left_alone() -> None:
+def test_a_unit_or_run_without_gradients_is_unchanged() -> None:
     assert not any(Run().play([ABSENT] * 4))
     assert not any(Run().play([VANISHED] * 4, root=VANISHED))
 
@@ -137,7 +137,7 @@ def test_stages_are_refused_by_name() -> None:
         deepseek_zero.plan(torch.nn.Linear(2, 2), config, ranks=2, mesh={"pp": 2})
 
 
-def test_codes_that_do_not_follow_their_error_are_said_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_codes_without_error_feedback_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     told = "it does not read their quantization error"
     for more in ({}, {"zero_quantized_gradients": True}):
         config = {

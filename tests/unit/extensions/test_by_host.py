@@ -137,7 +137,7 @@ def test_it_has_the_bits_of_one_process_and_sends_and_lends_what_is_predicted(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_beside_replicas_each_group_adds_up_by_host(stage: int) -> None:
+def test_with_replicas_each_group_sums_by_host(stage: int) -> None:
     mesh = Mesh(dp_replicate=2, dp_shard=4)
     found = run_ranks(8, lambda rank: train(rank, stage, 2, torch.float32, mesh=mesh), seed=1)
     optimizer = OPTIMIZERS["adamw"]

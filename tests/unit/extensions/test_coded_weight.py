@@ -244,7 +244,7 @@ def test_what_is_decoded_encodes_to_the_same_codes(dtype: torch.dtype, block: in
     )
 
 
-def test_codes_beside_another_memory_are_refused_by_name() -> None:
+def test_codes_with_offload_are_refused_by_name() -> None:
     section = {
         "stage": 3,
         "zero_quantized_nontrainable_weights": True,

@@ -144,7 +144,7 @@ def test_a_row_above_the_limit_is_refused() -> None:
         choose_cuts(Model(), 19, same)
 
 
-def test_a_layer_that_is_cut_says_where_its_weight_is() -> None:
+def test_reading_the_weight_of_a_cut_layer_raises_an_error_with_its_location() -> None:
     model = Model()
     cut(model, 60)
     with pytest.raises(AttributeError, match="tile_above has cut it into tiles"):
@@ -161,7 +161,7 @@ def configured(optimizer: str = "AdamW", **more: Any) -> dict[str, Any]:
     }
 
 
-def test_plan_tells_of_tiles_and_leaves_the_model_as_it_is() -> None:
+def test_plan_lists_tiles_and_does_not_change_the_model() -> None:
     model = Model()
     found = deepseek_zero.plan(model, configured(), ranks=4)
     assert [unit.name for unit in found.units if unit.is_tile] == [
@@ -185,7 +185,7 @@ def test_axes_that_cut_the_model_are_refused_by_name(axis: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["tiled_loss", "tiled_mlp"])
-def test_tiles_of_tokens_beside_it_are_refused_by_name(key: str) -> None:
+def test_tiles_of_tokens_with_it_are_refused_by_name(key: str) -> None:
     config = configured(activation_checkpointing={key: 16})
     with pytest.raises(NotBuiltError, match="tile_above with activation_checkpointing"):
         deepseek_zero.plan(Model(), config, ranks=2)

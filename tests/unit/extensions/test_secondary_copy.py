@@ -135,7 +135,7 @@ def test_a_group_of_all_ranks_is_no_smaller_one(near: int) -> None:
     assert not any("inner_gather" in one.sent for one in found)
 
 
-def test_beside_replicas_it_is_within_each() -> None:
+def test_with_replicas_it_applies_within_each_replica() -> None:
     mesh = Mesh(dp_replicate=2, dp_shard=4)
     found, plain = (
         run_ranks(
@@ -235,7 +235,7 @@ def test_it_follows_groups_that_are_divided_and_units_that_are_promoted() -> Non
         assert all(map(torch.equal, one, other))
 
 
-def test_the_first_gather_behind_an_update_goes_over_all_ranks_and_later_ones_stay_inside() -> None:
+def test_the_first_gather_after_an_update_uses_all_ranks_and_later_ones_the_host() -> None:
     def body(rank: Rank) -> list[tuple[int, int]]:
         runtime = sharded(rank, small(), stage=3, secondary_ranks=NEAR, window_numel=0)
         optimizer, counts = optimizer_over(runtime, OPTIMIZERS["sgd"]), []

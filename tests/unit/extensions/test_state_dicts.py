@@ -14,7 +14,7 @@ from tests.models import Gpt, batch_of, seeded
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_alone_takes_a_local_state_dict(stage: int) -> None:
+def test_one_rank_may_take_a_local_state_dict(stage: int) -> None:
     plain = seeded(Gpt, blocks=2).state_dict()
 
     def body(rank: Rank) -> dict[str, torch.Tensor]:

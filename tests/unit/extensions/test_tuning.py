@@ -90,13 +90,13 @@ def test_the_slowest_rank_decides_for_all() -> None:
         (PlanSettings(tunes=("ahead_numel",)), World(0.5, 0.5, size=1)),
     ],
 )
-def test_nothing_is_asked_where_nothing_can_be_gained(settings: PlanSettings, world: Any) -> None:
+def test_no_question_is_sent_without_a_possible_gain(settings: PlanSettings, world: Any) -> None:
     tuner = Tuner(settings, [30, 50], world)
     assert steps(tuner, world, 3 * PERIOD) == []
     assert world.asked == 0
 
 
-def test_only_what_nobody_stated_is_tuned() -> None:
+def test_only_unset_keys_are_tuned() -> None:
     def tunes(**zero: Any) -> tuple[str, ...]:
         return plan_settings_of(
             resolve(load({"zero_optimization": {"stage": 3, **zero}}), Facts())

@@ -271,7 +271,7 @@ def test_the_environment_is_stronger_than_the_configuration(
         compiler.available("auto")
 
 
-def test_without_numba_torch_computes_and_only_the_word_numba_is_an_error(
+def test_without_numba_torch_computes_and_only_an_explicit_numba_is_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(compiler.VARIABLE, raising=False)

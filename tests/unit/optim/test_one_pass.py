@@ -166,7 +166,7 @@ def test_states_that_were_reset_begin_with_zeros(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_adagrad_is_fused_on_a_cpu_alone(on_cpu: bool) -> None:
+def test_adagrad_is_fused_on_cpus_only(on_cpu: bool) -> None:
     for cls, expected in ((torch.optim.AdamW, True), (torch.optim.Adagrad, on_cpu)):
         inner = cls([nn.Parameter(torch.zeros(3))])
         prefer_fused(inner, on_cpu=on_cpu)

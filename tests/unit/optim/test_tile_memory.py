@@ -55,14 +55,14 @@ def story(settings: PrefetchSettings, *, changes: bool = True) -> list[str]:
     return log
 
 
-def test_nothing_ahead_and_nothing_behind_is_one_after_the_other() -> None:
+def test_without_prefetch_and_write_behind_transfers_are_sequential() -> None:
     each = [[f"fetch {n}", f"here {n}", f"update {n}", f"store {n}", f"gone {n}"] for n in range(4)]
     assert story(PrefetchSettings(0, 0)) == [word for words in each for word in words]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
 @pytest.mark.parametrize("behind", [0, 1, 2, 9])
-def test_no_more_is_under_way_than_was_allowed(ahead: int, behind: int) -> None:
+def test_no_more_than_the_limit_is_in_flight(ahead: int, behind: int) -> None:
     fetched = updated = left = gone = 0
     for word in story(PrefetchSettings(ahead, behind)):
         kind = word.split()[0]

@@ -43,7 +43,7 @@ def test_warmup_rises_with_the_logarithm_and_stays() -> None:
     assert rates(schedule, 11) == pytest.approx(expected)
 
 
-def test_warmup_rises_linearly_when_asked() -> None:
+def test_warmup_rises_linearly_if_configured() -> None:
     schedule = WarmupLR(groups(9.0), 0.0, 1.0, 4, "linear")
     assert rates(schedule, 6) == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1])
 
@@ -108,7 +108,7 @@ def test_warmup_cosine_is_a_ratio_of_each_groups_rate() -> None:
     assert schedule.get_last_lr()[1] == pytest.approx(4 * 0.1)
 
 
-def test_a_total_inside_the_warmup_is_told_and_goes_to_the_floor(
+def test_a_total_within_the_warmup_is_logged_and_set_to_the_minimum(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cosine = WarmupCosineLR(groups(1.0), 2, warmup_num_steps=4, cos_min_ratio=0.25)
@@ -162,7 +162,7 @@ def test_one_cycle_stairs_hold_the_rate_and_reach_the_peak() -> None:
     assert rates(schedule, 8) == pytest.approx([0, 0, 0, 0.5, 0.5, 0.5, 1, 0.5, 0])
 
 
-def test_one_cycle_says_when_momentum_cannot_follow_or_beta2_changes(
+def test_one_cycle_reports_momentum_that_cannot_be_scheduled_and_changes_of_beta2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     OneCycle(groups(9.0, momentum=0.5), 0.1, 0.5)

@@ -127,7 +127,7 @@ def test_a_mixed_group_is_split_and_each_part_has_its_rate(
     assert [group["lr"] for group in optimizer.param_groups] == rates
 
 
-def test_a_group_may_say_which_it_is_and_keep_its_own_rate() -> None:
+def test_a_parameter_group_may_have_a_name_and_its_own_learning_rate() -> None:
     embedding, hidden = torch.ones(3, 3), torch.ones(3, 3)
     groups = [
         {"params": [embedding], "use_muon": False, "lr": 0.3},
@@ -148,7 +148,7 @@ def test_a_group_may_say_which_it_is_and_keep_its_own_rate() -> None:
     assert set(optimizer.state[hidden]) == {"momentum_buffer"}
 
 
-def test_a_model_gives_its_hidden_matrices_to_muon_and_the_rest_to_adamw() -> None:
+def test_hidden_matrices_are_updated_by_muon_and_other_parameters_by_adamw() -> None:
     class Float8Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -68,7 +68,7 @@ def test_adam_means_what_deepspeed_means(params: dict[str, Any], cls: type, deca
     assert type(optimizer) is cls and optimizer.param_groups[0]["weight_decay"] == decay
 
 
-def test_adamw_is_decoupled_whatever_the_mode_says() -> None:
+def test_adamw_has_decoupled_weight_decay_in_every_mode() -> None:
     assert resolve_optimizer("AdamW", {"adam_w_mode": False}).cls is torch.optim.AdamW
 
 
@@ -80,7 +80,7 @@ def test_lists_become_tuples_and_auto_leaves_the_default() -> None:
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
-def test_the_fused_kernel_is_used_unless_the_user_says_otherwise(name: str) -> None:
+def test_the_fused_kernel_is_used_unless_configured_otherwise(name: str) -> None:
     assert resolve_optimizer(name, {}).defaults["fused"] is True
     assert resolve_optimizer(name, {"fused": False}).defaults["fused"] is False
     assert "fused" not in resolve_optimizer(name, {"foreach": False}).defaults
@@ -179,7 +179,7 @@ def test_what_the_class_refuses_at_construction_is_a_config_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"])
-def test_a_known_name_that_is_not_built_says_so(name: str) -> None:
+def test_a_known_name_that_is_not_implemented_raises_an_error_with_the_reason(name: str) -> None:
     with pytest.raises(NotBuiltError, match=f"optimizer '{name}' is not built: "):
         resolve_optimizer(name, {"freeze_step": 10})
 
@@ -226,7 +226,9 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused(name: str) -> None:
         granularity_of(getattr(torch.optim, name))
 
 
-def test_every_optimizer_of_this_torch_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_optimizer_of_this_torch_is_supported_or_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     names = {name for name, value in vars(torch.optim).items() if inspect.isclass(value)} - {
         "Optimizer"
     }

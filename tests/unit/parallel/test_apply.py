@@ -144,7 +144,7 @@ def test_outputs_that_are_gathered_at_once_and_inputs_that_come_whole() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-def test_lora_beside_split_layers() -> None:
+def test_lora_with_split_layers() -> None:
     """B is split beside a column layer, A beside a row layer; what is frozen has no gradient."""
     peft = pytest.importorskip("peft")
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -200,7 +200,7 @@ def test_learnt_prompts_before_split_layers(name: str) -> None:
     assert plain.grads["prompt.weight"] is not None and plain.grads["prompt.weight"].abs().sum() > 0
 
 
-def test_ranks_with_different_inputs_are_told() -> None:
+def test_different_inputs_on_ranks_are_reported() -> None:
     model = tiny("llama")
 
     def body(rank: Rank) -> None:

@@ -121,7 +121,7 @@ def test_the_gradient_of_an_input_is_summed_once_for_all_layers_that_read_it() -
         torch.testing.assert_close(grad, plain.grad)
 
 
-def test_a_reader_whose_output_nobody_uses() -> None:
+def test_a_reader_with_unused_output() -> None:
     """The sum is started without it, and the next backward begins anew."""
 
     def body(rank: Rank) -> list[Tensor]:

@@ -57,7 +57,7 @@ def split(terms: Terms, logits: Tensor, targets: Tensor) -> list[tuple[Tensor, T
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignored", [-100, 7])
-def test_the_words_of_cross_entropy(
+def test_the_arguments_of_cross_entropy_are_supported(
     reduction: Any, smoothing: float, weighted: bool, ignored: int
 ) -> None:
     logits, targets = values()
@@ -98,7 +98,7 @@ def test_a_mean_over_no_token_is_what_it_is_in_torch() -> None:
     )
 
 
-def test_words_that_are_masked_out_everywhere_on_a_rank() -> None:
+def test_tokens_that_are_masked_out_everywhere_on_a_rank() -> None:
     logits, targets = values()
     logits[:, 4:8] = -torch.inf
     targets = targets.masked_fill((targets >= 4) & (targets < 8), 0)
@@ -197,7 +197,7 @@ class TestTransformers:
             run_ranks(2, body)
 
 
-def test_no_whole_row_travels() -> None:
+def test_no_whole_row_is_sent() -> None:
     """Three numbers for each token and rank, and a fourth with label smoothing."""
 
     def body(rank: Rank) -> list[int]:

@@ -97,7 +97,7 @@ def test_a_column_that_no_row_closes_is_split_alone_where_it_was_named() -> None
     assert "blocks.0.up" in plan.left and "blocks.0.up" not in kinds(plan)
 
 
-def test_layers_whose_widths_do_not_meet_are_split_alone() -> None:
+def test_layers_with_different_widths_are_split_separately() -> None:
     wished = ParallelSettings(
         layers=((r".*attention\.q\.", "column", 1, ()), (r".*\.down\.", "row", 1, ())),
         uses_other_rules=False,
@@ -169,7 +169,7 @@ def test_a_rank_without_a_head_is_refused_by_name() -> None:
         choose(Net(), 4)
 
 
-def test_a_model_without_known_layers_is_refused() -> None:
+def test_a_model_without_supported_layers_is_refused() -> None:
     with pytest.raises(UsageError, match="no layer of Sequential is split over tp=2"):
         choose(nn.Sequential(nn.Linear(4, 4)), 2)
 

@@ -117,7 +117,7 @@ def test_any_number_of_heads(name: str, options: dict[str, Any], size: int) -> N
 @pytest.mark.parametrize(
     ("name", "options"), [("llama", {}), ("llama", {"num_key_value_heads": 1}), ("gpt2", {})]
 )
-def test_beside_tensor_parallelism(name: str, options: dict[str, Any], attention: Any) -> None:
+def test_with_tensor_parallelism(name: str, options: dict[str, Any], attention: Any) -> None:
     """Each of two ranks along tp has half the heads, which two ranks along sp divide again."""
     compare(tiny(name, **options), Mesh(sp=2, tp=2), batch(2), SequenceSettings(attention))
 
@@ -132,7 +132,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
-def test_padding_behind_sequences_may_be_masked(attention: Any) -> None:
+def test_padding_after_sequences_may_be_masked(attention: Any) -> None:
     padded = batch(1) | {"attention_mask": torch.ones(3, LENGTH, dtype=torch.long)}
     padded["attention_mask"][1, 3:] = 0
     padded["attention_mask"][2, 6:] = 0
@@ -327,7 +327,7 @@ def test_a_forward_that_calls_no_registered_attention_is_refused_by_name() -> No
         on_ranks(model, Mesh(sp=2), batch(0))
 
 
-def test_a_loss_over_routers_that_a_call_asks_for_is_refused_by_name() -> None:
+def test_a_requested_router_loss_is_refused_by_name() -> None:
     model = made("MixtralConfig", "MixtralForCausalLM", MIXTURE | {"output_router_logits": False})
     with pytest.raises(NotBuiltError, match="output_router_logits is not built"):
         on_ranks(model, Mesh(sp=2), batch(0) | {"output_router_logits": True})  # type: ignore[dict-item]

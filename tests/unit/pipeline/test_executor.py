@@ -196,7 +196,7 @@ def test_a_shape_that_was_not_announced_is_an_error_on_both_sides() -> None:
         run_ranks(2, body, timeouts=3)
 
 
-def test_what_is_known_travels_without_a_header() -> None:
+def test_messages_of_known_shape_have_no_header() -> None:
     schedule = make_schedule("1f1b", 2, 1, 4)
     batches = micro_batches(4)
 
@@ -222,7 +222,7 @@ def test_what_is_known_travels_without_a_header() -> None:
     assert last[0] == last[1]
 
 
-def test_evaluation_runs_forwards_alone() -> None:
+def test_evaluation_runs_only_forwards() -> None:
     batches = micro_batches(5)
 
     def body(rank: Rank) -> list[Any] | None:

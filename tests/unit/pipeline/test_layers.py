@@ -185,7 +185,7 @@ def test_seeds_and_recomputation_are_by_layer() -> None:
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
 
 
-def test_what_a_tied_layer_does_not_tie_is_known_on_every_stage_and_is_not_saved() -> None:
+def test_untied_parameters_of_a_tied_layer_exist_on_every_stage_and_are_not_saved() -> None:
     """Each stage trains a bias of its own, under one name: a checkpoint would keep the first
     stage's alone.
     """

@@ -494,7 +494,7 @@ def test_misuse_is_an_error_on_every_rank(misuse: Misuse, message: str) -> None:
         assert isinstance(found, UsageError) and message in " ".join(str(found).split()), found
 
 
-def test_the_way_it_idles_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_idle_mode_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def body(rank: Rank) -> None:
         here = Loop(rank, gpt(), 1, None)
         here.step(batches_of(0, 1, 1))

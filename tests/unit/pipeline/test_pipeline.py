@@ -45,7 +45,7 @@ def given(step: int, place: int, many: int = MANY) -> list[MicroBatch]:
 
 @pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved", 2)])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_losses_fall_and_are_told_to_every_rank(name: str, virtual: int, stage: int) -> None:
+def test_losses_fall_and_are_returned_on_every_rank(name: str, virtual: int, stage: int) -> None:
     def body(rank: Rank) -> tuple[list[float], list[Any] | None, float]:
         mesh = WHOLE.on_world(rank.size, rank.index)
         model = gpt()
@@ -116,7 +116,7 @@ def test_a_list_of_layers_trains_and_may_change_its_shapes() -> None:
     assert found[0][1] < found[0][0]
 
 
-def test_what_cannot_be_cut_is_told_before_anything_is() -> None:
+def test_layers_that_cannot_be_cut_are_reported_before_any_is_cut() -> None:
     mesh = WHOLE.on_world(2, 0)
     with pytest.raises(UsageError, match="a list of 1 stages on a mesh with pp=2"):
         cut_model(LayerStages([nn.Linear(2, 2)], 1, 0), None, mesh)

@@ -68,7 +68,7 @@ def test_what_generators_make_is_proven(schedule: PipelineSchedule) -> None:
             assert count(schedule, rank, StageActionKind.REDUCE) == len(schedule.stages_of(rank))
 
 
-def test_1f1b_is_the_order_everybody_draws() -> None:
+def test_1f1b_has_the_order_of_the_literature() -> None:
     found = one_f_one_b(3, 4)
     assert compute(found, 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
     assert compute(found, 1) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"
@@ -106,7 +106,7 @@ def test_groups_gather_as_often_as_there_are_groups() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "breadth_first"])
-def test_the_bubble_is_what_the_table_says(name: str) -> None:
+def test_the_bubble_equals_that_of_the_table(name: str) -> None:
     ranks, many = 4, 8
     for virtual in (1,) if name == "1f1b" else (1, 2):
         found = make_schedule(name, ranks, virtual, many)

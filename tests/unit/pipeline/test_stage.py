@@ -474,7 +474,7 @@ def test_an_attribute_of_another_stages_block_is_refused_by_name() -> None:
         block.aux  # noqa: B018
 
 
-def test_the_loss_is_found_or_its_absence_is_told() -> None:
+def test_the_loss_is_found_or_an_error_is_raised() -> None:
     loss = torch.tensor(2.0)
     assert loss_of(loss) is not None
     assert loss_of({"loss": loss, "logits": X}) == 2.0

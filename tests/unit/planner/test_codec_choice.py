@@ -67,7 +67,7 @@ def test_by_host_a_rank_codes_a_part_and_sends_fp32_as_it_is() -> None:
     assert gather_traffic(4, 2, 1, 2).far == 0.5 and gather_traffic(4, 2, 2, 2).far == 0.25
 
 
-def test_what_is_stated_stays_and_the_numbers_are_said() -> None:
+def test_stated_values_are_kept_and_the_numbers_are_logged() -> None:
     asked = Compression(weights=INT8, left_open=("gradients",))
     gradients = Open(reduce_traffic(2, 1, 1, 2), (RATES[INT8], RATES[INT4]))
     found = choose_codes(asked, 100 * MBIT, gradients=gradients)
@@ -82,7 +82,7 @@ def test_what_is_stated_stays_and_the_numbers_are_said() -> None:
 @pytest.mark.parametrize(
     ("stage", "weights", "is_said"), [(2, None, True), (2, INT8, False), (3, None, False)]
 )
-def test_that_weights_are_not_chosen_for_at_stages_1_and_2_is_said(
+def test_weights_without_automatic_codes_at_stages_1_and_2_are_logged(
     stage: int, weights: Blocks | None, is_said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[str]()
@@ -108,7 +108,7 @@ def test_that_weights_are_not_chosen_for_at_stages_1_and_2_is_said(
         (0, 4, torch.float16, 2),
     ],
 )
-def test_gradients_are_priced_in_the_dtype_in_which_they_would_travel(
+def test_gradients_are_counted_in_the_dtype_in_which_they_are_sent(
     stage: int,
     accumulation: int,
     reduce: torch.dtype | None,

@@ -72,7 +72,7 @@ def test_64_ranks_save_3_82_7_21_and_64_times_because_4_and_8_are_limits() -> No
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 4, 64])
-def test_the_plan_says_what_the_arithmetic_says(stage: int, ranks: int) -> None:
+def test_the_plan_equals_the_arithmetic(stage: int, ranks: int) -> None:
     params = 64 * 10**6
     assert sum(planned(params, ranks, stage, WHOLE).values()) == mixed_precision_adam_bytes(
         params, ranks, stage

@@ -105,7 +105,7 @@ def test_bytes_by_memory_are_the_bytes_by_state() -> None:
     assert plan.bytes_by_tier()[Tier.HOST] == plan.bytes_by_state()["host"] > 0
 
 
-def test_the_printed_plan_tells_units_that_look_alike_once() -> None:
+def test_the_printed_plan_lists_equal_units_once() -> None:
     text = str(
         plan_model(on_meta(blocks=24), PlanSettings(stage=3, persistence_numel=0), Mesh(dp_shard=8))
     )

@@ -81,12 +81,12 @@ def test_stage_3_gathers_into_buffers_of_the_same_sizes() -> None:
     )
 
 
-def test_a_bucket_bounds_the_inbox_of_each_of_the_two_messages_under_way() -> None:
+def test_a_bucket_limits_the_receive_buffer_of_each_of_the_two_messages_in_flight() -> None:
     found = pool_buffers(*units_of(1, ranks=3, bucket_numel=3 * 1024))
     assert found == {SCRATCH: 1, (FP32, 2 * 1024): 2}
 
 
-def test_a_reduce_dtype_other_than_the_gradients_needs_a_copy_to_travel() -> None:
+def test_a_reduce_dtype_other_than_the_gradients_needs_a_copy_for_sending() -> None:
     units, settings = units_of(1, ranks=2, policy=Policy(reduce=torch.bfloat16))
     assert pool_buffers(units, settings)[torch.bfloat16, 2 * 2048] == 1
 

@@ -89,7 +89,7 @@ def test_keep_counts_the_elements_between_forward_and_backward_of_a_unit() -> No
     ]  # fmt: skip
 
 
-def test_an_agreed_order_is_walked_forward_and_its_reverse_backward_each_root_first() -> None:
+def test_an_agreed_order_is_used_in_forward_and_reversed_in_backward_root_first() -> None:
     schedule = plan_schedule(SIZES, [0, 2, 1, 3], PlanSettings(window_numel=0))
     assert schedule.forward.order == (0, 2, 1, 3)
     assert schedule.backward.order == (0, 3, 1, 2)
@@ -192,7 +192,7 @@ def test_layerwise_all_but_forwards_and_backwards_is_what_it_is_for_a_whole_batc
         ]
 
 
-def test_replicas_meet_once_a_step_when_all_units_are_summed_and_updates_come_behind_that() -> None:
+def test_replicas_are_summed_once_a_step_after_all_units_and_before_updates() -> None:
     schedule = plan_schedule(
         [10, 100], range(2), PlanSettings(window_numel=0), all_reduced=(0, 1), ahead={1}
     )

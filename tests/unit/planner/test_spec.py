@@ -114,7 +114,7 @@ def test_placements_are_one_letter_each_in_tables() -> None:
     ]
 
 
-def test_the_table_is_the_one_in_the_modules_words() -> None:
+def test_the_table_equals_the_one_in_the_module_docstring() -> None:
     assert TRANSITIONS == {
         (S, R): Movement.ALL_GATHER,
         (S, S): Movement.NOTHING,

@@ -42,7 +42,7 @@ def weight_bytes(number: int) -> int:
     return sum(group.padded_numel for group in units()[DEVICE][number].groups) // 2 * 2
 
 
-def test_where_there_is_room_everything_is_on_the_device() -> None:
+def test_with_enough_memory_everything_is_on_the_device() -> None:
     rests = assign_tiers(units(), TierChoices(ALL, ALL), dict.fromkeys(ALL, PLENTY), 2)
     assert {(rest.weights, rest.states) for rest in rests} == {(DEVICE, DEVICE)}
     assert [rest.unit for rest in rests] == [unit.name for unit in units()[DEVICE]]
@@ -91,7 +91,7 @@ def test_a_ratio_keeps_whole_units_and_offloads_at_least_the_share(ratio: float)
         assert sum(sizes[len(kept) + 1 :]) < ratio * sum(sizes)
 
 
-def test_one_line_tells_it() -> None:
+def test_it_is_logged_in_one_line() -> None:
     rests = [
         UnitTiers("a", DEVICE, NVME),
         UnitTiers("b", DEVICE, DEVICE),

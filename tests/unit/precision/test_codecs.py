@@ -129,7 +129,7 @@ def test_the_largest_numbers_stay_finite_and_keep_their_sign(codec: Blocks) -> N
     assert torch.allclose(found, values, rtol=1e-6) and bool(found.isfinite().all())
 
 
-def test_a_message_is_as_long_as_the_table_says() -> None:
+def test_a_message_has_the_length_of_the_table() -> None:
     assert Blocks(8, 256).nbytes(1 << 20) == 1.015625 * (1 << 20)
     assert Blocks(4, 128).nbytes(1 << 20) == 0.53125 * (1 << 20)
     assert Cast(torch.bfloat16).nbytes(1 << 20) == 2 << 20

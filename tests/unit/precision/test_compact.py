@@ -39,7 +39,7 @@ def some_values(numel: int, *, signed: bool, spread: float = 12.0) -> Tensor:
     return values * torch.randn(numel, generator=generator).sign() if signed else values
 
 
-def test_chance_depends_on_step_name_and_element_alone() -> None:
+def test_random_bits_depend_only_on_step_name_and_element() -> None:
     whole = StochasticRounding(3).of("exp_avg of a", 0, 1000)
     for start, stop in ((0, 1), (1, 18), (15, 999), (512, 1000)):
         assert torch.equal(

@@ -80,7 +80,7 @@ def test_the_defaults_are_those_of_the_config() -> None:
     assert (scaler.scale, scaler.dynamic, scaler.cur_hysteresis) == (65536.0, True, 2)
 
 
-def test_the_minimum_is_reached_exactly_and_then_an_error_says_what_to_do() -> None:
+def test_the_minimum_is_reached_exactly_and_then_an_error_is_raised() -> None:
     scaler = LossScaler(LossScaleSettings(initial_scale_power=2, hysteresis=1, min_loss_scale=1.5))
     scaler.update(BAD)
     scaler.update(BAD)
@@ -106,7 +106,7 @@ def test_a_static_scale_never_moves() -> None:
     assert (scaler.scale, scaler.dynamic) == (128.0, False) and LossScaler.static().scale == 1.0
 
 
-def test_each_overflow_is_told_with_both_scales(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_overflow_is_logged_with_both_scales(capsys: pytest.CaptureFixture[str]) -> None:
     scaler = LossScaler(LossScaleSettings(initial_scale_power=3, hysteresis=2))
     scaler.update(BAD)
     scaler.update(BAD)

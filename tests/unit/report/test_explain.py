@@ -38,7 +38,7 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     assert list(parts) == sorted(parts, key=lambda name: -parts[name])
 
 
-def test_before_there_are_two_steps_it_says_so() -> None:
+def test_a_report_before_two_steps_has_no_figures() -> None:
     assert where_steps_went(Meter(), Advice(0, 0, 0, True)) == [
         "steps: measured from the second step on"
     ]
@@ -72,7 +72,7 @@ def test_a_wait_that_matters_comes_with_advice(lane: str, advice: Advice, senten
     assert len(where_steps_went(meter(**{lane: 0.1}), advice)) == 1
 
 
-def test_overlap_is_the_share_of_what_was_under_way_that_nobody_stood_still_for() -> None:
+def test_overlap_is_the_share_of_transfer_time_without_waits() -> None:
     assert overlap_share([]) == 0.0
     hidden = Event("reduce", "a", 0.0, 4.0, (5.0, 5.5))
     half = Event("gather", "b", 6.0, 8.0, (7.0, 8.5))
@@ -107,7 +107,7 @@ def test_transfers_are_hidden_while_this_rank_waits_for_nothing_at_all() -> None
 DISK = MemoryLink("disk", 3 << 30, 2 << 30, 1 << 30, 3.0, 0.75, 2e9, 2.5, 4.0)
 
 
-def test_a_link_is_told_by_bytes_speed_what_was_hidden_and_its_bound() -> None:
+def test_a_link_is_reported_with_bytes_speed_overlap_and_bound() -> None:
     assert what_moved([DISK]) == [
         "disk: stores 3.00 GiB; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, 75% "
         "of that time hidden, 750 ms of waiting",
@@ -129,6 +129,6 @@ def test_advice_is_about_the_link_that_is_waited_for_most_and_only_if_it_matters
     assert len(what_moved([replace(DISK, waited_seconds=0.08)])) == 2
 
 
-def test_a_link_that_carried_nothing_is_told_by_what_rests_there() -> None:
+def test_an_unused_link_is_reported_with_the_states_in_its_memory() -> None:
     assert what_moved([MemoryLink("host", 3 << 30)]) == ["host: stores 3.00 GiB"]
     assert what_moved([]) == []

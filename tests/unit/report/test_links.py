@@ -34,7 +34,7 @@ def meter(**seconds: float) -> Meter:
     return Meter(wait_seconds={"gather": 0.5, "rows": 0.5}, clock=clock)
 
 
-def test_a_link_is_told_per_step() -> None:
+def test_a_link_is_reported_per_step() -> None:
     (link,) = links_of(tiers(), meter())
     assert (link.name, link.resting_bytes) == ("disk", 7)
     assert (link.read_bytes, link.written_bytes, link.busy_seconds, link.waited_seconds) == (

@@ -146,7 +146,7 @@ def test_what_codes_save_between_hosts_is_what_a_run_without_them_sends(
         assert ("x less" in between.explain()) is saves
 
 
-def test_before_two_steps_and_behind_a_reset_nothing_is_claimed_that_was_not_counted() -> None:
+def test_figures_are_absent_before_two_steps_and_after_a_reset() -> None:
     plan = planned(1)
     assert network_links(plan, metered(plan, 1.0, steps=0), None, groups(1)) == []
     meter = metered(plan, 1.0)
@@ -158,7 +158,7 @@ def test_before_two_steps_and_behind_a_reset_nothing_is_claimed_that_was_not_cou
     assert between.sent_bytes == 50 and "% of" not in between.explain()
 
 
-def test_a_line_is_what_was_measured_else_what_the_interface_says_to_each_rank_of_the_host(
+def test_a_link_speed_is_measured_or_read_from_the_interface_and_divided_by_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm = Comm(torch.device("cpu"))

@@ -57,7 +57,7 @@ def test_a_unit_has_the_bytes_that_the_plan_counts(stage: int, tier: Tier) -> No
     assert ("master", tier) not in place.nbytes, "in fp32 it is the weight"
 
 
-def test_a_promoted_unit_says_so_in_its_label() -> None:
+def test_the_label_of_a_promoted_unit_shows_the_promotion() -> None:
     plan = plan_of(3)
     (unit,) = plan.units
     lifted = replace(

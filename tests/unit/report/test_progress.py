@@ -36,7 +36,7 @@ def test_a_log_gets_no_control_characters_and_no_wrapped_lines() -> None:
     assert all(character.isprintable() or character == "\n" for character in text)
 
 
-def test_a_line_says_what_happened_since_the_line_before() -> None:
+def test_a_log_line_covers_the_steps_since_the_previous_line() -> None:
     line = show(total=20, every=10).splitlines()[-1]
     for part in (
         "loss 15.500",
@@ -88,7 +88,7 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert show(total=3, every=1, terminal=True) == ""
 
 
-def test_words_of_the_caller_are_printed_as_they_are() -> None:
+def test_texts_of_the_caller_are_printed_unchanged() -> None:
     out = io.StringIO()
     Progress(1, 1, Console(file=out, width=20)).print_line("weights[0] are written to a long path")
     assert out.getvalue() == "weights[0] are written to a long path\n"

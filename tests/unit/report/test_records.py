@@ -106,7 +106,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
         read_records(tmp_path)
 
 
-def test_a_csv_file_of_another_program_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_csv_file_of_another_program_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / CSV_NAME).write_text("a,b\n1,2\n")
     with pytest.raises(UsageError, match="has the columns 'a,b'"):
         RecordWriter(tmp_path)

@@ -46,7 +46,7 @@ def test_a_call_that_raised_is_not_counted_and_the_next_one_is(clock: list[float
     assert found.means() == pytest.approx({"forward": 2.0})
 
 
-def test_a_timer_stopped_before_it_was_started_says_so() -> None:
+def test_stopping_a_timer_before_its_start_raises_an_error() -> None:
     with pytest.raises(UsageError, match="'reduce' was stopped before it was started"):
         Timers()["reduce"].stop()
 

@@ -155,7 +155,7 @@ def test_it_is_the_ordered_sum_whatever_the_order_ranks_come_in(size: int, divis
 @pytest.mark.parametrize(
     ("bucket", "messages"), [(1 << 40, 1), (2048 * 2, 2), (1024 * 2, 3), (1, 3)]
 )
-def test_a_reduction_travels_in_messages_of_one_size(bucket: int, messages: int) -> None:
+def test_a_reduction_is_sent_in_messages_of_one_size(bucket: int, messages: int) -> None:
     def body(rank: Rank) -> list[str]:
         layout = layout_over(2)
         ctx = context(rank, bucket)
@@ -168,7 +168,7 @@ def test_a_reduction_travels_in_messages_of_one_size(bucket: int, messages: int)
     assert run_ranks(2, body) == [["reduce it"] * messages] * 2
 
 
-def test_two_messages_are_under_way_and_no_more() -> None:
+def test_at_most_two_messages_are_in_flight() -> None:
     def body(rank: Rank) -> None:
         layout = layout_over(2)
         source = buffer(layout, P, FP32, values(rank.index, layout.padded_numel, FP32), rank.index)

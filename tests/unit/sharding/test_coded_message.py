@@ -195,7 +195,7 @@ def oracle(
 @pytest.mark.parametrize(
     ("stage", "codes"), [(2, (None, Blocks(4, 128))), (3, (Blocks(8, 256), Blocks(4, 128)))]
 )
-def test_beside_frozen_weights_a_run_has_the_bits_of_one_process(stage: int, codes: Any) -> None:
+def test_with_frozen_weights_a_run_equals_one_process(stage: int, codes: Any) -> None:
     def model() -> nn.Module:
         found = seeded()
         found.blocks[1].requires_grad_(False)
@@ -208,7 +208,7 @@ def test_beside_frozen_weights_a_run_has_the_bits_of_one_process(stage: int, cod
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_alone_sends_nothing_and_has_the_bits_without_codes(stage: int) -> None:
+def test_a_single_rank_sends_nothing_and_equals_a_run_without_codes(stage: int) -> None:
     config = configured(stage, **INT4, zero_quantized_weights=True)
     with engines_of_threads() as here:
         found = run_ranks(1, lambda rank: train(here, rank, config, seeded()))
@@ -233,9 +233,7 @@ def test_an_overflow_in_fp16_is_one_process_overflow(stage: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "kept"), [(1, "int8"), (2, "bf16"), (3, "bf16")])
-def test_errors_that_are_fed_back_beside_offloaded_states_are_those_of_one_process(
-    stage: int, kept: str
-) -> None:
+def test_error_feedback_with_offloaded_states_equals_one_process(stage: int, kept: str) -> None:
     given = {"min_numel": 0, "gradients": {"bits": 4, "error_feedback": kept}}
     config = configured(
         stage, accumulation=2, compression=given, **offload("cpu", weights=stage == 3)
@@ -356,7 +354,7 @@ BLOCKS_OF_512 = {
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_what_a_rank_sends_is_what_the_formulas_say(accumulation: int) -> None:
+def test_the_bytes_that_a_rank_sends_equal_the_formulas(accumulation: int) -> None:
     part, many = 3 / 4 * Square.numel, accumulation
     for stage, zero, expected in (
         (3, BOTH, part * many * (2 * W + R)),
@@ -367,7 +365,7 @@ def test_what_a_rank_sends_is_what_the_formulas_say(accumulation: int) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_what_a_host_sends_to_others_is_what_the_formulas_say(accumulation: int) -> None:
+def test_the_bytes_that_a_host_sends_equal_the_formulas(accumulation: int) -> None:
     part, many = 1 / 2 * Square.numel, accumulation
     for stage, zero, expected in (
         (3, BOTH, part * many * (2 * W + R)),
@@ -413,7 +411,7 @@ class Casting(Reference):
         (3, "fp32", "bf16", 2, 1),
     ],
 )
-def test_summands_that_travel_in_another_dtype_are_rounded_to_it_once(
+def test_summands_that_are_sent_in_another_dtype_are_rounded_once(
     stage: int, travels: str, dtype: str, accumulation: int, hosts: int
 ) -> None:
     config = configured(stage, dtype, accumulation) | {"communication_data_type": travels}
@@ -450,7 +448,7 @@ class RoundingLevels(Rounding, TwoLevels):
 @pytest.mark.parametrize(
     ("stage", "codes"), [(2, (None, Blocks(4, 128))), (3, (Blocks(8, 256), Blocks(4, 128)))]
 )
-def test_beside_replicas_codes_have_the_bits_of_one_process(stage: int, codes: Any) -> None:
+def test_with_replicas_codes_equal_one_process(stage: int, codes: Any) -> None:
     config = configured(stage, accumulation=2, **INT4, zero_quantized_weights=codes[0] is not None)
     mesh = {"dp_replicate": 2, "dp_shard": 2}
     with engines_of_threads() as here:
@@ -471,7 +469,7 @@ def test_beside_replicas_codes_have_the_bits_of_one_process(stage: int, codes: A
         ((1, 1, 1, 2), 3),
     ],
 )
-def test_beside_other_axes_codes_leave_ranks_alike_and_close_to_a_run_without(
+def test_with_other_axes_codes_keep_ranks_equal_and_close_to_a_run_without_codes(
     sizes: Sizes, stage: int
 ) -> None:
     pytest.importorskip("transformers")

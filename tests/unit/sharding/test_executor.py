@@ -155,7 +155,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("seed", [None, 1])
-def test_ranks_that_stray_issue_the_same_and_lose_no_gradient(
+def test_ranks_with_different_routes_issue_the_same_collectives_and_lose_no_gradient(
     routes: Sequence[Route], settings: dict[str, Any], stage: int, seed: int | None
 ) -> None:
     def body(rank: Rank) -> tuple[list[str], list[str]]:
@@ -201,7 +201,7 @@ STRAYS: dict[str, tuple[Route, ...]] = {
 @pytest.mark.parametrize("routes", STRAYS.values(), ids=STRAYS)
 @pytest.mark.parametrize("settings", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_second_hops_are_issued_in_one_order_however_ranks_stray(
+def test_second_hops_are_issued_in_one_order_on_ranks_with_different_routes(
     routes: Sequence[Route], settings: dict[str, Any], seed: int | None
 ) -> None:
     """Each lane of each group of two hosts of two ranks; who waits for anything issues them, or all
@@ -387,7 +387,7 @@ def test_a_gradient_that_comes_after_its_sum_is_reduced_before_the_step(
 
 
 @pytest.mark.parametrize("strays", ["asks for a state dict", "uses a released block again"])
-def test_a_rank_that_leaves_the_program_alone_is_named(strays: str) -> None:
+def test_a_rank_that_deviates_from_the_program_is_named(strays: str) -> None:
     """It gathers what the others do not: nobody gets wrong bytes, and the two collectives are
     named.
     """

@@ -37,7 +37,7 @@ def check(
             assert getattr(owner, attribute) is before
 
 
-def test_a_gradient_goes_where_its_table_says() -> None:
+def test_a_gradient_follows_its_table_of_transitions() -> None:
     def body(rank: Rank) -> None:
         gradient = build_one(rank, Odd(), stage=3).gradient
         check(GRAD_MOVES, GradState, gradient.sum, "_state", gradient.sum.enter)

@@ -196,9 +196,7 @@ def test_a_sum_after_a_sum_is_added_to_it(stage: int, size: int) -> None:
 
 @on_ranks
 @on_stages
-def test_a_gradient_that_comes_while_its_sum_is_under_way_is_not_lost(
-    stage: int, size: int
-) -> None:
+def test_a_gradient_that_arrives_during_a_reduction_is_not_lost(stage: int, size: int) -> None:
     """A late one: it is reduced a second time."""
 
     def body(rank: Rank) -> None:
@@ -365,7 +363,7 @@ def test_a_gradient_that_is_forgotten_leaves_its_memory_and_no_values(
     ],
     ids=["in fp32", "prescaled", "predivided"],
 )
-def test_how_gradients_travel(settings: dict[str, Any], stage: int, size: int) -> None:
+def test_the_message_dtype_of_gradients(settings: dict[str, Any], stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage, **settings)
         gradient, own = group.gradient, group.plan.weight.dtype

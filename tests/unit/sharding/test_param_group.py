@@ -122,7 +122,7 @@ def test_a_gather_shows_the_weights_and_a_release_takes_them_away(size: int) -> 
     everywhere(size, body)
 
 
-def test_a_released_buffer_is_lent_again_but_never_one_that_somebody_views() -> None:
+def test_a_released_buffer_is_reused_unless_a_view_of_it_exists() -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage=3)
         pool, numel = group.comm_ctx.pool, group.layout.padded_numel
@@ -224,7 +224,7 @@ def test_a_new_layout_keeps_the_bits(policy: Policy, stage: int, size: int) -> N
 
 @on_ranks
 @pytest.mark.parametrize("stage", range(4))
-def test_a_group_that_was_let_go_leaves_plain_parameters_with_the_masters_values(
+def test_a_released_group_leaves_plain_parameters_with_the_main_weights_values(
     stage: int, size: int
 ) -> None:
     def body(rank: Rank) -> None:

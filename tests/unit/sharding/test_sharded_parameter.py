@@ -60,7 +60,7 @@ def test_each_operation_is_refused_with_advice_of_its_own(engine: Any, case: str
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
-def test_an_optimizer_of_torchs_on_parameters_at_rest_is_told_where_it_belongs(
+def test_a_torch_optimizer_on_sharded_parameters_raises_an_error_with_advice(
     engine: Any, kind: Any
 ) -> None:
     with pytest.raises(

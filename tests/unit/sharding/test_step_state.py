@@ -25,7 +25,7 @@ def test_a_model_is_between_steps_until_a_forward_or_backward_is_counted() -> No
     assert not step.is_between_steps
 
 
-def test_a_backward_is_under_way_only_while_autograd_runs_one() -> None:
+def test_a_backward_is_active_only_while_autograd_runs_one() -> None:
     step = StepState()
     step.enter(Phase.BACKWARD)
     assert not step.is_in_backward  # an exception has ended it
@@ -54,7 +54,7 @@ def check(
             assert getattr(owner, attribute) is before
 
 
-def test_a_phase_follows_where_its_table_says() -> None:
+def test_a_phase_follows_its_table_of_transitions() -> None:
     def body(rank: Rank) -> None:
         runtime = sharded(rank, Odd(), stage=3)
         check(PHASE_MOVES, Phase, runtime.step, "_phase", runtime.step.enter)

@@ -30,7 +30,7 @@ def check(
             assert getattr(owner, attribute) is before
 
 
-def test_a_unit_goes_where_its_table_says() -> None:
+def test_a_unit_follows_its_table_of_transitions() -> None:
     def body(rank: Rank) -> None:
         unit = sharded(rank, Odd(), stage=3).root
         check(MOVES, UnitState, unit, "_state", unit._enter)

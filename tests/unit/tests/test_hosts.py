@@ -146,7 +146,7 @@ def test_frames_are_lost_late_or_damaged_on_their_way_and_counted() -> None:
         assert wrong_bytes(1_000_000) == 0
 
 
-def test_a_program_hears_signals_and_ends_with_its_host() -> None:
+def test_a_program_receives_signals_and_ends_with_its_host() -> None:
     with hosts(2) as (h0, h1):
         sleeper = h0.run(["sleep", "60"])
         until = time.monotonic() + 60

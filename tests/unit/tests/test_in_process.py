@@ -149,7 +149,7 @@ def test_the_first_error_is_raised_and_not_what_follows_from_it() -> None:
         run_ranks(3, body)
 
 
-def test_what_travels_is_poison_until_it_is_waited_for_and_taken_at_the_wait() -> None:
+def test_receive_buffers_are_nan_until_the_wait() -> None:
     def body(rank: Rank) -> list[float]:
         full = torch.zeros(2 * rank.size)
         full.chunk(rank.size)[rank.index].fill_(1.0 + rank.index)

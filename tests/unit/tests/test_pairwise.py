@@ -23,7 +23,7 @@ def test_the_cases_are_few_and_the_same_at_every_call() -> None:
     assert 12 <= len(pairwise(AXES)) <= 16 < 96
 
 
-def test_the_environment_asks_for_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_selects_the_full_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FULL, raising=False)
     names, few = cases(AXES)
     monkeypatch.setenv(FULL, "1")

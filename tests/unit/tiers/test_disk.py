@@ -57,7 +57,7 @@ def test_what_was_stored_comes_back_bit_for_bit(disk: Disk, dtype: torch.dtype) 
     assert torch.equal(storage.write(0, NUMEL), values)
 
 
-def test_a_chunk_changes_alone(disk: Disk) -> None:
+def test_a_change_affects_one_chunk_only(disk: Disk) -> None:
     storage, values = filled(disk)
     storage.store(0, NUMEL).wait()
     storage.write(CHUNK, 2 * CHUNK).add_(1)
@@ -154,7 +154,7 @@ def test_a_slow_disk_is_not_waited_for_where_the_bytes_are_still_here(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_is_asked_in_whatever_order_the_values_are_right(disk: Disk, seed: int) -> None:
+def test_values_are_correct_for_any_order_of_fetches(disk: Disk, seed: int) -> None:
     chance = random.Random(seed)
     storage, values = filled(disk)
     for number in range(400):
@@ -207,7 +207,7 @@ def test_an_empty_state_needs_nothing(disk: Disk) -> None:
 # -- privacy
 
 
-def test_the_file_has_no_name_and_belongs_to_the_user_alone(disk: Disk, tmp_path: Path) -> None:
+def test_the_file_has_no_name_and_is_private_to_the_user(disk: Disk, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert os.fstat(disk.descriptor).st_mode & 0o777 == 0o600
     assert os.fstat(disk.descriptor).st_nlink == 0
@@ -244,7 +244,7 @@ def test_closing_waits_and_gives_the_file_up(tmp_path: Path) -> None:
 # -- failures
 
 
-def test_a_directory_that_does_not_exist_is_made_for_this_user_alone(tmp_path: Path) -> None:
+def test_a_missing_directory_is_created_with_access_for_this_user_only(tmp_path: Path) -> None:
     Disk(tmp_path / "new" / "inner").close()
     assert [
         stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", tmp_path / "new" / "inner")
@@ -263,7 +263,7 @@ def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path) -> None:
         Disk(tmp_path / "file")
 
 
-def test_what_does_not_fit_is_said_before_anything_is_written(disk: Disk) -> None:
+def test_insufficient_space_is_reported_before_anything_is_written(disk: Disk) -> None:
     with pytest.raises(
         StorageError, match=r"need 2\.00 PiB on .*1\.00 PiB for each of 2 ranks\), .* are free"
     ):
@@ -414,7 +414,7 @@ def test_a_full_disk_is_named_before_anything_is_lost(small: Path) -> None:
     assert float(storage.write(0, MIB).sum()) == 3 * MIB
 
 
-def test_a_disk_that_somebody_else_filled_since_still_takes_what_was_reserved(small: Path) -> None:
+def test_reserved_space_is_usable_after_another_process_fills_the_disk(small: Path) -> None:
     disk = Disk(small)
     storage = disk.reserve(MIB, torch.float32, MIB, "the first")
     with pytest.raises(OSError, match="No space"):

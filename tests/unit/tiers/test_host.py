@@ -238,7 +238,7 @@ def test_a_storage_is_locked_until_the_last_view_of_it_is_gone(
         assert not runtime.ranges
 
 
-def test_the_true_cause_of_a_refusal_is_told_and_the_error_is_cleared(
+def test_the_cause_of_a_refusal_is_reported_and_the_error_is_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime = cudart.install(monkeypatch)
@@ -251,7 +251,7 @@ def test_the_true_cause_of_a_refusal_is_told_and_the_error_is_cleared(
     assert not runtime.last_error
 
 
-def test_an_error_is_cleared_by_a_launch_if_the_runtime_cannot_be_asked(
+def test_an_error_is_cleared_by_a_launch_without_the_runtime(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch shows no cudaGetLastError, but reads it after each launch of a kernel."""

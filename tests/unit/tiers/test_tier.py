@@ -77,7 +77,7 @@ def test_a_wait_is_a_phase_of_its_own(clock: Clock) -> None:
     assert traffic.clock.seconds["forward"] == 5
 
 
-def test_the_log_has_what_was_asked_for_while_somebody_recorded(clock: Clock) -> None:
+def test_the_log_has_the_fetches_made_while_recording(clock: Clock) -> None:
     traffic = TransferMeter()
     moved(traffic, clock, 10, 1)
     traffic.events = []

@@ -105,7 +105,7 @@ def test_a_part_that_fails_or_hangs_ends_nothing_and_all_is_written_down(
     )
 
 
-def test_one_part_runs_alone_and_nothing_begins_after_the_time(
+def test_one_part_can_run_by_itself_and_none_starts_after_the_limit(
     parts: tuple[Part, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "facts", lambda asked: {"device": "none", "torch": "2.11"})

@@ -69,7 +69,7 @@ def is_closed(connection: socket.socket, seconds: float) -> bool:
     return True
 
 
-def test_who_holds_the_secret_comes_in_and_what_he_says_next_is_not_lost(
+def test_a_peer_with_the_secret_is_accepted_and_its_next_message_is_not_lost(
     listener: tuple[Listener, Admitted],
 ) -> None:
     with dial(listener[0].address, PATIENCE) as connection:
@@ -111,7 +111,7 @@ def test_both_ends_refuse_another_secret(listener: tuple[Listener, Admitted]) ->
     assert listener[1].empty()
 
 
-def test_an_old_conversation_said_again_proves_nothing() -> None:
+def test_a_replayed_handshake_is_rejected() -> None:
     hello, server_handshake = (
         channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, secrets.token_bytes(32)),
         ServerHandshake(SECRET, 0),
@@ -125,7 +125,7 @@ def test_an_old_conversation_said_again_proves_nothing() -> None:
         again.take(proof)
 
 
-def test_a_doors_own_proof_does_not_serve_as_a_dialers() -> None:
+def test_a_listeners_proof_is_not_accepted_from_a_client() -> None:
     server_handshake = ServerHandshake(SECRET, 0)
     challenge = server_handshake.take(
         channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, bytes(32))
@@ -151,7 +151,7 @@ def test_garbage_is_turned_away_at_once(listener: tuple[Listener, Admitted], sai
     assert (listener[0].rejected, listener[1].empty()) == (1, True)
 
 
-def test_a_thousand_half_open_connections_keep_nobody_out(
+def test_a_thousand_half_open_connections_do_not_block_new_ones(
     listener: tuple[Listener, Admitted],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -185,7 +185,7 @@ def test_a_listener_that_is_no_rank_of_the_job_is_refused() -> None:
             introduce(connection, SECRET, HELLO)
 
 
-def test_a_door_listens_at_its_address_within_its_ports_alone() -> None:
+def test_a_listener_binds_to_its_address_and_port_range_only() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = taken.getsockname()[1]
         with pytest.raises(UsageError, match=r"(?s)all 1 ports.*--ports"):
@@ -231,7 +231,7 @@ def test_a_secret_is_32_bytes_that_others_cannot_read(
             write(path, content, 0o600)()
 
 
-def test_a_secret_is_read_behind_links_as_kubernetes_mounts_it(
+def test_a_secret_is_read_through_symbolic_links_as_in_kubernetes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = tmp_path / "..2026_01_01"
@@ -258,7 +258,7 @@ def test_a_secret_of_another_user_is_refused_and_roots_is_not(
         read()
 
 
-def test_a_child_of_a_fork_does_not_keep_the_door_open() -> None:
+def test_a_forked_child_does_not_keep_the_listener_open() -> None:
     listener = Listener("127.0.0.1", SECRET, 0)
     begun, begins = os.pipe()
     reader, writer = os.pipe()
@@ -289,7 +289,7 @@ def tls_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Listener, Admitt
     yield from opened_door()
 
 
-def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(
+def test_tls_connections_require_the_secret(
     tls_door: tuple[Listener, Admitted],
 ) -> None:
     found, admitted = tls_door
@@ -350,7 +350,7 @@ def test_a_connection_that_is_reset_before_tls_begins_is_closed(end: str) -> Non
         os.fstat(descriptor)
 
 
-def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
+def test_connections_with_tls_on_one_end_only_fail_with_the_reason_on_both(
     listener: tuple[Listener, Admitted],
     tls_door: tuple[Listener, Admitted],
     monkeypatch: pytest.MonkeyPatch,

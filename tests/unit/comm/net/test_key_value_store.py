@@ -66,7 +66,7 @@ def test_lines_are_read_by_all_and_written_over(listener: Listener, far: Make) -
     assert second.get("waiting/1") == ""
 
 
-def test_lines_are_read_after_the_process_with_the_board_has_said_farewell_and_ended(
+def test_records_are_readable_after_the_process_with_the_store_ended(
     listener: Listener, far: Make
 ) -> None:
     store, first, second = KeyValueStore(listener), far(1), far(2)
@@ -91,7 +91,9 @@ def test_the_end_of_the_board_without_a_farewell_is_an_error(listener: Listener,
         first.get("ended/0")
 
 
-def test_a_stranger_writes_nothing_and_the_others_go_on(listener: Listener, far: Make) -> None:
+def test_an_unauthenticated_peer_changes_nothing_and_the_job_continues(
+    listener: Listener, far: Make
+) -> None:
     store, friend = KeyValueStore(listener), far(1)
     with pytest.raises(Refused):
         StoreClient(listener.address, b"o" * 32, 1)
@@ -119,7 +121,7 @@ def test_an_announced_gigabyte_and_nonsense_end_the_connection(
     assert far(1).get("x") is store.get("x") is None
 
 
-def test_a_broken_connection_is_made_again_and_an_ended_rank_0_is_known(
+def test_a_broken_connection_is_reopened_and_the_end_of_rank_0_is_detected(
     listener: Listener, far: Make
 ) -> None:
     store, friend = KeyValueStore(listener), far(1)
@@ -158,7 +160,7 @@ def test_a_byte_that_flips_on_the_way_costs_a_connection_and_no_line(
     listener.close()
 
 
-def test_a_stopped_rank_0_is_not_gone_and_keeps_nobody_waiting(
+def test_a_stopped_rank_0_is_not_lost_and_blocks_no_rank(
     listener: Listener, far: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, friend = KeyValueStore(listener), far(1)
@@ -180,7 +182,7 @@ def test_a_stopped_rank_0_is_not_gone_and_keeps_nobody_waiting(
     assert store.get("c") == "d"
 
 
-def test_a_rank_0_that_stands_still_for_long_is_asked_over_the_connection_there_is(
+def test_a_stopped_rank_0_is_queried_over_the_existing_connection(
     listener: Listener, far: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection for each try would fill the queue of those that its kernel takes for it."""
@@ -211,7 +213,7 @@ def test_a_rank_0_that_stands_still_for_long_is_asked_over_the_connection_there_
 
 
 @pytest.mark.parametrize("watches", [False, True])
-def test_a_full_queue_is_no_evidence_where_the_host_is_heard_or_is_this_one(
+def test_a_full_queue_is_no_evidence_if_the_host_answers_or_is_local(
     listener: Listener, watches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = KeyValueStore(listener)
@@ -257,7 +259,7 @@ def test_a_host_without_a_sign_of_life_is_gone_after_its_time(
         friend.set("a", "b")
 
 
-def test_the_kernels_hear_each_other_and_an_ended_process_is_known(listener: Listener) -> None:
+def test_idle_connections_stay_alive_and_an_ended_process_is_detected(listener: Listener) -> None:
     store = KeyValueStore(listener)
     friend = StoreClient(listener.address, SECRET, 3, watches=True)
     assert until(lambda: 3 in store.silences())
@@ -272,7 +274,7 @@ def test_the_kernels_hear_each_other_and_an_ended_process_is_known(listener: Lis
     assert store.silences() == {}
 
 
-def test_kernels_hear_each_other_again_where_something_between_them_reset_all_connections(
+def test_connections_are_reopened_after_a_middlebox_reset_them(
     listener: Listener,
 ) -> None:
     store, friend = KeyValueStore(listener), StoreClient(listener.address, SECRET, 3, watches=True)
@@ -289,7 +291,7 @@ def test_kernels_hear_each_other_again_where_something_between_them_reset_all_co
     assert until(lambda: store.get("gone/3"))
 
 
-def test_a_board_behind_a_silent_host_keeps_nobody_waiting(
+def test_a_flight_recorder_on_a_silent_host_blocks_no_rank(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = KeyValueStore(listener)
@@ -313,7 +315,7 @@ def until(true: Callable[[], object]) -> object:
 
 
 @pytest.mark.parametrize(("interface", "warnings"), [("127.0.0.1", 0), ("0.0.0.0", 1)])
-def test_without_a_secret_a_board_that_others_reach_says_so_once_on_one_host_too(
+def test_without_a_secret_a_reachable_flight_recorder_is_logged_once_also_on_one_host(
     interface: str, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(SECRET_FILE, raising=False)

@@ -121,7 +121,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def test_what_travels_is_read_on_the_wire_without_tls_and_not_with_it(way: str) -> None:
+def test_data_is_readable_on_the_network_only_without_tls(way: str) -> None:
     marker = b"marked by nobody"
     with two_ranks() as (first, second, wire):
         tensor = torch.frombuffer(bytearray(marker * 40_000), dtype=torch.uint8)
@@ -166,7 +166,7 @@ def test_collectives_arrive_in_any_order_and_dtype_and_nothing_is_held_after(way
         )
 
 
-def test_small_tensors_that_nobody_takes_are_bounded_at_their_receiver(way: str) -> None:
+def test_unread_small_tensors_are_bounded_at_their_receiver(way: str) -> None:
     with two_ranks() as (first, second, _):
         tensors = [random(EAGER_BYTES) for _ in range(MANY)]
         sends = [
@@ -240,7 +240,7 @@ def test_what_left_by_another_connection_leaves_first_and_small_messages_before_
     assert [link.next_frame() for _ in range(4)] == [again, small, large, None]
 
 
-def test_an_engine_that_ends_leaves_nothing_and_takes_no_room() -> None:
+def test_a_destroyed_engine_leaves_no_memory_and_no_slot() -> None:
     with two_ranks() as (first, second, _):
         for engine in range(1, 4):
             # It is in that lane, too
@@ -295,7 +295,7 @@ def test_a_bit_that_flips_on_the_way_is_sent_again(caplog: pytest.LogCaptureFixt
     assert any("is replaced" in line and "damaged" in line for line in caplog.messages)
 
 
-def test_silence_is_told_and_replaced_when_the_wire_is_back(
+def test_silence_is_logged_and_the_connection_replaced_after_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
@@ -325,7 +325,7 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
 
 
 @pytest.mark.parametrize("has_unanswered", [True, False])
-def test_an_old_connection_that_is_heard_again_is_replaced_where_the_kernel_waits(
+def test_a_stalled_connection_is_replaced_when_the_peer_answers_again(
     has_unanswered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a cut of 7 s left to send again went 10 s after it began: 3 s after the other end was
@@ -360,7 +360,7 @@ def test_an_old_connection_that_is_heard_again_is_replaced_where_the_kernel_wait
         swap(first, second, LARGE, 1)()
 
 
-def test_of_a_payload_the_kernel_tells_when_much_of_it_is_here() -> None:
+def test_poll_returns_after_a_large_part_of_a_payload_arrived() -> None:
     """A slow line would wake the thread for each packet."""
     goes_on, reached = threading.Event(), threading.Event()
 
@@ -387,7 +387,7 @@ def test_of_a_payload_the_kernel_tells_when_much_of_it_is_here() -> None:
         until_true(lambda: wakes_at(link) == 1, "it hears of every byte again")
 
 
-def test_nobody_waits_for_more_than_is_sure_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_waits_only_for_bytes_that_will_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where reading ends since it is another connection's turn, what is left may be less than what
     is waited for.
     """
@@ -435,7 +435,7 @@ def test_a_rank_that_ends_is_named_at_once_in_what_waits_for_it_and_what_comes_l
             first.start({1: (tensor, tensor)}, cid(1))()
 
 
-def test_a_host_that_answers_nothing_is_lost_after_its_time(
+def test_a_host_without_answers_is_lost_after_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "dead_after", lambda: 1.0)
@@ -496,7 +496,7 @@ def test_another_size_is_an_error_with_both_sizes_and_not_the_end() -> None:
         swap(first, second, LARGE, 100)()
 
 
-def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
+def test_a_peer_with_a_false_length_is_disconnected_before_memory_is_allocated() -> None:
     with two_ranks() as (first, second, _):
         with dial(first.listener.address, PATIENCE) as liar:
             introduce(liar, SECRET, Hello(Role.DATA, 1, 0))

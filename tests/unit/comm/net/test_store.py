@@ -60,7 +60,7 @@ CALLS: list[Callable[[Any], Any]] = [
 ]
 
 
-def test_calls_answer_as_those_of_torchs_store(
+def test_calls_return_the_results_of_torchs_store(
     stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
 ) -> None:
     _, near, far = stores
@@ -86,7 +86,7 @@ def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(
     assert far.clone().check(["later"])
 
 
-def test_a_store_that_nobody_waits_for_is_asked_with_pauses(
+def test_a_store_is_polled_with_pauses(
     stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a silent host there is no answer at once: asking without a pause would take a core for
@@ -101,7 +101,7 @@ def test_a_store_that_nobody_waits_for_is_asked_with_pauses(
     assert 1 < len(asked) <= 12
 
 
-def test_a_number_is_added_once_though_asked_for_over_two_connections(
+def test_a_repeated_add_request_over_a_second_connection_is_applied_once(
     stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
 ) -> None:
     table, near, far = stores
@@ -156,7 +156,7 @@ def test_ranks_take_their_own_launchers_store_and_no_other(
     assert launchers_store() is None
 
 
-def test_the_store_asks_for_the_secret_and_is_no_board_of_ranks(
+def test_the_store_requires_the_secret_and_is_not_the_flight_recorder(
     stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
 ) -> None:
     table, _, _ = stores

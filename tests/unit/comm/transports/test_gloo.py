@@ -22,7 +22,7 @@ def make(tags: Tags, engine: int) -> None:
     tags.take(f"engine {engine}", tags.free_slots())
 
 
-def test_all_collectives_that_can_be_under_way_have_tags_of_their_own() -> None:
+def test_all_collectives_that_can_be_in_flight_have_unique_tags() -> None:
     tags, seen = Tags(), set()
     for engine in range(SLOTS - 1):
         make(tags, engine)
@@ -36,7 +36,7 @@ def test_all_collectives_that_can_be_under_way_have_tags_of_their_own() -> None:
     assert max(seen) < 1 << 31, "torch takes a positive int32"
 
 
-def test_a_lane_waits_for_room_before_its_places_wrap_around(
+def test_a_lane_waits_for_its_oldest_collective_before_sequence_numbers_wrap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(base, "POLL_SECONDS", 0.01)
@@ -50,7 +50,7 @@ def test_a_lane_waits_for_room_before_its_places_wrap_around(
     assert tags.begin(mark(0, "gather", WINDOW)) == first[0]
 
 
-def test_a_slot_is_used_again_only_when_nothing_of_its_engine_is_under_way() -> None:
+def test_a_slot_is_reused_only_if_its_engine_has_no_collective_in_flight() -> None:
     tags = Tags()
     make(tags, 0)
     make(tags, 1)
@@ -79,7 +79,7 @@ def test_an_engine_may_be_collected_while_slots_are_counted(
     assert tags.free_slots() & 0b111 == 0b111
 
 
-def test_a_world_without_room_for_another_engine_says_so() -> None:
+def test_a_world_without_a_free_engine_slot_raises_an_error() -> None:
     tags = Tags()
     for engine in range(SLOTS - 1):
         make(tags, engine)
@@ -87,7 +87,7 @@ def test_a_world_without_room_for_another_engine_says_so() -> None:
         make(tags, SLOTS)
 
 
-def test_a_name_is_part_of_what_a_message_is_known_by() -> None:
+def test_the_name_is_part_of_a_messages_identity() -> None:
     tags = Tags()
     make(tags, 0)
     seen = set()

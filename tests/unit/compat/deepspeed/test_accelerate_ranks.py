@@ -29,7 +29,7 @@ class PartialState:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("asked", "counted"), [("1", 2), ("0", 1), ("", 1)])
-def test_accelerate_counts_the_group_if_it_is_asked_to(asked: str, counted: int) -> None:
+def test_accelerate_counts_the_process_group_on_request(asked: str, counted: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CPU_RANKS, asked)
         patch.setitem(sys.modules, "accelerate.state", SimpleNamespace(PartialState=PartialState))
@@ -51,7 +51,7 @@ def test_a_state_without_a_group_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
     assert shared == {"backend": None}
 
 
-def test_accelerates_parallelism_is_heard_but_for_its_data_axes(
+def test_accelerates_parallelism_is_used_except_for_its_data_axes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "accelerate.state", raising=False)

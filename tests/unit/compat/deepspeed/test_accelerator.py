@@ -9,7 +9,7 @@ from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.compat.deepspeed.accelerator import get_accelerator, set_accelerator
 
 
-def test_the_accelerator_answers_for_its_device() -> None:
+def test_the_accelerator_reports_its_device() -> None:
     found = get_accelerator()
     assert found.device(0).type == found.device_name() == torch.empty(0).device.type
     assert found.device_count() >= 1 and found.total_memory() > found.available_memory() > 0

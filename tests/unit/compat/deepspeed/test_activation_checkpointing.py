@@ -19,7 +19,7 @@ def make(config: dict[str, Any], model: nn.Module | None = None, **more: Any) ->
     return dz.initialize(model=model, config={"train_batch_size": 1, **config}, **more)[0]
 
 
-def test_layers_are_recomputed_as_a_configuration_says() -> None:
+def test_layers_are_recomputed_as_configured() -> None:
     model = PipelineModule([nn.ReLU(), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1)
     assert model.is_checkpointable_results == []
     model.set_checkpoint_interval(2)
@@ -44,7 +44,7 @@ def test_configure_takes_an_engines_configuration() -> None:
         engine.destroy()
 
 
-def test_variables_say_how_checkpoints_are_configured() -> None:
+def test_module_variables_show_the_configuration_of_checkpointing() -> None:
     assert activation_checkpointing.CPU_CHECKPOINT is False
     assert (
         activation_checkpointing.deepspeed_checkpointing_enabled

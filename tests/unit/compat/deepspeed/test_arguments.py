@@ -251,7 +251,7 @@ def test_a_configuration_that_cannot_be_is_named(name: str) -> None:
     refused(lambda: initialize(config=given), words)
 
 
-def test_a_schedule_that_waits_for_a_number_is_told_it() -> None:
+def test_a_schedule_without_total_steps_gets_the_number() -> None:
     engine = dz.initialize(
         model=nn.Linear(3, 2), config={**ADAMW, "scheduler": {"type": "ReduceLROnPlateau"}}
     )[0]
@@ -297,7 +297,7 @@ def test_what_an_engine_cannot_save_or_load_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("as_deepspeed")
-def test_a_client_that_counted_another_world_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_with_another_world_size_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = {"distributed_type": "DistributedType.DEEPSPEED", "num_processes": 2}
     state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
@@ -325,7 +325,7 @@ def test_a_client_that_counted_another_world_is_told(monkeypatch: pytest.MonkeyP
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}}}, 0.0),
     ],
 )
-def test_behind_the_name_gradients_are_clipped_by_its_default(
+def test_under_deepspeeds_name_gradients_are_clipped_by_its_default(
     said: dict[str, Any], clips: float
 ) -> None:
     importlib.import_module("deepspeed")
@@ -338,7 +338,7 @@ def test_behind_the_name_gradients_are_clipped_by_its_default(
 
 
 @pytest.mark.parametrize("door", ["initialize", "ZeroOptimizer"])
-def test_a_grad_scaler_beside_us_is_told_who_scales(door: str) -> None:
+def test_a_second_grad_scaler_raises_an_error_about_the_loss_scale(door: str) -> None:
     model = nn.Linear(3, 2)
     if door == "initialize":
         engine, optimizer, *_ = dz.initialize(model=model, config=ADAMW)
@@ -353,7 +353,7 @@ def test_a_grad_scaler_beside_us_is_told_who_scales(door: str) -> None:
     off.update()
 
 
-def test_a_rate_that_the_two_halves_of_a_door_disagree_about_is_told(
+def test_different_learning_rates_of_model_and_optimizer_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = nn.Linear(3, 2)
@@ -473,7 +473,7 @@ def test_a_total_of_the_scripts_own_reaches_the_schedule() -> None:
     assert block is not None and block["params"]["total_num_steps"] == 50
 
 
-def test_flags_without_a_known_schedule_say_why() -> None:
+def test_flags_without_a_supported_schedule_raise_an_error_with_the_reason() -> None:
     assert get_config_from_args(parsed()) == (None, "--lr_schedule not specified on command line")
     assert get_config_from_args(parsed("--lr_schedule", "Up")) == (
         None,

@@ -7,7 +7,7 @@ from deepseek_zero.compat.deepspeed import (
 )
 
 
-def test_a_checkpoints_shape_says_which_ranks_are_joined() -> None:
+def test_reshaping_a_checkpoint_lists_the_ranks_that_are_merged() -> None:
     source, target = (
         checkpoint_shapes.model_3d_desc(2, 2, 2),
         checkpoint_shapes.model_3d_desc(1, 2, 2),

@@ -46,7 +46,7 @@ def test_cpu_adam_steps_as_torch_and_pieces_step_back(decoupled: bool, dtype: to
         pieces.rollback_subgroup(4)
 
 
-def test_cpu_adam_keeps_moments_as_asked_and_can_leave_them_uncorrected() -> None:
+def test_cpu_adam_stores_moments_in_the_requested_dtype_with_optional_bias_correction() -> None:
     param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     optimizer: Any = DeepSpeedCPUAdam([param], fp32_optimizer_states=False)
     param.grad = torch.ones_like(param)

@@ -461,7 +461,7 @@ def test_functions_of_the_program_are_called(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_an_engine_whose_epochs_are_over_says_so(tmp_path: Path) -> None:
+def test_an_engine_after_its_last_epoch_raises_an_error(tmp_path: Path) -> None:
     metrics = CASES["one cluster"](tmp_path)
     engine = engine_of(metrics)
     engine.training_dataloader.data_sampler.consumed_samples = 4 * MANY
@@ -471,7 +471,7 @@ def test_an_engine_whose_epochs_are_over_says_so(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_token_dropping_is_refused_and_behind_the_name_layers_compute_all_tokens() -> None:
+def test_token_dropping_is_refused_and_layers_compute_all_tokens_under_deepspeeds_name() -> None:
     off = {
         "enabled": True,
         "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 4}},

@@ -88,7 +88,7 @@ def test_a_module_that_is_no_program_here_does_not_end_as_if_it_had_run(name: st
     assert done.returncode != 0 and "deepseek_zero" in done.stderr
 
 
-def test_the_version_stands_beside_its_dunder(as_deepspeed: None) -> None:
+def test_version_equals_its_dunder_name(as_deepspeed: None) -> None:
     import deepspeed
 
     assert (
@@ -151,7 +151,7 @@ def test_the_chains_that_clients_follow_without_importing(as_deepspeed: None) ->
         deepspeed.__wrapped__  # noqa: B018
 
 
-def test_a_name_that_is_not_there_says_what_is(as_deepspeed: None) -> None:
+def test_an_unknown_name_raises_an_error_with_the_existing_names(as_deepspeed: None) -> None:
     import deepspeed
 
     with pytest.raises(

@@ -149,7 +149,7 @@ def test_autocast_marks_the_parameters_of_layers_it_computes_in_16_bits() -> Non
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_parameter_is_gathered_and_put_to_rest_by_its_own_methods(is_wrapped: bool) -> None:
+def test_a_parameter_is_gathered_and_partitioned_by_its_own_methods(is_wrapped: bool) -> None:
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -296,7 +296,7 @@ def test_an_optimizer_shows_the_gradients_of_its_groups() -> None:
     assert torch.equal(torch.cat(masters), optimizer.bit16_groups_flat[0].float())
 
 
-def test_a_module_keeps_its_parameters_in_deepspeeds_dict_when_it_is_asked_to() -> None:
+def test_a_module_stores_its_parameters_in_deepspeeds_dict_on_request() -> None:
     from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict, ensure_zero_ordered_dict
 
     layer = nn.Linear(2, 2)
@@ -312,7 +312,7 @@ def test_a_module_keeps_its_parameters_in_deepspeeds_dict_when_it_is_asked_to() 
     assert layer.weight is weight and layer(torch.ones(1, 2)).shape == (1, 2)
 
 
-def test_a_group_of_one_beside_a_launcher_of_many_is_said() -> None:
+def test_a_group_of_one_rank_under_a_launcher_with_several_is_reported() -> None:
     from deepspeed.runtime.zero.partition_parameters import (
         _contradicting_single_rank_pg_error as error,
     )
@@ -322,7 +322,7 @@ def test_a_group_of_one_beside_a_launcher_of_many_is_said() -> None:
     assert error(1, None, {"WORLD_SIZE": "no"}) is error(1, None, {}) is None
 
 
-def test_a_model_whose_engine_is_gone_can_be_wrapped_again() -> None:
+def test_a_model_can_be_wrapped_again_after_its_engine_was_deleted() -> None:
     model, given = Model(), config(0, fp16={"enabled": True, "initial_scale_power": 4})
     for _ in range(2):  # nobody has ended the engine of the first round
         engine = built(given, model)
@@ -346,7 +346,7 @@ def test_a_list_of_layers_in_fp16_scales_its_loss_by_itself() -> None:
     assert not torch.equal(model.state_dict()["0.weight"], before)
 
 
-def test_an_optimizer_says_in_which_even_part_of_its_group_a_parameter_lies() -> None:
+def test_an_optimizer_maps_parameters_to_even_partitions() -> None:
     engine = built(config(1))
     optimizer = engine.optimizer
     params = list(engine.module.parameters())
@@ -394,7 +394,7 @@ def test_a_model_in_16_bits_can_run_inside_autocast() -> None:
     assert {param.dtype for param in engine.module.parameters()} == {torch.bfloat16}
 
 
-def test_a_backward_tells_which_parameters_it_reaches() -> None:
+def test_a_backward_counts_the_parameters_that_it_reaches() -> None:
     from deepspeed.runtime.utils import count_used_parameters_in_backward
 
     used, idle, fixed = (
@@ -410,7 +410,7 @@ def test_a_backward_tells_which_parameters_it_reaches() -> None:
         count_used_parameters_in_backward([used])
 
 
-def test_an_optimizer_that_nobody_tested_is_refused_where_the_configuration_asks_for_that() -> None:
+def test_an_untested_optimizer_is_refused_if_configured() -> None:
     import deepspeed
 
     class Mine(torch.optim.SGD): ...
@@ -441,7 +441,7 @@ def test_backward_and_step_without_an_optimizer_are_assertion_errors(stage: int)
         engine.step()
 
 
-def test_the_level_of_the_log_can_be_asked_for() -> None:
+def test_the_log_level_can_be_read() -> None:
     from deepspeed.utils import logger
     from deepspeed.utils.logging import get_current_level, get_log_level_from_string, should_log_le
 
@@ -464,7 +464,9 @@ def test_the_level_of_the_log_can_be_asked_for() -> None:
         should_log_le("loud")
 
 
-def test_a_model_that_zero_init_built_and_no_engine_has_says_which_configuration_to_drop() -> None:
+def test_a_zero_init_model_without_engine_raises_an_error_with_the_configuration_to_remove() -> (
+    None
+):
     import deepspeed
 
     with deepspeed.zero.Init():

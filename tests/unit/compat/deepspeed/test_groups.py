@@ -52,7 +52,7 @@ class OneEngine:
         self.mesh = mesh
 
 
-def test_groups_are_told_of_the_engine_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_use_the_mesh_of_the_current_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups._Process, "engine", None)
     world = SimpleNamespace(
         is_initialized=lambda: True, get_world_size=lambda: 16, get_rank=lambda: 13

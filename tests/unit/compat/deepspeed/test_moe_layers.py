@@ -131,7 +131,7 @@ def test_a_layer_gives_each_token_its_experts_times_their_gates(residual: bool) 
     )
 
 
-def test_models_say_that_they_have_experts_and_which_parameters_are_theirs(
+def test_models_report_experts_and_their_parameters(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size=2)
@@ -164,7 +164,7 @@ def test_one_ranks_experts_of_deepspeed_are_not_taken_for_the_first_ones(is_stri
     alone.load_state_dict(own, strict=False)  # a part on purpose
 
 
-def test_expert_layers_train_behind_the_name(as_deepspeed: None) -> None:
+def test_expert_layers_train_under_deepspeeds_name(as_deepspeed: None) -> None:
     import deepspeed
     import torch.distributed as dist
     from deepspeed.moe.layer import MoE as Named

@@ -10,7 +10,7 @@ from deepseek_zero.compat.deepspeed import (
 )
 
 
-def test_a_monitor_writes_what_its_section_says(tmp_path: Path) -> None:
+def test_a_monitor_writes_what_its_section_configures(tmp_path: Path) -> None:
     section = classes.CSVConfig(enabled=True, output_path=str(tmp_path), job_name="job")
     monitor = monitors.csvMonitor(section)
     monitor.write_events([("Train/loss", 0.5, 3)])

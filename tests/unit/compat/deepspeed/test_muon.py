@@ -31,7 +31,7 @@ def test_muon_update_by_heads_and_with_gradients_that_are_not_finite() -> None:
         muon_update(grad, torch.zeros(8, 4), num_heads=3)
 
 
-def test_marks_say_what_muon_takes() -> None:
+def test_marks_select_the_parameters_of_muon() -> None:
     model = nn.ModuleDict(
         {"embed": nn.Embedding(8, 4), "inner": nn.Linear(4, 4), "head": nn.Linear(4, 8)}
     )

@@ -14,7 +14,7 @@ from deepseek_zero.compat.deepspeed import (
 )
 
 
-def test_builders_say_what_serves_and_build_nothing() -> None:
+def test_builders_report_compatibility_and_compile_nothing() -> None:
     builder = ops.AsyncIOBuilder
     assert (
         builder.NAME == "async_io"
@@ -30,7 +30,7 @@ def test_builders_say_what_serves_and_build_nothing() -> None:
         ops.CPUAdamBuilder().load()
 
 
-def test_optimizer_classes_make_torchs_and_know_them() -> None:
+def test_optimizer_classes_create_torchs_and_recognise_them_with_isinstance() -> None:
     made: Any = ops.FusedAdam([nn.Parameter(torch.zeros(1))], lr=0.5)
     assert (
         isinstance(made, torch.optim.AdamW)

@@ -55,7 +55,9 @@ def test_the_loss_scale_of_stage_0_falls_at_each_overflow_and_stays_at_its_minim
 @pytest.mark.parametrize(
     ("asked", "fits"), [("fp32", True), ("bf16", False), (None, True), ("auto", True)]
 )
-def test_other_sums_at_stage_0_are_refused_behind_the_name(asked: Any, fits: bool) -> None:
+def test_other_sum_dtypes_at_stage_0_are_refused_under_deepspeeds_name(
+    asked: Any, fits: bool
+) -> None:
     raw: RawConfig = load({"data_types": {"grad_accum_dtype": asked}}, unknown="warn")
     staged = load(
         {"data_types": {"grad_accum_dtype": asked}, "zero_optimization": {"stage": 1}},

@@ -15,7 +15,7 @@ def shown() -> list[str]:
     return [name for name in VIEWS if name in vars(nn.Parameter)]
 
 
-def test_parameters_answer_to_deepspeeds_names_while_somebody_has_sharded_some() -> None:
+def test_parameters_have_deepspeeds_attributes_while_sharded_ones_exist() -> None:
     assert not shown()
     with deepseek_zero.zero.Init():
         model = nn.Linear(2, 2)

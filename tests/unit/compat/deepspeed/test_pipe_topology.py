@@ -19,7 +19,7 @@ from deepseek_zero.compat.deepspeed.pipe_topology import (
 from deepseek_zero.engine.mesh_statements import MeshStatement, choose_mesh
 
 
-def test_a_topology_and_its_grid_state_stages_and_who_is_where() -> None:
+def test_a_topology_and_its_grid_have_the_stages_and_coordinates_of_ranks() -> None:
     def saying(topology: ProcessTopology) -> MeshStatement:
         return PipelineModule.mesh_statement(SimpleNamespace(topology=lambda: topology))  # type: ignore[arg-type]
 

@@ -38,7 +38,7 @@ def test_the_profiler_counts_a_forward_by_module(capsys: pytest.CaptureFixture[s
     assert not model._forward_hooks and not model[0]._forward_hooks
 
 
-def test_timers_speak_milliseconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_timers_return_milliseconds(caplog: pytest.LogCaptureFixture) -> None:
     wall = profiling.SynchronizedWallClockTimer()
     wall("step").start()
     wall("step").stop()
@@ -72,7 +72,7 @@ def test_the_profiled_forward_is_the_engines_flops_profiler() -> None:
     assert make({}).flops_profiler is None
 
 
-def test_a_profile_says_whose_ranks_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_names_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     ranks = {"world_size": 8, "dp_world_size": None, "seq_dp_world_size": 4, "mp_world_size": 1}
     engine = SimpleNamespace(**ranks, train_micro_batch_size_per_gpu=lambda: 2)
     model = nn.Linear(4, 4)

@@ -62,7 +62,7 @@ def test_layers_of_no_heads_are_shared_evenly() -> None:
     assert get_shard_size_list(12, 2, "q_proj") == [6, 6]  # as older programs call it
 
 
-def test_a_summary_says_how_each_parameter_was_cut() -> None:
+def test_a_summary_lists_how_each_parameter_was_cut() -> None:
     model = nn.Module()
     model.fused = SubParamLinearLayer(nn.Linear(2, 12), None, ((6, 3, 3), -1), name="fused")
     model.row, model.column = LinearAllreduce(nn.Linear(16, 8), None), LinearLayer(nn.Linear(8, 5))

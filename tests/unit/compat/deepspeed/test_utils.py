@@ -12,7 +12,7 @@ from deepseek_zero.compat.deepspeed import (
 from deepseek_zero.compat.deepspeed.utils import OnDevice, log_dist_once
 
 
-def test_small_words(caplog: pytest.LogCaptureFixture) -> None:
+def test_helpers_return_deepspeeds_results(caplog: pytest.LogCaptureFixture) -> None:
     with OnDevice(dtype=torch.bfloat16):
         layer = nn.Linear(2, 2)
     assert layer.weight.device.type == "meta" and layer.weight.dtype is torch.bfloat16

@@ -95,7 +95,7 @@ def test_files_by_deepspeeds_function(ours: Any, tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "safe" / "model.safetensors"), once)
 
 
-def test_our_own_words_convert_with_little_memory(
+def test_our_own_layout_is_converted_with_little_memory(
     ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, told = ours
@@ -116,7 +116,7 @@ def test_our_own_words_convert_with_little_memory(
     )
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no file `latest`"):
         convert_to_safetensors(tmp_path, tmp_path / "out")
     (tmp_path / "latest").write_text("../elsewhere")

@@ -20,7 +20,7 @@ def written(path: Path, shapes: list[dict[str, int] | None]) -> str:
     return str(path)
 
 
-def test_a_folder_says_by_what_shape_it_was_written(tmp_path: Path) -> None:
+def test_a_folder_has_the_shape_of_the_run_that_wrote_it(tmp_path: Path) -> None:
     stages = {"pp_degree": 2, "tp_degree": 1}
     found = folder.DeepSpeedCheckpoint(written(tmp_path, [stages, stages]), dp_degree=1)
     assert (found.pp_degree, found.tp_degree, found.dp_degree, found.original_world_size) == (
