@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import deepseek_zero as dz
+from deepseek_zero.activations import recompute
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.compat.deepspeed import activation_checkpointing
 from deepseek_zero.compat.deepspeed.pipe import PipelineModule
@@ -41,6 +42,7 @@ def test_configure_takes_an_engines_configuration() -> None:
         activation_checkpointing.configure(None, deepspeed_config=engine.config)
         assert activation_checkpointing.num_layers == 3
     finally:
+        recompute.release(recompute.current())
         engine.destroy()
 
 
