@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import GPT, SIZES, generate
+from progress import Progress
 from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
+from run_report import LossCurveLabels, MemoryRow, loss_curve, memory_bars, memory_table
 from safetensors.torch import save_file
 from text import Corpus, Sampler, load_corpus
 
 import deepseek_zero as dz
 from deepseek_zero.base.quantities import format_bytes, format_count, format_seconds
-from deepseek_zero.report.measure import MemoryRow
-from deepseek_zero.report.memory_table import memory_table
-from deepseek_zero.report.plots import LossCurveLabels, loss_curve, memory_bars, require_matplotlib
-from deepseek_zero.report.progress import Progress
+from deepseek_zero.report.plots import require_matplotlib
 from deepseek_zero.report.records import CSV_NAME, JSONL_NAME, RecordWriter, StepRecord
 
 PROMPT = b"def "
@@ -167,10 +166,9 @@ def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepR
     sampler = Sampler(corpus.train, micro_batch, length, run.options.seed)
     held_out = Sampler(corpus.held_out, micro_batch, length, run.options.seed)
     records: list[StepRecord] = []
-    with (
-        Progress(run.steps, run.job.every, run.console) as progress,
-        RecordWriter(run.out) as writer,
-    ):
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(run.steps, run.job.every, run.console))
+        writer = stack.enter_context(closing(RecordWriter(run.out))) if rank() == 0 else None
         for step in range(1, run.steps + 1):
             started = time.monotonic()
             x, y = (tensor.to(engine.device) for tensor in sampler.draw(step, rank()))
@@ -192,7 +190,8 @@ def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepR
                 "step_seconds": seconds,
             }
             records.append(replace(engine.observer.record, **known, held_out_loss=held_out_loss))
-            writer.write(records[-1])
+            if writer is not None:
+                writer.write(records[-1])
             progress.step(records[-1])
     return records
 

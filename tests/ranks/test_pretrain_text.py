@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from deepseek_zero.report.records import read_records
 from examples.gpt import GPT, SIZES
+from tests.step_records import read_records
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pretrain_text.py"
 

@@ -1,4 +1,4 @@
-"""Display plans, measurements and the progress of a run.
+"""Display plans and measurements, and record the steps of a run.
 
 The names below are loaded on first use, because most runs draw nothing.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,7 @@ from torch import Tensor
 
 from ..base.device import without_torch_function
 from ..base.memory import segment_views
-from ..base.quantities import format_bytes, unit_of
-
-STATES = ("weight", "grad", "master", "moments", "buffers")  # the order of tables and pictures
-
+from ..base.quantities import format_bytes
 
 OTHER = "other"
 
@@ -118,39 +115,3 @@ def moments_of(state: Mapping[object, Mapping[str, object]]) -> list[Tensor]:
         for value in entry.values()
         if isinstance(value, torch.Tensor)
     ]
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """Predicted and measured bytes of one rank at one ZeRO stage, by state."""
-
-    stage: int
-    predicted: Mapping[str, int]
-    measured: Mapping[str, int]
-    measured_total: int
-
-    @property
-    def predicted_total(self) -> int:
-        """Return the sum of the predicted states."""
-        return sum(self.predicted.values())
-
-    @property
-    def difference(self) -> float:
-        """Return (measured - predicted) / predicted."""
-        return (self.measured_total - self.predicted_total) / max(self.predicted_total, 1)
-
-
-def states_of(rows: Sequence[MemoryRow]) -> list[str]:
-    """Return the states with bytes in any row, the usual five first."""
-    sizes = [
-        item for row in rows for kind in (row.predicted, row.measured) for item in kind.items()
-    ]
-    found = {state: None for state, size in sizes if size}
-    return [state for state in STATES if state in found] + [
-        state for state in found if state not in STATES
-    ]
-
-
-def common_unit(rows: Sequence[MemoryRow]) -> tuple[float, str]:
-    """Return the size in bytes and the name of a unit that suits every row."""
-    return unit_of(max((row.measured_total for row in rows), default=0))

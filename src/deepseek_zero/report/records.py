@@ -1,6 +1,6 @@
 """Record every optimizer step of a run in metrics.jsonl and metrics.csv.
 
-Rank 0 writes one line per step. Plots and progress messages are in plots.py and progress.py.
+Rank 0 writes one line per step.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from ..base.errors import UsageError
-from ..base.given import refuse_url
-from ..base.world import is_rank_zero
 
 JSONL_NAME = "metrics.jsonl"
 CSV_NAME = "metrics.csv"
@@ -57,72 +54,33 @@ class StepRecord:
 
 
 class RecordWriter:
-    """Append records to both files of a folder; does nothing on ranks other than 0.
+    """Append records to both files of a folder; only rank 0 creates one.
 
     Each record is flushed, so a killed run loses at most the line that it was writing. The
     incomplete line is removed when the files are opened again. A step that a restarted run repeats
-    is written twice, and `read_records` keeps the later record.
+    is written twice.
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
-        self._files: tuple[IO[str], IO[str]] | None = None
-        if is_rank_zero():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            header = csv_line([field.name for field in fields(StepRecord)])
-            # opened first, because it may be refused
-            table = open_for_append(self.folder / CSV_NAME, header)
-            self._files = (open_for_append(self.folder / JSONL_NAME), table)
-
-    def __enter__(self) -> RecordWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        header = csv_line([field.name for field in fields(StepRecord)])
+        # opened first, because it may be refused
+        self._table = open_for_append(folder / CSV_NAME, header)
+        self._lines = open_for_append(folder / JSONL_NAME)
 
     def write(self, record: StepRecord) -> None:
         """Append one record to both files."""
-        if self._files is None:
-            return
         values = asdict(record)
-        for file, line in zip(
-            self._files, (_json_line(values), csv_line(list(values.values()))), strict=True
-        ):
-            file.write(line)
-            file.flush()
+        self._lines.write(_json_line(values))
+        self._table.write(csv_line(list(values.values())))
+        self._lines.flush()
+        self._table.flush()
 
     def close(self) -> None:
         """Close both files; a second call has no effect."""
-        for file in self._files or ():
-            file.close()
-        self._files = None
-
-
-def read_records(folder: Path | str) -> list[StepRecord]:
-    """Read the records of a folder's metrics.jsonl, ordered by step.
-
-    An incomplete last line is skipped.
-
-    Raises:
-        UsageError: A line is not a step record.
-    """
-    refuse_url(f"'{folder}'", folder)
-    path = Path(folder) / JSONL_NAME
-    by_step: dict[int, StepRecord] = {}
-    for number, line in enumerate(_complete_lines(path.read_bytes()), start=1):
-        try:
-            record = _from_json(json.loads(line))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"{path}, line {number} is not a step record: {error}", fix="delete the line."
-            ) from error
-        by_step[record.step] = record
-    return [by_step[step] for step in sorted(by_step)]
+        self._lines.close()
+        self._table.close()
 
 
 def open_for_append(path: Path, header: str = "") -> IO[str]:
@@ -172,22 +130,6 @@ def _json_line(values: Mapping[str, Any]) -> str:
         if isinstance(value, float) and not math.isfinite(value)
     }
     return json.dumps({**values, **odd}) + "\n"
-
-
-def _from_json(values: dict[str, Any]) -> StepRecord:
-    known = {field.name for field in fields(StepRecord)}
-    missing = {
-        name: math.nan
-        for name, value in values.items()
-        if value is None and name != "held_out_loss"
-    }
-    return StepRecord(
-        **{name: value for name, value in {**values, **missing}.items() if name in known}
-    )
-
-
-def _complete_lines(content: bytes) -> list[bytes]:
-    return content[: content.rfind(b"\n") + 1].splitlines()
 
 
 def _drop_incomplete_line(path: Path) -> None:

@@ -23,7 +23,6 @@ from deepseek_zero.compat.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
 )
-from deepseek_zero.report.records import read_records
 
 URL = "s3://bucket/run"
 PATH = Path(URL)  # pathlib joins the slashes: s3:/bucket/run
@@ -58,7 +57,6 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "convert_to_deepspeed": lambda engine, url: convert_to_deepspeed(Path("saved"), Path(url)),
     "get_fp32_state_dict": lambda engine, url: get_fp32_state_dict_from_zero_checkpoint(url),
     "convert_to_fp32": lambda engine, url: convert_zero_checkpoint_to_fp32_state_dict("saved", url),
-    "read_records": lambda engine, url: read_records(url),
     "indexed dataset": lambda engine, url: MMapIndexedDatasetBuilder(url),
 }
 

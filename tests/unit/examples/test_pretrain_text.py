@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from deepseek_zero.report.records import StepRecord, read_records
+from deepseek_zero.report.records import StepRecord
 from examples.gpt import GPT, SIZES
+from tests.step_records import read_records
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 Names = dict[str, Any]

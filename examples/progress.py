@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from ..base.quantities import format_bytes, format_count, format_seconds
-from ..base.world import is_rank_zero
-from .records import StepRecord
+from deepseek_zero.base.quantities import format_bytes, format_count, format_seconds
+from deepseek_zero.base.world import is_rank_zero
+from deepseek_zero.report.records import StepRecord
 
 
 @dataclass

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from deepseek_zero.report.progress import Progress
 from deepseek_zero.report.records import StepRecord
+from examples.progress import Progress
 
 RECORD = StepRecord(1, 3.0, 1e-3, 0.7, 10_000.0, 2**20, 3 * 2**20, 0.5)
 

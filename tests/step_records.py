@@ -1,0 +1,14 @@
+"""Read the records of a run that `RecordWriter` has written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from deepseek_zero.report.records import JSONL_NAME, StepRecord
+
+
+def read_records(folder: Path) -> list[StepRecord]:
+    """Return the records in the order of the file; a line that is not complete is an error."""
+    text = (folder / JSONL_NAME).read_text()
+    return [StepRecord(**json.loads(line)) for line in text.splitlines()]
