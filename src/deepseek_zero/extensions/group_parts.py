@@ -6,9 +6,8 @@ from functools import partial
 
 from .. import extensions
 from ..comm.collectives import Comm
-from ..planner.extras import feedback_of, late_gradient_of, second_copy_of
+from ..planner.extras import can_be_shared, feedback_of, late_gradient_of, second_copy_of
 from ..planner.plan import Plan
-from ..planner.spec import S
 from ..sharding.buffer import CommContext, Route
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.grad_sum import GradSum
@@ -16,7 +15,6 @@ from ..sharding.gradient import Gradient
 from ..sharding.group import Group
 from ..sharding.param_group import GroupParts
 from ..sharding.weight_gather import WeightGather
-from ..tiers.tier import Tier
 
 
 def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
@@ -58,7 +56,7 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
     if second_copy_of(plan) is not None:
         assert inner is not None
         return extensions.SecondaryCopy(group, inner, gather)
-    if weight.placement is S and weight.tier is Tier.DEVICE and weight.wire is None:
+    if can_be_shared(plan, group.comm_ctx.pool.device):
         comm = group.comm_ctx.comm
         memory = comm.in_place.allocate(group.layout.padded_numel, weight.dtype, what)
         if memory is not None:

@@ -7,6 +7,8 @@ from ..comm.transports.base import SymmetricMemory
 from ..sharding.buffer import FlatBuffer
 from ..sharding.group import Group
 from ..sharding.weight_gather import WeightGather
+from ..tiers.host import HostMemory
+from ..tiers.tier import Tier
 
 
 class SharedWeight(WeightGather):
@@ -24,8 +26,13 @@ class SharedWeight(WeightGather):
 
     def allocate(self, what: str) -> FlatBuffer:
         group = self.group
-        weight = FlatBuffer(group.layout, group.plan.weight, self.memory.own)
-        return weight.counted(group.comm_ctx, what)
+        spec = group.plan.weight
+        own = self.memory.own
+        if spec.tier is Tier.DEVICE:
+            return FlatBuffer(group.layout, spec, own).counted(group.comm_ctx, what)
+        host = group.comm_ctx.tiers.memories[Tier.HOST]
+        assert isinstance(host, HostMemory)
+        return FlatBuffer(group.layout, spec, own, host.add(own))
 
     def lend(self) -> FlatBuffer:
         return self.group.weight.gathered_in(self.memory.whole)

@@ -9,6 +9,7 @@ import torch
 
 from ..precision.codecs import Signs
 from ..precision.feedback import Feedback
+from ..tiers.tier import Tier
 from .spec import Extra, S, ShardPlan, Spec
 
 
@@ -92,6 +93,25 @@ def second_copy_of(plan: ShardPlan) -> Spec | None:
     """Return the spec of the second copy of a weight, or None."""
     extra = plan.extra(SecondCopy)
     return extra.spec if extra is not None else None
+
+
+def can_be_shared(plan: ShardPlan, device: torch.device) -> bool:
+    """Return whether ranks of one host can use a sharded weight in shared memory.
+
+    Gathers then copy nothing. On a CPU, a weight on the host is in the same memory as one on the
+    device. Its update must not run in the next forward, in which other ranks read it
+    (`UpdateSettings.defers`).
+
+    Args:
+        plan: The row of the weight.
+        device: The training device.
+    """
+    weight = plan.weight
+    is_here = weight.tier is Tier.DEVICE
+    if device.type == "cpu" and weight.tier is Tier.HOST:
+        is_here = plan.moments is None or plan.moments.tier is not Tier.NVME
+    is_plain = weight.wire is None and second_copy_of(plan) is None
+    return weight.placement is S and is_plain and is_here
 
 
 def late_gradient_of(plan: ShardPlan) -> Spec | None:

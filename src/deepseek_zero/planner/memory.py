@@ -54,7 +54,9 @@ def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | N
     ]
 
 
-def host_pieces(group: GroupPlan, moments_per_element: int) -> list[HostPiece]:
+def host_pieces(
+    group: GroupPlan, moments_per_element: int, *, is_weight_shared: bool = False
+) -> list[HostPiece]:
     """Return the host memory that one rank reserves for a group, state by state.
 
     The training device copies weights and gradients. It copies main weights only if weights follow
@@ -63,10 +65,14 @@ def host_pieces(group: GroupPlan, moments_per_element: int) -> list[HostPiece]:
     Args:
         group: The group.
         moments_per_element: The number of moments for each element.
+        is_weight_shared: The weight is in memory that all ranks of the host share, which is
+            reserved in another way.
     """
     found: list[HostPiece] = []
     for state, spec, count in _rows(group.plan, moments_per_element):
         if spec is None or spec.tier is not Tier.HOST:
+            continue
+        if state == "weight" and is_weight_shared:
             continue
         nbytes = -(-spec_bytes(spec, group.padded_numel, group.ranks) // PAGE) * PAGE
         is_copied = state in ("weight", "grad") or (

@@ -19,7 +19,7 @@ from ..base.quantities import format_bytes, format_count
 from ..tiers.host import HostPiece
 from ..tiers.tier import Tier
 from .auto_wrap_policy import ModelShape, read_model
-from .extras import second_copy_of
+from .extras import can_be_shared, second_copy_of
 from .make_schedule import schedule_units
 from .memory import STATES, group_bytes, host_pieces, is_known, moments_for, total_bytes
 from .pieces import LOSS_BYTES, VERDICT_BYTES, PipelinePlan, SequencePlan, TensorPlan
@@ -127,8 +127,13 @@ class Plan:
         counts: dict[int, int] = {}
         if self.update is not None and is_known(self.update.settings.optimizer):
             counts = {id(group): count for group, count in self.update.moments_per_group()}
-        groups = [group for unit in self.units for group in unit.groups]
-        return [piece for group in groups for piece in host_pieces(group, counts.get(id(group), 0))]
+        found: list[HostPiece] = []
+        for group in (group for unit in self.units for group in unit.groups):
+            is_shared = self.machine.reads_in_place or group.ranks == 1
+            is_shared = is_shared and can_be_shared(group.plan, self.mesh.device)
+            per_element = counts.get(id(group), 0)
+            found += host_pieces(group, per_element, is_weight_shared=is_shared)
+        return found
 
     def bytes_of_unit(self, number: int) -> dict[tuple[str, Tier], int]:
         """Return the bytes of one unit's states on this rank, by state and memory."""

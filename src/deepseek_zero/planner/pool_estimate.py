@@ -19,7 +19,7 @@ import torch
 from ..base.device import CPU
 from ..precision.codecs import WORK_NUMEL, Cast
 from ..tiers.tier import Tier
-from .extras import momenta_codec_of, second_copy_of
+from .extras import can_be_shared, momenta_codec_of
 from .layout import FlatLayout
 from .make_schedule import schedule_units
 from .messages import MAX_IN_FLIGHT, SUM_TILE_NUMEL, Messages, message_buffer_sizes, messages_of
@@ -71,8 +71,7 @@ class _StepReplay:
     settings: PlanSettings
     scratch: Size  # the buffer in which partial sums are formed
     in_place: bool  # ranks read each other's memory, without gathered buffers and inboxes
-    # Whether a sum for another tier is formed on the device and then copied
-    copies_sums: bool = False
+    device: torch.device = CPU
     replicas_in_place: bool = False  # ranks that hold the same slices read each other's memory
     near_in_place: bool = False  # the same for the ranks of a host, if sums are formed by host
     far_in_place: bool = False  # the same for ranks with the same place on different hosts
@@ -168,12 +167,12 @@ class _StepReplay:
     def _gathered(self, unit: UnitPlan) -> list[Size]:
         """Return the buffers of gathered weights.
 
-        Weights on the device need none if all ranks can read each other's memory.
+        Shared weights need none if all ranks can read each other's memory.
         """
         return [
             gathered_size(group)
             for group in unit.sharded
-            if not (self.in_place and _is_seen(group))
+            if not (self.in_place and can_be_shared(group.plan, self.device))
         ]
 
     def _send_weights(self, number: int) -> None:
@@ -250,7 +249,7 @@ class _StepReplay:
     def _is_staged(self, group: GroupPlan) -> bool:
         """Return whether a sum is formed in one memory and kept in another."""
         return (
-            self.copies_sums
+            self.device.type != "cpu"
             and group.plan.grad is not None
             and group.plan.grad.tier is not Tier.DEVICE
         )
@@ -308,15 +307,6 @@ class _StepReplay:
 def gathered_size(group: GroupPlan) -> Size:
     """Return the size of the buffer for a group's gathered weight."""
     return group.plan.weight.dtype, group.padded_numel
-
-
-def _is_seen(group: GroupPlan) -> bool:
-    """Return whether a weight is in symmetric memory, if there is such memory."""
-    return (
-        group.plan.weight.tier is Tier.DEVICE
-        and second_copy_of(group.plan) is None
-        and not _is_coded(group)
-    )
 
 
 def _is_coded(group: GroupPlan) -> bool:
@@ -383,7 +373,7 @@ def pool_buffers(
             settings,
             (torch.float32, scratch_numel(units, device)),
             in_place,
-            device.type != "cpu",
+            device,
             replicas_in_place,
             near_in_place,
             far_in_place,

@@ -111,6 +111,11 @@ class HostMemory:
         self.reserved_bytes += memory.nbytes
         return HostStorage(memory[:numel])
 
+    def add(self, memory: torch.Tensor) -> HostStorage:
+        """Return a storage of memory that is allocated already, and count it as reserved."""
+        self.reserved_bytes += -(-memory.nbytes // PAGE) * PAGE
+        return HostStorage(memory)
+
     def _mapped(self) -> dict[bool, Slab]:
         """Return the slabs, which the first call maps. Call only after `check_space`."""
         if self._slabs is None:
