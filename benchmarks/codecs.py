@@ -29,7 +29,9 @@ from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.planner.layout import FlatLayout
 from deepseek_zero.planner.spec import P, S, Spec
 from deepseek_zero.precision.codecs import WORK_NUMEL, Blocks, Codec
-from deepseek_zero.sharding.buffer import CommContext, FlatBuffer, Pool, move
+from deepseek_zero.sharding.buffer import FlatBuffer, Pool
+from deepseek_zero.sharding.comm_context import CommContext
+from deepseek_zero.sharding.move import move
 from deepseek_zero.tiers.tier import Tiers
 from tests.hosts import hosts, run_ranks
 

@@ -37,7 +37,7 @@ from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
 from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.plan_settings import PlanSettings
-from deepseek_zero.sharding.buffer import CommContext
+from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.group_build import build_group
 from deepseek_zero.sharding.message import Pool
 from deepseek_zero.sharding.param_group import ParamGroup

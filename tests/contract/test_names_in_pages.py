@@ -387,7 +387,7 @@ def test_a_name_that_does_not_exist_is_found(name: str) -> None:
         "StateGuard.pending",
         "ShardedParameter.data",
         "sharding/param_group.py",
-        "sharding/buffer.move",
+        "sharding/move.move",
         "torch.nn.Parameter",
         "engine.backward(loss)",
         "bf16.master",

@@ -19,7 +19,7 @@ from ..comm.pending import Pending
 from ..comm.transports.base import Use
 from ..planner.messages import message_buffer_sizes
 from ..precision.codecs import Blocks
-from ..sharding.buffer import CommContext, MessageBuffers, Route, boxes_in
+from ..sharding.comm_context import CommContext, MessageBuffers, Route, boxes_in
 from ..sharding.message import Message
 
 

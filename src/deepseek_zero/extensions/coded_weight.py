@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..comm.pending import Pending
 from ..precision.codecs import Blocks, codec_scratch
-from ..sharding.buffer import FlatBuffer, gather_message
+from ..sharding.buffer import FlatBuffer
 from ..sharding.coded_message import CodedMessage
+from ..sharding.move import gather_message
 from ..sharding.weight_gather import WeightGather
 from ..tiers.tier import Storage
 

@@ -20,8 +20,9 @@ from ..base.errors import UsageError
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..planner.spec import R, S
 from ..planner.split import Split
-from ..sharding.buffer import FlatBuffer, move
+from ..sharding.buffer import FlatBuffer
 from ..sharding.main_weight import MasterWeight
+from ..sharding.move import move
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
 from .zero_init import InitShard, refuse_other_form

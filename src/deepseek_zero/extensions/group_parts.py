@@ -8,7 +8,7 @@ from .. import extensions
 from ..comm.collectives import Comm
 from ..planner.extras import can_be_shared, feedback_of, late_gradient_of, second_copy_of
 from ..planner.plan import Plan
-from ..sharding.buffer import CommContext, Route
+from ..sharding.comm_context import CommContext, Route
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.grad_sum import GradSum
 from ..sharding.gradient import Gradient

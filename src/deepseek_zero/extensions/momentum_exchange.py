@@ -21,7 +21,8 @@ from ..planner.extras import with_momenta_exchanged
 from ..planner.spec import ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.codecs import Signs
-from ..sharding.buffer import CommContext, FlatBuffer, boxes_in
+from ..sharding.buffer import FlatBuffer
+from ..sharding.comm_context import CommContext, boxes_in
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.group import Group
 from ..sharding.param_group import ParamGroup

@@ -14,9 +14,11 @@ from ..comm.collectives import scatter
 from ..comm.pending import DONE, Pending
 from ..planner.layout import FlatLayout
 from ..planner.spec import P, R, Spec
-from ..sharding.buffer import CommContext, FlatBuffer, all_gather, move
+from ..sharding.buffer import FlatBuffer
+from ..sharding.comm_context import CommContext
 from ..sharding.grad_reduction import GradReduction, own_slice
 from ..sharding.group import Group
+from ..sharding.move import all_gather, move
 
 
 class SumOverReplicas(GradReduction):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from ..comm.pending import Pending
 from ..planner.extras import second_copy_of
-from ..sharding.buffer import CommContext, FlatBuffer, move
+from ..sharding.buffer import FlatBuffer
+from ..sharding.comm_context import CommContext
 from ..sharding.group import Group
+from ..sharding.move import move
 from ..sharding.weight_gather import WeightGather
 
 

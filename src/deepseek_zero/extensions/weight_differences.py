@@ -13,9 +13,11 @@ from torch import Tensor
 from ..comm.pending import DONE, Pending
 from ..planner.layout import Slot
 from ..precision.policy import cast_master
-from ..sharding.buffer import CommContext, FlatBuffer, all_gather
+from ..sharding.buffer import FlatBuffer
 from ..sharding.coded_message import CodedMessage
+from ..sharding.comm_context import CommContext
 from ..sharding.group import Group
+from ..sharding.move import all_gather
 from ..sharding.weight_gather import WeightGather
 
 

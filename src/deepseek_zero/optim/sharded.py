@@ -39,7 +39,7 @@ from .step_message import StepMessage
 from .step_settings import StepSettings
 from .update_policy import UpdatePolicy
 from .updater import Decision, hypers_of
-from .verdict import StepResult, agree_on_norm, clip_factor
+from .verdict import StepResult, Verdict, agree_on_norm, clip_factor
 
 P = TypeVar("P", bound=UpdatePolicy)
 
@@ -273,8 +273,37 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             policy.before_step()
         self._count_updated()
         self.steps = number if number is not None else self.steps + 1
+        verdict = self._agree(message)
+        is_idle = verdict.is_idle and bool(self.runtime.trained_groups)
+        if is_idle:
+            self._idle_steps += 1
+            report_idle(self.runtime, verdict, self.steps, self._idle_steps)
+        checks_finite = self.scaler is not None or self.settings.check_finite
+        self.overflow = checks_finite and not verdict.is_finite
+        norm = verdict.norm / self.grad_scale
+        skip = self.overflow or is_idle
+        result = StepResult(norm, skip, verdict, self.overflow, self.steps)
+        with torch.no_grad(), propagate_errors(self.runtime.comm):
+            self._prepare_gradients(verdict)
+            if not is_idle:
+                for policy in self.policies:
+                    policy.before_update(verdict)
+            self._conclude(self._decide(result))
+            mark_stepped(self.inner)  # for torch's learning-rate schedules
+            self.last = result
+            if not skip:
+                self.last_norm = norm
+            self.runtime.after_step(drop=not self.settings.keep_grads or skip)
+            is_mended = self._report_nonfinite(result)
+        scale_before = self.loss_scale
+        if self.scaler is not None and not is_mended and not is_idle:
+            self.scaler.update(self.overflow)
+        for policy in self.policies:
+            policy.after_step(result, self.loss_scale / scale_before)
+
+    def _agree(self, message: Callable[[], StepMessage]) -> Verdict:
+        """Reduce the gradients that are left, and agree on the norm. Collective."""
         runtime = self.runtime
-        groups = runtime.trained_groups
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.backward.before_step()
             extra = message()
@@ -284,55 +313,42 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if verdict.any_late:
                 runtime.executor.reductions.reduce_late()
                 verdict = agree_on_norm(runtime, extra)
-        is_idle = verdict.is_idle and bool(groups)
-        if is_idle:
-            self._idle_steps += 1
-            report_idle(runtime, verdict, self.steps, self._idle_steps)
-        with torch.no_grad(), propagate_errors(runtime.comm):
-            if verdict.any_edited:
-                for each in [
-                    group.grad_view.edits.equalise(group.members[0].name) for group in groups
-                ]:
-                    each.wait()
-            if any(group.gradient.sum.absent for group in groups):
-                # Parameters without a gradient get shards of their own, which are not updated.
-                self.shard_set.cut_apart(lambda cover: cover.is_absent)
-            scale = self.grad_scale
-            self.overflow = not verdict.is_finite and (
-                self.scaler is not None or self.settings.check_finite
+        return verdict
+
+    def _prepare_gradients(self, verdict: Verdict) -> None:
+        """Make gradients that the program changed equal on all ranks that hold them. Collective."""
+        groups = self.runtime.trained_groups
+        if verdict.any_edited:
+            for each in [group.grad_view.edits.equalise(group.members[0].name) for group in groups]:
+                each.wait()
+        if any(group.gradient.sum.absent for group in groups):
+            # Parameters without a gradient get shards of their own, which are not updated.
+            self.shard_set.cut_apart(lambda cover: cover.is_absent)
+
+    def _decide(self, result: StepResult) -> Decision | None:
+        """Return the factor, number and hyper-parameters of an update, or None to skip it."""
+        if result.skipped:
+            return None
+        factor = clip_factor(result.norm, self.settings.max_norm) / self.grad_scale
+        keeps = any(policy.keeps_decisions for policy in self.policies)
+        hypers = hypers_of(self.inner) if keeps else None
+        return Decision(factor, self.updater.updates + 1, hypers)
+
+    def _report_nonfinite(self, result: StepResult) -> bool:
+        """Report gradients that are not finite; return whether a policy removed their cause."""
+        verdict = result.verdict
+        origin = None
+        if not verdict.is_finite or self.nonfinite.in_a_row:
+            origin = self.nonfinite.after_step(
+                verdict.by_group,
+                is_finite=verdict.is_finite,
+                skipped=result.overflow,
+                step=result.number,
             )
-            skip = self.overflow or is_idle
-            factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale
-            if not is_idle:
-                for policy in self.policies:
-                    policy.before_update(verdict)
-            keeps = any(policy.keeps_decisions for policy in self.policies)
-            hypers = hypers_of(self.inner) if keeps else None
-            made = None
-            if not skip:
-                made = Decision(factor, self.updater.updates + 1, hypers)
-            self._conclude(made)
-            mark_stepped(self.inner)  # for torch's learning-rate schedules
-            result = StepResult(verdict.norm / scale, skip, verdict, self.overflow, self.steps)
-            self.last = result
-            self.last_norm = self.last_norm if skip else result.norm
-            runtime.after_step(drop=not self.settings.keep_grads or skip)
-            origin = None
-            if not verdict.is_finite or self.nonfinite.in_a_row:
-                origin = self.nonfinite.after_step(
-                    verdict.by_group,
-                    is_finite=verdict.is_finite,
-                    skipped=self.overflow,
-                    step=self.steps,
-                )
-            is_mended = False
-            for policy in self.policies:
-                is_mended |= policy.after_update(result, origin)
-        scale_before = self.loss_scale
-        if self.scaler is not None and not is_mended and not is_idle:
-            self.scaler.update(self.overflow)
+        is_mended = False
         for policy in self.policies:
-            policy.after_step(result, self.loss_scale / scale_before)
+            is_mended |= policy.after_update(result, origin)
+        return is_mended
 
     def _count_updated(self) -> None:
         """Restrict the gradient norm to the parameters that this optimizer updates. Local."""

@@ -1,6 +1,6 @@
 """Estimate the pool's buffers after a training step by replaying the schedule.
 
-The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps returned ones. So for
+The pool (sharding/message.py) lends flat buffers by dtype and size and keeps returned ones. So for
 each size it holds the largest number that was in use at the same time. That depends on the sizes of
 units, the window and the ranks, but not on the number of units (ZeRO-R's constant buffers).
 

@@ -1,6 +1,6 @@
 r"""ZeRO as a table: the placement, dtype and memory of each state.
 
-A placement says which elements of a state each rank holds. `move` in sharding/buffer.py changes one
+A placement says which elements of a state each rank holds. `move` in sharding/move.py changes one
 placement into another with these collectives:
 
     from \ to    REPLICATE            SHARD

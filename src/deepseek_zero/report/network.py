@@ -13,7 +13,7 @@ from ..base.quantities import format_bytes
 from ..comm.collectives import Comm
 from ..comm.measure import Line
 from ..planner.plan import Plan
-from ..sharding.buffer import CommContext
+from ..sharding.comm_context import CommContext
 
 BETWEEN_HOSTS = "between hosts"
 INSIDE_A_HOST = "inside a host"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..base.device import backward_id, queue_backward_callback
 from ..base.meter import BETWEEN
-from .buffer import CommContext
+from .comm_context import CommContext
 from .executor import Executor
 from .hooks import weak_hook
 from .loss_factor import LossFactor

@@ -11,10 +11,10 @@ from ..base.device import without_torch_function
 from ..base.errors import AtRestError, UsageError
 from ..comm.pending import DONE, Pending
 from ..planner.layout import Slot
-from .buffer import all_gather
 from .grad_sum import GradState
 from .gradient import Gradient
 from .group import Group
+from .move import all_gather
 from .sharded_gradient import Part, ShardedGradient, own_part_of
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..comm.pending import DONE, Pending
 from ..planner.spec import R, S
-from .buffer import FlatBuffer, move
+from .buffer import FlatBuffer
 from .group import Group
+from .move import move
 
 
 class GradReduction:

@@ -11,7 +11,8 @@ from ..base.device import without_torch_function
 from ..planner.layout import FlatLayout, Slot
 from ..planner.spec import ShardPlan
 from ..planner.units import GroupPlan
-from .buffer import CommContext, FlatBuffer, StateGuard
+from .buffer import FlatBuffer, StateGuard
+from .comm_context import CommContext
 from .main_weight import MasterWeight
 from .sharded_parameter import reshard, unshard
 

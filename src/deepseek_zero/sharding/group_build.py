@@ -13,9 +13,11 @@ from ..comm.collectives import Comm, scatter
 from ..planner.spec import R
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
-from .buffer import CommContext, FlatBuffer, move
+from .buffer import FlatBuffer
+from .comm_context import CommContext
 from .group import ParamInfo
 from .main_weight import build_master
+from .move import move
 from .param_group import GroupParts, ParamGroup
 from .sharded_parameter import clear_owner, owner_of, set_owner, take_values
 

@@ -16,7 +16,8 @@ from ..planner.spec import Placement, S, ShardPlan
 from ..precision.compact import round_to_bf16
 from ..precision.policy import LOW_PRECISION, cast_master, join, split
 from ..tiers.tier import CopyEngine, StagedTile, Storage, Tier
-from .buffer import CommContext, FlatBuffer
+from .buffer import FlatBuffer
+from .comm_context import CommContext
 
 _WRITE_NUMEL = 1 << 20  # elements of one copy before they are split
 

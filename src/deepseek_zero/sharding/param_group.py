@@ -22,7 +22,8 @@ from ..planner.spec import R, S, ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
 from ..tiers.tier import Storage
-from .buffer import CommContext, FlatBuffer, PendingUpdate, Route, StateGuard
+from .buffer import FlatBuffer, PendingUpdate, StateGuard
+from .comm_context import CommContext, Route
 from .grad_reduction import GradReduction
 from .grad_sum import GradSum
 from .grad_view import GradView

@@ -26,7 +26,8 @@ from ..planner.plan import Plan
 from ..planner.plan_settings import Compression, PlanSettings
 from ..planner.spec import ShardPlan
 from ..planner.units import plan_group
-from .buffer import CommContext, FlatBuffer
+from .buffer import FlatBuffer
+from .comm_context import CommContext
 from .executor import Executor
 from .grad_reduction import GradReduction
 from .group import ParamInfo

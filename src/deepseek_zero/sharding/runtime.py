@@ -17,7 +17,7 @@ from ..base.device import backward_id
 from ..comm.collectives import Comm
 from ..planner.plan import Plan
 from .backward import Backward
-from .buffer import CommContext
+from .comm_context import CommContext
 from .executor import Executor
 from .forward import Forward
 from .loss_factor import LossFactor

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..comm.pending import Pending
 from ..planner.spec import S
-from .buffer import FlatBuffer, move
+from .buffer import FlatBuffer
 from .group import Group
+from .move import move
 
 
 class WeightGather:

@@ -20,7 +20,7 @@ from ..planner.pool_estimate import scratch_numel
 from ..planner.row_of_group import predivide_of
 from ..planner.units import GroupKey
 from ..tiers.tier import Tiers
-from .buffer import CommContext
+from .comm_context import CommContext
 from .grad_reduction import GradReduction
 from .group_build import build_group
 from .message import Pool

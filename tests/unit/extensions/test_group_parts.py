@@ -20,7 +20,8 @@ from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
 from deepseek_zero.planner.plan import Plan, plan_model
 from deepseek_zero.planner.plan_settings import PlanSettings
-from deepseek_zero.sharding.buffer import CommContext, FlatBuffer
+from deepseek_zero.sharding.buffer import FlatBuffer
+from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.grad_reduction import GradReduction
 from deepseek_zero.sharding.param_group import GroupParts
 from deepseek_zero.sharding.runtime import Runtime

@@ -22,7 +22,7 @@ from deepseek_zero.planner.plan import Plan, plan_model
 from deepseek_zero.planner.plan_settings import Compression, PlanSettings
 from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.report.network import BETWEEN_HOSTS, INSIDE_A_HOST, NetworkLink, network_links
-from deepseek_zero.sharding.buffer import Route
+from deepseek_zero.sharding.comm_context import Route
 from tests.compositions import engines_of_threads
 from tests.in_process import Rank, run_ranks
 

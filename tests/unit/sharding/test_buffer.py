@@ -11,8 +11,10 @@ from torch import Tensor
 from deepseek_zero.comm.collectives import ordered_sum
 from deepseek_zero.planner.layout import FlatLayout, even_layout
 from deepseek_zero.planner.spec import TRANSITIONS, Movement, P, Placement, R, S, Spec
-from deepseek_zero.sharding.buffer import CommContext, FlatBuffer, move
+from deepseek_zero.sharding.buffer import FlatBuffer
+from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.message import Pool
+from deepseek_zero.sharding.move import move
 from tests.in_process import CPU, Rank, World, run_ranks
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

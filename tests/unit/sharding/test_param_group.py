@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from deepseek_zero.extensions.gathered_parameters import set_full_values
 from deepseek_zero.planner.spec import R, S
 from deepseek_zero.precision.policy import Policy
-from deepseek_zero.sharding.buffer import FlatBuffer, move
+from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.group_build import restore_params
+from deepseek_zero.sharding.move import move
 from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.regroup import demote, promote_to_fp32, relayout
 from deepseek_zero.sharding.sharded_parameter import ShardedParameter

@@ -1,0 +1,204 @@
+"""The communicator, memory and settings with which flat buffers are moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Comm
+from ..comm.pending import OrderedIssueQueue, Pending
+from ..comm.transports.base import Use
+from ..planner.messages import message_buffer_sizes
+from ..tiers.tier import CopyEngine, Tiers, copy_engine_for
+from .message import Message, Pool
+
+
+@dataclass(frozen=True)
+class CommContext:
+    """The communicator, memory and settings that a move uses.
+
+    Attributes:
+        comm: The ranks that share the slices of the states.
+        pool: The pool of scratch buffers.
+        bucket_numel: The largest message, in elements.
+        divisor: The number that sums are divided by.
+        tiers: The memories for offloaded states.
+        issue_queue: The gathers that wait for their fetch from `tiers`. It issues them in the order
+            in which they were added, which is the same on every rank.
+        copy_engine: Copies between `tiers` and the device, on streams of its own. The device waits
+            for a copy by its event (`wait_stream`). On a CPU there is nothing to copy.
+        outer: The context of the ranks that hold the same slices, over which sums are added up as
+            well; None if there are no others.
+        route: How messages are sent.
+        gather_kind: The name under which the meter counts gathers.
+    """
+
+    comm: Comm
+    pool: Pool
+    bucket_numel: int = 1 << 62
+    divisor: float = 1.0
+    tiers: Tiers = field(default_factory=Tiers)
+    issue_queue: OrderedIssueQueue = field(default_factory=OrderedIssueQueue)
+    copy_engine: CopyEngine = field(default_factory=CopyEngine)
+    outer: CommContext | None = None
+    route: Route = field(default_factory=lambda: Route())
+    gather_kind: str = "all_gather"
+
+    @property
+    def world(self) -> Comm:
+        """Return the communicator of all ranks, which allocates buffers for communication."""
+        return self.pool.comm
+
+    @classmethod
+    def over(
+        cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers
+    ) -> CommContext:
+        """Return the context of the ranks of one stage and tensor-parallel part.
+
+        Args:
+            comm: The communicator, laid out on a mesh.
+            pool: The pool of scratch buffers.
+            bucket_numel: The largest message, in elements.
+            divisor: The divisor of the gradient sum over these ranks.
+            tiers: The memories for offloaded states.
+        """
+        plain = cls(
+            comm.shard, pool, bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device)
+        )
+        return plain if comm.outer is None else plain.with_outer(comm.outer, divisor)
+
+    def with_outer(self, comm: Comm, divisor: float) -> CommContext:
+        """Return this context with an outer sum of each slice over other ranks.
+
+        Args:
+            comm: The ranks of the outer sum.
+            divisor: The divisor of the inner and outer sum together.
+        """
+        # The division happens once, in the first sum and before rounding.
+        inner, outer = (divisor, 1.0) if self.comm.size > 1 else (1.0, divisor)
+        others = CommContext(comm, self.pool, self.bucket_numel, outer, self.tiers)
+        return replace(self, divisor=inner, outer=others)
+
+
+class MessageBuffers:
+    """Pooled buffers that receive the parts of a message one at a time, to be summed."""
+
+    def __init__(self, comm_ctx: CommContext, sizes: Sequence[tuple[torch.dtype, int]]) -> None:
+        """Take the buffers from the pool.
+
+        Args:
+            comm_ctx: The ranks that send and receive.
+            sizes: The dtype and the number of elements of each buffer.
+        """
+        self.comm_ctx = comm_ctx
+        self.lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
+
+    def exchange(
+        self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
+    ) -> Pending:
+        """Send ``pieces[r]`` to rank r, and pass the pieces for this rank to `add_up`.
+
+        The buffers are free for the next part after ``wait()`` returns.
+
+        Args:
+            pieces: One piece for each rank.
+            low: The first element of each slice that its piece covers.
+            high: The end of these elements.
+            what: The name of the unit, for messages.
+            add_up: Sums the received pieces.
+
+        Note:
+            Collective within the reduce lane.
+        """
+        comm = self.comm_ctx.comm
+        inbox = self.lent[0] if self.lent else None
+        boxes = boxes_in(inbox, comm, pieces[0].numel())
+        return comm.exchange(pieces, boxes, "reduce", what, add_up)
+
+    def give_back(self) -> None:
+        """Return the buffers to the pool."""
+        for tensor in self.lent:
+            self.comm_ctx.pool.give(tensor)
+
+
+class Route:
+    """How messages travel among the ranks that share slices; directly by default.
+
+    Extensions derive from this class. All ranks use the same class.
+
+    Attributes:
+        near: The number of nearby ranks whose gradients are summed first; only the sums are sent
+            on. With 1, every gradient goes to the owner of its slice.
+    """
+
+    near = 1
+
+    def hops(self, comm: Comm) -> tuple[Comm, Comm]:
+        """Return the ranks of the first and of the last hop of a message."""
+        return comm, comm
+
+    def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
+        """Fill `full` with the slices of all ranks; see `all_gather`.
+
+        Args:
+            full: The output, with this rank's slice in place.
+            lane: The name of the lane.
+            comm_ctx: The ranks that share slices.
+            what: The name of the unit, for messages.
+
+        Note:
+            Collective within the lane.
+        """
+        return comm_ctx.comm.all_gather(full, lane, what, comm_ctx.gather_kind)
+
+    def message_buffers(
+        self,
+        comm_ctx: CommContext,
+        message: Message,
+        arriving: Message,
+        numel: int,
+        slice_numel: int,
+    ) -> MessageBuffers:
+        """Return the receive buffers for a part of a message.
+
+        Args:
+            comm_ctx: The ranks that share slices.
+            message: What a rank sends in the first hop.
+            arriving: What a rank receives in the last hop.
+            numel: The largest number of elements that a rank sends to another one.
+            slice_numel: The number of elements of a slice.
+        """
+        comm = comm_ctx.comm
+        wires = (message.wire, arriving.wire)
+        sizes = message_buffer_sizes(
+            numel,
+            wires,
+            comm.size,
+            1,
+            in_place=comm.reads_in_place,
+            near_in_place=False,
+            far_in_place=False,
+        )
+        return MessageBuffers(comm_ctx, sizes)
+
+
+def boxes_in(inbox: Tensor | None, comm: Comm, length: int) -> list[Tensor | None]:
+    """Split a receive buffer into the places of received pieces, by rank.
+
+    Args:
+        inbox: The buffer; None if pieces are read in place.
+        comm: The ranks.
+        length: The number of elements of a piece.
+
+    Returns:
+        A place for the piece of each rank; None for this rank and for pieces that are read in
+        place.
+    """
+    if inbox is None or comm.size == 1:
+        return [None] * comm.size
+    boxes: list[Tensor | None] = [*torch.split(inbox[: (comm.size - 1) * length], length)]
+    boxes.insert(comm.rank, None)
+    return boxes
