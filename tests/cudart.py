@@ -16,8 +16,10 @@ import torch
 
 from deepseek_zero.activations import recompute
 from deepseek_zero.engine import memories
+from deepseek_zero.planner import extras
 from deepseek_zero.tiers import tier
 from deepseek_zero.tiers.host import HostMemory
+from deepseek_zero.tiers.tier import Tier
 
 ALREADY, NOT_LOCKED, NO_MEMORY = 712, 713, 2
 NAMES = {
@@ -104,4 +106,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     for module in (memories, recompute):
         monkeypatch.setattr(module, "HostMemory", LockedHost)
     monkeypatch.setattr(tier, "locks_pages", lambda device: device.type != "cpu")
+    monkeypatch.setattr(extras, "MEMORY_OF_CPU", (Tier.DEVICE,))
     return cudart

@@ -12,6 +12,9 @@ from ..precision.feedback import Feedback
 from ..tiers.tier import Tier
 from .spec import Extra, S, ShardPlan, Spec
 
+# Tiers that are the same memory if the training device is a CPU
+MEMORY_OF_CPU = (Tier.DEVICE, Tier.HOST)
+
 
 @dataclass(frozen=True)
 class SecondCopy(Extra):
@@ -108,8 +111,8 @@ def can_be_shared(plan: ShardPlan, device: torch.device) -> bool:
     """
     weight = plan.weight
     is_here = weight.tier is Tier.DEVICE
-    if device.type == "cpu" and weight.tier is Tier.HOST:
-        is_here = plan.moments is None or plan.moments.tier is not Tier.NVME
+    if device.type == "cpu" and weight.tier in MEMORY_OF_CPU:
+        is_here = is_here or plan.moments is None or plan.moments.tier in MEMORY_OF_CPU
     is_plain = weight.wire is None and second_copy_of(plan) is None
     return weight.placement is S and is_plain and is_here
 
