@@ -11,21 +11,27 @@ from torch import nn
 from .. import activations, engine, parallel
 from ..activations.recompute import configure_for, release_with
 from ..base import memory
-from ..base.capabilities import Capabilities, as_text
+from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.log import log_first
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks, agree, agree_on
 from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
 from ..extensions.group_parts import group_parts
-from ..extensions.policies import policies_of
+from ..extensions.policies import PolicySettings, policies_of
 from ..extensions.state_dicts import StateDicts
 from ..extensions.ties import refuse_owned, tie_shared
 from ..extensions.tuning import tune_sizes
 from ..extensions.zero_init import materialise
+from ..optim.sharded import ShardedOptimizer
+from ..optim.step_settings import StepSettings
+from ..planner.plan import Plan
 from ..planner.split import refuse_other_cuts
+from ..precision.loss_scale import LossScaler
+from ..sharding.runtime import Runtime
 from ..sharding.wrap import wrap_model
 from .changes import (
+    Change,
     changes_of_piece,
     changes_of_whole,
     refuse_changes_on,
@@ -37,7 +43,7 @@ from .dialect import BuildRules
 from .engine import Parts
 from .memories import check_space, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
-from .optimizer import Client, look_at
+from .optimizer import Client, OptimizerParts, look_at
 from .pieces import cut_along_axes, plan_layers, refuse_auto_on
 from .planning import log_whole_weights, number_formats, plan_run, update_of
 from .saving import Saver
@@ -84,25 +90,7 @@ def assemble(
     Note:
         Collective: every rank must call it.
     """
-    transport = TriedTransport(config.transport)
-    if config.transport == "measured":
-        transport = try_transports(mesh.device)
-    world = Comm(mesh.device, transport=transport.name)
-    world.meter.inter_node_rate = transport.rate
-    agree(
-        world,
-        [f"{mesh}"],
-        "the mesh",
-        "It determines which ranks communicate with each other.",
-        "pass the same mesh on every rank.",
-    )
-    agree_on(
-        world,
-        shared_values(config),
-        "the configuration",
-        "All ranks run the same steps over shards of the same tensors, and save together.",
-        "pass the same configuration on every rank.",
-    )
+    world, transport = _connect(config, mesh)
     with AllRanks(world, "inspecting the model's parameters"):
         refuse_changes_on(config, mesh)
         refuse_auto_on(config, mesh)
@@ -113,13 +101,9 @@ def assemble(
     comm = world.lay_out(mesh)  # creates the groups of ranks of the mesh
     recomputing = recompute_settings_of(config)
     sparse = sparse_attention_of(config, mesh)
-    for change in changes_of_whole(recomputing, sparse):
-        with AllRanks(comm, change.what):
-            change.make(model)
+    _make(changes_of_whole(recomputing, sparse), model, comm)
     pieces = cut_along_axes(config, model, mesh, comm, example, sequence, layers)
-    for change in changes_of_piece(config):
-        with AllRanks(comm, change.what):
-            change.make(model)
+    _make(changes_of_piece(config), model, comm)
     stages = pieces.stages
     settings = plan_settings_of(config, leaf_modules)
     if stages is not None:
@@ -150,7 +134,6 @@ def assemble(
     advice = MemoryAdvice(plan, shape, update_of(config, step_settings, chosen), batch)
     explain_uncaught(advice)
     scaler = scaler_of(config, rules.loss_scale)
-    optimizer = None
     with advice.explaining("initialize"):
         tiers = open_tiers(plan, run.memory, comm, step_settings.host_tile_numel)
         check_space(plan, tiers, comm)
@@ -158,18 +141,7 @@ def assemble(
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
         tune_sizes(runtime)
         log_whole_weights(plan)
-        if chosen.make is not None and chosen.cls is not None:
-            optimizer_class = rules.optimizer_class(chosen.cls, plan.settings)
-            optimizer = optimizer_class(
-                runtime,
-                chosen.groups,
-                chosen.make,
-                step_settings,
-                scaler,
-                plan.update,
-                chosen.states,
-                policies_of(run.policies, step_settings, runtime, chosen.cls),
-            )
+        optimizer = _optimizer_of(runtime, plan, chosen, run.policies, step_settings, scaler, rules)
         commit(tiers, comm)  # allocates the pages, after the model's own values were freed
     runtime.loss_factor.scaler = scaler
     schedule = None
@@ -202,19 +174,79 @@ def assemble(
     parts.recompute = configure_for(
         recomputing, comm, shards_tokens=bool(config.tensor_parallel.sequence)
     )
+    capabilities += tiers.capabilities()
     if parts.recompute is not None:
         release_with(runtime, parts.recompute)
+        capabilities += parts.recompute.capabilities()
     if plan.settings.layerwise_micro_batches > 1:
         parts.vertical = activations.LayerwiseAccumulation(runtime)
     if config.deterministic:
         with AllRanks(comm, "deterministic algorithms"):
             parts.determinism = Determinism(mesh.device)
-    capabilities += tiers.capabilities() + (
-        parts.recompute.capabilities() if parts.recompute is not None else []
-    )
-    parts.capabilities = Capabilities.of_ranks(
-        comm.all_gather_text(as_text(capabilities), "the capabilities of each rank's machine")
-    )
-    if parts.capabilities.fallbacks:
-        log_first("\n  ".join(["this run uses slower methods:", *parts.capabilities.fallbacks]))
+    parts.capabilities = _compare(capabilities, comm)
     return parts
+
+
+def _connect(config: Config, mesh: Mesh) -> tuple[Comm, TriedTransport]:
+    """Connect all ranks, and compare the mesh and the configuration. Collective."""
+    transport = TriedTransport(config.transport)
+    if config.transport == "measured":
+        transport = try_transports(mesh.device)
+    world = Comm(mesh.device, transport=transport.name)
+    world.meter.inter_node_rate = transport.rate
+    agree(
+        world,
+        [f"{mesh}"],
+        "the mesh",
+        "It determines which ranks communicate with each other.",
+        "pass the same mesh on every rank.",
+    )
+    agree_on(
+        world,
+        shared_values(config),
+        "the configuration",
+        "All ranks run the same steps over shards of the same tensors, and save together.",
+        "pass the same configuration on every rank.",
+    )
+    return world, transport
+
+
+def _make(changes: Sequence[Change], model: nn.Module, comm: Comm) -> None:
+    """Change the model; an error on one rank is raised on all. Collective."""
+    for change in changes:
+        with AllRanks(comm, change.what):
+            change.make(model)
+
+
+def _optimizer_of(
+    runtime: Runtime,
+    plan: Plan,
+    chosen: OptimizerParts,
+    policies: PolicySettings,
+    settings: StepSettings,
+    scaler: LossScaler | None,
+    rules: BuildRules,
+) -> ShardedOptimizer | None:
+    """Build the optimizer; None without one. Collective."""
+    if chosen.make is None or chosen.cls is None:
+        return None
+    optimizer_class = rules.optimizer_class(chosen.cls, plan.settings)
+    return optimizer_class(
+        runtime,
+        chosen.groups,
+        chosen.make,
+        settings,
+        scaler,
+        plan.update,
+        chosen.states,
+        policies_of(policies, settings, runtime, chosen.cls),
+    )
+
+
+def _compare(capabilities: list[Capability], comm: Comm) -> Capabilities:
+    """Return the capabilities of all ranks, and log the slow methods among them. Collective."""
+    what = "the capabilities of each rank's machine"
+    found = Capabilities.of_ranks(comm.all_gather_text(as_text(capabilities), what))
+    if found.fallbacks:
+        log_first("\n  ".join(["this run uses slower methods:", *found.fallbacks]))
+    return found
