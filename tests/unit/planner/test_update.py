@@ -174,10 +174,15 @@ def test_what_may_wait_is_in_tiles_of_its_own(by_unit: bool) -> None:
     names = frozenset(name for name, _ in model.named_parameters())
     groups = (ParamGroupPlan({}, names),)
     units = plan_units(read_model(model, settings), settings, Mesh(dp_shard=2))
-    waits = plan_update(units, UpdateSettings("AdamW", groups, by_unit=by_unit), 0).order
+    update = UpdateSettings("AdamW", groups, by_unit=by_unit, on_accelerator=True)
+    waits = plan_update(units, update, 0).order
     assert not waits.now and list(waits.later) == (list(range(len(units))) if by_unit else [-1])
-    at_once = plan_update(units, UpdateSettings("AdamW", groups, can_defer=False), 0).order
-    assert at_once.now and not at_once.later
+    for update in (
+        UpdateSettings("AdamW", groups, can_defer=False, on_accelerator=True),
+        UpdateSettings("AdamW", groups),  # a CPU has nothing to transfer
+    ):
+        at_once = plan_update(units, update, 0).order
+        assert at_once.now and not at_once.later
 
 
 @pytest.mark.parametrize(
