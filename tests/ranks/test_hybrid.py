@@ -160,7 +160,7 @@ def test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups
     expected = (group - 1) * padded // group * inside  # f x Psi x bytes, as ZeRO over the group
     # 2 (R-1)/R x Psi/D x bytes, once
     expected += 2 * (replicas - 1) * (padded // group) // replicas * kept
-    rows = 8 * (1 + group * len(engine.runtime.trained_groups)) * (WORLD - 1)
+    rows = 8 * (5 + group * len(engine.runtime.trained_groups)) * (WORLD - 1)
     train_step(engine, run, 0)
     for step in (1, 2):
         meter = engine.runtime.comm.meter

@@ -153,9 +153,8 @@ def test_the_device_never_holds_more_than_planned(
 
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_gathered_weights_never_alias_the_stored_slices(tier: str, ranks: int) -> None:
-    run = Run(3, "bf16", tier=tier)
+def test_weights_of_a_disk_are_gathered_into_other_memory(ranks: int) -> None:
+    run = Run(3, "bf16", tier="nvme")
     engine = start_engine(run, seeded())
     looked = 0
 
@@ -177,6 +176,30 @@ def test_gathered_weights_never_alias_the_stored_slices(tier: str, ranks: int) -
         module.register_forward_hook(look)
     trained(engine, run)
     assert looked > 10
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_on_the_host_of_a_cpu_are_used_without_a_copy(ranks: int) -> None:
+    run = Run(3, "bf16", tier="cpu")
+    engine = start_engine(run, seeded())
+    looked = 0
+
+    def look(module: nn.Module, *_: object) -> None:
+        nonlocal looked
+        for unit in engine.runtime.units:
+            for group in unit.sharded:
+                if unit.module is module:
+                    looked += 1
+                    assert not group.weight_gather.makes_copies
+
+    for module in engine.module.modules():
+        module.register_forward_pre_hook(look)
+    trained(engine, run)
+    assert looked > 10
+    report = engine.memory_report()
+    assert report.measured["host"] == report.predicted["host"] > 0
+    assert report.measured_total == report.predicted_total
 
 
 @pytest.mark.ranks(2)

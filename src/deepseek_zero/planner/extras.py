@@ -101,20 +101,16 @@ def second_copy_of(plan: ShardPlan) -> Spec | None:
 def can_be_shared(plan: ShardPlan, device: torch.device) -> bool:
     """Return whether ranks of one host can use a sharded weight in shared memory.
 
-    Gathers then copy nothing. On a CPU, a weight on the host is in the same memory as one on the
-    device. Its update must not run in the next forward, in which other ranks read it
-    (`UpdateSettings.defers`).
+    Gathers then copy nothing.
 
     Args:
         plan: The row of the weight.
         device: The training device.
     """
     weight = plan.weight
-    is_here = weight.tier is Tier.DEVICE
-    if device.type == "cpu" and weight.tier in MEMORY_OF_CPU:
-        is_here = is_here or plan.moments is None or plan.moments.tier in MEMORY_OF_CPU
+    memories = MEMORY_OF_CPU if device.type == "cpu" else (Tier.DEVICE,)
     is_plain = weight.wire is None and second_copy_of(plan) is None
-    return weight.placement is S and is_plain and is_here
+    return weight.placement is S and is_plain and weight.tier in memories
 
 
 def late_gradient_of(plan: ShardPlan) -> Spec | None:

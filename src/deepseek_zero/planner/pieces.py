@@ -14,8 +14,8 @@ from ..base.quantities import format_bytes
 from .units import GroupPlan, UnitPlan
 
 HEADER_BYTES = 1024  # describe a message between stages, once for each form of inputs
-# A rank's norm and overflow flag, sent to all others once a step if there are several pieces
-VERDICT_BYTES = 16
+# Four flags and a sum of squares, sent to all other ranks once a step if there are several pieces
+VERDICT_BYTES = 40
 LOSS_BYTES = 8
 GENERATOR_BYTES = 8  # digest of one rank's random generators
 

@@ -110,8 +110,9 @@ class UpdateSettings:
             return False
         tiers = [spec.tier for spec in (plan.weight, plan.moments) if spec is not None]
         if Tier.DEVICE not in tiers:
-            # On a CPU, memory of the host needs no transfer.
-            return self.on_accelerator or self.crosses_hosts or Tier.NVME in tiers
+            # On a CPU, the host's memory needs no transfer that could overlap.
+            has_transfers = self.on_accelerator or self.crosses_hosts or Tier.NVME in tiers
+            return has_transfers or self.by_unit
         if plan.weight.placement is not S:
             return False
         if plan.is_updated_on_host and plan.grad is not None and plan.grad.tier is not Tier.DEVICE:

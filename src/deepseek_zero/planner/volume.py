@@ -31,6 +31,8 @@ from .schedule import ActionKind, Schedule
 from .spec import R, S
 from .units import GroupPlan, UnitPlan
 
+STEP_FLAGS = 5  # numbers that a step's message has besides the sums of squares (optim/verdict.py)
+
 
 @dataclass(frozen=True)
 class StepVolume:
@@ -112,7 +114,7 @@ def step_volume(
         gathers=sum(outer for outer, _ in found) + inside,
         reduces=sent[ActionKind.REDUCE] + sent[ActionKind.ALL_REDUCE],
         refresh=sum(_refresh_bytes(group) for group in trained),
-        rows=8 * (1 + ranks * len(trained)) * (world - 1),
+        rows=8 * (STEP_FLAGS + ranks * len(trained)) * (world - 1),
         first_step_rows=8 * len(units) * (world - 1),
         inner_gathers=inside,
         inside_hosts=_inside_hosts(units, schedule, settings, pipeline),

@@ -57,7 +57,9 @@ class GatherLane:
         self.schedule = schedule
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in self.units for group in unit.sharded]
-        self._gathers_in_place = any(not group.weight_gather.makes_copies for group in sharded)
+        in_place = any(not group.weight_gather.makes_copies for group in sharded)
+        # Otherwise slices are written in forward, so that the ranks meet at each gather.
+        self._meets_at_begin = in_place and not schedule.forward.updated
 
     def begin(self, walk: Pass) -> None:
         """Start a pass; the previous one must have ended.
@@ -68,7 +70,7 @@ class GatherLane:
         name = "forward"
         if walk is self.schedule.backward or walk is self.schedule.accumulate:
             name = "backward"
-        if self._gathers_in_place:
+        if self._meets_at_begin:
             # Other ranks read this rank's slices in place. Announce that they are written.
             self.comm.shard.in_place.begin(name)
         self._first_passes.begin(name)
