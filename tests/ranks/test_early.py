@@ -278,7 +278,7 @@ class Shared(nn.Module):
 @pytest.mark.ranks(2)
 def test_a_gradient_that_comes_after_its_units_update_undoes_it() -> None:
     found = []
-    for tier in ("none", "cpu"):
+    for tier in ("none", "nvme"):
         config = Run(
             3, optimizer="adamw", tier=tier, updates=(("super_offload", tier != "none"),)
         ).config()
