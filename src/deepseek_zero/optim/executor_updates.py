@@ -32,7 +32,7 @@ class ExecutorUpdates:
         self._optimizer = optimizer
 
     def after_reduce(self, unit: Unit) -> None:
-        """Note that a unit's gradient has been reduced. Local."""
+        """Note that a unit's gradient has been reduced."""
         for policy in self._shards.policies:
             policy.after_reduce(unit)
 

@@ -94,7 +94,7 @@ def states_at_construction(
 
 
 def state_of_first_step(optimizer: Optimizer, shard: MasterShard, number: int) -> dict[str, Any]:
-    """Return the state that an optimizer creates for a shard in its first step. Local.
+    """Return the state that an optimizer creates for a shard in its first step.
 
     The step runs on a parameter of zeros in place of the shard. It changes neither weights nor
     parameter groups.

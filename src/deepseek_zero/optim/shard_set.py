@@ -128,7 +128,7 @@ class ShardSet:
         return self._planned(type(self.inner).__name__, self.inner.param_groups)
 
     def finish(self) -> None:
-        """Run pending updates, and undo updates that ran ahead of their step. Local.
+        """Run pending updates, and undo updates that ran ahead of their step.
 
         Afterwards every state is as the last step left it.
         """
@@ -137,7 +137,7 @@ class ShardSet:
             policy.finish()
 
     def compile_kernels(self) -> None:
-        """Compile the kernels that update the shards. Local."""
+        """Compile the kernels that update the shards."""
         for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
             kinds = {
                 (planned_layout(shard.group.plan), shard.master.update_device): shard.group.plan
@@ -227,7 +227,7 @@ class ShardSet:
         self._add_missing_states(number, shards)
 
     def take_initial_states(self) -> None:
-        """Cut the states of the client's optimizer for the shards. Local."""
+        """Cut the states of the client's optimizer for the shards."""
         states = self._initial_states
         assert states is not None
         for number, shards in enumerate(self.shards_by_group):
@@ -236,7 +236,7 @@ class ShardSet:
         states.release_trained()
 
     def _with_initial_states(self, shards: Sequence[MasterShard]) -> list[MasterShard]:
-        """Return new shards with the state of the client's optimizer. Local.
+        """Return new shards with the state of the client's optimizer.
 
         Shards whose parameters have different counters are cut.
         """
@@ -254,21 +254,21 @@ class ShardSet:
         return found
 
     def _add_missing_states(self, number: int, shards: Sequence[MasterShard]) -> None:
-        """Create the state from construction for shards that have none. Local."""
+        """Create the state from construction for shards that have none."""
         without = [shard.param for shard in shards if not self.inner.state.get(shard.param)]
         if self._has_states_at_construction and without:
             group = {**self.inner.param_groups[number], "params": without}
             self.inner.state.update(states_at_construction(self.inner, group))
 
     def state_of_first_step(self, shard: MasterShard) -> dict[str, Any]:
-        """Return the state of a shard that the inner optimizer's first step makes. Local."""
+        """Return the state of a shard that the inner optimizer's first step makes."""
         number = next(
             number for number, shards in enumerate(self.shards_by_group) if shard in shards
         )
         return state_of_first_step(self.inner, shard, number)
 
     def add_missing_states(self) -> None:
-        """Create the state from construction for shards not in the checkpoint. Local."""
+        """Create the state from construction for shards not in the checkpoint."""
         for number, shards in enumerate(self.shards_by_group):
             self._add_missing_states(number, shards)
 
@@ -288,7 +288,7 @@ class ShardSet:
         )
 
     def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:
-        """Cut shards whose parameters differ in a property. Local.
+        """Cut shards whose parameters differ in a property.
 
         Each part then has its own counters and can be updated separately. Values and moments keep
         their bits.

@@ -145,7 +145,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def load_states(self) -> dict[Tensor, dict[str, Any]]:
         """Run pending updates, fetch offloaded moments, and return the inner state.
 
-        The state is ordered by shard, not by the order in which shards were updated. Local.
+        The state is ordered by shard, not by the order in which shards were updated.
 
         Raises:
             StorageError: A disk failed.
@@ -302,7 +302,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             policy.after_step(result, self.loss_scale / scale_before)
 
     def _agree(self, message: Callable[[], StepMessage]) -> Verdict:
-        """Reduce the gradients that are left, and agree on the norm. Collective."""
+        """Reduce the gradients that are left, and agree on the norm. Every rank must call it."""
         runtime = self.runtime
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.backward.before_step()
@@ -316,7 +316,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return verdict
 
     def _prepare_gradients(self, verdict: Verdict) -> None:
-        """Make gradients that the program changed equal on all ranks that hold them. Collective."""
+        """Send the gradients that the program changed to the ranks that hold the same slices.
+
+        Every rank must call it.
+        """
         groups = self.runtime.trained_groups
         if verdict.any_edited:
             for each in [group.grad_view.edits.equalise(group.members[0].name) for group in groups]:
@@ -351,7 +354,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return is_mended
 
     def _count_updated(self) -> None:
-        """Restrict the gradient norm to the parameters that this optimizer updates. Local."""
+        """Restrict the gradient norm to the parameters that this optimizer updates."""
         updated = {id(param) for params in self.params_by_group for param in params}
         for group in self.runtime.trained_groups:
             group.follow_optimizer(updated)
@@ -407,7 +410,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             each.wait()
 
     def finish(self) -> None:
-        """Run pending updates, and undo updates that ran ahead of their step. Local.
+        """Run pending updates, and undo updates that ran ahead of their step.
 
         Afterwards every state is as the last step left it.
         """
@@ -437,7 +440,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.runtime.backward.drop_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. Local."""
+        """Drop the gradients."""
         self.runtime.backward.discard_step()
 
     def state_dict(self) -> dict[str, Any]:

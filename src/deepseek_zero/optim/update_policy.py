@@ -42,7 +42,8 @@ class UpdatePolicy:
     """The default: every unit is updated in the step, from the gradients of the step.
 
     Extensions derive from this class. An optimizer has a sequence of policies, the same on every
-    rank, and calls each hook of all of them in order.
+    rank, and calls each hook of all of them in order. A hook must not communicate unless its
+    docstring says that it is collective.
 
     Attributes:
         keeps_decisions: Decisions are compared or outlive their step, so each has a copy of the
@@ -68,7 +69,7 @@ class UpdatePolicy:
         return []
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """Use the new tiles after shards were cut again. Local."""
+        """Use the new tiles after shards were cut again."""
 
     def refuse_joining(self, what: str, fix: str) -> None:
         """Raise `UsageError` if no parameter can join the optimizer now.
@@ -81,10 +82,10 @@ class UpdatePolicy:
     # -- one step, in this order
 
     def after_reduce(self, unit: Unit) -> None:
-        """Note in a backward that a unit's gradient has been reduced. Local."""
+        """Note in a backward that a unit's gradient has been reduced."""
 
     def before_step(self) -> None:
-        """Run the updates that must be over when the next step begins. Local."""
+        """Run the updates that must be over when the next step begins."""
 
     def before_update(self, verdict: Verdict) -> None:
         """Read the reduced gradients before the update uses them.
@@ -102,7 +103,7 @@ class UpdatePolicy:
         return made
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
-        """Return the numbers of the units that this decision has already updated. Local.
+        """Return the numbers of the units that this decision has already updated.
 
         Args:
             due: The decision that is carried out in this step; None if there is none.
@@ -110,10 +111,10 @@ class UpdatePolicy:
         return frozenset()
 
     def keep(self, made: Decision | None) -> None:
-        """Keep this step's decision for a later one, if `due` returned another. Local."""
+        """Keep this step's decision for a later one, if `due` returned another."""
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Take over the tiles that the plan allows to be updated later. Local.
+        """Take over the tiles that the plan allows to be updated later.
 
         Args:
             tiles: The tiles of units that `conclude` did not return.
@@ -128,12 +129,12 @@ class UpdatePolicy:
             origin: First unit with nonfinite numbers, if it is known.
 
         Note:
-            Collective.
+            Collective: every rank must call it.
         """
         return False
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """End a step. Collective.
+        """End a step. Every rank must call it.
 
         Args:
             result: The result of the step.
@@ -148,10 +149,10 @@ class UpdatePolicy:
         return False
 
     def finish(self) -> None:
-        """Complete or undo updates, so that states are as after the last step. Local."""
+        """Complete or undo updates, so that states are as after the last step."""
 
     def discard(self) -> None:
-        """Drop unfinished updates, because other states are about to be loaded. Local."""
+        """Drop unfinished updates, because other states are about to be loaded."""
 
     # -- checkpoints
 
@@ -172,7 +173,7 @@ class UpdatePolicy:
         return False
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Restore this rank's own states of one group from a checkpoint. Local.
+        """Restore this rank's own states of one group from a checkpoint.
 
         Args:
             group: The parameter group.
@@ -180,7 +181,7 @@ class UpdatePolicy:
         """
 
     def states_loaded(self, rescale: float) -> None:
-        """Follow the states of a checkpoint after they have been loaded. Collective.
+        """Follow the states of a checkpoint after they have been loaded. Every rank must call it.
 
         Args:
             rescale: The loss scale divided by the one that the states were saved with.

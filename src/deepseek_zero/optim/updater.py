@@ -184,7 +184,7 @@ class Updater:
             yield from self.moments.storage_ranges(shard)
 
     def update(self, tile: Tile, decision: Decision) -> None:
-        """Update one tile whose states have been fetched. Local.
+        """Update one tile whose states have been fetched.
 
         Args:
             tile: The tile.

@@ -35,7 +35,7 @@ class Driver(Protocol):
         """
 
     def forget(self) -> None:
-        """Forget gradients that were dropped or used. Local."""
+        """Forget gradients that were dropped or used."""
 
 
 class Backward:

@@ -139,7 +139,7 @@ class FlatBuffer:
         return self.storage.numel
 
     def elements(self, low: int, high: int) -> Tensor:
-        """Return a flat view of elements [low, high), fetched if offloaded. Local.
+        """Return a flat view of elements [low, high), fetched if offloaded.
 
         Pending updates run first.
 
@@ -221,7 +221,7 @@ class FlatBuffer:
         *,
         is_copied: bool = True,
     ) -> FlatBuffer:
-        """Allocate a state in the memory that its spec names. Local.
+        """Allocate a state in the memory that its spec names.
 
         Args:
             layout: The layout of the group.

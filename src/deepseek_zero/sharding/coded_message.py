@@ -42,7 +42,7 @@ class CodedMessage(Message):
         return cls(wire, codes, pool, is_lent=True)
 
     def encode(self, values: Tensor, low: int) -> None:
-        """Encode elements into their piece of the message. Local.
+        """Encode elements into their piece of the message.
 
         Args:
             values: The elements, flat.
@@ -59,7 +59,7 @@ class CodedMessage(Message):
         self.pool.give(scratch)
 
     def decode(self, low: int, out: Tensor) -> None:
-        """Decode elements of the message. Local.
+        """Decode elements of the message.
 
         Args:
             low: The index of the first element in the buffer.
@@ -70,7 +70,7 @@ class CodedMessage(Message):
         self.pool.give(scratch)
 
     def decode_slices(self, slices: Sequence[Tensor]) -> None:
-        """Decode all elements into the slices of the ranks, and return lent memory. Local.
+        """Decode all elements into the slices of the ranks, and return lent memory.
 
         This rank's slice is decoded too, so that all ranks compute with the same bits.
         """
@@ -81,7 +81,7 @@ class CodedMessage(Message):
         self.arrived()
 
     def add(self, low: int, out: Tensor) -> None:
-        """Add elements of the message to `out`, in fp32, rounded once. Local.
+        """Add elements of the message to `out`, in fp32, rounded once.
 
         Args:
             low: The index of the first element in the buffer.

@@ -100,7 +100,7 @@ class Executor:
         self.reductions.follow(self.schedule, self.settings)
 
     def forwards(self, unit: Unit) -> tuple[Action, ...]:
-        """Return the scheduled forwards of a unit for a training batch, in order. Local.
+        """Return the scheduled forwards of a unit for a training batch, in order.
 
         There is one for the whole batch, or one for each micro-batch.
         """

@@ -54,7 +54,7 @@ class GradEdits:
         return Part(values, low, is_whole=False)
 
     def remove(self, number: int) -> None:
-        """Set a member's gradient to None, so that the member is not updated. Local."""
+        """Set a member's gradient to None, so that the member is not updated."""
         total = self.gradient.sum
         if total.absent is not None and number not in total.absent:
             self.part_of(number).values.zero_()
@@ -202,7 +202,7 @@ class GradEdits:
     def equalise(self, what: str) -> Pending:
         """Make the copies of a changed gradient equal on the ranks that hold it.
 
-        The first of these ranks sends its values. Collective.
+        The first of these ranks sends its values. Every rank must call it.
         """
         is_whole = self.group.plan.sums_to_all
         if self.gradient.reduction.sums_all and not is_whole:

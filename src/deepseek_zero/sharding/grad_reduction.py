@@ -96,7 +96,7 @@ class GradReduction:
         return {}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Restore this rank's `own_states` from a checkpoint. Local."""
+        """Restore this rank's `own_states` from a checkpoint."""
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that this object holds."""
@@ -115,7 +115,7 @@ class GradReduction:
         """
 
     def scale(self, factor: float) -> None:
-        """Multiply the states that are kept across steps by `factor`. Local.
+        """Multiply the states that are kept across steps by `factor`.
 
         Every rank must call it when the loss scale changes.
         """

@@ -179,7 +179,7 @@ class GradSum:
             offer_pages(buffer.memory)
 
     def follow_wires(self) -> None:
-        """Adopt the encodings of summands from the current plan. Local."""
+        """Adopt the encodings of summands from the current plan."""
         planned = self.group.plan.grad
         if self.buffer is not None and planned is not None:
             self.buffer.spec = replace(
@@ -341,7 +341,7 @@ def read_squares(found: Sequence[float | QueuedSquares]) -> list[float]:
 
 
 def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
-    """Return the sums of squares of each group's slices, in rank order. Local.
+    """Return the sums of squares of each group's slices, in rank order.
 
     Slices that this rank does not hold count as 0.0. The host waits for an accelerator at most
     once.

@@ -60,7 +60,7 @@ class GradView:
         self.gradient.clear_shown()
 
     def take_assigned(self) -> None:
-        """Copy the values that the program assigned to `.grad`. Local."""
+        """Copy the values that the program assigned to `.grad`."""
         members = self.group.members
         shown = self._handles if self.gradient.is_shown else [None] * len(members)
         assigned: list[tuple[int, Tensor | None]] = []

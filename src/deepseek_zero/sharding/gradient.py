@@ -21,7 +21,7 @@ from .group import Group
 
 
 class Summand:
-    """The gradient that this rank contributes to the sum over the ranks. Local.
+    """The gradient that this rank contributes to the sum over the ranks.
 
     Members are identified by their index in the group.
 
@@ -314,19 +314,19 @@ class Gradient:
     # -- the end of a step
 
     def hold(self) -> None:
-        """Keep the sum for a later update; `end_hold` drops it. Local."""
+        """Keep the sum for a later update; `end_hold` drops it."""
         if self.sum.state is GradState.EMPTY:
             # No member has a gradient, so none is updated.
             self.sum.absent = set(range(len(self.group.members)))
         self.sum.enter(GradState.HELD)
 
     def end_hold(self) -> None:
-        """Drop the sum after the update has used it. Local."""
+        """Drop the sum after the update has used it."""
         self.sum.enter(GradState.EMPTY)
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradient after a step or `zero_grad`. Local.
+        """Drop the gradient after a step or `zero_grad`.
 
         The sum stays if an update still needs it. The memory is kept for the next gradient.
         """
@@ -341,7 +341,7 @@ class Gradient:
         self.sum.discard_values()
 
     def release(self) -> None:
-        """Free the memory of an empty, replicated sum until the next backward. Local.
+        """Free the memory of an empty, replicated sum until the next backward.
 
         The memory is kept on a CPU, where its pages would be faulted in again, and if other ranks
         use it.

@@ -121,7 +121,7 @@ def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
 
 
 def _broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
-    """Copy rank 0's values of a whole buffer to every rank. Collective.
+    """Copy rank 0's values of a whole buffer to every rank. Every rank must call it.
 
     If `only_own`, each rank receives only its slice.
     """

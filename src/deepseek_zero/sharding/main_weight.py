@@ -142,7 +142,7 @@ class MasterWeight:
         return out
 
     def write(self, place: int, end: int, values: Tensor) -> None:
-        """Write new values into the main weight and this rank's part of the weight. Local.
+        """Write new values into the main weight and this rank's part of the weight.
 
         Args:
             place: The first element.

@@ -134,7 +134,7 @@ class Message:
         return self.memory[self.wire.length(low) : self.wire.length(high)]
 
     def write(self, values: Tensor, piece: Tensor, place: int) -> None:
-        """Write elements to a piece of lent memory. Local.
+        """Write elements to a piece of lent memory.
 
         This class sends elements in place and has no lent memory; `CodedMessage` encodes them.
 
@@ -145,7 +145,7 @@ class Message:
         """
 
     def sum(self, received: Sequence[Tensor], into: Tensor, *, divisor: float, add: bool) -> None:
-        """Sum the pieces of all ranks in fp32, in rank order, and round once. Local.
+        """Sum the pieces of all ranks in fp32, in rank order, and round once.
 
         Args:
             received: The piece of each rank, in rank order.

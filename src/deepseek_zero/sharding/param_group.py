@@ -40,10 +40,10 @@ class GroupParts:
 
     Attributes:
         weight_gather: Returns the `WeightGather` of a group. Its second argument is the name of the
-            weight, for messages. Collective.
-        reduction: Returns the `GradReduction` of a group. Local.
+            weight, for messages. Every rank must call it.
+        reduction: Returns the `GradReduction` of a group.
         kept_gradients: Returns the gradients that are kept in addition to a group's gradient, by
-            name. Local.
+            name.
         route: How messages travel.
     """
 
@@ -109,7 +109,7 @@ class ParamGroup:
         )
 
     def new_gradient(self) -> None:
-        """Replace the gradient by an empty one with the current plan. Local."""
+        """Replace the gradient by an empty one with the current plan."""
         self.gradient = Gradient(self, self.parts.reduction(self))
         self.gradient.kept = self.parts.kept_gradients(self.gradient)
         self.grad_view = GradView(self.gradient)
@@ -135,7 +135,7 @@ class ParamGroup:
         return self.plan.grad is not None
 
     def follow_optimizer(self, updated: Collection[int]) -> None:
-        """Restrict the gradient norm to the members that the optimizer updates. Local.
+        """Restrict the gradient norm to the members that the optimizer updates.
 
         Every rank must call it.
 
@@ -199,7 +199,7 @@ class ParamGroup:
             member.unshard(view)
 
     def show_own(self) -> None:
-        """Make every parameter sharded, or a view of a replicated weight. Local."""
+        """Make every parameter sharded, or a view of a replicated weight."""
         for member in self.members:
             if self.is_sharded:
                 member.reshard()
@@ -207,7 +207,7 @@ class ParamGroup:
                 member.unshard(self.weight.view(member.slot))
 
     def reshard(self) -> None:
-        """Shard every parameter and return the gathered buffer to the pool. Local.
+        """Shard every parameter and return the gathered buffer to the pool.
 
         Raises:
             UsageError: The program replaced the memory of a parameter while it was gathered, and

@@ -23,7 +23,7 @@ class Updates(Protocol):
     """The optimizer as seen by this package (optim/sharded.py)."""
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update a unit after its reduction if the schedule says so. Local."""
+        """Update a unit after its reduction if the schedule says so."""
 
     def refuse_regrouping(self) -> None:
         """Raise `UsageError` if parameters cannot move to other groups.

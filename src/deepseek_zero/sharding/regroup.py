@@ -278,7 +278,7 @@ def _store_again(group: ParamGroup, values: FlatBuffer, what: str) -> None:
 
 
 def resize(runtime: Regrouped, settings: PlanSettings) -> None:
-    """Use other sizes of messages and buffers from now on. Local."""
+    """Use other sizes of messages and buffers from now on."""
     runtime.settings = settings
     runtime.executor.replan(settings)
     runtime.comm_ctx.pool.clear()  # drop buffers of the old sizes
@@ -287,7 +287,7 @@ def resize(runtime: Regrouped, settings: PlanSettings) -> None:
 
 
 def send_as(runtime: Regrouped, compression: Compression) -> None:
-    """Send matrices in another compression of the same layout from now on. Local."""
+    """Send matrices in another compression of the same layout from now on."""
     runtime.settings = replace(runtime.settings, compression=compression)
     for group in runtime.groups:
         planned = group.planned.sent_as(runtime.settings)
@@ -303,7 +303,7 @@ def send_as(runtime: Regrouped, compression: Compression) -> None:
 
 
 def set_grad_dtype(group: ParamGroup, dtype: torch.dtype) -> None:
-    """Keep the gradients of a group in another dtype from now on. Local."""
+    """Keep the gradients of a group in another dtype from now on."""
     assert group.plan.grad is not None
     if dtype != group.plan.grad.dtype:
         group.planned = group.planned.with_grad_dtype(dtype)
@@ -311,7 +311,7 @@ def set_grad_dtype(group: ParamGroup, dtype: torch.dtype) -> None:
 
 
 def reduce_by(group: ParamGroup, reduction: GradReduction, plan: ShardPlan) -> None:
-    """Reduce the gradients of a group in another way from now on. Local.
+    """Reduce the gradients of a group in another way from now on.
 
     Args:
         group: The group.

@@ -92,7 +92,7 @@ class WeightGather:
         """
 
     def changed(self) -> None:
-        """Make the next gather fetch the current weight. Local.
+        """Make the next gather fetch the current weight.
 
         Every rank must call it, between the same two gathers.
         """

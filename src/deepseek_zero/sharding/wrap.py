@@ -62,7 +62,7 @@ def wrap_model(
         plan: The plan.
         comm: The world's communicator, laid out on its mesh.
         tiers: The memories that the plan uses in addition to the training device.
-        make_parts: Returns the parts that extensions replace. Collective.
+        make_parts: Returns the parts that extensions replace. Every rank must call it.
         rules: The rules of the API for changes of the model.
         materialise: Gives a model on the meta device its values; None if it has values.
 
@@ -113,7 +113,7 @@ def _sharers(key: GroupKey | None) -> int:
 
 
 def _of_all_ranks(wanted: Collection[int], world: Comm) -> list[int]:
-    """Return the numbers of sharers above 1 on any rank, sorted. Collective.
+    """Return the numbers of sharers above 1 on any rank, sorted. Every rank must call it.
 
     Ranks may hold pieces of the model that differ in these numbers.
     """
