@@ -79,7 +79,7 @@ def test_without_window_and_persistence_the_stages_send_2_2_g_plus_1_and_3g_time
     )
     # A table of norms: one float64 per group and slice
     rows = 8 * ranks * len(groups) * (ranks - 1)
-    rows += 8 * (ranks - 1)  # and whether a gradient came late
+    rows += 8 * 5 * (ranks - 1)  # four flags and a checksum
     # After the first step, rank 0's order of units: an int64 each
     order = 8 * len(engine.runtime.units) * (ranks - 1)
     expected = TIMES[stage](accumulation) * 4 * padded // ranks * (ranks - 1)
