@@ -174,13 +174,13 @@ def save_behind(found: Found, engine: Any, folder: Path, one_step: Callable[[], 
     began = time.perf_counter()
     engine.save_checkpoint(folder, tag="behind", wait=False)
     called = time.perf_counter() - began
-    shard = engine.parts.saver.current.shard
+    written = engine.parts.saver.current.write
     while engine.parts.saver.current is not None:
         one_step()
-    found.note("save behind: writing", shard.seconds)
+    found.note("save behind: writing", written.seconds)
     still = {
         "call": called,
-        "steps that wait": shard.blocked_seconds,
+        "steps that wait": written.blocked_seconds,
         "end": engine.parts.saver.commit_seconds,
     }
     for what, seconds in still.items():

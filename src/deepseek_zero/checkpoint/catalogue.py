@@ -19,14 +19,14 @@ hour without changes.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from ..base.errors import CheckpointError
@@ -36,7 +36,7 @@ from ..comm.collectives import Comm
 from . import files
 from .format import LATEST, MANIFEST, NEWEST, Manifest, checked_tag
 from .layouts import SLICES, CheckpointLayout, is_checkpoint, layout_of
-from .lockstep import run_and_gather
+from .lockstep import run_and_gather_values
 from .staging import STAGING_LOCK
 from .verify import NO_FILES, Fault, FileSubset, check_headers, verify
 
@@ -334,23 +334,10 @@ def _seconds_since_change(path: Path) -> float:
 # -- selecting the checkpoint to load
 
 
-def newest_good(directory: Path) -> str | None:
+def newest_good(comm: Comm, directory: Path) -> str | None:
     """Return the newest undamaged tag; None if the directory has no checkpoint.
 
-    Every skipped checkpoint is logged.
-
-    Raises:
-        CheckpointError: All checkpoints are damaged. Starting from scratch must then be a
-            deliberate decision.
-    """
-    tags = [info.tag for info in checkpoints(directory, reads_headers=False)]
-    return _first_good(
-        directory, tags, lambda tag: [str(fault) for fault in verify(tag_folder(directory, tag))]
-    )
-
-
-def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
-    """Return the result of `newest_good`, with the files divided among all ranks.
+    The files are divided among all ranks. Every skipped checkpoint is logged.
 
     Args:
         comm: The communicator.
@@ -360,48 +347,28 @@ def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
         The same tag on every rank.
 
     Raises:
-        CheckpointError: All checkpoints are damaged. It is raised on every rank.
+        CheckpointError: All checkpoints are damaged, so starting from scratch must be a deliberate
+            decision. It is raised on every rank.
 
     Note:
         Collective: every rank of `comm` must call it.
     """
 
-    def listed() -> str:
+    def list_tags() -> list[str]:
         found = checkpoints(directory, reads_headers=False) if comm.rank == 0 else []
-        return json.dumps([info.tag for info in found])
+        return [info.tag for info in found]
 
-    def check(tag: str) -> list[str]:
-        def check_share() -> str:
-            faults = verify(
-                tag_folder(directory, tag), FileSubset(comm.rank, comm.size), read_again=True
-            )
-            return json.dumps([str(fault) for fault in faults[: MAX_FAULTS_SHOWN + 1]])
+    def check_share(tag: str) -> list[str]:
+        subset = FileSubset(comm.rank, comm.size)
+        faults = verify(tag_folder(directory, tag), subset, read_again=True)
+        return [str(fault) for fault in faults[: MAX_FAULTS_SHOWN + 1]]
 
-        return [
-            fault
-            for answer in run_and_gather(comm, f"verifying {tag}", check_share)
-            for fault in json.loads(answer)
-        ]
-
-    return _first_good(
-        directory,
-        json.loads(run_and_gather(comm, "loading: the list of checkpoints", listed)[0]),
-        check,
-    )
-
-
-def _first_good(
-    directory: Path, tags: Iterable[str], check: Callable[[str], list[str]]
-) -> str | None:
-    """Return the first tag without a fault; None if there are no tags.
-
-    Raises CheckpointError if all of them have faults.
-    """
     passed_over = []
-    for tag in tags:
-        faults = check(tag)
+    for tag in run_and_gather_values(comm, "loading: the list of checkpoints", list_tags)[0]:
+        answers = run_and_gather_values(comm, f"verifying {tag}", partial(check_share, tag))
+        faults = [fault for answer in answers for fault in answer]
         if not faults:
-            return tag
+            return str(tag)
         more = "; and more" if len(faults) > MAX_FAULTS_SHOWN else ""
         passed_over.append(f"{tag}: {'; '.join(faults[:MAX_FAULTS_SHOWN])}{more}")
         log_once(f"checkpoint {directory / tag} is passed over. {passed_over[-1]}", logging.WARNING)

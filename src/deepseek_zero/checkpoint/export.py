@@ -7,7 +7,6 @@ the same bytes on every mesh.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from .hf_folder import (
     shard_names,
     write_index,
 )
-from .lockstep import run_and_gather
+from .lockstep import run_and_gather, run_and_gather_values, run_on_first_rank
 from .piece import ModelPiece, persistent_buffers, whole_names
 from .safetensors_file import SafetensorsWriter, TensorInfo, cast, dtype_name, dtype_named, run_of
 from .staging import StagedOutput
@@ -100,14 +99,16 @@ class WholeModel:
         stages = runtime.comm.along.get("pp")
         if stages is None:
             return cls(runtime, settings, (tuple(own),))
-        text = json.dumps([[info.name, info.shape, dtype_name(info.dtype)] for info in own])
-        found = run_and_gather(runtime.comm.whole, "export: what all stages hold", lambda: text)
+        facts = [[info.name, info.shape, dtype_name(info.dtype)] for info in own]
+        found = run_and_gather_values(
+            runtime.comm.whole, "export: what all stages hold", lambda: facts
+        )
         by_stage = list[tuple[TensorInfo, ...]]()
         known = set[str]()
         for rank in stages.ranks:
-            rows = json.loads(found[rank])
             infos = [
-                TensorInfo(name, tuple(shape), dtype_named(dtype)) for name, shape, dtype in rows
+                TensorInfo(name, tuple(shape), dtype_named(dtype))
+                for name, shape, dtype in found[rank]
             ]
             by_stage.append(tuple(info for info in infos if info.name not in known))
             known |= {info.name for info in infos}
@@ -252,7 +253,7 @@ class _RankFiles:
         self._file_of: dict[str, SafetensorsWriter] = {}
         self._problem: Exception | None = None
 
-    def open(self) -> str:
+    def open(self) -> None:
         """Create the files.
 
         Raises:
@@ -262,7 +263,6 @@ class _RankFiles:
             file = self._stack.enter_context(SafetensorsWriter(self.folder / name, infos))
             self._files.append(file)
             self._file_of |= {info.name: file for info in infos}
-        return ""
 
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write elements of a tensor if one of this rank's files contains it.
@@ -280,17 +280,17 @@ class _RankFiles:
         except (OSError, CheckpointError) as error:
             self._problem = error
 
-    def checksums(self) -> str:
-        """Return the checksums of all tensors in these files, as JSON.
+    def checksums(self) -> list[str]:
+        """Return the checksums of all tensors in these files.
 
         Raises:
             CheckpointError: An earlier `put` failed; its error is raised.
         """
         if self._problem is not None:
             raise self._problem
-        return json.dumps([each for file in self._files for each in file.checksums])
+        return [each for file in self._files for each in file.checksums]
 
-    def close(self, run: str) -> str:
+    def close(self, run: str) -> None:
         """Complete the files and sync them.
 
         Args:
@@ -299,7 +299,6 @@ class _RankFiles:
         for file in self._files:
             file.run = run
         self._stack.close()
-        return ""
 
     def abandon(self) -> None:
         """Close the files without completing them."""
@@ -347,12 +346,10 @@ def export_safetensors(
         output.publish_folder(EXPORT_PATTERNS, INDEX)
 
     try:
-        run_and_gather(
-            comm, "export: the folder", lambda: _on_first_rank(comm, lambda: _begin(output))
-        )
+        run_on_first_rank(comm, "export: the folder", lambda: _begin(output))
         own_files = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
         _write(model, _RankFiles(output.path, own_files))
-        run_and_gather(comm, "export: the names", lambda: _on_first_rank(comm, finish))
+        run_on_first_rank(comm, "export: the names", finish)
     except Exception:
         output.discard()
         raise
@@ -379,9 +376,7 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     comm = runtime.comm.whole
     output = StagedOutput(path)
     try:
-        run_and_gather(
-            comm, "export: the folder", lambda: _on_first_rank(comm, lambda: _begin(output))
-        )
+        run_on_first_rank(comm, "export: the folder", lambda: _begin(output))
         if path.suffix == ".safetensors":
             model = WholeModel.of(runtime, settings)
             written = {path.name: model.tensors} if comm.rank == 0 else {}
@@ -389,12 +384,8 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
         else:
             state = consolidated(runtime, settings)
             into = output.path / path.name
-            run_and_gather(
-                comm,
-                "export: the file",
-                lambda: save_torch(state, into) if state is not None else "",
-            )
-        run_and_gather(comm, "export: the name", lambda: _on_first_rank(comm, output.publish_file))
+            run_on_first_rank(comm, "export: the file", lambda: save_torch(state, into))
+        run_on_first_rank(comm, "export: the name", output.publish_file)
     except Exception:
         output.discard()
         raise
@@ -428,8 +419,8 @@ def _write(model: WholeModel, own_files: _RankFiles) -> None:
                 own_files.put(name, start, values)
                 work.advance(values.numel() * model.settings.dtype_for(values.dtype).itemsize)
                 del values  # release the group before the next one is gathered
-        found = run_and_gather(comm, "export: this rank's tensors", own_files.checksums)
-        run = run_of(checksum for each in found for checksum in json.loads(each))
+        found = run_and_gather_values(comm, "export: this rank's tensors", own_files.checksums)
+        run = run_of(checksum for checksums in found for checksum in checksums)
         run_and_gather(comm, "export: this rank's headers", lambda: own_files.close(run))
     finally:
         own_files.abandon()
@@ -473,23 +464,12 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
     }
 
 
-def save_torch(state: dict[str, Any], path: Path) -> str:
+def save_torch(state: dict[str, Any] | None, path: Path) -> None:
     """Write a state dict with torch.save into a new private file, and sync it.
 
     Args:
         state: The state dict.
         path: The file, which must not exist.
-
-    Returns:
-        An empty string, for `run_and_gather`.
     """
     with files.describing_errors(f"writing '{path}'"), files.new_file(path) as stream:
         torch.save(state, stream)
-    return ""
-
-
-def _on_first_rank(comm: Comm, action: Callable[[], None]) -> str:
-    """Call `action` on rank 0 only."""
-    if comm.rank == 0:
-        action()
-    return ""

@@ -100,11 +100,8 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
                     kinds.setdefault(chunk.name, set()).add(chunk.key)
             split_as_saved(manifest, lambda name: kinds.get(name, ()), contents.optimizer)
         loaded.append((manifest, folder))
-        return (
-            NEW_MOMENTS
-            if settings.moments and _takes_new_moments(folder, manifest, contents)
-            else ""
-        )
+        takes_new = settings.moments and _takes_new_moments(folder, manifest, contents)
+        return NEW_MOMENTS if takes_new else ""
 
     answers = run_and_gather(comm, f"loading {tag}: the manifest", check_manifest)
     manifest, folder = loaded[0]
@@ -118,13 +115,12 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
     plain: dict[str, Any] = {}
     states: list[GroupStates] = []
 
-    def read_values() -> str:
+    def read_values() -> None:
         plain.update(plain_values(folder, manifest))
         rank = predecessor(manifest, runtime.plan.mesh)
         plain["client"] = client_of_rank(folder, manifest, rank or 0, plain["client"])
         if checks_moments:
             states.extend(_read_new_moments(folder, manifest, contents))
-        return ""
 
     run_and_gather(comm, f"loading {tag}: values", read_values)
     known = states if checks_moments else None
@@ -174,7 +170,7 @@ def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
 
 
 def replace_states(
-    contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] | None = None
+    contents: Contents, tag: str, fill: Callable[[], None], lifted: Sequence[str] | None = None
 ) -> None:
     """Replace the engine's weights, main weights and moments by calling `fill`.
 
@@ -261,10 +257,9 @@ def _restore_own_states(
 # -- checks
 
 
-def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> str:
+def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> None:
     """Verify this rank's share of the files, and raise CheckpointError for any fault."""
     raise_faults(folder, verify(folder, subset, read_again=True, except_kind=except_kind))
-    return ""
 
 
 def check(
@@ -393,7 +388,7 @@ def _restore_all(
     contents: Contents,
     settings: LoadSettings,
     states: list[GroupStates] | None,
-) -> str:
+) -> None:
     """Read everything into the engine.
 
     `states` are the optimizer's states if they have been read already.
@@ -413,7 +408,6 @@ def _restore_all(
             _restore_own_states(folder, manifest, optimizer, stack)
         if settings.rng:
             _restore_rng(folder, manifest, contents.runtime, stack)
-    return ""
 
 
 GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # states by shard number

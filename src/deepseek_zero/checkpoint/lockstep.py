@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 from ..base.errors import CheckpointError
 from ..comm.agreement import gather_outcomes
 from ..comm.collectives import Comm
 
 
-def run_and_gather(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:
+def run_and_gather(comm: Comm, what: str, action: Callable[[], str | None]) -> list[str]:
     """Run `action` on every rank and return the results of all ranks, in rank order.
 
     Args:
         comm: The communicator.
         what: Name of the step in error messages.
-        action: Called once on every rank; returns text.
+        action: Called once on every rank; returns text, or None for an empty text.
 
     Raises:
         CheckpointError: The action failed on a rank. It is raised on every rank, so no rank
@@ -24,4 +26,23 @@ def run_and_gather(comm: Comm, what: str, action: Callable[[], str]) -> list[str
     Note:
         Collective: every rank of `comm` must call it.
     """
-    return gather_outcomes(comm, what, action, str, CheckpointError)[1]
+    return gather_outcomes(comm, what, lambda: action() or "", str, CheckpointError)[1]
+
+
+def run_and_gather_values(comm: Comm, what: str, action: Callable[[], Any]) -> list[Any]:
+    """Run `action` on every rank and return the results of all ranks, in rank order.
+
+    It works as `run_and_gather`, but `action` returns JSON values.
+    """
+    texts = run_and_gather(comm, what, lambda: json.dumps(action()))
+    return [json.loads(text) for text in texts]
+
+
+def run_on_first_rank(comm: Comm, what: str, action: Callable[[], object]) -> None:
+    """Run `action` on rank 0; an error of it is raised on every rank, as in `run_and_gather`."""
+
+    def run() -> None:
+        if comm.rank == 0:
+            action()
+
+    run_and_gather(comm, what, run)

@@ -7,7 +7,6 @@ the saved rank whose random state a rank continues.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -24,7 +23,7 @@ from ..sharding.runtime import Runtime
 from .boxes import ParamPart, PlacedValues
 from .format import Manifest
 from .layouts import StateRange, StateReader
-from .lockstep import run_and_gather
+from .lockstep import run_and_gather_values
 
 WHOLE_NAMES = "_zero_whole_names"
 OWN_NAMES = "_zero_own_names"
@@ -217,8 +216,8 @@ def _of_all(runtime: Runtime, own: list[str], what: str) -> frozenset[str]:
     """
     if "pp" not in runtime.comm.along:
         return frozenset(own)
-    found = run_and_gather(runtime.comm.whole, what, lambda: json.dumps(own))
-    return frozenset(name for each in found for name in json.loads(each))
+    found = run_and_gather_values(runtime.comm.whole, what, lambda: own)
+    return frozenset(name for names in found for name in names)
 
 
 def earlier_stages(mesh: Mesh) -> list[int]:

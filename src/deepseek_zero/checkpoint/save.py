@@ -42,7 +42,7 @@ from .format import (
     tag_to_save,
 )
 from .layouts import is_checkpoint
-from .lockstep import run_and_gather
+from .lockstep import run_and_gather, run_and_gather_values, run_on_first_rank
 from .numpy_values import with_python_numbers
 from .piece import ModelPiece, earlier_stages, names_of, persistent_buffers, whole_names
 from .rng import capture_rng
@@ -87,12 +87,7 @@ class PendingSave:
         self.final, self.hidden = self._staged.final, self._staged.path
         self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
         try:
-            held = [
-                json.loads(each)
-                for each in run_and_gather(
-                    self._comm, "saving: what ranks hold", lambda: json.dumps(self._held())
-                )
-            ]
+            held = run_and_gather_values(self._comm, "saving: what ranks hold", self._held)
             if contents.client and held[self._comm.rank]["client"] != held[0]["client"]:
                 self._own_client = encode(
                     contents.client, f"{CLIENT} of rank {self._comm.rank}", self._own_tensors
@@ -113,7 +108,7 @@ class PendingSave:
                         "wait=False: states on a disk cannot be read by another thread, so the "
                         "checkpoint is written now."
                     )
-                run_and_gather(self._comm, "saving: this rank's slices", self._write)
+                run_and_gather(self._comm, "saving: this rank's slices", self.write.write)
             else:
                 self.write.start()
         except Exception:
@@ -137,14 +132,10 @@ class PendingSave:
             Collective: every rank must call it.
         """
         try:
-            indexes = run_and_gather(self._comm, "saving: this rank's index", self._index)
+            indexes = run_and_gather_values(self._comm, "saving: this rank's index", self._index)
             if self.settings.folders:
                 run_and_gather(self._comm, "saving: the other folders", self._finish_part)
-            run_and_gather(
-                self._comm,
-                "saving: the manifest",
-                lambda: self._finish(indexes) if self._comm.rank == 0 else "",
-            )
+            run_on_first_rank(self._comm, "saving: the manifest", lambda: self._finish(indexes))
         except Exception:
             self._staged.discard()
             raise
@@ -190,10 +181,6 @@ class PendingSave:
         self.write = BackgroundWrite(path, groups, metadata, self.settings.snapshot_bytes)
         return NOW if self.settings.wait or not self.write.is_resident else IN_BACKGROUND
 
-    def _write(self) -> str:
-        self.write.write()
-        return ""
-
     def _value_items(self, first: dict[str, tuple[int, str]]) -> list[WriteGroup]:
         """Copy the values that change between steps: buffers, random states, plain values."""
         rank = self._comm.rank
@@ -224,8 +211,8 @@ class PendingSave:
             self.contents, skip_frozen=self.settings.exclude_frozen, elsewhere=self._elsewhere
         )
 
-    def _index(self) -> str:
-        """Wait for this rank's file and describe it as JSON.
+    def _index(self) -> dict[str, Any]:
+        """Wait for this rank's file and describe it.
 
         The description has the chunks, the optimizer's scalars, the checksum of the header, the
         facts of the stage and the client state.
@@ -234,15 +221,13 @@ class PendingSave:
         with files.describing_errors(f"syncing '{self.hidden}'"):
             files.sync_folder(self.hidden)
         stage = _facts_of(self._manifest) if self._describes_stage else None
-        return json.dumps(
-            {
-                "chunks": chunks,
-                "scalars": self._scalars,
-                "head": self.write.head_crc,
-                "stage": stage,
-                "client": self._own_client,
-            }
-        )
+        return {
+            "chunks": chunks,
+            "scalars": self._scalars,
+            "head": self.write.head_crc,
+            "stage": stage,
+            "client": self._own_client,
+        }
 
     # -- folders: rank 0's has the manifest. If ranks name several folders, the first rank of each
     # folder opens and completes it.
@@ -264,7 +249,7 @@ class PendingSave:
         self._staged.open()
         return secrets.token_hex(8)
 
-    def _finish_part(self) -> str:
+    def _finish_part(self) -> None:
         """Complete a folder other than rank 0's; it contains only files of ranks."""
         if self._comm.rank == self._sharers[0] != 0:
             self._refuse_missing()
@@ -272,7 +257,6 @@ class PendingSave:
                 self._staged.finish()
                 publish(self.hidden, self.final, latest=False)
             self._staged.unlock()
-        return ""
 
     def _refuse_missing(self) -> None:
         """Raise CheckpointError if this rank does not see all files of its folder."""
@@ -291,9 +275,11 @@ class PendingSave:
                 "and merge them afterwards.",
             )
 
-    def _finish(self, indexes: list[str]) -> str:
-        """Write the manifest, rename the directory, and write `latest`."""
-        found = [json.loads(index) for index in indexes]
+    def _finish(self, found: list[dict[str, Any]]) -> None:
+        """Write the manifest, rename the directory, and write `latest`.
+
+        `found` has the results of `_index` by rank.
+        """
         self._refuse_missing()
         self._manifest.chunks = [
             SavedChunk.from_json(values) for index in found for values in index["chunks"]
@@ -318,7 +304,6 @@ class PendingSave:
             self._staged.finish()
             publish(self.hidden, self.final, latest=self.settings.latest)
         self._staged.unlock()
-        return ""
 
 
 def refuse_foreign_files(final: Path) -> None:

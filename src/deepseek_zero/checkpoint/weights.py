@@ -33,7 +33,7 @@ from .safetensors_file import RUN_KEY
 from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
-def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
+def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> None:
     """Verify this rank's share of the files if this library exported them.
 
     Files of other programs have no checksums.
@@ -42,7 +42,6 @@ def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
         is_ours = RUN_KEY in SafetensorsFolder(path, stack).metadata
     if is_ours:
         raise_faults(path, verify(path, subset, read_again=True))
-    return ""
 
 
 def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> None:
@@ -66,7 +65,7 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
     with ExitStack() as stack, torch.no_grad():
         opened: list[tuple[SafetensorsFolder, dict[str, str]]] = []
 
-        def match_files() -> str:
+        def match_files() -> None:
             files = SafetensorsFolder(path, stack)
             piece = ModelPiece.of(runtime)
             shapes = {
@@ -80,7 +79,6 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
             }
             names = tied_names(whole_names(runtime.model))
             opened.append((files, match_names(files, shapes, names, path, strict=strict)))
-            return ""
 
         comm = runtime.comm.whole
         subset = FileSubset(comm.rank, comm.size)
@@ -219,7 +217,7 @@ def match_names(
     return {name: there for name, there in found.items() if there}
 
 
-def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> str:
+def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> None:
     """Write this rank's weights and all buffers."""
     piece = ModelPiece.of(runtime)
     with LongWork(
@@ -238,7 +236,6 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in found:
             buffer.data.copy_(files.whole(found[name]))
-    return ""
 
 
 def _read_exact(

@@ -6,7 +6,6 @@ and data position are collected and restored here.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -29,7 +28,7 @@ from ..checkpoint.catalogue import (
     existing_folder,
     latest_tag,
     near_directories,
-    newest_good_of_all,
+    newest_good,
     tags_in,
 )
 from ..checkpoint.contents import (
@@ -41,7 +40,7 @@ from ..checkpoint.contents import (
 )
 from ..checkpoint.format import LATEST, NEWEST, checked_tag, tag_to_save
 from ..checkpoint.layouts import EngineLayout, is_checkpoint, layout_named, layout_of
-from ..checkpoint.lockstep import run_and_gather
+from ..checkpoint.lockstep import run_and_gather, run_and_gather_values, run_on_first_rank
 from ..checkpoint.piece import refuse_same_names
 from ..checkpoint.writer_lock import WriterLock
 from ..comm.collectives import Comm
@@ -144,13 +143,11 @@ class Saver:
         Note:
             Collective: every rank must call it.
         """
-
-        def claim() -> str:
-            if comm.rank == 0:
-                self._writer_lock.acquire(directory)
-            return ""
-
-        run_and_gather(comm, "saving: one job in the directory", claim)
+        run_on_first_rank(
+            comm,
+            "saving: one job in the directory",
+            lambda: self._writer_lock.acquire(directory),
+        )
 
     def close(self) -> None:
         """Release the lock on the directory; this engine saves no more checkpoints."""
@@ -407,9 +404,9 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
         been read.
     """
 
-    def choose() -> str:
+    def choose() -> tuple[bool, str]:
         if tag is None and is_checkpoint(folder) and not tags_in(folder):
-            return json.dumps([True, folder.absolute().name])
+            return True, folder.absolute().name
         named = tag
         if tag is None:
             named = latest_tag(folder)
@@ -418,9 +415,9 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
         checked = ""
         if named is not None:
             checked = checked_tag(named)
-        return json.dumps([False, checked])
+        return False, checked
 
-    is_itself, chosen = json.loads(run_and_gather(comm, "loading: the tag", choose)[0])
+    is_itself, chosen = run_and_gather_values(comm, "loading: the tag", choose)[0]
     if is_itself:
         log_once(
             f"{folder} is a checkpoint itself: tag '{chosen}' of {folder.parent} is loaded.",
@@ -429,7 +426,7 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
         return folder.absolute().parent, chosen, False
     if chosen and not _asks_for_newest(folder, chosen):
         return folder, chosen, False
-    newest = newest_good_of_all(comm, folder)
+    newest = newest_good(comm, folder)
     if newest is not None and not chosen:
         log_once(
             f"{folder / LATEST} is missing or empty: '{newest}', the newest good checkpoint there, "

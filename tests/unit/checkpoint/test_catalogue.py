@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,9 @@ from deepseek_zero.checkpoint.catalogue import CheckpointInfo, Retention
 from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.checkpoint.safetensors_file import read_header
 from tests.crash import flip
+
+# The communicator of a single rank
+ALONE: Any = SimpleNamespace(rank=0, size=1, all_gather_text=lambda text, what: [text])
 
 RANK_0 = "rank_00000.safetensors"
 TAGS = ["global_step3", "global_step2", "global_step1"]
@@ -83,7 +87,7 @@ def test_checkpoints_are_listed_by_step_whatever_their_names_and_times(directory
         ("global_step2", 2, True),
         ("zz", 1, True),
     ]
-    assert catalogue.newest_good(directory) == "global_step3"
+    assert catalogue.newest_good(ALONE, directory) == "global_step3"
 
 
 # -- damage
@@ -176,7 +180,7 @@ def test_a_damaged_checkpoint_is_detected_without_reading_tensors_and_the_older_
         str(fault) for fault in faults
     ]
     assert sorted(tags_of(directory), reverse=True) == TAGS
-    assert catalogue.newest_good(directory) == "global_step2"
+    assert catalogue.newest_good(ALONE, directory) == "global_step2"
     assert _matches("global_step3 is passed over.*" + said, capsys.readouterr().err)
 
 
@@ -267,11 +271,11 @@ def test_several_readers_share_the_files_and_find_the_same(directory: Path) -> N
 
 
 def test_none_is_none_and_none_that_is_good_an_error(directory: Path, tmp_path: Path) -> None:
-    assert catalogue.newest_good(tmp_path / "nowhere") is None
+    assert catalogue.newest_good(ALONE, tmp_path / "nowhere") is None
     for tag in TAGS:
         cut(directory / tag)
     with pytest.raises(CheckpointError, match=r"none of the 3 checkpoint\(s\)(.|\n)*What to do"):
-        catalogue.newest_good(directory)
+        catalogue.newest_good(ALONE, directory)
 
 
 def test_loading_the_latest_checkpoint_loads_the_latest_valid_one(
@@ -330,7 +334,7 @@ def test_a_tag_that_a_crash_left_without_its_name_is_listed_loaded_and_named_aga
     replaced = directory / ".global_step3.replaced"
     (directory / "global_step3").rename(replaced)
     assert tags_of(directory) == TAGS
-    assert catalogue.newest_good(directory) == "global_step3"
+    assert catalogue.newest_good(ALONE, directory) == "global_step3"
     engine = build()
     path, _ = engine.load_checkpoint(directory, tag="newest")
     assert (path, engine.global_steps) == (str(replaced), 3)

@@ -31,7 +31,7 @@ from ....checkpoint.load import (
     restore_weights,
     split_as_saved,
 )
-from ....checkpoint.lockstep import run_and_gather
+from ....checkpoint.lockstep import run_and_gather, run_on_first_rank
 from ....checkpoint.piece import ModelPiece, names_of_all
 from ....checkpoint.read import open_checkpoint
 from ....checkpoint.save import publish, refuse_foreign_files, save
@@ -197,7 +197,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     names = names_of_all(runtime)
     comm = runtime.comm.whole
 
-    def read_files() -> str:
+    def read_files() -> None:
         found = read_deepspeed(folder, trained)
         check(found.manifest, contents, replace(settings, moments=False), names)
         if settings.moments and contents.optimizer is not None:
@@ -206,19 +206,16 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
                 found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer
             )
         opened.append(found)
-        return ""
 
-    def fill() -> str:
+    def fill() -> None:
         restore_weights(found, contents)
         restore_buffers(found, found.manifest, contents)
         if settings.moments and contents.optimizer is not None:
             groups = _known(found.plain["groups"], contents.optimizer)
             restore_optimizer(found, found.manifest, groups, contents.optimizer)
-        return ""
 
-    def check_bytes() -> str:
+    def check_bytes() -> None:
         raise_faults(folder, verify(folder, FileSubset(comm.rank, comm.size)))
-        return ""
 
     if settings.verify:
         run_and_gather(comm, f"loading {tag}: checksums", check_bytes)
@@ -309,13 +306,9 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
         opened = StagedOutput(final)
         output = opened
         _rewrite(folder, output, contents)
-
-        def finish() -> str:
-            if comm.rank != 0:
-                return ""
-            return _finish(opened, slices_folder, settings)
-
-        run_and_gather(comm, "saving: the name", finish)
+        run_on_first_rank(
+            comm, "saving: the name", lambda: _finish(opened, slices_folder, settings)
+        )
     except CheckpointError:
         if comm.rank == 0:
             if output is not None:
@@ -335,7 +328,7 @@ def _remove_written(written: list[Path], slices_folder: Path) -> None:
         files.remove_empty_folder(slices_folder)
 
 
-def _refuse(problem: str, final: Path) -> str:
+def _refuse(problem: str, final: Path) -> None:
     """Raise CheckpointError if there is a problem or `final` is no checkpoint."""
     refuse_foreign_files(final)
     if problem:
@@ -344,7 +337,6 @@ def _refuse(problem: str, final: Path) -> str:
             "It would be lost.",
             'give the key another name, or set checkpoint.layout to "slices".',
         )
-    return ""
 
 
 def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
@@ -357,25 +349,19 @@ def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
     scaler = contents.optimizer.scaler if contents.optimizer is not None else None
     scaling = scaler.settings if scaler is not None else LossScaleSettings()
 
-    def open_output() -> str:
-        if comm.rank == 0:
-            output.open()
-        return ""
-
-    def write() -> str:
+    def write() -> None:
         with ExitStack() as stack:
             source = open_checkpoint(folder, None, stack, checks=False)  # written above
             layout = replace(DeepSpeedTarget.of(source), scaling=scaling)
             if comm.rank in layout.files:
                 with files.describing_errors(f"writing '{output.path}'"):
                     write_rank(source, output.path, layout, comm.rank)
-        return ""
 
-    run_and_gather(comm, "saving: DeepSpeed's folder", open_output)
+    run_on_first_rank(comm, "saving: DeepSpeed's folder", output.open)
     run_and_gather(comm, "saving: DeepSpeed's files", write)
 
 
-def _finish(output: StagedOutput, slices_folder: Path, settings: SaveSettings) -> str:
+def _finish(output: StagedOutput, slices_folder: Path, settings: SaveSettings) -> None:
     """Complete and publish the folder, and remove its slices. Called on rank 0 only."""
     final = output.final
     with files.describing_errors(f"completing '{final}'"):
@@ -385,4 +371,3 @@ def _finish(output: StagedOutput, slices_folder: Path, settings: SaveSettings) -
         output.unlock()
         remove_replaced(final)
         files.remove_folder(slices_folder)
-    return ""
