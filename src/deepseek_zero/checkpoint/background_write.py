@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -59,11 +58,8 @@ class BackgroundWrite:
         self.metadata = metadata
         self.snapshot_bytes = snapshot_bytes
         self._groups = by_element_size(groups)
-        self._items = {
-            id(item): ItemProgress(item)
-            for write_group in self._groups
-            for item in write_group.items
-        }
+        items = (item for write_group in self._groups for item in write_group.items)
+        self._items = {item: ItemProgress(item) for item in items}
         self._of_group: dict[ParamGroup, list[ItemProgress]] = {}
         for state in self._items.values():
             if state.item.group is not None:
@@ -135,21 +131,21 @@ class BackgroundWrite:
             self._progress.notify_all()
 
     def _write(self) -> None:
-        items = [state.item for state in self._items.values()]
-        infos = [TensorInfo(each.chunk.tensor_name, each.shape, each.dtype) for each in items]
+        infos = [TensorInfo(each.chunk.tensor_name, each.shape, each.dtype) for each in self._items]
+        nbytes = sum(info.nbytes for info in infos)
         header = encode_header(infos, self.metadata)
         self.head_crc = zlib.crc32(header)
-        writer = StreamingWriter(self.path, len(header) + sum(info.nbytes for info in infos))
+        writer = StreamingWriter(self.path, len(header) + nbytes)
         try:
             writer.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             prefetcher = TilePrefetcher(
                 self._groups, lambda write_group: write_group.ranges, PrefetchSettings()
             )
-            with LongWork("writing the checkpoint", sum(info.nbytes for info in infos)) as work:
+            with LongWork("writing the checkpoint", nbytes) as work:
                 while (write_group := prefetcher.next()) is not None:
                     for item in write_group.items:
-                        self._write_item(writer, self._items[id(item)])
-                        work.advance(self._items[id(item)].nbytes)
+                        self._write_item(writer, self._items[item])
+                        work.advance(self._items[item].nbytes)
                     prefetcher.release(write_group)
                 writer.finish()
         finally:
@@ -158,13 +154,12 @@ class BackgroundWrite:
     def _write_item(self, writer: StreamingWriter, state: ItemProgress) -> None:
         with self._progress:
             state.is_begun = True
-        item = state.item
+        numel = state.item.numel
         crc = 0
-        read: Callable[[int, int], Tensor] = (
-            item.read if state.copy is None else _slices_of(state.copy)
-        )
-        for low in range(0, item.numel, BLOCK_NUMEL):
-            crc = writer.append(read(low, min(low + BLOCK_NUMEL, item.numel)), crc)
+        for low in range(0, numel, BLOCK_NUMEL):
+            high = min(low + BLOCK_NUMEL, numel)
+            values = state.item.read(low, high) if state.copy is None else state.copy[low:high]
+            crc = writer.append(values, crc)
         with self._progress:
             self._copied_bytes -= state.nbytes if state.copy is not None else 0
             state.copy = None
@@ -188,20 +183,16 @@ class BackgroundWrite:
         self.blocked_seconds += time.perf_counter() - began
 
 
-def _slices_of(values: Tensor) -> Callable[[int, int], Tensor]:
-    flat = values.reshape(-1)
-    return lambda low, high: flat[low:high]
-
-
 def by_element_size(groups: Sequence[WriteGroup]) -> list[WriteGroup]:
     """Order items as they are written: larger element sizes first.
 
     This aligns every tensor to its element size. Otherwise the order is kept.
     """
-    found = [(item, write_group) for write_group in groups for item in write_group.items]
-    found.sort(key=lambda item: -item[0].dtype.itemsize)
-    parts = groupby(found, key=lambda item: id(item[1]))
-    return [
-        WriteGroup([item for item, _ in part], part[0][1].ranges)
-        for part in (list(each) for _, each in parts)
-    ]
+    found = []
+    sizes = {item.dtype.itemsize for group in groups for item in group.items}
+    for size in sorted(sizes, reverse=True):
+        for group in groups:
+            items = [item for item in group.items if item.dtype.itemsize == size]
+            if items:
+                found.append(WriteGroup(items, group.ranges))
+    return found

@@ -7,7 +7,8 @@ parts share are the intersections of their boxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,8 +23,6 @@ FlatBox = tuple[Shape, Shape, int]  # offset, size, flat start
 READ_NUMEL = 1 << 24  # elements that are read at a time
 
 PlacedValues = Iterator[tuple[int, Tensor]]  # (position, flat values)
-# Reads the elements [start, stop)
-FlatRead = Callable[[int, int], Iterable[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -177,60 +176,48 @@ def first_gap(parts: Sequence[ParamPart]) -> int | None:
     return reached if reached < parts[0].shape[dim] else None
 
 
-def copy_shared(
-    target: Tensor, to: Iterable[Box], source: Tensor, of: Iterable[Box], filled: Tensor
-) -> None:
-    """Copy the elements that two sets of boxes share, and mark them in `filled`.
-
-    Args:
-        target: Flat tensor to copy into.
-        to: Boxes of `target`.
-        source: Flat tensor to copy from.
-        of: Boxes of `source`.
-        filled: Boolean mask of the shape of `target`; set to true for copied elements.
-    """
-    sources = list(of)
-    for here in to:
-        for there in sources:
-            low = tuple(map(max, here.low, there.low))
-            high = tuple(map(min, here.high, there.high))
-            size = tuple(end - begin for begin, end in zip(low, high, strict=True))
-            if min(size, default=1) > 0:
-                values = _strided(source, size, there.strides, there.place(low))
-                _strided(target, size, here.strides, here.place(low)).copy_(values)
-                _strided(filled, size, here.strides, here.place(low)).fill_(True)
+SavedPart = tuple[ParamPart, int, Tensor]  # a part, a position in its order, flat values
 
 
-def read_part(part: ParamPart, start: int, stop: int, read: FlatRead) -> PlacedValues:
-    """Yield the elements [start, stop) of a part; padding is filled with zeros.
+def assemble(
+    part: ParamPart,
+    start: int,
+    stop: int,
+    sources: Iterable[SavedPart],
+    missing: Exception | None = None,
+) -> PlacedValues:
+    """Yield the elements [start, stop) of a part from ranges of any parts of the parameter.
+
+    Padding is filled with zeros.
 
     Args:
         part: The part.
         start: First element, in the order of the part.
         stop: End of the range.
-        read: Yields elements of the whole parameter, flat, in order and without gaps.
+        sources: The ranges that are available, at least one.
+        missing: The error to raise if elements are in no source.
 
     Yields:
-        Pairs of position and flat values.
+        Pairs of position and flat values in new memory.
     """
-    whole_strides = _strides(part.shape)
+    known = [(values, boxes_of(of, first, first + values.numel())) for of, first, values in sources]
     for low in range(start, stop, READ_NUMEL):
         high = min(stop, low + READ_NUMEL)
-        into = torch.empty(0)
-        for box in boxes_of(part, low, high):
-            first = sum(at * stride for at, stride in zip(box.low, whole_strides, strict=True))
-            last = sum(
-                (at - 1) * stride for at, stride in zip(box.high, whole_strides, strict=True)
-            )
-            found = [values.reshape(-1) for _, values in read(first, last + 1)]
-            values = found[0] if len(found) == 1 else torch.cat(found)
-            if not into.numel():
-                into = torch.zeros(high - low, dtype=values.dtype)
-            _strided(into, box.size, box.strides, box.at).copy_(
-                _strided(values, box.size, whole_strides, 0)
-            )
-        if into.numel():
-            yield low, into
+        wanted = boxes_of(part, low, high)
+        target = torch.zeros(high - low, dtype=known[0][0].dtype)
+        filled = torch.zeros(high - low, dtype=torch.bool)
+        for values, boxes in known:
+            for here, there in itertools.product(wanted, boxes):
+                first = tuple(map(max, here.low, there.low))
+                last = tuple(map(min, here.high, there.high))
+                size = tuple(end - begin for begin, end in zip(first, last, strict=True))
+                if min(size, default=1) > 0:
+                    shared = _strided(values, size, there.strides, there.place(first))
+                    _strided(target, size, here.strides, here.place(first)).copy_(shared)
+                    _strided(filled, size, here.strides, here.place(first)).fill_(True)
+        if missing is not None and int(filled.sum()) != sum(box.numel for box in wanted):
+            raise missing
+        yield low, target
 
 
 def _strides(shape: Shape) -> Shape:

@@ -38,7 +38,7 @@ from .format import LATEST, MANIFEST, NEWEST, Manifest, checked_tag
 from .layouts import SLICES, CheckpointLayout, is_checkpoint, layout_of
 from .lockstep import run_and_gather_values
 from .staging import STAGING_LOCK
-from .verify import NO_FILES, Fault, FileSubset, check_headers, verify
+from .verify import ALL_FILES, NO_FILES, Fault, FileSubset, check_headers, verify
 
 MOST_NAMED = 3  # directories suggested in a message
 
@@ -99,13 +99,21 @@ class Leftover:
         path: The path.
         tag: The tag in its name.
         state: "saving", "replaced" or "pruned".
-        is_in_use: Whether the job that writes it is still running.
     """
 
     path: Path
     tag: str
     state: str
-    is_in_use: bool
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Return whether it counts as the checkpoint of its tag, after a crash."""
+        return self.state == "replaced" and tag_folder(self.path.parent, self.tag) == self.path
+
+    @property
+    def is_in_use(self) -> bool:
+        """Return whether the job that writes it is or may be running."""
+        return self.state == "saving" and is_being_written(self.path)
 
 
 @dataclass(frozen=True)
@@ -189,11 +197,9 @@ def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointIn
         tag: The tag to record.
         reads_headers: Also check the headers of the files.
     """
-    manifest, faults = check_headers(path) if reads_headers else check_headers(path, NO_FILES)
-    saved = path / MANIFEST
-    return CheckpointInfo(
-        tag, path, manifest, (saved if saved.exists() else path).stat().st_mtime, tuple(faults)
-    )
+    manifest, faults = check_headers(path, ALL_FILES if reads_headers else NO_FILES)
+    saved = path / MANIFEST if (path / MANIFEST).exists() else path
+    return CheckpointInfo(tag, path, manifest, saved.stat().st_mtime, tuple(faults))
 
 
 def tag_folder(directory: Path, tag: str) -> Path:
@@ -236,14 +242,7 @@ def replaced_path(folder: Path) -> Path:
 
 def leftovers(directory: Path) -> list[Leftover]:
     """List the hidden paths of this library that are not checkpoints."""
-    found = []
-    for path, tag, state in _hidden(directory):
-        if state == "replaced" and tag_folder(directory, tag) == path:
-            continue
-        found.append(
-            Leftover(path, tag, state, is_in_use=state == "saving" and is_being_written(path))
-        )
-    return found
+    return [hidden for hidden in _hidden(directory) if not hidden.is_checkpoint]
 
 
 def is_being_written(path: Path) -> bool:
@@ -270,11 +269,7 @@ def tags_in(directory: Path) -> list[str]:
         for path in directory.iterdir()
         if not path.name.startswith(".") and is_checkpoint(path)
     ]
-    return visible + [
-        tag
-        for path, tag, state in _hidden(directory)
-        if state == "replaced" and tag_folder(directory, tag) == path
-    ]
+    return visible + [hidden.tag for hidden in _hidden(directory) if hidden.is_checkpoint]
 
 
 def is_single_checkpoint(path: Path) -> bool:
@@ -314,12 +309,13 @@ def _subdirectories(directory: Path) -> list[Path]:
     return []
 
 
-def _hidden(directory: Path) -> list[tuple[Path, str, str]]:
-    """List (path, tag, state) of every hidden path of this library."""
-    if not directory.is_dir():
-        return []
-    matches = [(path, _HIDDEN.fullmatch(path.name)) for path in sorted(directory.iterdir())]
-    return [(path, match["tag"], match["state"]) for path, match in matches if match is not None]
+def _hidden(directory: Path) -> list[Leftover]:
+    """List every hidden path of this library, including those that are checkpoints."""
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if match := _HIDDEN.fullmatch(path.name):
+            found.append(Leftover(path, match["tag"], match["state"]))
+    return found
 
 
 def _seconds_since_change(path: Path) -> float:
@@ -440,23 +436,20 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
     Returns:
         The hidden paths that were, or would be, removed or renamed.
     """
-    unused = [leftover for leftover in leftovers(directory) if not leftover.is_in_use]
-    in_use = {leftover.tag for leftover in leftovers(directory) if leftover.is_in_use}
-    to_rename = [
-        (path, tag)
-        for path, tag, state in _hidden(directory)
-        if state == "replaced" and tag not in in_use and tag_folder(directory, tag) == path
-    ]
+    hidden = _hidden(directory)
+    in_use = {each.tag for each in hidden if each.is_in_use}
+    to_rename = [each for each in hidden if each.is_checkpoint and each.tag not in in_use]
+    unused = [each for each in hidden if not each.is_checkpoint and not each.is_in_use]
     if not dry_run:
-        for path, tag in to_rename:
-            files.rename(path, directory / tag)
+        for each in to_rename:
+            files.rename(each.path, directory / each.tag)
             files.sync_folder(directory)
-        for leftover in unused:
-            if leftover.path.is_dir():
-                _remove(leftover.path, leftover.tag)
+        for each in unused:
+            if each.path.is_dir():
+                _remove(each.path, each.tag)
             else:
-                files.remove(leftover.path)
-    return [path for path, _ in to_rename] + [leftover.path for leftover in unused]
+                files.remove(each.path)
+    return [each.path for each in to_rename + unused]
 
 
 def remove_replaced(folder: Path) -> None:

@@ -8,7 +8,7 @@ the same bytes on every mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from ..base.progress import LongWork
 from ..comm.collectives import Comm, scatter
 from ..extensions.gathered_parameters import gather_full, join_split
 from ..planner.split import split_of
-from ..sharding.buffer import FlatBuffer
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from . import files
@@ -33,11 +32,11 @@ from .hf_folder import (
     shard_names,
     write_index,
 )
-from .lockstep import run_and_gather, run_and_gather_values, run_on_first_rank
+from .lockstep import run_and_gather_values, run_on_all, run_on_first_rank
 from .piece import ModelPiece, persistent_buffers, whole_names
 from .safetensors_file import SafetensorsWriter, TensorInfo, cast, dtype_name, dtype_named, run_of
 from .staging import StagedOutput
-from .state import exact_storages
+from .state import exact_dtype, exact_storages
 
 Companions = Callable[[Path], None]  # writes additional files into an exported folder
 # Suffixes that select a single file; any other path is a folder
@@ -95,7 +94,7 @@ class WholeModel:
         Note:
             Collective over the world if there are several stages.
         """
-        own = _held(runtime, settings)
+        own = list(_held(runtime, settings))
         stages = runtime.comm.along.get("pp")
         if stages is None:
             return cls(runtime, settings, (tuple(own),))
@@ -157,21 +156,18 @@ class WholeModel:
                         del came
 
 
-def _held(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
-    """List the tensors that `_own_values` yields, with their shapes and dtypes."""
+def _held(runtime: Runtime, settings: ExportSettings) -> Iterator[TensorInfo]:
+    """Yield the tensors that `_own_values` yields, with their shapes and dtypes."""
     piece = ModelPiece.of(runtime)
-    found = list[TensorInfo]()
     for group in runtime.groups:
         if group.trainable or not settings.exclude_frozen:
-            dtype = _source_dtype(group, settings)
-            found += [
-                TensorInfo(piece.name(member), piece.shape(member), dtype)
-                for member in group.members
-            ]
-    buffers = persistent_buffers(runtime.model)
-    return found + [
-        TensorInfo(name, tuple(each.shape), each.dtype) for name, each in buffers.items()
-    ]
+            dtype = group.weight.spec.dtype
+            if _needs_master(group, settings):
+                dtype = exact_dtype(group)
+            for member in group.members:
+                yield TensorInfo(piece.name(member), piece.shape(member), dtype)
+    for name, buffer in persistent_buffers(runtime.model).items():
+        yield TensorInfo(name, tuple(buffer.shape), buffer.dtype)
 
 
 # -- gathering, one group at a time
@@ -190,8 +186,12 @@ def _own_values(
         members = [member for member in group.members if piece.name(member) in names]
         if not members:
             continue
-        flat = gather_full(_source(group, settings), group, f"export of {group.members[0].name}")
-        _evict(group)
+        source = group.weight
+        if group.master is not None and _needs_master(group, settings):
+            source = group.master.values()
+        flat = gather_full(source, group, f"export of {group.members[0].name}")
+        for storage in (group.weight.storage, *exact_storages(group)):
+            storage.evict(0, storage.memory.numel())  # the copy that was fetched for reading
         for member in members:
             values = flat[member.slot.start : member.slot.stop]
             split = split_of(member.param)
@@ -205,23 +205,10 @@ def _own_values(
             yield name, 0, _broadcast_first(runtime.comm, buffer, name)
 
 
-def _source_dtype(group: ParamGroup, settings: ExportSettings) -> torch.dtype:
+def _needs_master(group: ParamGroup, settings: ExportSettings) -> bool:
+    """Return whether the export needs another dtype than that of the weight."""
     own = group.weight.spec.dtype
-    return own if group.master is None or settings.dtype_for(own) == own else group.master.dtype
-
-
-def _source(group: ParamGroup, settings: ExportSettings) -> FlatBuffer:
-    """Return the main weight if the export needs another dtype, or else the weight."""
-    own = group.weight.spec.dtype
-    if group.master is None or settings.dtype_for(own) == own:
-        return group.weight
-    return group.master.values()
-
-
-def _evict(group: ParamGroup) -> None:
-    """Drop the copies that were fetched from another memory for reading."""
-    for storage in (group.weight.storage, *exact_storages(group)):
-        storage.evict(0, storage.memory.numel())
+    return group.master is not None and settings.dtype_for(own) != own
 
 
 def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
@@ -245,40 +232,22 @@ class _RankFiles:
     gather.
     """
 
-    def __init__(self, folder: Path, shards: dict[str, list[TensorInfo]]) -> None:
-        self.folder = folder
-        self.shards = shards
-        self._stack = ExitStack()
+    def __init__(self, folder: Path, shards: dict[str, list[TensorInfo]], stack: ExitStack) -> None:
         self._files: list[SafetensorsWriter] = []
         self._file_of: dict[str, SafetensorsWriter] = {}
         self._problem: Exception | None = None
-
-    def open(self) -> None:
-        """Create the files.
-
-        Raises:
-            CheckpointError: The disk returned an error.
-        """
-        for name, infos in self.shards.items():
-            file = self._stack.enter_context(SafetensorsWriter(self.folder / name, infos))
+        for name, infos in shards.items():
+            file = stack.enter_context(SafetensorsWriter(folder / name, infos))
             self._files.append(file)
             self._file_of |= {info.name: file for info in infos}
 
     def put(self, name: str, start: int, values: Tensor) -> None:
-        """Write elements of a tensor if one of this rank's files contains it.
-
-        Args:
-            name: Name of the tensor.
-            start: Position of the first element.
-            values: The elements, flat.
-        """
-        file = self._file_of.get(name)
-        if file is None or self._problem is not None:
-            return
-        try:
-            file.write(name, start, values)
-        except (OSError, CheckpointError) as error:
-            self._problem = error
+        """Write elements of a tensor if one of this rank's files contains it."""
+        if name in self._file_of and self._problem is None:
+            try:
+                self._file_of[name].write(name, start, values)
+            except (OSError, CheckpointError) as error:
+                self._problem = error
 
     def checksums(self) -> list[str]:
         """Return the checksums of all tensors in these files.
@@ -290,20 +259,10 @@ class _RankFiles:
             raise self._problem
         return [each for file in self._files for each in file.checksums]
 
-    def close(self, run: str) -> None:
-        """Complete the files and sync them.
-
-        Args:
-            run: Identity of the export, which is stored in every file.
-        """
+    def set_run(self, run: str) -> None:
+        """Set the identity of the export, which is stored in every file."""
         for file in self._files:
             file.run = run
-        self._stack.close()
-
-    def abandon(self) -> None:
-        """Close the files without completing them."""
-        with suppress(OSError, CheckpointError):
-            self._stack.close()
 
 
 def export_safetensors(
@@ -348,7 +307,7 @@ def export_safetensors(
     try:
         run_on_first_rank(comm, "export: the folder", lambda: _begin(output))
         own_files = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
-        _write(model, _RankFiles(output.path, own_files))
+        _write(model, output.path, own_files)
         run_on_first_rank(comm, "export: the names", finish)
     except Exception:
         output.discard()
@@ -380,7 +339,7 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
         if path.suffix == ".safetensors":
             model = WholeModel.of(runtime, settings)
             written = {path.name: model.tensors} if comm.rank == 0 else {}
-            _write(model, _RankFiles(output.path, written))
+            _write(model, output.path, written)
         else:
             state = consolidated(runtime, settings)
             into = output.path / path.name
@@ -406,24 +365,25 @@ def _begin(output: StagedOutput) -> None:
     output.open()
 
 
-def _write(model: WholeModel, own_files: _RankFiles) -> None:
+def _write(model: WholeModel, folder: Path, shards: dict[str, list[TensorInfo]]) -> None:
     """Gather every tensor, and write those of this rank's files.
 
     Collective.
     """
     comm = model.runtime.comm.whole
-    try:
-        run_and_gather(comm, "export: this rank's files", own_files.open)
+    # A file that is closed in an error is not completed
+    with ExitStack() as stack:
+        own_files = run_on_all(
+            comm, "export: this rank's files", lambda: _RankFiles(folder, shards, stack)
+        )
         with LongWork("writing weights", sum(info.nbytes for info in model.tensors)) as work:
             for name, start, values in model.values():
                 own_files.put(name, start, values)
                 work.advance(values.numel() * model.settings.dtype_for(values.dtype).itemsize)
                 del values  # release the group before the next one is gathered
         found = run_and_gather_values(comm, "export: this rank's tensors", own_files.checksums)
-        run = run_of(checksum for checksums in found for checksum in checksums)
-        run_and_gather(comm, "export: this rank's headers", lambda: own_files.close(run))
-    finally:
-        own_files.abandon()
+        own_files.set_run(run_of(checksum for checksums in found for checksum in checksums))
+        run_on_all(comm, "export: this rank's headers", stack.close)
 
 
 def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] | None:

@@ -63,6 +63,11 @@ VALUE = "value"
 RNG = "rng"
 
 
+def rank_file(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """A named byte range [start, stop) of a file; `crc` is None if it has no CRC-32."""
@@ -74,13 +79,8 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class SavedChunk:
+class StateRange:
     """Elements [start, stop) of one state of one parameter or buffer.
-
-    Kind "own" belongs to a whole parameter group and has the name of its first parameter; the key
-    contains the state and a checksum of the group's layout. Kind "whole" is an optimizer state with
-    a shape of its own (Adafactor's rows), which is never divided. Kind "owed" belongs to a gradient
-    whose update is delayed by one step.
 
     Attributes:
         kind: Kind of state.
@@ -88,8 +88,6 @@ class SavedChunk:
         key: The optimizer's name of a moment; empty for other kinds.
         start: First element.
         stop: End of the range.
-        rank: Global rank whose file has the chunk.
-        crc: CRC-32 of its bytes in the file; None if it was not computed.
         part: The part in whose order elements are counted; None means the whole parameter.
     """
 
@@ -98,9 +96,35 @@ class SavedChunk:
     key: str
     start: int
     stop: int
+    part: ParamPart | None = field(default=None, kw_only=True)
+
+    def missing_from(self, folder: Path, reached: int) -> CheckpointError:
+        """Return the error for elements of this range that no file of a folder contains.
+
+        Args:
+            folder: The checkpoint.
+            reached: The first missing element.
+        """
+        what = f"elements {reached} to {self.stop} of '{self.name}' ({self.kind} {self.key})"
+        return missing_elements(folder, what)
+
+
+@dataclass(frozen=True)
+class SavedChunk(StateRange):
+    """A range of a state in the file of a rank.
+
+    Kind "own" belongs to a whole parameter group and has the name of its first parameter; the key
+    contains the state and a checksum of the group's layout. Kind "whole" is an optimizer state with
+    a shape of its own (Adafactor's rows), which is never divided. Kind "owed" belongs to a gradient
+    whose update is delayed by one step.
+
+    Attributes:
+        rank: Global rank whose file has the chunk.
+        crc: zlib's CRC-32 of its bytes in the file; None if it was not computed.
+    """
+
     rank: int
-    crc: int | None = None  # zlib's CRC-32 of its bytes in the file
-    part: ParamPart | None = None
+    crc: int | None = None
 
     def to_json(self) -> list[Any]:
         """Return the chunk as a list of its fields; the part is omitted if it is None."""
@@ -111,12 +135,12 @@ class SavedChunk:
     def from_json(cls, values: list[Any]) -> SavedChunk:
         """Create the chunk from its form in a manifest."""
         part = ParamPart.from_json(values[7]) if len(values) > 7 else None
-        return replace(cls(*values[:7]), part=part)
+        return cls(*values[:7], part=part)
 
     @property
     def file(self) -> str:
         """Return the name of the file that contains the chunk."""
-        return f"rank_{self.rank:05d}.safetensors"
+        return rank_file(self.rank)
 
     @property
     def tensor_name(self) -> str:

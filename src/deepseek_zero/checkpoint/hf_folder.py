@@ -10,9 +10,8 @@ A folder has one of two forms:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,10 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
 from . import files
-from .boxes import ParamPart, read_part
+from .boxes import ParamPart, PlacedValues, assemble
+from .format import WEIGHT, StateRange
 from .safetensors_file import SafetensorsReader, TensorInfo
+from .state_reader import StateReader
 
 STEM = "model"
 INDEX = "model.safetensors.index.json"
@@ -144,7 +145,7 @@ def _checked_file_name(name: Any, index: Path) -> str:
     return name
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(StateReader):
     """Read tensors by name from the safetensors files of a folder.
 
     Opening reads only the headers.
@@ -180,27 +181,26 @@ class SafetensorsFolder:
                 self._file_of[name] = reader
                 self.shapes[name] = location.shape
 
-    def read(
-        self, name: str, start: int, stop: int, part: ParamPart | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements [start, stop) of a tensor, or of a part of it.
+    def has(self, kind: str, name: str, key: str = "") -> bool:
+        """Return whether there is a weight of this name; other kinds do not exist."""
+        return kind == WEIGHT and name in self.shapes
+
+    def read(self, wanted: StateRange) -> PlacedValues:
+        """Yield the elements of a range of a tensor.
 
         Without a part, the values are one memory-mapped view.
-
-        Args:
-            name: Name of the tensor in the files.
-            start: First element, counted in the order of the part.
-            stop: End of the range.
-            part: The part of the parameter; None means the whole tensor.
-
-        Yields:
-            Pairs of position and flat values, in order.
         """
-        if part is not None:
-            yield from read_part(part, start, stop, partial(self.read, name))
+        whole = self._file_of[wanted.name].mapped(wanted.name)
+        if wanted.part is None:
+            yield wanted.start, whole[wanted.start : wanted.stop]
         else:
-            yield start, self._file_of[name].mapped(name)[start:stop]
+            source = (ParamPart.whole(wanted.part.shape), 0, whole)
+            yield from assemble(wanted.part, wanted.start, wanted.stop, [source])
 
-    def whole(self, name: str) -> Tensor:
+    def of_rank(self, name: str, rank: int) -> Tensor:
+        """Return a tensor, flat; it is the same for every rank."""
+        return self.tensor(name).reshape(-1)
+
+    def tensor(self, name: str) -> Tensor:
         """Read a tensor in its own shape and dtype into new memory."""
         return self._file_of[name].whole(name)

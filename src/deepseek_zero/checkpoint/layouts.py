@@ -11,95 +11,20 @@ topic `CHECKPOINT_LAYOUTS` (base/plugins.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from ..base.errors import CheckpointError
 from ..base.plugins import CHECKPOINT_LAYOUTS, contributions
-from .boxes import ParamPart
 from .contents import Contents, Loaded, LoadSettings, SaveSettings
-from .format import MANIFEST, WEIGHT, FileRecord, Manifest
+from .format import MANIFEST, FileRecord, Manifest
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
 from .safetensors_file import RUN_KEY, dtype_name, read_header
+from .state_reader import StateReader
 from .torch_file import read_state_dict, torch_records
-
-# Kind, name, key, start, stop, and the part in whose order elements are counted
-StateRange = tuple[str, str, str, int, int, ParamPart | None]
-
-
-class StateReader(Protocol):
-    """Read ranges of a checkpoint's states by kind, parameter name and optimizer key.
-
-    Elements are counted in the order of a part of the parameter (boxes.py). If the part is None,
-    they are counted in the order of the whole parameter.
-    """
-
-    def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether the checkpoint contains any elements of a state.
-
-        Args:
-            kind: Kind of state, such as `WEIGHT` or `MOMENT`.
-            name: Name of the parameter or buffer.
-            key: The optimizer's name of the state; empty for other kinds.
-        """
-        ...
-
-    def keys(self, kind: str, name: str) -> list[str]:
-        """Return the optimizer's names of the states of one parameter.
-
-        Args:
-            kind: Kind of state.
-            name: Name of the parameter.
-        """
-        ...
-
-    def read(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements [start, stop) of a state, in order.
-
-        Args:
-            kind: Kind of state.
-            name: Name of the parameter.
-            key: The optimizer's name of the state.
-            start: First element.
-            stop: End of the range.
-            part: The part in whose order elements are counted; None means the whole parameter.
-
-        Yields:
-            Pairs of position and flat values; each is valid until the next one is requested.
-
-        Raises:
-            CheckpointError: Some elements are missing.
-        """
-        ...
-
-    def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
-        """Read an optimizer state that has a shape different from its parameter.
-
-        Args:
-            name: Name of the parameter.
-            key: The optimizer's name of the state.
-            part: The part of the parameter that the state belongs to; None means all of it.
-
-        Raises:
-            CheckpointError: The checkpoint does not contain the state for this part.
-        """
-        ...
-
-    def of_rank(self, name: str, rank: int) -> Tensor:
-        """Read the buffer that a rank saved, as a flat tensor.
-
-        Args:
-            name: Name of the buffer.
-            rank: The rank that saved it. If that rank saved no value, rank 0's is returned.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -338,9 +263,7 @@ class SafetensorsLayout(ForeignLayout):
             stack: Closes the files.
         """
         plain: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
-        return OpenCheckpoint(
-            path, self.manifest(path), plain, WeightsReader(SafetensorsFolder(path, stack))
-        )
+        return OpenCheckpoint(path, self.manifest(path), plain, SafetensorsFolder(path, stack))
 
 
 class TorchLayout(ForeignLayout):
@@ -379,72 +302,6 @@ class TorchLayout(ForeignLayout):
         """
         found = read_state_dict(path)
         return OpenCheckpoint(path, found.manifest, found.plain, found)
-
-
-@dataclass(frozen=True)
-class WeightsReader:
-    """The `StateReader` of an export, which contains only weights."""
-
-    files: SafetensorsFolder
-
-    def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether there is a weight of this name.
-
-        Args:
-            kind: Kind of state; only `WEIGHT` exists.
-            name: Name of the tensor.
-            key: Unused.
-        """
-        return kind == WEIGHT and name in self.files.shapes
-
-    def keys(self, kind: str, name: str) -> list[str]:
-        """Return an empty list, because there are no optimizer states.
-
-        Args:
-            kind: Unused.
-            name: Unused.
-        """
-        return []
-
-    def read(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements [start, stop) of a tensor.
-
-        Args:
-            kind: Unused.
-            name: Name of the tensor.
-            key: Unused.
-            start: First element.
-            stop: End of the range.
-            part: The part in whose order elements are counted; None means the whole tensor.
-
-        Yields:
-            Pairs of position and flat values.
-        """
-        return self.files.read(name, start, stop, part)
-
-    def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
-        """Raise an error, because there are no optimizer states.
-
-        Args:
-            name: Name of the parameter.
-            key: The optimizer's name of the state.
-            part: Unused.
-
-        Raises:
-            CheckpointError: Always.
-        """
-        raise CheckpointError(f"'{name}' has no state '{key}': an export contains only weights.")
-
-    def of_rank(self, name: str, rank: int) -> Tensor:
-        """Return a tensor, flat; it is the same for every rank.
-
-        Args:
-            name: Name of the tensor.
-            rank: Unused.
-        """
-        return self.files.whole(name).reshape(-1)
 
 
 # -- registry

@@ -24,6 +24,7 @@ from ..base.log import log_first
 from ..base.memory import trim_heap
 from ..base.mesh import AXES
 from ..base.nested import inner_tensors, is_subclass
+from ..comm.agreement import gather_outcomes
 from ..optim.inner_states import discard_updates, load_inner, reset_states
 from ..optim.master_shard import MasterShard, ParamOverlap
 from ..optim.sharded import ShardedOptimizer
@@ -47,14 +48,15 @@ from .format import (
     WEIGHT,
     WHOLE,
     Manifest,
+    StateRange,
 )
-from .layouts import StateRange, StateReader
-from .lockstep import run_and_gather
+from .lockstep import run_on_all
 from .piece import ModelPiece, names_of_all, persistent_buffers, predecessor
-from .read import CheckpointReader, client_of_rank, plain_values
+from .read import CheckpointReader, client_of_rank, plain_values, tensors_of_rank
 from .rng import restore_rng
 from .safetensors_file import dtype_name, dtype_named
 from .state import exact_storages, package_of, place_of
+from .state_reader import StateReader
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"
@@ -84,53 +86,54 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
         Collective: every rank must call it.
     """
     runtime = contents.runtime
-    loaded = []
-    comm = contents.runtime.comm.whole
+    comm = runtime.comm.whole
     follow_requires_grad(runtime)
     names = names_of_all(runtime)
 
-    def check_manifest() -> str:
+    def read_manifest() -> tuple[Path, Manifest, bool]:
         folder = existing_folder(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
         check(manifest, contents, settings, names)
-        if settings.moments and contents.optimizer is not None:
-            kinds: dict[str, set[str]] = {}
-            for chunk in manifest.chunks:
-                if chunk.kind == MOMENT:
-                    kinds.setdefault(chunk.name, set()).add(chunk.key)
-            split_as_saved(manifest, lambda name: kinds.get(name, ()), contents.optimizer)
-        loaded.append((manifest, folder))
-        takes_new = settings.moments and _takes_new_moments(folder, manifest, contents)
-        return NEW_MOMENTS if takes_new else ""
+        if not settings.moments or contents.optimizer is None:
+            return folder, manifest, False
+        keys: dict[str, set[str]] = {}
+        for chunk in manifest.chunks:
+            if chunk.kind == MOMENT:
+                keys.setdefault(chunk.name, set()).add(chunk.key)
+        split_as_saved(manifest, lambda name: keys.get(name, ()), contents.optimizer)
+        return folder, manifest, _takes_new_moments(folder, manifest, contents.optimizer)
 
-    answers = run_and_gather(comm, f"loading {tag}: the manifest", check_manifest)
-    manifest, folder = loaded[0]
+    (folder, manifest, _), answers = gather_outcomes(
+        comm,
+        f"loading {tag}: the manifest",
+        read_manifest,
+        lambda found: NEW_MOMENTS if found[2] else "",
+        CheckpointError,
+    )
     checks_moments = settings.verify and set(answers) == {NEW_MOMENTS}
     if settings.verify:
         subset = FileSubset(comm.rank, comm.size)
         except_kind = MOMENT if checks_moments else ""
-        run_and_gather(
+        run_on_all(
             comm, f"loading {tag}: checksums", lambda: _verify_files(folder, subset, except_kind)
         )
-    plain: dict[str, Any] = {}
-    states: list[GroupStates] = []
 
-    def read_values() -> None:
-        plain.update(plain_values(folder, manifest))
+    def read_values() -> tuple[dict[str, Any], list[GroupStates] | None]:
+        plain = plain_values(folder, manifest)
         rank = predecessor(manifest, runtime.plan.mesh)
         plain["client"] = client_of_rank(folder, manifest, rank or 0, plain["client"])
-        if checks_moments:
-            states.extend(_read_new_moments(folder, manifest, contents))
+        if not checks_moments or contents.optimizer is None:
+            return plain, None
+        return plain, list(_read_new_moments(folder, manifest, contents.optimizer))
 
-    run_and_gather(comm, f"loading {tag}: values", read_values)
-    known = states if checks_moments else None
+    plain, states = run_on_all(comm, f"loading {tag}: values", read_values)
     replace_states(
         contents,
         tag,
-        lambda: _restore_all(folder, manifest, plain, contents, settings, known),
+        lambda: _restore_all(folder, manifest, plain, contents, settings, states),
         manifest.lifted,
     )
-    here = contents.runtime.settings.ranks_per_host or 1
+    here = runtime.settings.ranks_per_host or 1
     if manifest.world_size == comm.size and manifest.ranks_per_host != here:
         log_first(
             f"{tag} was trained with sums over {manifest.ranks_per_host} neighbours first, and "
@@ -138,7 +141,7 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
             f"{manifest.ranks_per_host} continues with the same bits"
         )
     if manifest.world_size == comm.size:
-        repeat_codes(manifest, contents.runtime)
+        repeat_codes(manifest, runtime)
     return Loaded(folder, plain["trainer"], plain["client"])
 
 
@@ -203,7 +206,7 @@ def replace_states(
                 adaptive.restore(lifted)
         for group in runtime.trained_groups:
             group.gradient.reduction.forget()
-        run_and_gather(runtime.comm.whole, f"loading {tag}: slices", fill)
+        run_on_all(runtime.comm.whole, f"loading {tag}: slices", fill)
         for group in runtime.groups:
             group.weight_gather.changed()
         for unit in runtime.units:
@@ -211,20 +214,16 @@ def replace_states(
                 group.refresh(unit.name).wait()
 
 
-def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: ExitStack) -> None:
+def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime) -> None:
     """Restore this process's random generators if a saved rank had the same data."""
     rank = predecessor(manifest, runtime.plan.mesh)
-    if rank is None:
-        return  # no saved random sequence continues on this rank
-    own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == rank]
-    reader = CheckpointReader(folder, own, stack)
-    restore_rng(
-        {chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.comm_ctx.pool.device
-    )
+    if rank is not None:  # otherwise no saved random sequence continues on this rank
+        states = tensors_of_rank(folder, manifest, RNG, rank)
+        restore_rng(states, runtime.comm_ctx.pool.device)
 
 
 def _restore_own_states(
-    folder: Path, manifest: Manifest, optimizer: ShardedOptimizer, stack: ExitStack
+    reader: CheckpointReader, manifest: Manifest, optimizer: ShardedOptimizer
 ) -> None:
     """Restore this rank's error feedback if the same rank of the same mesh saved it.
 
@@ -237,20 +236,22 @@ def _restore_own_states(
         return
     is_same = manifest.mesh == dict(zip(AXES, runtime.plan.mesh.sizes, strict=True))
     own = [chunk for chunk in saved if is_same and chunk.rank == runtime.comm.whole.rank]
-    reader = CheckpointReader(folder, own, stack)
     piece = ModelPiece.of(runtime)
     known = 0
     for group in runtime.trained_groups:
         name, lies = place_of(group, piece)
-        keys = [key for key in reader.keys(OWN, name) if key.endswith(f" {lies}")]
-        values = {key.split()[0]: reader.value(OWN, name, key) for key in keys}
+        values = {}
+        for chunk in own:
+            state, _, layout = chunk.key.partition(" ")
+            if (chunk.name, layout) == (name, lies):
+                values[state] = reader.tensor(chunk)
         for policy in policies:
             policy.restore_own_states(group, values)
-        known += len(keys)
+        known += len(values)
     if not known or known < len(own):
         log_first(
-            f"{folder.name} was saved on another mesh or with another quantization: the error "
-            "feedback of its gradients is dropped"
+            f"{reader.folder.name} was saved on another mesh or with another quantization: the "
+            "error feedback of its gradients is dropped"
         )
 
 
@@ -350,20 +351,16 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
 # -- reading into the engine
 
 
-def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> bool:
+def _takes_new_moments(folder: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> bool:
     """Return whether this rank's moments can be read as whole chunks into new memory.
 
     In that case they are verified while they are read, because nothing changes until all ranks have
     read theirs.
     """
-    optimizer = contents.optimizer
-    if (
-        optimizer is None
-        or optimizer.inner.state
-        or contents.runtime.comm_ctx.pool.device.type != "cpu"
-    ):
+    runtime = optimizer.runtime
+    if optimizer.inner.state or runtime.comm_ctx.pool.device.type != "cpu":
         return False
-    if any(group.plan.moments_external for group in contents.runtime.trained_groups):
+    if any(group.plan.moments_external for group in runtime.trained_groups):
         return False
     with ExitStack() as stack:
         reader = CheckpointReader(folder, manifest.chunks, stack)
@@ -371,14 +368,13 @@ def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> 
 
 
 def _read_new_moments(
-    folder: Path, manifest: Manifest, contents: Contents
+    folder: Path, manifest: Manifest, optimizer: ShardedOptimizer
 ) -> Iterator[GroupStates]:
     """Read this rank's moments group by group, and compare their checksums."""
-    assert contents.optimizer is not None
     with ExitStack() as stack:
         reader = CheckpointReader(folder, manifest.chunks, stack, verifies=True)
-        reader.prefetch(moment_ranges(reader, contents.optimizer))
-        yield from read_states(reader, manifest, contents.optimizer, {})
+        reader.prefetch(moment_ranges(reader, optimizer))
+        yield from read_states(reader, manifest, optimizer, {})
 
 
 def _restore_all(
@@ -405,9 +401,9 @@ def _restore_all(
         if optimizer is not None:
             restore_optimizer(reader, manifest, plain["groups"], optimizer, states)
             restore_kept_gradients(reader, optimizer)
-            _restore_own_states(folder, manifest, optimizer, stack)
+            _restore_own_states(reader, manifest, optimizer)
         if settings.rng:
-            _restore_rng(folder, manifest, contents.runtime, stack)
+            _restore_rng(folder, manifest, contents.runtime)
 
 
 GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # states by shard number

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..base.errors import CheckpointError
 from ..comm.agreement import gather_outcomes
 from ..comm.collectives import Comm
+
+T = TypeVar("T")
 
 
 def run_and_gather(comm: Comm, what: str, action: Callable[[], str | None]) -> list[str]:
@@ -36,6 +38,14 @@ def run_and_gather_values(comm: Comm, what: str, action: Callable[[], Any]) -> l
     """
     texts = run_and_gather(comm, what, lambda: json.dumps(action()))
     return [json.loads(text) for text in texts]
+
+
+def run_on_all(comm: Comm, what: str, action: Callable[[], T]) -> T:
+    """Run `action` on every rank and return this rank's result.
+
+    An error on one rank is raised on every rank, as in `run_and_gather`.
+    """
+    return gather_outcomes(comm, what, action, lambda _: "", CheckpointError)[0]
 
 
 def run_on_first_rank(comm: Comm, what: str, action: Callable[[], object]) -> None:

@@ -21,9 +21,9 @@ from ..planner.split import split_of
 from ..sharding.group import ParamInfo
 from ..sharding.runtime import Runtime
 from .boxes import ParamPart, PlacedValues
-from .format import Manifest
-from .layouts import StateRange, StateReader
+from .format import Manifest, StateRange
 from .lockstep import run_and_gather_values
+from .state_reader import StateReader
 
 WHOLE_NAMES = "_zero_whole_names"
 OWN_NAMES = "_zero_own_names"
@@ -84,7 +84,9 @@ class ModelPiece:
             stop: End of the range.
         """
         at = self.start(member)
-        return kind, self.name(member), key, at + start, at + stop, self.part(member)
+        return StateRange(
+            kind, self.name(member), key, at + start, at + stop, part=self.part(member)
+        )
 
     def read(
         self, reader: StateReader, kind: str, member: ParamInfo, key: str, start: int, stop: int
@@ -103,7 +105,7 @@ class ModelPiece:
             Pairs of local position and flat values, in order.
         """
         at = self.start(member)
-        for low, values in reader.read(*self.range_of(kind, member, key, start, stop)):
+        for low, values in reader.read(self.range_of(kind, member, key, start, stop)):
             yield low - at, values
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.given import refuse_url
-from .boxes import READ_NUMEL, ParamPart, boxes_of, copy_shared
+from .boxes import READ_NUMEL, ParamPart, PlacedValues, assemble
 from .catalogue import is_single_checkpoint, latest_tag
 from .format import (
     BUFFER,
@@ -31,11 +31,11 @@ from .format import (
     WHOLE,
     Manifest,
     SavedChunk,
+    StateRange,
     checked_tag,
     decode,
-    missing_elements,
 )
-from .layouts import ForeignLayout, OpenCheckpoint, StateRange, layout_of
+from .layouts import ForeignLayout, OpenCheckpoint, layout_of
 from .readahead import ByteRange, ReadPart, read_ahead
 from .safetensors_file import (
     SafetensorsReader,
@@ -45,10 +45,13 @@ from .safetensors_file import (
     damaged_file,
     dtype_named,
 )
+from .state_reader import StateReader
 from .verify import compare_checksum, raise_faults, verify
 
+ChunksByPart = dict[ParamPart | None, list[SavedChunk]]
 
-class CheckpointReader:
+
+class CheckpointReader(StateReader):
     """Read ranges of states from the slices of all ranks, in the order of any part.
 
     Files are opened on first use.
@@ -66,34 +69,24 @@ class CheckpointReader:
         self.folder = folder
         self._stack = stack
         self._verifies = verifies
-        self._chunks: dict[tuple[str, str, str], dict[ParamPart | None, list[SavedChunk]]] = {}
-        self._keys: dict[tuple[str, str], dict[str, None]] = {}
+        self._chunks: dict[tuple[str, str], dict[str, ChunksByPart]] = {}
         self._files: dict[str, SafetensorsReader] = {}
         self._prefetched: Iterator[ReadPart] = iter(())
         self._head: ReadPart | None = None
         for chunk in sorted(chunks, key=lambda each: each.start):
-            of_state = self._chunks.setdefault((chunk.kind, chunk.name, chunk.key), {})
-            of_state.setdefault(chunk.part, []).append(chunk)
-            self._keys.setdefault((chunk.kind, chunk.name), {})[chunk.key] = None
+            by_key = self._chunks.setdefault((chunk.kind, chunk.name), {})
+            by_key.setdefault(chunk.key, {}).setdefault(chunk.part, []).append(chunk)
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether a state has any chunk.
-
-        Args:
-            kind: Kind of state.
-            name: Name of the parameter or buffer.
-            key: The optimizer's name of the state.
-        """
-        return (kind, name, key) in self._chunks
+        """Return whether a state has any chunk."""
+        return key in self._chunks.get((kind, name), ())
 
     def keys(self, kind: str, name: str) -> list[str]:
-        """Return the optimizer's names of the states of one parameter.
+        """Return the optimizer's names of the states of one parameter."""
+        return list(self._chunks.get((kind, name), ()))
 
-        Args:
-            kind: Kind of state.
-            name: Name of the parameter.
-        """
-        return list(self._keys.get((kind, name), ()))
+    def _chunks_by_part(self, wanted: StateRange) -> ChunksByPart:
+        return self._chunks.get((wanted.kind, wanted.name), {}).get(wanted.key, {})
 
     def prefetch(self, wanted: Iterable[StateRange]) -> None:
         """Read ahead the ranges that the next calls of `read` will request.
@@ -103,37 +96,25 @@ class CheckpointReader:
         spans = [
             self._byte_range(chunk, low, high)
             for each in wanted
-            for chunk, low, high in self._chunks_of(*each)
+            for chunk, low, high in self._cuts(each)
         ]
         coming = read_ahead(spans, "reading the checkpoint")
         self._stack.callback(coming.close)
         self._prefetched = coming
         self._head = next(coming, None)
 
-    def read(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements [start, stop) of a part of a state, in order.
-
-        Args:
-            kind: Kind of state.
-            name: Name of the parameter.
-            key: The optimizer's name of the state.
-            start: First element.
-            stop: End of the range.
-            part: The part in whose order elements are counted; None means the whole parameter.
-
-        Yields:
-            Pairs of position and flat values; each is valid until the next one is requested.
+    def read(self, wanted: StateRange) -> PlacedValues:
+        """Yield the elements of a range, in the order of any part.
 
         Raises:
             CheckpointError: Elements are missing or cannot be read.
         """
-        if not self._is_saved_so(kind, name, key, part):
-            yield from self._put_together(kind, name, key, start, stop, part)
+        saved = self._chunks_by_part(wanted)
+        if saved and wanted.part not in saved:
+            yield from self._assemble(wanted, saved)
             return
-        reached = start
-        for chunk, low, high in self._chunks_of(kind, name, key, start, stop, part):
+        reached = wanted.start
+        for chunk, low, high in self._cuts(wanted):
             byte_range = self._byte_range(chunk, low, high)
             dtype = self._location(chunk).dtype
             found = 0
@@ -145,68 +126,37 @@ class CheckpointReader:
             if self._verifies and (low, high) == (chunk.start, chunk.stop):
                 raise_faults(self.folder, compare_checksum(chunk, found))
             reached = high
-        if reached < stop:
-            raise missing_elements(
-                self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})"
-            )
+        if reached < wanted.stop:
+            raise wanted.missing_from(self.folder, reached)
 
-    def _put_together(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield elements of a part, assembled from chunks of other parts; padding is zero."""
-        saved = self._chunks.get((kind, name, key), {})
-        if not saved:
-            raise missing_elements(
-                self.folder, f"elements {start} to {stop} of '{name}' ({kind} {key})"
-            )
-        shape = next(each.shape for each in (part, *saved) if each is not None)
-        wanted = part or ParamPart.whole(shape)
-        known = list(saved.items())
-        dtype = self._location(known[0][1][0]).dtype
-        for low in range(start, stop, READ_NUMEL):
-            high = min(stop, low + READ_NUMEL)
-            to = boxes_of(wanted, low, high)
-            into = torch.zeros(high - low, dtype=dtype)
-            filled = torch.zeros(high - low, dtype=torch.bool)
-            for of, chunks in known:
-                for chunk in chunks:
-                    source = self._file(chunk).mapped(chunk.tensor_name)
-                    copy_shared(
-                        into,
-                        to,
-                        source,
-                        boxes_of(of or ParamPart.whole(shape), chunk.start, chunk.stop),
-                        filled,
-                    )
-            if int(filled.sum()) != sum(box.numel for box in to):
-                raise missing_elements(
-                    self.folder, f"some of the elements of '{name}' ({kind} {key})"
-                )
-            yield low, into
+    def _assemble(self, wanted: StateRange, saved: ChunksByPart) -> PlacedValues:
+        """Yield elements of a part that was not saved, from chunks of other parts."""
+        shape = next(each.shape for each in (wanted.part, *saved) if each is not None)
+        whole = ParamPart.whole(shape)
+        sources = [
+            (of or whole, chunk.start, self._file(chunk).mapped(chunk.tensor_name))
+            for of, chunks in saved.items()
+            for chunk in chunks
+        ]
+        missing = wanted.missing_from(self.folder, wanted.start)
+        return assemble(wanted.part or whole, wanted.start, wanted.stop, sources, missing)
 
     def reads_whole(self, wanted: Iterable[StateRange]) -> bool:
         """Return whether the ranges are whole chunks, which can be verified while reading."""
-        wanted = list(wanted)
-        if not all(
-            self._is_saved_so(kind, name, key, part) for kind, name, key, _, _, part in wanted
-        ):
-            return False
-        cuts = (cut for each in wanted for cut in self._chunks_of(*each))
-        return all((low, high) == (chunk.start, chunk.stop) for chunk, low, high in cuts)
+        for each in wanted:
+            if each.part not in self._chunks_by_part(each):
+                return False
+            for chunk, low, high in self._cuts(each):
+                if (low, high) != (chunk.start, chunk.stop):
+                    return False
+        return True
 
-    def _is_saved_so(self, kind: str, name: str, key: str, part: ParamPart | None) -> bool:
-        """Return whether a state was saved in the order of this part."""
-        saved = self._chunks.get((kind, name, key), {})
-        return part in saved or not (saved or part)
-
-    def _chunks_of(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None
-    ) -> Iterator[tuple[SavedChunk, int, int]]:
-        """Yield chunks with elements [start, stop) and their ranges, up to the first gap."""
-        reached = start
-        for chunk in self._chunks.get((kind, name, key), {}).get(part, []):
+    def _cuts(self, wanted: StateRange) -> Iterator[tuple[SavedChunk, int, int]]:
+        """Yield chunks with elements of a range, and their ranges, up to the first gap."""
+        reached = wanted.start
+        for chunk in self._chunks_by_part(wanted).get(wanted.part, []):
             low = max(chunk.start, reached)
-            high = min(chunk.stop, stop)
+            high = min(chunk.stop, wanted.stop)
             if low == reached and low < high:
                 yield chunk, low, high
                 reached = high
@@ -243,29 +193,10 @@ class CheckpointReader:
     def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
         """Read an optimizer state that has a shape different from its parameter.
 
-        Args:
-            name: Name of the parameter.
-            key: The optimizer's name of the state.
-            part: The part of the parameter that the state belongs to; None means all of it.
-
         Raises:
             CheckpointError: The state was saved for another part.
         """
-        return self.value(WHOLE, name, key, part)
-
-    def value(self, kind: str, name: str, key: str = "", part: ParamPart | None = None) -> Tensor:
-        """Read a state that is stored whole, in its own shape.
-
-        Args:
-            kind: Kind of state.
-            name: Name of the parameter or value.
-            key: The optimizer's name of the state.
-            part: The part of the parameter that the state belongs to; None means all of it.
-
-        Raises:
-            CheckpointError: The state was saved for another part.
-        """
-        saved = self._chunks[kind, name, key]
+        saved = self._chunks[WHOLE, name][key]
         if part not in saved:
             raise CheckpointError(
                 f"the optimizer's state '{key}' of '{name}' was saved of {_described(*saved)}, not "
@@ -274,19 +205,15 @@ class CheckpointReader:
                 "load with the number of tp ranks that saved it, or with "
                 "load_optimizer_states=False.",
             )
-        chunk = saved[part][0]
-        return self._file(chunk).whole(chunk.tensor_name)
+        return self.tensor(saved[part][0])
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """Read the buffer that a rank saved, as a flat tensor.
+        """Read the buffer that a rank saved, or else the first saved one, as a flat tensor."""
+        chunks = self._chunks[BUFFER, name][""][None]
+        return self.tensor(next((chunk for chunk in chunks if chunk.rank == rank), chunks[0]))
 
-        Args:
-            name: Name of the buffer.
-            rank: The rank that saved it. If that rank saved no value, the first saved one is
-                returned.
-        """
-        chunks = self._chunks[BUFFER, name, ""][None]
-        chunk = next((chunk for chunk in chunks if chunk.rank == rank), chunks[0])
+    def tensor(self, chunk: SavedChunk) -> Tensor:
+        """Read a whole chunk, in its own shape."""
         return self._file(chunk).whole(chunk.tensor_name)
 
     def _file(self, chunk: SavedChunk) -> SafetensorsReader:
@@ -318,9 +245,8 @@ class LazyTensor:
             return
         numel = self.shape.numel()
         for low in range(0, numel, READ_NUMEL):
-            yield from self.source.values.read(
-                WEIGHT, self.name, "", low, min(low + READ_NUMEL, numel)
-            )
+            high = min(low + READ_NUMEL, numel)
+            yield from self.source.values.read(StateRange(WEIGHT, self.name, "", low, high))
 
     def contiguous(self) -> Tensor:
         """Read the whole tensor in its own shape into new memory.
@@ -434,7 +360,7 @@ def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     Returns:
         A dict with the keys "groups", "trainer" and "client".
     """
-    found: dict[str, Any] = decode(manifest.plain, _values_of_rank(folder, manifest, 0))
+    found: dict[str, Any] = decode(manifest.plain, tensors_of_rank(folder, manifest, VALUE, 0))
     return found
 
 
@@ -450,14 +376,24 @@ def client_of_rank(folder: Path, manifest: Manifest, rank: int, first: Any) -> A
     own = manifest.extra.get("clients", {}).get(str(rank))
     if own is None:
         return first
-    found = decode(own, _values_of_rank(folder, manifest, rank))
-    return (
-        {**first, **found} if isinstance(first, Mapping) and isinstance(found, Mapping) else found
-    )
+    found = decode(own, tensors_of_rank(folder, manifest, VALUE, rank))
+    is_joined = isinstance(first, Mapping) and isinstance(found, Mapping)
+    return {**first, **found} if is_joined else found
 
 
-def _values_of_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
-    chunks = [chunk for chunk in manifest.chunks if chunk.kind == VALUE and chunk.rank == rank]
+def tensors_of_rank(folder: Path, manifest: Manifest, kind: str, rank: int) -> dict[str, Tensor]:
+    """Read the tensors of a kind that a rank saved, by name.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        kind: `VALUE` or `RNG`.
+        rank: The rank.
+    """
     with ExitStack() as stack:
-        reader = CheckpointReader(folder, chunks, stack)
-        return {chunk.name: reader.value(VALUE, chunk.name) for chunk in chunks}
+        reader = CheckpointReader(folder, [], stack)
+        return {
+            chunk.name: reader.tensor(chunk)
+            for chunk in manifest.chunks
+            if (chunk.kind, chunk.rank) == (kind, rank)
+        }

@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from ..base.errors import CheckpointError, UsageError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from ..base.mesh import AXES
-from ..planner.plan_settings import Compression
 from ..planner.units import describe_states
 from . import files
 from .background_write import BackgroundWrite
@@ -39,6 +37,7 @@ from .format import (
     Manifest,
     SavedChunk,
     encode,
+    rank_file,
     tag_to_save,
 )
 from .layouts import is_checkpoint
@@ -52,6 +51,8 @@ from .state import WriteGroup, exact_dtype, optimizer_scalars, package_of, value
 
 NOW = "at once"
 IN_BACKGROUND = "behind"
+# Fields of a manifest that describe one stage
+STAGE_FACTS = ("plan", "parameters", "buffers", "excluded", "lifted")
 RANK_FILE = re.compile(r"rank_\d+\.safetensors")
 
 
@@ -75,6 +76,7 @@ class PendingSave:
         self._plain: dict[str, Any] = {}
         self._own_client: Any = None  # encoded client state if it differs from rank 0's
         self._own_tensors: dict[str, Tensor] = {}
+        self._elsewhere: frozenset[str] = frozenset()  # names that an earlier stage writes
 
         def encode_values() -> str:
             self._plain = _encoded_values(contents, self._tensors)
@@ -92,12 +94,14 @@ class PendingSave:
                 self._own_client = encode(
                     contents.client, f"{CLIENT} of rank {self._comm.rank}", self._own_tensors
                 )
-            first = _first_digests([each["buffers"] for each in held])
-            earlier = earlier_stages(contents.runtime.plan.mesh)
-            self._elsewhere = frozenset(
-                name for rank in earlier for name in held[rank]["parameters"]
-            )
-            self._scalars: dict[str, dict[str, Any]] = {}
+            # The first rank that has a buffer, and its digest there
+            first = {
+                name: (rank, digest)
+                for rank, each in reversed(list(enumerate(held)))
+                for name, digest in each["buffers"].items()
+            }
+            for rank in earlier_stages(contents.runtime.plan.mesh):
+                self._elsewhere |= frozenset(held[rank]["parameters"])
             with no_collection():
                 ways = run_and_gather(
                     self._comm, "saving: this rank's states", lambda: self._plan_write(first)
@@ -143,22 +147,23 @@ class PendingSave:
 
     # -- this rank's file
 
-    @property
-    def _describes_stage(self) -> bool:
-        """Return whether this rank describes its stage: the first rank of it along "pp"."""
-        return not any(
-            place
-            for axis, place in self.contents.runtime.plan.mesh.coordinates.items()
-            if axis != "pp"
-        )
-
     def _held(self) -> dict[str, Any]:
-        """Return the module function's result and a digest of the caller's values."""
+        """Return this rank's parameter names, and digests of its buffers and of the client state.
+
+        The names are only needed with several stages. A buffer with equal values on several ranks
+        is written once. Running statistics differ between ranks, masks do not.
+        """
+        runtime = self.contents.runtime
+        buffers = persistent_buffers(runtime.model)
         digest = hashlib.sha256(json.dumps(self._plain["client"]).encode())
         for name, tensor in self._tensors.items():
             if name.startswith(CLIENT):
                 digest.update(_digest(tensor).encode())
-        return _held(self.contents) | {"client": digest.hexdigest()[:16]}
+        return {
+            "buffers": {name: _digest(buffer) for name, buffer in buffers.items()},
+            "parameters": names_of(runtime) if "pp" in runtime.comm.along else [],
+            "client": digest.hexdigest()[:16],
+        }
 
     def _plan_write(self, first: dict[str, tuple[int, str]]) -> str:
         """Collect what this rank writes, and decide whether to write it in the background.
@@ -167,49 +172,37 @@ class PendingSave:
         writes the buffer for all ranks with equal values.
         """
         contents = self.contents
+        optimizer = contents.optimizer
         rank = self._comm.rank
-        groups = [*self._value_items(first), *self._state_items()]
-        self._scalars = (
-            optimizer_scalars(contents.optimizer) if contents.optimizer is not None else {}
+        values = self._values_now(first)
+        if optimizer is not None:
+            optimizer.finish()
+        states = write_groups(
+            contents, skip_frozen=self.settings.exclude_frozen, elsewhere=self._elsewhere
         )
+        groups = [values, *states]
+        self._scalars = optimizer_scalars(optimizer) if optimizer is not None else {}
         self._manifest = _manifest(contents, self.settings, self.run)
-        here = " ".join(
-            f"{axis}={place}" for axis, place in contents.runtime.plan.mesh.coordinates.items()
-        )
+        coordinates = contents.runtime.plan.mesh.coordinates.items()
+        here = " ".join(f"{axis}={place}" for axis, place in coordinates)
         metadata = {"run": self.run, "rank": str(rank), "coordinates": here}
-        path = self.hidden / f"rank_{rank:05d}.safetensors"
+        path = self.hidden / rank_file(rank)
         self.write = BackgroundWrite(path, groups, metadata, self.settings.snapshot_bytes)
         return NOW if self.settings.wait or not self.write.is_resident else IN_BACKGROUND
 
-    def _value_items(self, first: dict[str, tuple[int, str]]) -> list[WriteGroup]:
+    def _values_now(self, first: dict[str, tuple[int, str]]) -> WriteGroup:
         """Copy the values that change between steps: buffers, random states, plain values."""
         rank = self._comm.rank
         runtime = self.contents.runtime
-        found = [
-            value_item(BUFFER, name, buffer.detach().clone().reshape(-1), rank)
-            for name, buffer in persistent_buffers(runtime.model).items()
-            if rank == first[name][0] or first[name][1] != _digest(buffer)
-        ]
-        own = {
-            (RNG, name): value for name, value in capture_rng(runtime.comm_ctx.pool.device).items()
-        }
-        tensors = self._tensors if rank == 0 else self._own_tensors
-        own |= {(VALUE, name): value for name, value in tensors.items()}
-        return [
-            WriteGroup(
-                [
-                    *found,
-                    *(value_item(kind, name, value, rank) for (kind, name), value in own.items()),
-                ]
-            )
-        ]
-
-    def _state_items(self) -> Iterator[WriteGroup]:
-        if self.contents.optimizer is not None:
-            self.contents.optimizer.finish()
-        return write_groups(
-            self.contents, skip_frozen=self.settings.exclude_frozen, elsewhere=self._elsewhere
-        )
+        found: list[tuple[str, str, Tensor]] = []
+        for name, buffer in persistent_buffers(runtime.model).items():
+            if rank == first[name][0] or first[name][1] != _digest(buffer):
+                found.append((BUFFER, name, buffer.detach().clone().reshape(-1)))
+        for name, state in capture_rng(runtime.comm_ctx.pool.device).items():
+            found.append((RNG, name, state))
+        for name, value in (self._tensors if rank == 0 else self._own_tensors).items():
+            found.append((VALUE, name, value))
+        return WriteGroup([value_item(kind, name, value, rank) for kind, name, value in found])
 
     def _index(self) -> dict[str, Any]:
         """Wait for this rank's file and describe it.
@@ -220,7 +213,11 @@ class PendingSave:
         chunks = [chunk.to_json() for chunk in self.write.chunks()]
         with files.describing_errors(f"syncing '{self.hidden}'"):
             files.sync_folder(self.hidden)
-        stage = _facts_of(self._manifest) if self._describes_stage else None
+        coordinates = self.contents.runtime.plan.mesh.coordinates | {"pp": 0}
+        stage = None
+        if not any(coordinates.values()):  # the first rank of a stage describes it
+            stage = {name: getattr(self._manifest, name) for name in STAGE_FACTS}
+            stage["groups"] = self._manifest.extra["groups"]
         return {
             "chunks": chunks,
             "scalars": self._scalars,
@@ -260,11 +257,7 @@ class PendingSave:
 
     def _refuse_missing(self) -> None:
         """Raise CheckpointError if this rank does not see all files of its folder."""
-        missing = [
-            rank
-            for rank in self._sharers
-            if not (self.hidden / f"rank_{rank:05d}.safetensors").exists()
-        ]
+        missing = [rank for rank in self._sharers if not (self.hidden / rank_file(rank)).exists()]
         if missing:
             raise CheckpointError(
                 f"rank {self._comm.rank} does not see the files of ranks {missing} in "
@@ -281,26 +274,23 @@ class PendingSave:
         `found` has the results of `_index` by rank.
         """
         self._refuse_missing()
-        self._manifest.chunks = [
-            SavedChunk.from_json(values) for index in found for values in index["chunks"]
-        ]
-        for index in found:
-            self._manifest.scalars.update(index["scalars"])
-        _join_stages(
-            self._manifest, [index["stage"] for index in found if index["stage"] is not None]
-        )
-        heads = {f"rank_{rank:05d}.safetensors": index["head"] for rank, index in enumerate(found)}
-        self._manifest.extra["heads"] = heads
-        clients = {
-            str(rank): each["client"]
-            for rank, each in enumerate(found)
-            if each["client"] is not None
-        }
+        manifest = self._manifest
+        clients = {}
+        heads = {}
+        for rank, index in enumerate(found):
+            manifest.chunks += [SavedChunk.from_json(values) for values in index["chunks"]]
+            manifest.scalars.update(index["scalars"])
+            heads[rank_file(rank)] = index["head"]
+            if index["client"] is not None:
+                clients[str(rank)] = index["client"]
+            if index["stage"] is not None:
+                _add_stage(manifest, index["stage"])
+        manifest.extra["heads"] = heads
         if clients:
-            self._manifest.extra["clients"] = clients
-        self._manifest.plain = self._plain
+            manifest.extra["clients"] = clients
+        manifest.plain = self._plain
         with files.describing_errors(f"completing '{self.final}'"):
-            files.write_text(self.hidden / MANIFEST, self._manifest.text())
+            files.write_text(self.hidden / MANIFEST, manifest.text())
             self._staged.finish()
             publish(self.hidden, self.final, latest=self.settings.latest)
         self._staged.unlock()
@@ -402,29 +392,6 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
     return tag_to_save(tags[0])
 
 
-def _held(contents: Contents) -> dict[str, Any]:
-    """Return this rank's parameter names and digests of its buffers.
-
-    The names are only needed with several stages. A buffer with equal values on several ranks is
-    written once. Running statistics differ between ranks, masks do not.
-    """
-    runtime = contents.runtime
-    buffers = {name: _digest(buffer) for name, buffer in persistent_buffers(runtime.model).items()}
-    return {
-        "buffers": buffers,
-        "parameters": names_of(runtime) if "pp" in runtime.comm.along else [],
-    }
-
-
-def _first_digests(by_rank: list[dict[str, str]]) -> dict[str, tuple[int, str]]:
-    """Map each buffer to the first rank that has it and its digest there."""
-    found: dict[str, tuple[int, str]] = {}
-    for rank, digests in enumerate(by_rank):
-        for name, digest in digests.items():
-            found.setdefault(name, (rank, digest))
-    return found
-
-
 def _digest(buffer: Tensor) -> str:
     data = buffer.detach().to("cpu").contiguous().reshape(-1)
     return (
@@ -452,9 +419,26 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         for group in runtime.groups
         for member in group.members
     }
-    names_by_group = optimizer.names_by_group if optimizer is not None else []
-    buffers = persistent_buffers(runtime.model)
-    optimizer_name = type(optimizer.inner).__name__ if optimizer is not None else None
+    extra: dict[str, Any] = {
+        "optimizer_package": None,
+        "names": whole_names(runtime.model),
+        "groups": [],
+        "mesh": dict(zip(AXES, runtime.plan.mesh.sizes, strict=True)),
+        "ranks_per_host": runtime.settings.ranks_per_host,
+    }
+    if optimizer is not None:
+        extra["optimizer_package"] = package_of(optimizer.inner)
+        for names in optimizer.names_by_group:
+            whole = (piece.names.get(name, name) for name in names)
+            extra["groups"].append(list(dict.fromkeys(whole)))
+    compression = runtime.settings.compression
+    if compression.left_open:
+        codecs = {state: getattr(compression, state) for state in compression.left_open}
+        extra["codes"] = {
+            state: [codec.bits, codec.block] if codec is not None else None
+            for state, codec in codecs.items()
+        }
+    frozen = [name for name, facts in parameters.items() if not facts["trained"]]
     return Manifest(
         world_size=runtime.comm.whole.size,
         stage=runtime.settings.stage,
@@ -462,68 +446,30 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         parameters=parameters,
         buffers={
             name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-            for name, value in buffers.items()
+            for name, value in persistent_buffers(runtime.model).items()
         },
         chunks=[],
-        optimizer=optimizer_name,
+        optimizer=type(optimizer.inner).__name__ if optimizer is not None else None,
         scalars={},
-        excluded=[
-            name
-            for name, facts in parameters.items()
-            if settings.exclude_frozen and not facts["trained"]
-        ],
+        excluded=frozen if settings.exclude_frozen else [],
         lifted=[unit.name for unit in runtime.units if unit.is_promoted],
         run=run,
-        extra={
-            "optimizer_package": package_of(optimizer.inner) if optimizer is not None else None,
-            "names": whole_names(runtime.model),
-            "groups": [
-                list(dict.fromkeys(piece.names.get(name, name) for name in names))
-                for names in names_by_group
-            ],
-            "mesh": dict(zip(AXES, runtime.plan.mesh.sizes, strict=True)),
-            "ranks_per_host": runtime.settings.ranks_per_host,
-            **_chosen_codes(runtime.settings.compression),
-        },
+        extra=extra,
     )
 
 
-def _chosen_codes(compression: Compression) -> dict[str, Any]:
-    """Return the manifest entry for codecs that were chosen by measurement, if any."""
-    chosen = {"weights": compression.weights, "gradients": compression.gradients}
-    codes = {
-        state: [codec.bits, codec.block] if codec is not None else None
-        for state, codec in chosen.items()
-    }
-    return (
-        {"codes": {state: codes[state] for state in compression.left_open}}
-        if compression.left_open
-        else {}
-    )
-
-
-def _facts_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest fields that describe one stage."""
-    found = {
-        name: getattr(manifest, name)
-        for name in ("plan", "parameters", "buffers", "excluded", "lifted")
-    }
-    return {**found, "groups": manifest.extra["groups"]}
-
-
-def _join_stages(manifest: Manifest, stages: list[dict[str, Any]]) -> None:
-    """Add the facts of the other stages to the first stage's manifest.
+def _add_stage(manifest: Manifest, facts: dict[str, Any]) -> None:
+    """Add the facts of a stage, in the order of the stages, to the first stage's manifest.
 
     A tied parameter belongs to the first stage that has it.
     """
-    for facts in stages[1:]:
-        for mine, other in zip(
-            (manifest.plan, manifest.parameters, manifest.buffers),
-            (facts["plan"], facts["parameters"], facts["buffers"]),
-            strict=True,
-        ):
-            mine.update({name: value for name, value in other.items() if name not in mine})
-        manifest.excluded += [name for name in facts["excluded"] if name not in manifest.excluded]
-        manifest.lifted += [name for name in facts["lifted"] if name not in manifest.lifted]
-        for names, more in zip(manifest.extra["groups"], facts["groups"], strict=True):
-            names += [name for name in more if name not in names]
+    for mine, others in (
+        (manifest.plan, facts["plan"]),
+        (manifest.parameters, facts["parameters"]),
+        (manifest.buffers, facts["buffers"]),
+    ):
+        mine |= {name: value for name, value in others.items() if name not in mine}
+    names = [(manifest.excluded, facts["excluded"]), (manifest.lifted, facts["lifted"])]
+    names += zip(manifest.extra["groups"], facts["groups"], strict=True)
+    for own, more in names:
+        own += [name for name in more if name not in own]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -23,6 +23,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..optim.tile_memory import StorageRange
 from ..planner.extras import feedback_of
 from ..planner.spec import R
+from ..sharding.buffer import FlatBuffer
 from ..sharding.grad_sum import GradSum
 from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
@@ -48,6 +49,19 @@ def exact_storages(group: ParamGroup) -> list[Storage]:
     return [] if group.weight.storage.on_device else [group.weight.storage]
 
 
+ReadRange = Callable[[int, int], Tensor]  # returns the flat elements [low, high)
+ReadMoment = Callable[[MasterShard, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A buffer of a group, the dtype in which it is saved, and a function that reads it."""
+
+    buffer: FlatBuffer
+    dtype: torch.dtype
+    read: ReadRange
+
+
 @dataclass(eq=False)
 class WriteItem:
     """A chunk that this rank writes.
@@ -63,7 +77,7 @@ class WriteItem:
     chunk: SavedChunk
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[int, int], Tensor]
+    read: ReadRange
     group: ParamGroup | None = None
 
     @property
@@ -99,16 +113,21 @@ def write_groups(
     yield from (_own_items(group, chunks) for group in runtime.trained_groups)
     if runtime.comm_ctx.outer is not None and runtime.comm_ctx.outer.comm.rank > 0:
         return  # the first replica writes the same
+
+    @lru_cache(maxsize=1)  # parameters of one shard request the same moment one after another
+    def read_moment(shard: MasterShard, key: str) -> Tensor:
+        assert optimizer is not None
+        return optimizer.moments.read(shard, key).reshape(-1)
+
     shards_by_group: dict[int, list[MasterShard]] = {}
     for shard in optimizer.shards() if optimizer is not None else ():
         shards_by_group.setdefault(id(shard.group), []).append(shard)
-    cache = MomentCache()
     for group in runtime.groups:
         if group.trainable or not skip_frozen:
             yield _weight_items(group, chunks)
         for shard in shards_by_group.get(id(group), ()):
             assert optimizer is not None
-            yield _moment_items(optimizer, shard, chunks, cache)
+            yield _moment_items(optimizer, shard, chunks, read_moment)
         for kept in group.gradient.kept.values() if group.trainable else ():
             yield _kept_gradient_items(group, kept, chunks)
 
@@ -137,8 +156,8 @@ class Chunks:
             start: First element.
             stop: End of the range.
         """
-        _, name, _, low, high, part = self.piece.range_of(kind, member, key, start, stop)
-        return SavedChunk(kind, name, key, low, high, self.rank, part=part)
+        saved = self.piece.range_of(kind, member, key, start, stop)
+        return SavedChunk(**vars(saved), rank=self.rank)
 
     def are_written(self, group: ParamGroup, member: ParamInfo) -> bool:
         """Return whether this rank's piece writes the states of a parameter.
@@ -153,83 +172,86 @@ class Chunks:
         return group.planned.is_counted and self.piece.name(member) not in self.elsewhere
 
 
+def _owned_items(
+    group: ParamGroup, kind: str, source: Source, chunks: Chunks, absent: Collection[int] = ()
+) -> list[WriteItem]:
+    """List this rank's slice of each parameter of a group, in update order.
+
+    The elements come from `source`. Parameters whose numbers are in `absent` are omitted.
+    """
+    rank = group.comm_ctx.comm.rank
+    found = []
+    for number, member in enumerate(group.members):
+        start, stop = group.layout.owned(member.slot, rank)
+        if start < stop and number not in absent and chunks.are_written(group, member):
+            low = member.slot.start
+            chunk = chunks.of(kind, member, "", start - low, stop - low)
+            read = partial(_read_from, source.read, source.buffer.owned_range(member.slot, rank)[0])
+            found.append(WriteItem(chunk, source.dtype, (stop - start,), read, group))
+    return found
+
+
 def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     """List this rank's slice of a group's weights, even if every rank has all of them."""
-    write_group = WriteGroup([])
-    rank = group.comm_ctx.comm.rank
+    weight = Source(group.weight, group.weight.spec.dtype, group.weight.read_now)
     master = group.master
-    places = []
-    for member in group.members:
-        start, stop = group.layout.owned(member.slot, rank)
-        if start >= stop or not chunks.are_written(group, member):
-            continue
-        low = member.slot.start
-        chunk = chunks.of(WEIGHT, member, "", start - low, stop - low)
-        if master is not None:
-            place = master.buffer.owned_range(member.slot, rank)[0]
-            read = partial(_read_from, master.read_now, place)
-        else:
-            place = start - (group.layout.bounds(rank)[0] if group.is_sharded else 0)
-            read = partial(_read_from, group.weight.read_now, place)
-        places.append((place, place + stop - start))
-        write_group.items.append(WriteItem(chunk, exact_dtype(group), (stop - start,), read, group))
-        if group.plan.weight_is_independent:
-            chunk = replace(chunk, kind=REPLICA)
-            weight = group.weight
-            read = partial(_read_from, weight.read_now, start)
-            write_group.items.append(
-                WriteItem(chunk, weight.spec.dtype, (stop - start,), read, group)
-            )
-    if places:
-        low = places[0][0]
-        high = places[-1][1]
+    exact = weight if master is None else Source(master.buffer, master.dtype, master.read_now)
+    write_group = WriteGroup(_owned_items(group, WEIGHT, exact, chunks))
+    if group.plan.weight_is_independent:
+        write_group.items += _owned_items(group, REPLICA, weight, chunks)
+    rank = group.comm_ctx.comm.rank
+    spans = [
+        exact.buffer.owned_range(member.slot, rank)
+        for member in group.members
+        if chunks.are_written(group, member)
+    ]
+    spans = [(low, high) for low, high in spans if low < high]
+    if spans:
         write_group.ranges = [
-            StorageRange(storage, low, high, changes=False) for storage in exact_storages(group)
+            StorageRange(storage, spans[0][0], spans[-1][1], changes=False)
+            for storage in exact_storages(group)
         ]
     return write_group
 
 
-def _read_from(read: Callable[[int, int], Tensor], place: int, low: int, high: int) -> Tensor:
+def _read_from(read: ReadRange, place: int, low: int, high: int) -> Tensor:
     return read(place + low, place + high)
 
 
 def _kept_gradient_items(group: ParamGroup, kept: GradSum, chunks: Chunks) -> WriteGroup:
     """List this rank's slice of a gradient that a later update needs."""
-    rank = group.comm_ctx.comm.rank
-    write_group = WriteGroup([])
     buffer = kept.buffer
     if not kept.is_full or buffer is None:
-        return write_group
-    low = group.layout.bounds(rank)[0]
-    for number, member in enumerate(group.members):
-        if number in (kept.absent or ()) or not chunks.are_written(group, member):
-            continue
-        start, stop = group.layout.owned(member.slot, rank)
-        if start < stop:
-            first = member.slot.start
-            chunk = chunks.of(kept.saved_as, member, "", start - first, stop - first)
-            read = partial(_read_from, buffer.read_now, start - low)
-            write_group.items.append(
-                WriteItem(chunk, buffer.spec.dtype, (stop - start,), read, group)
-            )
-    if write_group.items and not buffer.storage.on_device:
-        write_group.ranges = [StorageRange(buffer.storage, 0, buffer.memory.numel(), changes=False)]
-    return write_group
+        return WriteGroup([])
+    source = Source(buffer, buffer.spec.dtype, buffer.read_now)
+    items = _owned_items(group, kept.saved_as, source, chunks, kept.absent or ())
+    if not items or buffer.storage.on_device:
+        return WriteGroup(items)
+    numel = buffer.memory.numel()
+    return WriteGroup(items, [StorageRange(buffer.storage, 0, numel, changes=False)])
 
 
 def _own_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     """List the group states that belong to this rank only, such as error feedback."""
-    write_group = WriteGroup([])
-    (name, lies) = place_of(group, chunks.piece)
-    for state, memory in group.gradient.reduction.own_states().items():
-        chunk = SavedChunk(OWN, name, f"{state} {lies}", 0, memory.numel(), chunks.rank)
-        read = partial(_elements_of, memory)
-        write_group.items.append(WriteItem(chunk, memory.dtype, (memory.numel(),), read, group))
-    return write_group
+    name, lies = place_of(group, chunks.piece)
+    return WriteGroup(
+        [
+            _whole_item(
+                SavedChunk(OWN, name, f"{state} {lies}", 0, memory.numel(), chunks.rank),
+                memory,
+                group,
+            )
+            for state, memory in group.gradient.reduction.own_states().items()
+        ]
+    )
 
 
-def _elements_of(memory: Tensor, low: int, high: int) -> Tensor:
-    return memory[low:high]
+def _whole_item(chunk: SavedChunk, value: Tensor, group: ParamGroup | None = None) -> WriteItem:
+    """Return the item of a tensor that is saved whole, in its own shape."""
+    flat = value.reshape(-1)
+    return WriteItem(
+        chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high], group
+    )
 
 
 def place_of(group: ParamGroup, piece: ModelPiece) -> tuple[str, str]:
@@ -247,32 +269,8 @@ def place_of(group: ParamGroup, piece: ModelPiece) -> tuple[str, str]:
     return piece.name(group.members[0]), f"{crc32(lies.encode()):08x}"
 
 
-class MomentCache:
-    """Cache of the moment that was read last.
-
-    Parameters of one shard request the same moment one after another.
-    """
-
-    def __init__(self) -> None:
-        # A single attribute, because two threads may call `of`
-        self._last: tuple[tuple[int, str], Tensor] | None = None
-
-    def of(self, optimizer: ShardedOptimizer, shard: MasterShard, key: str) -> Tensor:
-        """Return a moment of a shard, flat, reading it if it is not the cached one.
-
-        Args:
-            optimizer: The optimizer.
-            shard: The shard.
-            key: The optimizer's name of the moment.
-        """
-        last = self._last
-        if last is None or last[0] != (id(shard), key):
-            last = self._last = (id(shard), key), optimizer.moments.read(shard, key).reshape(-1)
-        return last[1]
-
-
 def _moment_items(
-    optimizer: ShardedOptimizer, shard: MasterShard, chunks: Chunks, cache: MomentCache
+    optimizer: ShardedOptimizer, shard: MasterShard, chunks: Chunks, read: ReadMoment
 ) -> WriteGroup:
     """List this rank's slice of every optimizer state of a shard that has elements."""
     ranges = [replace(each, changes=False) for each in optimizer.moments.storage_ranges(shard)]
@@ -289,10 +287,10 @@ def _moment_items(
                     write_group.items += _whole_state_items(
                         overlap, f"{key}{INNER}{name}", inner, chunks
                     )
-                continue
-            if value.shape == shard.param.shape:
+            elif value.shape == shard.param.shape:
+                read_key = partial(read, shard, key)
                 write_group.items += _owned_moment_items(
-                    optimizer, overlap, key, value.dtype, chunks, cache
+                    overlap, key, value.dtype, chunks, read_key
                 )
             else:
                 write_group.items += _whole_state_items(overlap, key, value, chunks)
@@ -310,30 +308,30 @@ def is_scalar_state(value: Tensor, param: Tensor) -> bool:
 
 
 def _owned_moment_items(
-    optimizer: ShardedOptimizer,
     overlap: ParamOverlap,
     key: str,
     dtype: torch.dtype,
     chunks: Chunks,
-    cache: MomentCache,
+    read: Callable[[], Tensor],
 ) -> Iterator[WriteItem]:
     """Yield the slice of a moment that this rank would own if it were sharded.
 
-    At stage 0 every rank has the whole moment.
+    At stage 0 every rank has the whole moment. `read` returns the moment of the whole shard.
     """
     shard = overlap.shard
-    rank = overlap.shard.rank
-    low, high = shard.group.layout.owned(overlap.slot, rank)
+    low, high = shard.group.layout.owned(overlap.slot, shard.rank)
     start = max(overlap.start, low - overlap.slot.start)
     stop = min(overlap.stop, high - overlap.slot.start)
     if start < stop:
         at = overlap.offset + start - overlap.start
-
-        def read(low: int, high: int) -> Tensor:
-            return cache.of(optimizer, shard, key)[at + low : at + high]
-
         chunk = chunks.of(MOMENT, shard.group.members[overlap.number], key, start, stop)
-        yield WriteItem(chunk, dtype, (stop - start,), read, shard.group)
+        yield WriteItem(
+            chunk,
+            dtype,
+            (stop - start,),
+            lambda low, high: read()[at + low : at + high],
+            shard.group,
+        )
 
 
 def _whole_state_items(
@@ -355,13 +353,7 @@ def _whole_state_items(
     replicated = group.master is not None and group.master.placement is R
     if not replicated or low <= overlap.slot.start < high:
         chunk = chunks.of(WHOLE, group.members[overlap.number], key, 0, value.numel())
-        yield WriteItem(
-            chunk,
-            value.dtype,
-            tuple(value.shape),
-            lambda low, high: value.reshape(-1)[low:high],
-            group,
-        )
+        yield _whole_item(chunk, value, group)
 
 
 def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
@@ -417,6 +409,4 @@ def value_item(kind: str, name: str, value: Tensor, rank: int) -> WriteItem:
         value: The tensor, saved whole and in its own shape.
         rank: Global rank whose file has it.
     """
-    flat = value.reshape(-1)
-    chunk = SavedChunk(kind, name, "", 0, value.numel(), rank)
-    return WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])
+    return _whole_item(SavedChunk(kind, name, "", 0, value.numel(), rank), value)

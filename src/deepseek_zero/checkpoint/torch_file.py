@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 import struct
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
-from .boxes import ParamPart, read_part
-from .format import BUFFER, WEIGHT, FileRecord, Manifest, missing_elements
+from .boxes import ParamPart, PlacedValues, assemble
+from .format import BUFFER, WEIGHT, FileRecord, Manifest, StateRange
 from .safetensors_file import dtype_name
+from .state_reader import StateReader
 
 
 def torch_records(path: Path) -> list[FileRecord]:
@@ -124,11 +124,8 @@ class StorageSegment:
 
 
 @dataclass
-class MappedCheckpoint:
-    """States in mapped files, with a `Manifest` that describes them.
-
-    It implements `StateReader`.
-    """
+class MappedCheckpoint(StateReader):
+    """States in mapped files, with a `Manifest` that describes them."""
 
     folder: Path
     manifest: Manifest
@@ -176,81 +173,37 @@ class MappedCheckpoint:
             self.add(WEIGHT, name, "", 0, value)
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether a state has any elements.
-
-        Args:
-            kind: Kind of state.
-            name: Name of the parameter or buffer.
-            key: The optimizer's name of the state.
-        """
-        return (
-            name in self.buffers[0]
-            if kind == BUFFER
-            else key in self.segments.get((kind, name), ())
-        )
+        """Return whether a state has any elements."""
+        if kind == BUFFER:
+            return name in self.buffers[0]
+        return key in self.segments.get((kind, name), ())
 
     def keys(self, kind: str, name: str) -> list[str]:
-        """Return the optimizer's names of the states of one parameter.
-
-        Args:
-            kind: Kind of state.
-            name: Name of the parameter.
-        """
+        """Return the optimizer's names of the states of one parameter."""
         return list(self.segments.get((kind, name), ()))
 
-    def read(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements [start, stop) of a state, in order.
-
-        Args:
-            kind: Kind of state.
-            name: Name of the parameter.
-            key: The optimizer's name of the state.
-            start: First element.
-            stop: End of the range.
-            part: The part in whose order elements are counted; None means the whole parameter.
-
-        Yields:
-            Pairs of position and flat values.
-
-        Raises:
-            CheckpointError: Some elements are missing.
-        """
-        if part is not None:
-            yield from read_part(part, start, stop, partial(self.read, kind, name, key))
+    def read(self, wanted: StateRange) -> PlacedValues:
+        """Yield the elements of a range, in order; without a part, they are mapped."""
+        segments = self.segments.get((wanted.kind, wanted.name), {}).get(wanted.key, [])
+        reached = wanted.start
+        if wanted.part is not None and segments:
+            whole = ParamPart.whole(wanted.part.shape)
+            sources = [(whole, each.start, each.values) for each in segments]
+            missing = wanted.missing_from(self.folder, reached)
+            yield from assemble(wanted.part, wanted.start, wanted.stop, sources, missing)
             return
-        reached = start
-        of_key = self.segments.get((kind, name), {}).get(key, [])
-        for segment in sorted(of_key, key=lambda each: each.start):
-            high = min(segment.start + segment.values.numel(), stop)
+        for segment in sorted(segments, key=lambda each: each.start):
+            high = min(segment.start + segment.values.numel(), wanted.stop)
             if segment.start <= reached < high:
                 yield reached, segment.values[reached - segment.start : high - segment.start]
                 reached = high
-        if reached < stop:
-            raise missing_elements(
-                self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})"
-            )
-
-    def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
-        """Raise an error: these layouts store no states with a shape of their own.
-
-        Args:
-            name: Name of the parameter.
-            key: The optimizer's name of the state.
-            part: Unused.
-
-        Raises:
-            CheckpointError: Always.
-        """
-        raise CheckpointError(f"'{name}' has no state '{key}' with another shape in {self.folder}.")
+        if reached < wanted.stop:
+            raise wanted.missing_from(self.folder, reached)
 
     def of_rank(self, name: str, rank: int) -> Tensor:
         """Return the buffer that a rank saved, as a flat tensor.
 
-        Args:
-            name: Name of the buffer.
-            rank: The rank that saved it. If that rank saved no buffers, rank 0's is returned.
+        If that rank saved no buffers, rank 0's is returned.
         """
         return self.buffers[rank if rank < len(self.buffers) else 0][name].reshape(-1)
 

@@ -7,20 +7,21 @@ registered layout.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from ..base.errors import CheckpointError
 from .boxes import ParamPart, first_gap
-from .format import MANIFEST, MOMENT, WEIGHT, FileRecord, Manifest, SavedChunk
+from .format import MANIFEST, MOMENT, WEIGHT, Manifest, SavedChunk
 from .layouts import ForeignLayout, layout_of
 from .readahead import ByteRange, ReadPart, read_ahead
-from .safetensors_file import SafetensorsHeader, TensorLocation, read_header
+from .safetensors_file import SafetensorsHeader, read_header
 
 OnBytes = Callable[[int], None]
+Place = TypeVar("Place")
 
 
 @dataclass(frozen=True)
@@ -56,31 +57,40 @@ class FileSubset:
     of: int = 1
 
 
+CheckTensors = Callable[[Path, SafetensorsHeader, Sequence[SavedChunk]], Iterable[Fault]]
 ALL_FILES = FileSubset()
 NO_FILES = FileSubset(rank=1 << 30, of=1 << 31)  # matches no file
 
 
 def check_headers(
-    folder: Path, subset: FileSubset = ALL_FILES
+    folder: Path, subset: FileSubset = ALL_FILES, check_tensors: CheckTensors | None = None
 ) -> tuple[Manifest | None, list[Fault]]:
     """Check the manifest and the headers of a subset of the files.
 
     Args:
         folder: The checkpoint.
         subset: The files to check.
+        check_tensors: Checks the tensors of a file with a good header, if given.
 
     Returns:
         The manifest, or None if it cannot be read, and all faults found.
     """
     layout = layout_of(folder)
-    if isinstance(layout, ForeignLayout):
-        return _check_foreign(folder, layout)
-    manifest = _manifest_or_fault(folder)
-    if isinstance(manifest, Fault):
-        return None, [manifest]
+    if not isinstance(layout, ForeignLayout) and not (folder / MANIFEST).exists():
+        return None, [Fault(MANIFEST, "is missing")]
+    try:
+        if isinstance(layout, ForeignLayout):
+            return layout.manifest(folder), []
+        manifest = Manifest.read(folder / MANIFEST)
+    except CheckpointError as error:
+        name = folder.name if isinstance(layout, ForeignLayout) else MANIFEST
+        return None, [Fault(name, f"cannot be used: {error.what}")]
     faults = list(_missing_elements(manifest)) if subset.rank == 0 else []
     for file, chunks in _files(folder, manifest, subset):
-        faults += _check_header(folder / file, chunks, manifest)[1]
+        header, found = _check_header(folder / file, chunks, manifest)
+        faults += found
+        if header is not None and check_tensors is not None:
+            faults += check_tensors(folder / file, header, chunks)
     return manifest, faults
 
 
@@ -103,46 +113,27 @@ def verify(
     """
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
-        faults = _check_foreign(folder, layout)[1] if subset.rank == 0 else []
-        paths = layout.files(folder)[subset.rank :: subset.of]
-        return faults + [
-            fault for path in paths for fault in _check_records(path, layout, on_bytes or _ignore)
-        ]
-    manifest = _manifest_or_fault(folder)
-    if isinstance(manifest, Fault):
-        return [manifest]
-    faults = list(_missing_elements(manifest)) if subset.rank == 0 else []
-    for file, chunks in _files(folder, manifest, subset):
-        header, found = _check_header(folder / file, chunks, manifest)
-        faults += found
-        if header is not None:
-            later = {chunk.tensor_name for chunk in chunks if chunk.kind == except_kind}
-            locations = {
-                entry: location
-                for entry, location in header.locations.items()
-                if entry not in later
-            }
-            faults += _check_tensors(
-                folder / file, locations, chunks, on_bytes or _ignore, read_again=read_again
-            )
-    return faults
+        faults = check_headers(folder)[1] if subset.rank == 0 else []
+        for path in layout.files(folder)[subset.rank :: subset.of]:
+            faults += _check_records(path, layout, on_bytes)
+        return faults
 
+    def check_tensors(
+        path: Path, header: SafetensorsHeader, chunks: Sequence[SavedChunk]
+    ) -> Iterator[Fault]:
+        known = {chunk.tensor_name: chunk for chunk in chunks}
+        places = {
+            entry: (location.start, location.stop)
+            for entry, location in header.locations.items()
+            if entry not in known or known[entry].kind != except_kind
+        }
+        for entry, found in _checksums(path, places, on_bytes, read_again=read_again).items():
+            if entry in known:
+                yield from compare_checksum(known[entry], found)
+            else:
+                yield from _compare(Fault(path.name, "", entry), found, None)
 
-def _manifest_or_fault(folder: Path) -> Manifest | Fault:
-    if not (folder / MANIFEST).exists():
-        return Fault(MANIFEST, "is missing")
-    try:
-        return Manifest.read(folder / MANIFEST)
-    except CheckpointError as error:
-        return Fault(MANIFEST, f"cannot be used: {error.what}")
-
-
-def _check_foreign(path: Path, layout: ForeignLayout) -> tuple[Manifest | None, list[Fault]]:
-    try:
-        found = layout.manifest(path)
-    except CheckpointError as error:
-        return None, [Fault(path.name, f"cannot be used: {error.what}")]
-    return found, []
+    return check_headers(folder, subset, check_tensors)[1]
 
 
 def checksum_coverage(path: Path) -> str:
@@ -155,35 +146,20 @@ def checksum_coverage(path: Path) -> str:
     return layout.checksum_coverage(path) if isinstance(layout, ForeignLayout) else ""
 
 
-def _check_records(path: Path, layout: ForeignLayout, on_bytes: OnBytes) -> Iterator[Fault]:
+def _check_records(path: Path, layout: ForeignLayout, on_bytes: OnBytes | None) -> Iterator[Fault]:
     """Compare every record of a file with its CRC-32, if it has one."""
     try:
-        records = sorted(layout.records(path), key=lambda each: each.start)
+        places = {each: (each.start, each.stop) for each in layout.records(path)}
     except CheckpointError as error:
         yield Fault(path.name, error.what.removeprefix(f"{path.name} "))
         return
-    with open(path, "rb", buffering=0) as file:
-        ranges = {ByteRange(file.fileno(), each.start, each.stop): each for each in records}
-        sums: dict[FileRecord, int | OSError] = dict.fromkeys(records, 0)
-        label = "checking the checkpoint" if on_bytes is _ignore else ""
-        for part in read_ahead(ranges, label):
-            sums[ranges[part.range]] = _checksum(part, sums[ranges[part.range]])
-            on_bytes(part.stop - part.start)
-    for record, found in sums.items():
-        if isinstance(found, OSError):
-            yield Fault(path.name, f"cannot be read: {found.strerror or found}", record.name)
-        elif record.crc is not None and found != record.crc:
-            problem = f"differs from what was saved (checksum {found:08x}, saved {record.crc:08x})"
-            yield Fault(path.name, problem, record.name)
+    for record, found in _checksums(path, places, on_bytes).items():
+        yield from _compare(Fault(path.name, "", record.name), found, record.crc)
 
 
 def num_without_checksum(manifest: Manifest) -> int:
     """Count the chunks without a checksum; older versions of the library saved them."""
     return sum(chunk.crc is None for chunk in manifest.chunks)
-
-
-def _ignore(count: int) -> None:
-    pass
 
 
 def _files(
@@ -203,9 +179,9 @@ def _files(
 
 def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
     """Yield a fault for missing elements and for wrong shapes in a manifest."""
-    excluded = set(manifest.excluded)
+    # The end of the elements without a gap, by state and part
     reached: dict[tuple[str, str, str], dict[ParamPart | None, int]] = {
-        (WEIGHT, name, ""): {} for name in manifest.parameters if name not in excluded
+        (WEIGHT, name, ""): {} for name in manifest.parameters if name not in manifest.excluded
     }
     for chunk in sorted(manifest.chunks, key=lambda each: each.start):
         if chunk.kind in (WEIGHT, MOMENT):
@@ -213,18 +189,21 @@ def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
             if chunk.start <= ends.setdefault(chunk.part, 0):
                 ends[chunk.part] = max(ends[chunk.part], chunk.stop)
     for (kind, name, key), ends in reached.items():
-        shape = tuple(manifest.parameters[name]["shape"]) if name in manifest.parameters else (0,)
+        shape = tuple(manifest.parameters.get(name, {"shape": [0]})["shape"])
         what = f"the {kind} {key}".rstrip()
+        problems = []
         for part, stop in (ends or {None: 0}).items():
-            numel = math.prod(shape) if part is None else part.numel
+            numel = (part or ParamPart.whole(shape)).numel
             if stop != numel:
-                of = "" if part is None else f" of its part {part}"
-                yield Fault(MANIFEST, f"{what}{of} ends at element {stop:,} of {numel:,}", name)
+                of = f" of its part {part}" if part is not None else ""
+                problems.append(f"{of} ends at element {stop:,} of {numel:,}")
         parts = [part for part in ends if part is not None]
         if any(part.shape != shape for part in parts):
-            yield Fault(MANIFEST, f"{what} has parts of another shape than {list(shape)}", name)
+            problems.append(f" has parts of another shape than {list(shape)}")
         elif parts and None not in ends and (gap := first_gap(parts)) is not None:
-            yield Fault(MANIFEST, f"{what} lacks index {gap} of dimension {parts[0].dim}", name)
+            problems.append(f" lacks index {gap} of dimension {parts[0].dim}")
+        for problem in problems:
+            yield Fault(MANIFEST, what + problem, name)
 
 
 def _check_header(
@@ -245,21 +224,18 @@ def _check_header(
         return None, [
             Fault(path.name, f"is of another save: it has {file_run}, the manifest {own_run}")
         ]
-    saved = manifest.extra.get("heads", {}).get(path.name)
-    faults = []
+    problems = []
     for chunk in chunks:
         location = header.locations.get(chunk.tensor_name)
         if location is None:
-            faults.append(Fault(path.name, f"{_describe(chunk)} is not in the file", chunk.name))
+            problems.append((chunk, "is not in the file"))
         elif location.numel != chunk.stop - chunk.start:
-            faults.append(
-                Fault(
-                    path.name,
-                    f"{_describe(chunk)} has {location.numel:,} elements in the file",
-                    chunk.name,
-                )
-            )
+            problems.append((chunk, f"has {location.numel:,} elements in the file"))
+    faults = [
+        Fault(path.name, f"{_describe(chunk)} {problem}", chunk.name) for chunk, problem in problems
+    ]
     # For example a changed dtype, which the checksums of the chunks do not cover
+    saved = manifest.extra.get("heads", {}).get(path.name)
     if saved is not None and header.crc != saved:
         problem = (
             f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
@@ -273,50 +249,26 @@ def _describe(chunk: SavedChunk) -> str:
     return f"{chunk.kind} {chunk.key}".rstrip() + f", elements {chunk.start:,} to {chunk.stop:,},"
 
 
-def _check_tensors(
-    path: Path,
-    locations: Mapping[str, TensorLocation],
-    chunks: Sequence[SavedChunk],
-    on_bytes: OnBytes,
-    *,
-    read_again: bool,
-) -> Iterator[Fault]:
-    """Read these tensors in file order, and compare those that have a checksum."""
-    known = {chunk.tensor_name: chunk for chunk in chunks}
-    entries = sorted(locations.items(), key=lambda item: item[1].start)
-    sums: dict[str, int | OSError] = dict.fromkeys(locations, 0)
-    with open(path, "rb", buffering=0) as file:
-        ranges = {
-            ByteRange(file.fileno(), location.start, location.stop, read_again): entry
-            for entry, location in entries
-        }
-        label = "checking the checkpoint" if on_bytes is _ignore else ""
-        for part in read_ahead(ranges, label):
-            sums[ranges[part.range]] = _checksum(part, sums[ranges[part.range]])
-            on_bytes(part.stop - part.start)
-    for entry, _ in entries:
-        chunk = known.get(entry)
-        found = sums[entry]
-        if isinstance(found, OSError):
-            name = chunk.name if chunk is not None else entry
-            yield Fault(path.name, f"cannot be read: {found.strerror or found}", name)
-        elif chunk is not None:
-            yield from compare_checksum(chunk, found)
-
-
-def compare_checksum(chunk: SavedChunk, found: int) -> Iterator[Fault]:
+def compare_checksum(chunk: SavedChunk, found: int | OSError) -> Iterator[Fault]:
     """Yield a fault if a chunk's checksum differs from the saved one.
 
     Args:
         chunk: The chunk, with the saved checksum.
-        found: CRC-32 of the bytes that were read.
+        found: CRC-32 of the bytes that were read, or the error of a failed read.
     """
-    if chunk.crc is not None and found != chunk.crc:
-        problem = (
-            f"{_describe(chunk)} differs from what was saved (checksum {found:08x}, saved "
-            f"{chunk.crc:08x})"
-        )
-        yield Fault(chunk.file, problem, chunk.name)
+    return _compare(Fault(chunk.file, f"{_describe(chunk)} ", chunk.name), found, chunk.crc)
+
+
+def _compare(at: Fault, found: int | OSError, saved: int | None) -> Iterator[Fault]:
+    """Yield a fault if bytes could not be read or differ from a saved checksum.
+
+    `at` has the place, and the start of the description of a difference.
+    """
+    if isinstance(found, OSError):
+        yield replace(at, problem=f"cannot be read: {found.strerror or found}")
+    elif saved is not None and found != saved:
+        checksums = f"(checksum {found:08x}, saved {saved:08x})"
+        yield replace(at, problem=f"{at.problem}differs from what was saved {checksums}")
 
 
 def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
@@ -343,10 +295,37 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _checksum(part: ReadPart, before: int | OSError) -> int | OSError:
-    """Continue a tensor's CRC-32 with this part, or return the error of a failed read."""
-    if isinstance(before, OSError):
-        return before
+def _checksums(
+    path: Path,
+    places: Mapping[Place, tuple[int, int]],
+    on_bytes: OnBytes | None,
+    *,
+    read_again: bool = False,
+) -> dict[Place, int | OSError]:
+    """Read byte ranges of a file in file order.
+
+    Returns:
+        The CRC-32 of each range, or the error of a failed read, in file order.
+    """
+    ordered = sorted(places.items(), key=lambda item: item[1])
+    sums: dict[Place, int | OSError] = {place: 0 for place, _ in ordered}
+    with open(path, "rb", buffering=0) as file:
+        ranges = {
+            ByteRange(file.fileno(), start, stop, read_again): place
+            for place, (start, stop) in ordered
+        }
+        label = "checking the checkpoint" if on_bytes is None else ""
+        for part in read_ahead(ranges, label):
+            before = sums[ranges[part.range]]
+            if not isinstance(before, OSError):
+                sums[ranges[part.range]] = _checksum(part, before)
+            if on_bytes is not None:
+                on_bytes(part.stop - part.start)
+    return sums
+
+
+def _checksum(part: ReadPart, before: int) -> int | OSError:
+    """Continue a CRC-32 with this part, or return the error of a failed read."""
     try:
         return zlib.crc32(part.data.numpy().data, before)
     except OSError as error:

@@ -24,10 +24,12 @@ from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
+from .boxes import PlacedValues
 from .contents import Contents
+from .format import WEIGHT, StateRange
 from .hf_folder import SafetensorsFolder
 from .load import replace_states, store_weights, write_weight
-from .lockstep import run_and_gather
+from .lockstep import run_on_all
 from .piece import ModelPiece, persistent_buffers, state_names, whole_names
 from .safetensors_file import RUN_KEY
 from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
@@ -63,9 +65,8 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
         Collective: every rank must call it.
     """
     with ExitStack() as stack, torch.no_grad():
-        opened: list[tuple[SafetensorsFolder, dict[str, str]]] = []
 
-        def match_files() -> None:
+        def match_files() -> tuple[SafetensorsFolder, dict[str, str]]:
             files = SafetensorsFolder(path, stack)
             piece = ModelPiece.of(runtime)
             shapes = {
@@ -78,13 +79,12 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
                 for name, buffer in persistent_buffers(runtime.model).items()
             }
             names = tied_names(whole_names(runtime.model))
-            opened.append((files, match_names(files, shapes, names, path, strict=strict)))
+            return files, match_names(files, shapes, names, path, strict=strict)
 
         comm = runtime.comm.whole
         subset = FileSubset(comm.rank, comm.size)
-        run_and_gather(comm, "loading weights: checksums", lambda: _verify_own_files(path, subset))
-        run_and_gather(comm, "loading weights: the names", match_files)
-        files, found = opened[0]
+        run_on_all(comm, "loading weights: checksums", lambda: _verify_own_files(path, subset))
+        files, found = run_on_all(comm, "loading weights: the names", match_files)
         replace_states(
             Contents(runtime, _optimizer_of(runtime)),
             "weights",
@@ -137,20 +137,23 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
             if name not in found:
                 continue
             if param.is_meta or owner_of(param) is not None:
-                take_slice(param, session, partial(files.read, found[name]))
+                take_slice(param, session, partial(_read_range, files, found[name]))
             else:
-                for _, values in files.read(found[name], 0, param.numel()):
-                    param.copy_(values.view(param.shape))
+                param.copy_(files.tensor(found[name]))
         for name, buffer in persistent_buffers(model).items():
             if name in found:
                 prefix, _, leaf = name.rpartition(".")
-                value = files.whole(found[name]).to(buffer.dtype)
+                value = files.tensor(found[name]).to(buffer.dtype)
                 device = default_device() if buffer.is_meta else buffer.device
                 setattr(
                     model.get_submodule(prefix),
                     leaf,
                     value.to(device),
                 )
+
+
+def _read_range(files: SafetensorsFolder, name: str, start: int, stop: int) -> PlacedValues:
+    return files.read(StateRange(WEIGHT, name, "", start, stop))
 
 
 def _runtime_of(param: nn.Parameter) -> Runtime | None:
@@ -235,7 +238,7 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
             work.advance(group.layout.numel)
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in found:
-            buffer.data.copy_(files.whole(found[name]))
+            buffer.data.copy_(files.tensor(found[name]))
 
 
 def _read_exact(
@@ -252,7 +255,8 @@ def _read_exact(
     `name` is the parameter's name in the files.
     """
     at = piece.start(member)
-    for low, values in files.read(name, at + start, at + stop, piece.part(member)):
+    wanted = StateRange(WEIGHT, name, "", at + start, at + stop, part=piece.part(member))
+    for low, values in files.read(wanted):
         exact = group.master.dtype if group.master is not None else torch.float32
         yield (
             low - at,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError
-from ..checkpoint.boxes import ParamPart, read_part
+from ..checkpoint.boxes import ParamPart, assemble
 from ..optim.master_shard import MasterShard, ParamOverlap
 from ..optim.param_groups import CUT_INTO, TIED_TO
 from ..planner.layout import Shape
@@ -183,7 +182,7 @@ class ClientStates:
         if rows is not None:
             return flat[rows.start : rows.start + overlap.slot.numel]
         assert part is not None
-        pieces = read_part(part, 0, part.numel, partial(_read_flat, flat))
+        pieces = assemble(part, 0, part.numel, [(ParamPart.whole(part.shape), 0, flat)])
         return torch.cat([values for _, values in pieces])
 
     def _part(self, param: nn.Parameter) -> ParamPart | None:
@@ -220,10 +219,6 @@ def _is_elementwise(state: WholeState, key: str, overlap: ParamOverlap) -> bool:
     if split is not None:
         shapes.add(tuple(split.shape))
     return tuple(state.values[key].shape) in shapes
-
-
-def _read_flat(flat: Tensor, start: int, stop: int) -> list[tuple[int, Tensor]]:
-    return [(start, flat[start:stop])]
 
 
 def _described(value: Any) -> str:

@@ -14,10 +14,8 @@ from typing import Any
 from .. import pipeline
 from ..base.mesh import AXES, Mesh
 from ..planner.pieces import PipelinePlan
-from .plots import BLUE, FAINT, GREY, INK, add_titles, style_axes
+from .plots import BACKWARD, BLUE, FAINT, FORWARD, GREY, INK, add_titles, paler
 
-FORWARD = BLUE
-BACKWARD = "#7b5ea7"
 PALEST = 0.45  # mixing ratio with white for the last virtual stage of a rank
 MOST = 3  # shown coordinates of an axis if there are many ranks: the first ones and the last
 FEW_RANKS = 32
@@ -219,9 +217,7 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
         inches: Width of the panel in inches.
     """
     bars, length, idle = bars_of(plan)
-    style_axes(panel, along="y", ticks=0)
-    panel.grid(False)
-    panel.spines["bottom"].set_visible(False)
+    _bare(panel)
     for rank in range(plan.ranks):
         hatched = {
             "facecolor": "white",
@@ -253,7 +249,7 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
     panel.set_ylim(plan.ranks - 0.4, -0.6)
     panel.set_xlim(0, length)
     panel.set_xticks([])
-    panel.set_xlabel("time of one step, a backward taken as two forwards", fontsize=9)
+    panel.set_xlabel("time of one step, a backward taken as two forwards", fontsize=9, color=INK)
     name = f"{plan.schedule}, {plan.micro_batches} micro-batches"
     name += f", {plan.virtual} stages on each rank" if plan.virtual > 1 else ""
     add_titles(
@@ -283,9 +279,7 @@ def shade(kind: pipeline.StageActionKind, chunk: int, virtual: int) -> str:
         virtual: Number of virtual stages of a rank.
     """
     colour = FORWARD if kind is pipeline.StageActionKind.FORWARD else BACKWARD
-    paler = PALEST * chunk / max(1, virtual - 1)
-    channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
-    return "#" + "".join(f"{round(each + (255 - each) * paler):02x}" for each in channels)
+    return paler(colour, PALEST * chunk / max(1, virtual - 1))
 
 
 def _row_name(plan: PipelinePlan, rank: int) -> str:

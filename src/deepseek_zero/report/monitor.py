@@ -1,8 +1,7 @@
 """Send events (tag, value, step) to the monitors that DeepSpeed supports.
 
 These are TensorBoard, CSV files, Weights & Biases and Comet. Rank 0 sends the events, and the
-engine decides which events exist. A missing package is an error on every rank before anything is
-written, so that no single rank fails.
+engine decides which events exist. The check of the configuration reports missing packages.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from ..base.errors import NotBuiltError
 from ..base.world import is_rank_zero
 from .records import csv_line, open_for_append
 
@@ -73,33 +70,15 @@ class MonitorSettings:
     comet: CometSettings = CometSettings()
 
 
-class Writer(Protocol):
-    """Interface of a monitor."""
-
-    def write_events(self, events: Sequence[Scalar]) -> None:
-        """Record the events in order."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
 class MonitorMaster:
-    """Send events to every enabled monitor.
-
-    On ranks other than 0 it only checks that the packages are installed.
-
-    Raises:
-        NotBuiltError: The package of an enabled monitor is missing.
-    """
+    """Send events to every enabled monitor; ranks other than 0 send none."""
 
     def __init__(self, settings: MonitorSettings) -> None:
         wanted = [name for name in _WRITERS if getattr(settings, name).enabled]
-        for name in wanted:
-            _require(name)
         self.enabled = bool(wanted)
-        self._writers = (
-            [_WRITERS[name](getattr(settings, name)) for name in wanted] if is_rank_zero() else []
-        )
+        self._writers: list[Any] = []
+        if is_rank_zero():
+            self._writers = [_WRITERS[name](getattr(settings, name)) for name in wanted]
 
     def write_events(self, events: Sequence[Scalar]) -> None:
         """Record (tag, value, step) events on rank 0."""
@@ -216,18 +195,3 @@ _WRITERS: dict[str, Any] = {
     "wandb": WandbWriter,
     "comet": CometWriter,
 }
-_PACKAGES = {
-    "tensorboard": ("tensorboard", "pip install tensorboard"),
-    "wandb": ("wandb", "pip install wandb"),
-    "comet": ("comet_ml", "pip install comet-ml"),
-}
-
-
-def _require(name: str) -> None:
-    package, install = _PACKAGES.get(name, ("", ""))
-    if package and find_spec(package) is None:
-        raise NotBuiltError(
-            f"the {name} monitor is enabled, but the package {package!r} is not installed.",
-            "It is an optional dependency.",
-            f"{install}, or set {name}.enabled to false.",
-        )

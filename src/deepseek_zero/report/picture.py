@@ -22,13 +22,24 @@ from ..planner.plan import Plan
 from ..planner.schedule import Action, ActionKind, Schedule
 from ..tiers.tier import Tier
 from .mesh_picture import axes_shown, draw_mesh, draw_pipeline, legend_of, shown_places
-from .plots import BLUE, FAINT, GREY, INK, ORANGE, add_titles, new_figure, save_figure, style_axes
+from .plots import (
+    BACKWARD,
+    BLUE,
+    FAINT,
+    FORWARD,
+    GREY,
+    INK,
+    ORANGE,
+    add_titles,
+    new_figure,
+    paler,
+    save_figure,
+    style_axes,
+)
 
 TIER_COLOURS = {Tier.DEVICE: BLUE, Tier.HOST: "#3f8f5b", Tier.NVME: ORANGE}
 PALER = {"weight": 0.0, "grad": 0.3, "master": 0.52, "moments": 0.7}  # mixing ratio with white
 GATHERED = "#c3d9ee"
-FORWARD = BLUE
-BACKWARD = "#7b5ea7"
 TIMES = [
     (FORWARD, "forward"),
     (GATHERED, "gathered"),
@@ -267,8 +278,7 @@ def _named_colours(places: Sequence[UnitPlace]) -> tuple[list[tuple[str, str]], 
 
 
 def _colour(state: str, tier: Tier) -> str:
-    channels = [int(TIER_COLOURS[tier][at : at + 2], 16) for at in (1, 3, 5)]
-    return "#" + "".join(f"{round(each + (255 - each) * PALER[state]):02x}" for each in channels)
+    return paler(TIER_COLOURS[tier], PALER[state])
 
 
 def _legend(axes: Any, entries: Sequence[tuple[str, str]], columns: int) -> None:

@@ -26,6 +26,8 @@ STATE_COLOURS = {
     "moments": "#8a6fb0",
     "buffers": "#b8a03c",
 }
+FORWARD = BLUE
+BACKWARD = "#7b5ea7"
 OTHER_COLOUR = "#9aa5ae"
 
 
@@ -76,6 +78,17 @@ def style_axes(axes: Any, along: str = "x", ticks: float = 3) -> None:
     axes.set_axisbelow(True)
     axes.xaxis.label.set_color(INK)
     axes.yaxis.label.set_color(INK)
+
+
+def paler(colour: str, share: float) -> str:
+    """Return a colour that is mixed with white.
+
+    Args:
+        colour: The colour as "#rrggbb".
+        share: Share of white, from 0 to 1.
+    """
+    channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(each + (255 - each) * share):02x}" for each in channels)
 
 
 def add_titles(axes: Any, title: str, subtitle: str) -> None:

@@ -9,15 +9,14 @@ import random
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint.boxes import ParamPart, boxes_of, first_gap, flat_boxes, read_part
-from deepseek_zero.checkpoint.format import WEIGHT, Manifest, SavedChunk
+from deepseek_zero.checkpoint.boxes import ParamPart, assemble, boxes_of, first_gap, flat_boxes
+from deepseek_zero.checkpoint.format import WEIGHT, Manifest, SavedChunk, StateRange
 from deepseek_zero.checkpoint.read import CheckpointReader
 from deepseek_zero.checkpoint.safetensors_file import TensorInfo, encode_header
 from deepseek_zero.checkpoint.verify import _missing_elements
@@ -78,20 +77,15 @@ def test_a_scalar_is_one_box() -> None:
 def test_a_part_is_read_from_flat_ranges_of_the_whole(split: Split) -> None:
     whole = numbered(split.shape).reshape(-1)
 
-    def read(start: int, stop: int) -> Any:
-        middle = (start + stop) // 2  # as a folder of several files answers
-        return (
-            [(start, whole[start:middle]), (middle, whole[middle:stop])]
-            if middle > start
-            else [(start, whole[start:stop])]
-        )
-
     for coordinate in range(len(split.ranges)):
         part = ParamPart.of(split, coordinate)
         assert part is not None
         start, stop = part.numel // 3, part.numel
         found = torch.zeros(stop - start)
-        for at, values in read_part(part, start, stop, read):
+        middle = whole.numel() // 2
+        sources = [(ParamPart.whole(split.shape), at, whole[at:][:middle]) for at in (0, middle)]
+        sources.append((ParamPart.whole(split.shape), whole.numel() - 1, whole[-1:]))
+        for at, values in assemble(part, start, stop, sources, AssertionError("missing")):
             found[at - start : at - start + values.numel()] = values
         assert torch.equal(
             found, cut(whole.view(split.shape), split, coordinate).reshape(-1)[start:stop]
@@ -146,9 +140,8 @@ def read_all(saved: Saved, part: ParamPart | None, stack: ExitStack, cuts: int =
     total = saved.whole.numel() if part is None else part.numel
     found = torch.full((total,), float("nan"))
     for number in range(cuts):
-        for at, values in reader.read(
-            WEIGHT, "w", "", total * number // cuts, total * (number + 1) // cuts, part
-        ):
+        start, stop = (total * each // cuts for each in (number, number + 1))
+        for at, values in reader.read(StateRange(WEIGHT, "w", "", start, stop, part=part)):
             found[at : at + values.numel()] = values
     return found
 

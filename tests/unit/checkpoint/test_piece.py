@@ -17,7 +17,7 @@ from deepseek_zero.base.mesh import AXES, Mesh
 from deepseek_zero.checkpoint.contents import Contents, LoadSettings, SaveSettings
 from deepseek_zero.checkpoint.convert import convert_to_safetensors
 from deepseek_zero.checkpoint.export import ExportSettings, consolidated, export_safetensors
-from deepseek_zero.checkpoint.format import MOMENT, WEIGHT, Manifest
+from deepseek_zero.checkpoint.format import MOMENT, WEIGHT, Manifest, StateRange
 from deepseek_zero.checkpoint.load import load_slices
 from deepseek_zero.checkpoint.piece import ModelPiece, predecessor
 from deepseek_zero.checkpoint.read import open_checkpoint
@@ -89,9 +89,8 @@ def states_in(folder: Path) -> dict[str, Tensor]:
             numel = torch.Size(facts["shape"]).numel()
             states = [(WEIGHT, ""), *((MOMENT, key) for key in source.values.keys(MOMENT, name))]
             for kind, key in states:
-                parts = [
-                    values.clone() for _, values in source.values.read(kind, name, key, 0, numel)
-                ]
+                wanted = StateRange(kind, name, key, 0, numel)
+                parts = [values.clone() for _, values in source.values.read(wanted)]
                 found[f"{kind} {name} {key}"] = torch.cat(parts).view(facts["shape"])
         found |= {
             f"buffer {name}": source.values.of_rank(name, 0).clone()

@@ -31,7 +31,7 @@ from ....checkpoint.load import (
     restore_weights,
     split_as_saved,
 )
-from ....checkpoint.lockstep import run_and_gather, run_on_first_rank
+from ....checkpoint.lockstep import run_and_gather, run_on_all, run_on_first_rank
 from ....checkpoint.piece import ModelPiece, names_of_all
 from ....checkpoint.read import open_checkpoint
 from ....checkpoint.save import publish, refuse_foreign_files, save
@@ -188,7 +188,6 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     """
     runtime = contents.runtime
     folder = directory / tag
-    opened: list[DeepSpeedCheckpoint] = []
     follow_requires_grad(runtime)
     piece = ModelPiece.of(runtime)
     trained = frozenset(
@@ -197,7 +196,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     names = names_of_all(runtime)
     comm = runtime.comm.whole
 
-    def read_files() -> None:
+    def read_files() -> DeepSpeedCheckpoint:
         found = read_deepspeed(folder, trained)
         check(found.manifest, contents, replace(settings, moments=False), names)
         if settings.moments and contents.optimizer is not None:
@@ -205,7 +204,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
             split_as_saved(
                 found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer
             )
-        opened.append(found)
+        return found
 
     def fill() -> None:
         restore_weights(found, contents)
@@ -219,8 +218,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
 
     if settings.verify:
         run_and_gather(comm, f"loading {tag}: checksums", check_bytes)
-    run_and_gather(comm, f"loading {tag}: DeepSpeed's files", read_files)
-    found = opened[0]
+    found = run_on_all(comm, f"loading {tag}: DeepSpeed's files", read_files)
     replace_states(contents, tag, fill)
     client = found.plain["client"]
     if found.manifest.world_size == comm.size:

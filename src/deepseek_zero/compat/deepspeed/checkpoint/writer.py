@@ -26,7 +26,7 @@ from ....base.errors import CheckpointError
 from ....base.log import log_once
 from ....checkpoint import files
 from ....checkpoint.contents import IMPLEMENTATION_OPTIONS
-from ....checkpoint.format import CLIENT, MOMENT, WEIGHT, WHOLE
+from ....checkpoint.format import CLIENT, MOMENT, WEIGHT, WHOLE, StateRange
 from ....checkpoint.layouts import OpenCheckpoint, layout_of
 from ....checkpoint.numpy_values import all_to_plain
 from ....checkpoint.read import client_of_rank, open_checkpoint, tensors_of
@@ -332,7 +332,7 @@ def _frozen(source: OpenCheckpoint, layout: DeepSpeedTarget, name: str, rank: in
     cut = partition_slice(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
     length = -(-numel // layout.ranks) if layout.stage == 3 else numel
     values = torch.zeros(length, dtype=_computes_in(own, layout))
-    for low, part in source.values.read(WEIGHT, name, "", cut.start, cut.stop):
+    for low, part in source.values.read(StateRange(WEIGHT, name, "", cut.start, cut.stop)):
         at = low - cut.start
         values[at : at + part.numel()] = cast(part.reshape(-1), values.dtype)
     return values if layout.stage == 3 else values.view(facts["shape"])
@@ -353,7 +353,7 @@ def _fill(source: OpenCheckpoint, what: tuple[str, str, str], cut: slice, into: 
     If the parameter does not have the state, the tensor keeps its zeros.
     """
     if source.values.has(*what):
-        for low, part in source.values.read(*what, cut.start, cut.stop):
+        for low, part in source.values.read(StateRange(*what, cut.start, cut.stop)):
             into[low - cut.start : low - cut.start + part.numel()] = part.reshape(-1)
 
 
