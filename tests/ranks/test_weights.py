@@ -80,20 +80,21 @@ def drop(state: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
 
 @pytest.mark.ranks(2)
 def test_each_rank_reads_only_what_it_holds(tmp_path: Path) -> None:
+    from deepseek_zero.checkpoint.format import StateRange
     from deepseek_zero.checkpoint.hf_folder import SafetensorsFolder
 
     engine = start(3)
     write(tmp_path)
-    ranges: list[tuple[Any, ...]] = []
+    ranges: list[StateRange] = []
     with pytest.MonkeyPatch.context() as patch:
         read = SafetensorsFolder.read
         patch.setattr(
             SafetensorsFolder,
             "read",
-            lambda self, *asked: ranges.append(asked) or read(self, *asked),
+            lambda self, wanted: ranges.append(wanted) or read(self, wanted),
         )
         engine.load_weights(tmp_path)
-    mine = sum(stop - start for _, start, stop, *_ in ranges)
+    mine = sum(wanted.stop - wanted.start for wanted in ranges)
     held = torch.tensor([mine])
     dist.all_reduce(held)
     numel = sum(param.numel() for param in engine.module.parameters())

@@ -96,11 +96,8 @@ def sync(descriptor: int) -> None:
 
 def sync_file(path: Path) -> None:
     """Sync a file's data to the disk, regardless of which process wrote it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -110,12 +107,8 @@ def write_text(path: Path, text: str) -> None:
         path: The file, which must not exist.
         text: Its content.
     """
-    descriptor = create(path)
-    try:
-        write(descriptor, memoryview(text.encode()), 0)
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
+    with new_file(path) as file:
+        file.write(text.encode())
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -13,7 +13,6 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -107,7 +106,7 @@ def safetensors_files(path: Path) -> list[Path]:
     if single.exists():
         return [single]
     if index.exists():
-        return [path / _checked_file_name(name, index) for name in _files_in_index(index)]
+        return _files_in_index(index)
     raise CheckpointError(
         f"{path} holds no {single.name} and no {INDEX}.",
         "Weights are read from safetensors only, so that reading them never runs code.",
@@ -115,34 +114,28 @@ def safetensors_files(path: Path) -> list[Path]:
     )
 
 
-def _files_in_index(index: Path) -> list[str]:
+def _files_in_index(index: Path) -> list[Path]:
+    """Return the files that an index names, which must be in its folder."""
     try:
         where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted(set(where.values()))
+        names = sorted(set(where.values()))
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} is no index: {brief(error)}.", "", "download or export the weights again."
         ) from None
-
-
-def _checked_file_name(name: Any, index: Path) -> str:
-    """Return a file name from an index if it stays in the folder of the index.
-
-    Raises:
-        CheckpointError: It does not.
-    """
-    if (
-        not isinstance(name, str)
-        or name != Path(name).name
-        or name in ("", ".", "..")
-        or "\0" in name
-    ):
-        raise CheckpointError(
-            f"{index} names the file {name!r:.80}, which is not in its folder.",
-            "An index that leads elsewhere would have other files read than those you named.",
-            "get the weights from where you trust them, or mend the index by hand.",
-        )
-    return name
+    for name in names:
+        if (
+            not isinstance(name, str)
+            or name != Path(name).name
+            or name in ("", "..")
+            or "\0" in name
+        ):
+            raise CheckpointError(
+                f"{index} names the file {name!r:.80}, which is not in its folder.",
+                "An index that leads elsewhere would have other files read than those you named.",
+                "get the weights from where you trust them, or mend the index by hand.",
+            )
+    return [index.with_name(name) for name in names]
 
 
 class SafetensorsFolder(StateReader):

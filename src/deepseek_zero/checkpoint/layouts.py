@@ -97,9 +97,12 @@ class ForeignLayout(CheckpointLayout):
     def records(self, file: Path) -> list[FileRecord]:
         """Return the byte ranges of a file, with their checksums if it has any."""
 
-    @abstractmethod
     def manifest(self, path: Path) -> Manifest:
         """Return the names, shapes and dtypes as a `Manifest`."""
+        with ExitStack() as stack:
+            source = self.open_at(path, stack)
+        source.manifest.plain = {"trainer": source.plain.get("trainer", {})}
+        return source.manifest
 
     @abstractmethod
     def checksum_coverage(self, path: Path) -> str:
@@ -283,12 +286,6 @@ class TorchLayout(ForeignLayout):
         """Return the records of the zip archive, with their CRC-32."""
         return torch_records(file)
 
-    def manifest(self, path: Path) -> Manifest:
-        """Return the names, shapes and dtypes of the state dict."""
-        manifest = read_state_dict(path).manifest
-        manifest.plain = {"trainer": {}}
-        return manifest
-
     def checksum_coverage(self, path: Path) -> str:
         """Explain that only torch's own checksums of the records exist."""
         return "torch's CRC-32 of each record is all this file has"
@@ -309,13 +306,12 @@ class TorchLayout(ForeignLayout):
 SLICES = SlicesLayout()
 SAFETENSORS = SafetensorsLayout()
 TORCH = TorchLayout()
-_registered: list[CheckpointLayout] = []
+_registered: dict[str, CheckpointLayout] = {}
 
 
 def register_layout(layout: CheckpointLayout) -> None:
     """Register a layout in this process, unless its name is already registered."""
-    if layout.name not in {each.name for each in (SLICES, *_registered, SAFETENSORS, TORCH)}:
-        _registered.append(layout)
+    _registered.setdefault(layout.name, layout)
 
 
 def known_layouts() -> Sequence[CheckpointLayout]:
@@ -325,7 +321,7 @@ def known_layouts() -> Sequence[CheckpointLayout]:
     that contribute layouts, so that they can register them.
     """
     contributions(CHECKPOINT_LAYOUTS)
-    return [SLICES, *_registered, SAFETENSORS, TORCH]
+    return [SLICES, *_registered.values(), SAFETENSORS, TORCH]
 
 
 def layout_of(path: Path) -> CheckpointLayout | None:
@@ -339,11 +335,11 @@ def layout_named(name: str) -> CheckpointLayout:
     Raises:
         CheckpointError: No layout of that name is registered.
     """
-    found = next((layout for layout in known_layouts() if layout.name == name), None)
-    if found is None:
-        known = ", ".join(layout.name for layout in known_layouts())
-        raise CheckpointError(f"no layout is called {name!r}.", fix=f"choose one of: {known}.")
-    return found
+    known = {layout.name: layout for layout in known_layouts()}
+    if name not in known:
+        fix = f"choose one of: {', '.join(known)}."
+        raise CheckpointError(f"no layout is called {name!r}.", fix=fix)
+    return known[name]
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -148,21 +148,20 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
 def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
     """Use the codecs of the saved run instead of those that this run measured.
 
-    Only states whose codec this run chose by measurement are affected. Local; every rank makes the
-    same change.
+    Only states whose codec this run chose by measurement are affected. Every rank must call this,
+    and makes the same change.
 
     Args:
         manifest: Manifest of the checkpoint.
         runtime: The runtime to change.
     """
     here = runtime.settings.compression
-    saved = {state: codec for state, codec in manifest.codes.items() if state in here.left_open}
-    chosen = {
-        state: Blocks(*codec) if codec is not None else None for state, codec in saved.items()
+    chosen: dict[str, Any] = {
+        state: Blocks(*codec) if codec is not None else None
+        for state, codec in manifest.codes.items()
+        if state in here.left_open
     }
-    weights = chosen.get("weights", here.weights)
-    gradients = chosen.get("gradients", here.gradients)
-    found = replace(here, weights=weights, gradients=gradients)
+    found = replace(here, **chosen)
     if found != here:
         said = ", ".join(f"{state} {codec or 'as they are'}" for state, codec in chosen.items())
         log_first(
@@ -280,28 +279,24 @@ def check(
         CheckpointError: Names, shapes or the optimizer do not match.
     """
     piece = ModelPiece.of(contents.runtime)
-    own = {
-        piece.name(member): (list(piece.shape(member)), group.trainable)
-        for group in contents.runtime.groups
-        for member in group.members
-    }
-    shapes = [
-        f"'{name}' is {manifest.parameters[name]['shape']} in the checkpoint and {shape} in the "
-        "model"
-        for name, (shape, _) in own.items()
-        if name in manifest.parameters and manifest.parameters[name]["shape"] != shape
-    ]
+    shapes = []
+    missing = []
+    for group in contents.runtime.groups:
+        for member in group.members:
+            name = piece.name(member)
+            shape = list(piece.shape(member))
+            saved = manifest.parameters.get(name)
+            if saved is not None and saved["shape"] != shape:
+                shapes.append(
+                    f"'{name}' is {saved['shape']} in the checkpoint and {shape} in the model"
+                )
+            if saved is None or (group.trainable and name in manifest.excluded):
+                missing.append(name)
     if shapes:
         raise CheckpointError(
             f"{len(shapes)} shape(s) differ: {first_few(shapes)}.",
             fix="build the model with the sizes it was saved with.",
         )
-    excluded = set(manifest.excluded)
-    missing = [
-        name
-        for name, (_, trained) in own.items()
-        if name not in manifest.parameters or (name in excluded and trained)
-    ]
     unexpected = [name for name in manifest.parameters if name not in names]
     if settings.strict and (missing or unexpected):
         raise CheckpointError(
@@ -460,7 +455,7 @@ def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap], piece: Model
 def restore_weights(reader: StateReader, contents: Contents) -> None:
     """Write this rank's ranges of main weights, or of weights without a main weight.
 
-    Weights with a main weight are updated later by `ParamGroup.refresh`. The function is local.
+    Weights with a main weight are updated later by `ParamGroup.refresh`. It sends nothing.
 
     Args:
         reader: The open checkpoint.
@@ -511,16 +506,15 @@ def write_weight(
             device. They are cast with the rounding of an update.
     """
     device = group.comm_ctx.pool.device
-    rank = group.comm_ctx.comm.rank
     master = group.master
+    buffer = group.weight if master is None else master.buffer
+    start, stop, place = buffer.local_range(member.slot, group.comm_ctx.comm.rank)
     if master is not None:
-        start, stop, place = master.buffer.local_range(member.slot, rank)
         for low, part in read(start, stop):
             at = place + low - start
             master.write(at, at + part.numel(), part.to(device))
         return
-    start, stop, place = group.weight.local_range(member.slot, rank)
-    with group.weight.writing(place, place + stop - start) as view:
+    with buffer.writing(place, place + stop - start) as view:
         for low, part in read(start, stop):
             cast_master(part.to(device), view[low - start : low - start + part.numel()])
 
@@ -537,7 +531,7 @@ def store_weights(group: ParamGroup) -> None:
 def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents) -> None:
     """Write the buffers of the saved rank that processed the same data.
 
-    If there is no such rank, rank 0's buffers are used. The function is local.
+    If there is no such rank, rank 0's buffers are used. It sends nothing.
 
     Args:
         reader: The open checkpoint.
@@ -626,7 +620,7 @@ def restore_optimizer(
 ) -> None:
     """Load states and hyperparameters through the inner optimizer's load_state_dict.
 
-    It proceeds group by group, so at most one group's states exist twice. The function is local.
+    It proceeds group by group, so at most one group's states exist twice. It sends nothing.
 
     Args:
         reader: The open checkpoint.
@@ -662,8 +656,8 @@ def split_as_saved(
 ) -> None:
     """Split shards whose parameters were saved with different counters or moments.
 
-    This happens if some parameters were frozen for a time or their gradients were dropped. The
-    function is local.
+    This happens if some parameters were frozen for a time or their gradients were dropped. It sends
+    nothing.
 
     Args:
         manifest: Manifest of the checkpoint.
@@ -691,27 +685,26 @@ def restore_kept_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> 
     piece = ModelPiece.of(optimizer.runtime)
     for group in optimizer.runtime.trained_groups:
         for kept in group.gradient.kept.values():
-            _restore_kept_gradient(reader, piece, group, kept)
+            absent = set()
+            for number, member in enumerate(group.members):
+                if reader.has(kept.saved_as, piece.name(member)):
+                    _restore_kept_gradient(reader, piece, group, kept, member)
+                else:
+                    absent.add(number)
+            kept.absent = absent if len(absent) < len(group.members) else None
 
 
 def _restore_kept_gradient(
-    reader: StateReader, piece: ModelPiece, group: ParamGroup, kept: GradSum
+    reader: StateReader, piece: ModelPiece, group: ParamGroup, kept: GradSum, member: ParamInfo
 ) -> None:
-    kind = kept.saved_as
-    absent = set()
-    for number, member in enumerate(group.members):
-        if not reader.has(kind, piece.name(member)):
-            absent.add(number)
-            continue
-        rank = group.comm_ctx.comm.rank
-        start, stop = group.layout.owned(member.slot, rank)
-        low = start - member.slot.start
-        group.guard.before_write()
-        view = kept.ensure().owned_view(member.slot, rank)
-        high = max(low, stop - member.slot.start)
-        for at, values in piece.read(reader, kind, member, "", low, high):
-            view[at - low : at - low + values.numel()].copy_(values)
-    kept.absent = absent if len(absent) < len(group.members) else None
+    rank = group.comm_ctx.comm.rank
+    start, stop = group.layout.owned(member.slot, rank)
+    low = start - member.slot.start
+    high = max(low, stop - member.slot.start)
+    group.guard.before_write()
+    view = kept.ensure().owned_view(member.slot, rank)
+    for at, values in piece.read(reader, kept.saved_as, member, "", low, high):
+        view[at - low : at - low + values.numel()].copy_(values)
 
 
 def _shard_state(

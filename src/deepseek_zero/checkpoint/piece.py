@@ -73,6 +73,14 @@ class ModelPiece:
         rows = rows_of(member.param)
         return 0 if rows is None else rows.start
 
+    def shapes(self, runtime: Runtime) -> dict[str, Shape]:
+        """Return the shapes of the whole parameters of this rank's stage, by first name."""
+        return {
+            self.name(member): self.shape(member)
+            for group in runtime.groups
+            for member in group.members
+        }
+
     def range_of(self, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> StateRange:
         """Translate elements [start, stop) of a local state to a range in a checkpoint.
 
@@ -185,8 +193,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def names_of(runtime: Runtime) -> list[str]:
     """Return the first names of the parameters of this rank's stage."""
-    piece = ModelPiece.of(runtime)
-    return [piece.name(member) for group in runtime.groups for member in group.members]
+    return list(ModelPiece.of(runtime).shapes(runtime))
 
 
 def names_of_all(runtime: Runtime) -> frozenset[str]:

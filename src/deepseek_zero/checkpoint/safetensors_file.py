@@ -41,6 +41,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -52,8 +53,6 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-if hasattr(torch, "float8_e8m0fnu"):
-    DTYPE_NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # The torch dtypes that a file may name. A name from a file is looked up here, never with getattr.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -63,7 +62,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
         "float8_e5m2fnuz float8_e8m0fnu int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "
         "complex128 complex64 complex32".split()
     )
-    if hasattr(torch, name)
 }
 # Metadata of an export: its identity; the CRC-32 of the header, computed with zeros in the place of
 # the CRC itself; the CRC-32 of each tensor's bytes. Other readers ignore these keys.
@@ -402,22 +400,14 @@ class SafetensorsWriter:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self.close(is_complete=kind is None)
-
-    def close(self, *, is_complete: bool = True) -> None:
-        """Close the file; if it is complete, write its header and sync it."""
-        if self._descriptor < 0:
-            return
-        descriptor = self._descriptor
-        self._descriptor = -1
         try:
-            if is_complete:
+            if kind is None:
                 head = self._header(f"{zlib.crc32(self._header(NO_CRC)):08x}")
                 with self._describing_errors():
-                    files.write(descriptor, memoryview(head), 0)
-                    files.sync(descriptor)
+                    files.write(self._descriptor, memoryview(head), 0)
+                    files.sync(self._descriptor)
         finally:
-            os.close(descriptor)
+            os.close(self._descriptor)
 
     def _header(self, own: str) -> bytes:
         sums = json.dumps({name: f"{crc:08x}" for name, crc in self._crcs.items()})

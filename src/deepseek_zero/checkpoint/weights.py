@@ -68,12 +68,7 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
 
         def match_files() -> tuple[SafetensorsFolder, dict[str, str]]:
             files = SafetensorsFolder(path, stack)
-            piece = ModelPiece.of(runtime)
-            shapes = {
-                piece.name(member): piece.shape(member)
-                for group in runtime.groups
-                for member in group.members
-            }
+            shapes = ModelPiece.of(runtime).shapes(runtime)
             shapes |= {
                 name: tuple(buffer.shape)
                 for name, buffer in persistent_buffers(runtime.model).items()
@@ -192,11 +187,12 @@ def match_names(
     Raises:
         CheckpointError: Names (if `strict`) or shapes differ.
     """
-    found = {
+    there = {
         name: next((each for each in tied.get(name, [name]) if each in files.shapes), "")
         for name in shapes
     }
-    missing = [name for name, there in found.items() if not there]
+    found = {name: other for name, other in there.items() if other}
+    missing = [name for name in shapes if name not in found]
     known = {each for names in tied.values() for each in names}
     unexpected = [name for name in files.shapes if name not in known]
     if strict and (missing or unexpected):
@@ -207,17 +203,17 @@ def match_names(
             "build the model these weights belong to, or pass strict=False.",
         )
     different = [
-        f"'{there}' is {list(files.shapes[there])} in the file and {list(shapes[name])} in the "
+        f"'{other}' is {list(files.shapes[other])} in the file and {list(shapes[name])} in the "
         "model"
-        for name, there in found.items()
-        if there and files.shapes[there] != shapes[name]
+        for name, other in found.items()
+        if files.shapes[other] != shapes[name]
     ]
     if different:
         raise CheckpointError(
             f"{len(different)} shape(s) differ: {first_few(different)}.",
             fix="build the model with the sizes these weights were saved with.",
         )
-    return {name: there for name, there in found.items() if there}
+    return found
 
 
 def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ from ....base.nested import is_subclass
 from ....checkpoint import files
 from ....checkpoint.catalogue import remove_replaced
 from ....checkpoint.contents import Contents, Loaded, LoadSettings, SaveSettings
-from ....checkpoint.format import MOMENT, FileRecord, Manifest
+from ....checkpoint.format import MOMENT, FileRecord
 from ....checkpoint.layouts import EngineLayout, OpenCheckpoint
 from ....checkpoint.load import (
     check,
@@ -74,11 +74,6 @@ class DeepSpeedLayout(EngineLayout):
 
     def records(self, file: Path) -> list[FileRecord]:
         return torch_records(file)
-
-    def manifest(self, path: Path) -> Manifest:
-        found = read_deepspeed(path)
-        found.manifest.plain = {"trainer": found.plain.get("trainer", {})}
-        return found.manifest
 
     def checksum_coverage(self, path: Path) -> str:
         with suppress(CheckpointError):
