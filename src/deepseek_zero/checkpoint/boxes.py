@@ -244,20 +244,18 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[FlatBox]:
     if not shape:
         return [((), (), start)]
     row = prod(shape[1:])
-    first = start // row
-    last = (stop - 1) // row
-    if start % row == 0 and stop % row == 0:
+
+    def inside(index: int, low: int, high: int) -> list[FlatBox]:
+        """Divide elements [low, high) of one row."""
+        inner = flat_boxes(shape[1:], low, high)
+        return [((index, *offset), (1, *size), index * row + flat) for offset, size, flat in inner]
+
+    first = -(-start // row)  # the whole rows are [first, last)
+    last = stop // row
+    if first > last:
+        return inside(last, start - last * row, stop - last * row)
+    found = inside(first - 1, start - (first - 1) * row, row)
+    if first < last:
         offset = (first, *[0] * (len(shape) - 1))
-        size = ((stop - start) // row, *shape[1:])
-        return [(offset, size, start)]
-    if first == last:  # the range is inside one row: use one dimension less
-        place = first * row
-        inner = flat_boxes(shape[1:], start - place, stop - place)
-        return [((first, *offset), (1, *size), place + flat) for offset, size, flat in inner]
-    head = min(stop, -(-start // row) * row)
-    tail = max(head, stop // row * row)
-    return (
-        flat_boxes(shape, start, head)
-        + flat_boxes(shape, head, tail)
-        + flat_boxes(shape, tail, stop)
-    )
+        found.append((offset, (last - first, *shape[1:]), first * row))
+    return found + inside(last, 0, stop - last * row)

@@ -197,7 +197,8 @@ def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointIn
         tag: The tag to record.
         reads_headers: Also check the headers of the files.
     """
-    manifest, faults = check_headers(path, ALL_FILES if reads_headers else NO_FILES)
+    subset = ALL_FILES if reads_headers else NO_FILES
+    manifest, faults = check_headers(path, subset)
     saved = path / MANIFEST if (path / MANIFEST).exists() else path
     return CheckpointInfo(tag, path, manifest, saved.stat().st_mtime, tuple(faults))
 

@@ -8,7 +8,7 @@ the same bytes on every mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,21 +139,22 @@ class WholeModel:
         stages = self.runtime.comm.along.get("pp")
         with torch.no_grad():
             for stage, infos in enumerate(self.stages):
-                names = {info.name for info in infos}
-                if stages is None:
-                    yield from _own_values(self.runtime, self.settings, names)
-                elif stage == stages.rank:
-                    for name, start, values in _own_values(self.runtime, self.settings, names):
-                        scatter(stages, [values] * stages.size, values, f"export of {name}", stage)
-                        yield name, start, values
-                        del values
+                if stages is None or stage == stages.rank:
+                    names = {info.name for info in infos}
+                    source = _own_values(self.runtime, self.settings, names)
                 else:
                     device = self.runtime.comm_ctx.pool.device
-                    for info in infos:
-                        came = torch.empty(info.numel, dtype=info.dtype, device=device)
-                        scatter(stages, [came] * stages.size, came, f"export of {info.name}", stage)
-                        yield info.name, 0, came
-                        del came
+                    source = (
+                        (info.name, 0, torch.empty(info.numel, dtype=info.dtype, device=device))
+                        for info in infos
+                    )
+                for name, start, values in source:
+                    if stages is not None:
+                        sent = [values] * stages.size
+                        scatter(stages, sent, values, f"export of {name}", stage)
+                        del sent
+                    yield name, start, values
+                    del values
 
 
 def _held(runtime: Runtime, settings: ExportSettings) -> Iterator[TensorInfo]:
@@ -202,24 +203,16 @@ def _own_values(
         del flat
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in names:
-            yield name, 0, _broadcast_first(runtime.comm, buffer, name)
+            flat = buffer.detach().reshape(-1).clone()
+            if runtime.comm.size > 1 and flat.numel():  # the first rank's values
+                scatter(runtime.comm, [flat] * runtime.comm.size, flat, f"export of {name}")
+            yield name, 0, flat
 
 
 def _needs_master(group: ParamGroup, settings: ExportSettings) -> bool:
     """Return whether the export needs another dtype than that of the weight."""
     own = group.weight.spec.dtype
     return group.master is not None and settings.dtype_for(own) != own
-
-
-def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
-    """Return the first rank's values of a buffer, flat, in new memory.
-
-    Collective.
-    """
-    flat = buffer.detach().reshape(-1).clone()
-    if comm.size > 1 and flat.numel():
-        scatter(comm, [flat] * comm.size, flat, f"export of {name}")
-    return flat
 
 
 # -- writing
@@ -292,26 +285,21 @@ def export_safetensors(
         Collective: every rank must call it.
     """
     comm = runtime.comm.whole
-    output = StagedOutput(directory)
     model = WholeModel.of(runtime, settings)
     shards = plan_shards(model.tensors, settings.max_shard_bytes)
     names = shard_names(len(shards))
-
-    def finish() -> None:
-        if len(names) > 1:
-            write_index(output.path / INDEX, shards, names)
-        if companions is not None:
-            companions(output.path)
-        output.publish_folder(EXPORT_PATTERNS, INDEX)
-
-    try:
-        run_on_first_rank(comm, "export: the folder", lambda: _begin(output))
+    with _staged_by_first_rank(comm, directory) as output:
         own_files = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
         _write(model, output.path, own_files)
+
+        def finish() -> None:
+            if len(names) > 1:
+                write_index(output.path / INDEX, shards, names)
+            if companions is not None:
+                companions(output.path)
+            output.publish_folder(EXPORT_PATTERNS, INDEX)
+
         run_on_first_rank(comm, "export: the names", finish)
-    except Exception:
-        output.discard()
-        raise
     return names
 
 
@@ -333,9 +321,7 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
         Collective: every rank must call it.
     """
     comm = runtime.comm.whole
-    output = StagedOutput(path)
-    try:
-        run_on_first_rank(comm, "export: the folder", lambda: _begin(output))
+    with _staged_by_first_rank(comm, path) as output:
         if path.suffix == ".safetensors":
             model = WholeModel.of(runtime, settings)
             written = {path.name: model.tensors} if comm.rank == 0 else {}
@@ -345,24 +331,31 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
             into = output.path / path.name
             run_on_first_rank(comm, "export: the file", lambda: save_torch(state, into))
         run_on_first_rank(comm, "export: the name", output.publish_file)
-    except Exception:
-        output.discard()
-        raise
 
 
-def _begin(output: StagedOutput) -> None:
-    """Open the staging folder; only rank 0 calls it."""
-    if output.final.is_dir() and output.final.suffix in FILE_SUFFIXES:
-        raise CheckpointError(
-            f"{output.final} is a folder.", "Its name is that of a file.", "name another file."
-        )
-    if output.final.is_file() and output.final.suffix not in FILE_SUFFIXES:
-        raise CheckpointError(
-            f"{output.final} is a file.",
-            "An export is a folder.",
-            "name a folder, or a file that ends in .pth.",
-        )
-    output.open()
+@contextmanager
+def _staged_by_first_rank(comm: Comm, final: Path) -> Iterator[StagedOutput]:
+    """Open a staging folder on rank 0, and remove it if the block fails. Collective."""
+    output = StagedOutput(final)
+
+    def begin() -> None:
+        if final.is_dir() and final.suffix in FILE_SUFFIXES:
+            raise CheckpointError(
+                f"{final} is a folder.", "Its name is that of a file.", "name another file."
+            )
+        if final.is_file() and final.suffix not in FILE_SUFFIXES:
+            raise CheckpointError(
+                f"{final} is a file.",
+                "An export is a folder.",
+                "name a folder, or a file that ends in .pth.",
+            )
+        output.open()
+
+    try:
+        run_on_first_rank(comm, "export: the folder", begin)
+        yield output
+    finally:
+        output.discard()  # does nothing after publishing
 
 
 def _write(model: WholeModel, folder: Path, shards: dict[str, list[TensorInfo]]) -> None:

@@ -330,9 +330,9 @@ def _is_plain(tag: Any) -> bool:
 
 def _invalid_tag(tag: Any, why: str, fix: str) -> CheckpointError:
     shown = repr(tag)
-    return CheckpointError(
-        f"{shown[:80]}{'...' if len(shown) > 80 else ''} cannot be a tag.", why, fix
-    )
+    if len(shown) > 80:
+        shown = f"{shown[:80]}..."
+    return CheckpointError(f"{shown} cannot be a tag.", why, fix)
 
 
 def missing_elements(folder: Path, what: str) -> CheckpointError:

@@ -20,7 +20,7 @@ from ..base.errors import CheckpointError, brief
 from . import files
 from .boxes import ParamPart, PlacedValues, assemble
 from .format import WEIGHT, StateRange
-from .safetensors_file import SafetensorsReader, TensorInfo
+from .safetensors_file import RUN_KEY, SafetensorsReader, TensorInfo, TensorLocation
 from .state_reader import StateReader
 
 STEM = "model"
@@ -151,19 +151,19 @@ class SafetensorsFolder(StateReader):
     def __init__(self, path: Path, stack: ExitStack) -> None:
         """Open the files; they are closed together with `stack`."""
         self._file_of: dict[str, SafetensorsReader] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.metadata: dict[str, str] = {}  # merged from all files
+        self.locations: dict[str, TensorLocation] = {}
+        self.runs = set[str | None]()  # identities of the exports that wrote the files
         for file in safetensors_files(path):
             try:
                 reader = stack.enter_context(SafetensorsReader(file))
             except (OSError, CheckpointError) as error:
+                reason = error.what if isinstance(error, CheckpointError) else brief(error)
                 raise CheckpointError(
-                    f"{file} cannot be read: "
-                    f"{error.what if isinstance(error, CheckpointError) else brief(error)}.",
+                    f"{file} cannot be read: {reason}.",
                     "It is missing, damaged or no safetensors file.",
                     "get it again.",
                 ) from None
-            self.metadata |= reader.header.metadata
+            self.runs.add(reader.header.metadata.get(RUN_KEY))
             for name, location in reader.header.locations.items():
                 if name in self._file_of:
                     raise CheckpointError(
@@ -172,11 +172,11 @@ class SafetensorsFolder(StateReader):
                         "get the weights again, into an empty folder.",
                     )
                 self._file_of[name] = reader
-                self.shapes[name] = location.shape
+                self.locations[name] = location
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
         """Return whether there is a weight of this name; other kinds do not exist."""
-        return kind == WEIGHT and name in self.shapes
+        return kind == WEIGHT and name in self.locations
 
     def read(self, wanted: StateRange) -> PlacedValues:
         """Yield the elements of a range of a tensor.

@@ -22,9 +22,9 @@ from ..base.plugins import CHECKPOINT_LAYOUTS, contributions
 from .contents import Contents, Loaded, LoadSettings, SaveSettings
 from .format import MANIFEST, FileRecord, Manifest
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
-from .safetensors_file import RUN_KEY, dtype_name, read_header
+from .safetensors_file import read_header
 from .state_reader import StateReader
-from .torch_file import read_state_dict, torch_records
+from .torch_file import parameter_facts, read_state_dict, torch_records
 
 
 @dataclass(frozen=True)
@@ -207,51 +207,6 @@ class SafetensorsLayout(ForeignLayout):
             for name, at in header.locations.items()
         ]
 
-    def manifest(self, path: Path) -> Manifest:
-        """Return the names, shapes and dtypes from the headers.
-
-        Raises:
-            CheckpointError: The files belong to different exports, or two of them contain the same
-                tensor.
-        """
-        headers = {each: read_header(each) for each in safetensors_files(path)}
-        runs = {header.metadata.get(RUN_KEY) for header in headers.values()}
-        if len(runs) > 1:
-            raise CheckpointError(
-                f"the files of {path} are of different exports: "
-                f"{', '.join(sorted(map(str, runs)))}.",
-                "An export that was cut off may have replaced some of an older one's.",
-                "export again into an empty folder.",
-            )
-        parameters: dict[str, dict[str, Any]] = {}
-        for each, header in headers.items():
-            for name, at in header.locations.items():
-                if name in parameters:
-                    raise CheckpointError(
-                        f"'{name}' is in {each.name} and in another file of {path} too.",
-                        fix="export again into an empty folder.",
-                    )
-                parameters[name] = {
-                    "shape": list(at.shape),
-                    "dtype": dtype_name(at.dtype),
-                    "trained": True,
-                }
-        run = next(iter(runs), None) or ""
-        return Manifest(
-            1,
-            0,
-            {},
-            parameters,
-            {},
-            [],
-            None,
-            {},
-            [],
-            plain={"trainer": {}},
-            run=run,
-            format="safetensors",
-        )
-
     def checksum_coverage(self, path: Path) -> str:
         """Explain that files of other programs have no checksums; empty for our exports."""
         if all(read_header(each).tensor_crcs for each in self.files(path)):
@@ -265,8 +220,24 @@ class SafetensorsLayout(ForeignLayout):
             path: A safetensors file, or a folder of them.
             stack: Closes the files.
         """
+        folder = SafetensorsFolder(path, stack)
+        if len(folder.runs) > 1:
+            raise CheckpointError(
+                f"the files of {path} are of different exports: "
+                f"{', '.join(sorted(map(str, folder.runs)))}.",
+                "An export that was cut off may have replaced some of an older one's.",
+                "export again into an empty folder.",
+            )
+        parameters = {
+            name: parameter_facts(at.shape, at.dtype, trained=True)
+            for name, at in folder.locations.items()
+        }
+        run = next(iter(folder.runs), None) or ""
+        manifest = Manifest(
+            1, 0, {}, parameters, {}, [], None, {}, [], run=run, format="safetensors"
+        )
         plain: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
-        return OpenCheckpoint(path, self.manifest(path), plain, SafetensorsFolder(path, stack))
+        return OpenCheckpoint(path, manifest, plain, folder)
 
 
 class TorchLayout(ForeignLayout):

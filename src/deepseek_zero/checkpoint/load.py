@@ -312,26 +312,21 @@ def check(
 def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
     """Raise CheckpointError if the saved optimizer states belong to another optimizer."""
     mine = type(optimizer.inner).__name__
-    fix = "load with load_optimizer_states=False, or use the optimizer that was saved."
-    if manifest.optimizer != mine:
-        raise CheckpointError(
-            f"the checkpoint has the state of {manifest.optimizer}, the engine runs {mine}.",
-            fix=fix,
-        )
     groups = len(manifest.plain["groups"])
+    package = manifest.extra.get("optimizer_package")
+    own_package = package_of(optimizer.inner)
     known = ("torch", "deepseek_zero")
-    packages = manifest.extra.get("optimizer_package"), package_of(optimizer.inner)
-    if packages[0] is not None and (packages[0] in known) != (packages[1] in known):
+    problem = ""
+    if manifest.optimizer != mine:
+        problem = f"the state of {manifest.optimizer}, the engine runs {mine}"
+    elif package is not None and (package in known) != (own_package in known):
+        problem = f"the state of {package}'s {mine}, the engine runs {own_package}'s"
+    elif groups != len(optimizer.param_groups):
+        problem = f"{groups} parameter groups, the optimizer has {len(optimizer.param_groups)}"
+    if problem:
         raise CheckpointError(
-            f"the checkpoint has the state of {packages[0]}'s {mine}, the engine runs "
-            f"{packages[1]}'s.",
-            fix=fix,
-        )
-    if groups != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the checkpoint has {groups} parameter groups, the optimizer has "
-            f"{len(optimizer.param_groups)}.",
-            fix=fix,
+            f"the checkpoint has {problem}.",
+            fix="load with load_optimizer_states=False, or use the optimizer that was saved.",
         )
     is_owed = manifest.plain["trainer"].get("owed") is not None
     if is_owed and optimizer.policy(extensions.DelayedUpdate) is None:
@@ -575,17 +570,18 @@ def _with_subclasses(
     Files contain no classes, so the optimizer creates the objects. Raises CheckpointError if their
     inner tensors have other names, dtypes or shapes than the saved ones.
     """
-    keys = {key.partition(INNER)[0] for key in state if INNER in key}
-    if not keys:
-        return state
-    made = before if keys <= before.keys() else optimizer.shard_set.state_of_first_step(shard)
     found = {key: value for key, value in state.items() if INNER not in key}
-    for key in keys:
-        saved = {
-            name.partition(INNER)[2]: each
-            for name, each in state.items()
-            if name.startswith(key + INNER)
-        }
+    subclasses: dict[str, dict[str, Tensor]] = {}  # inner tensors by key and name
+    for path, value in state.items():
+        if INNER in path:
+            key, _, name = path.partition(INNER)
+            subclasses.setdefault(key, {})[name] = value
+    if not subclasses:
+        return found
+    made = before
+    if not subclasses.keys() <= before.keys():
+        made = optimizer.shard_set.state_of_first_step(shard)
+    for key, saved in subclasses.items():
         here = inner_tensors(made[key]) if is_subclass(made.get(key)) else {}
         if _kinds_of(here) != _kinds_of(saved):
             raise CheckpointError(

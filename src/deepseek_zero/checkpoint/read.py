@@ -198,9 +198,10 @@ class CheckpointReader(StateReader):
         """
         saved = self._chunks[WHOLE, name][key]
         if part not in saved:
+            parts = ", ".join(map(_described, saved))
             raise CheckpointError(
-                f"the optimizer's state '{key}' of '{name}' was saved of {_described(*saved)}, not "
-                f"of {_described(part)}.",
+                f"the optimizer's state '{key}' of '{name}' was saved of {parts}, not of "
+                f"{_described(part)}.",
                 "Its shape differs from the parameter's, and depends on the split along tp.",
                 "load with the number of tp ranks that saved it, or with "
                 "load_optimizer_states=False.",
@@ -224,9 +225,9 @@ class CheckpointReader(StateReader):
         return self._files[chunk.file]
 
 
-def _described(*parts: ParamPart | None) -> str:
-    """Describe parts of a parameter for an error message."""
-    return ", ".join("the whole parameter" if each is None else str(each) for each in parts)
+def _described(part: ParamPart | None) -> str:
+    """Describe a part of a parameter for an error message."""
+    return "the whole parameter" if part is None else str(part)
 
 
 @dataclass(frozen=True)
@@ -329,25 +330,16 @@ def tensors_of(
     """
     manifest = source.manifest
     found = {}
-    for name, facts in manifest.parameters.items():
-        is_there = source.values.has(WEIGHT, name) or not prod(facts["shape"])
-        if is_there and (facts["trained"] or not exclude_frozen):
-            found[name] = _lazy_tensor(source, name, facts, dtype)
-    for name, facts in manifest.buffers.items():
-        if source.values.has(BUFFER, name):
-            found[name] = _lazy_tensor(source, name, facts, dtype)
+    for name, facts in (manifest.parameters | manifest.buffers).items():
+        kind = BUFFER if name in manifest.buffers else WEIGHT
+        is_there = source.values.has(kind, name) or not prod(facts["shape"])
+        if is_there and (facts.get("trained", True) or not exclude_frozen):
+            own = dtype_named(facts["dtype"])
+            wanted = dtype if dtype is not None and own.is_floating_point else own
+            found[name] = LazyTensor(source, name, torch.Size(facts["shape"]), wanted)
     order = {name: place for place, name in enumerate(manifest.extra.get("names", ()))}
-    return {
-        name: found[name] for name in sorted(found, key=lambda each: order.get(each, len(order)))
-    }
-
-
-def _lazy_tensor(
-    source: OpenCheckpoint, name: str, facts: dict[str, Any], dtype: torch.dtype | None
-) -> LazyTensor:
-    own: torch.dtype = dtype_named(facts["dtype"])
-    wanted = dtype if dtype is not None and own.is_floating_point else own
-    return LazyTensor(source, name, torch.Size(facts["shape"]), wanted)
+    names = sorted(found, key=lambda name: order.get(name, len(order)))
+    return {name: found[name] for name in names}
 
 
 def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
     if "python" in states:
         version, *words, has_gauss, bits = states["python"].tolist()
-        random.setstate((version, tuple(words), _float_of_bits(bits) if has_gauss else None))
+        gauss = _float_of_bits(bits) if has_gauss else None
+        random.setstate((version, tuple(words), gauss))
     if "numpy" in states:
         *keys, place, has_gauss, bits = states["numpy"].tolist()
         np.random.set_state(

@@ -230,10 +230,9 @@ def read_header(path: Path) -> SafetensorsHeader:
                 path, "has a header whose tensors are not contiguous: it was overwritten"
             )
         reached = offset.stop
-    end = max((offset.stop for offset in places.values()), default=begin)
-    if end != length:
-        how = "it was cut short" if length < end else "something was added to it"
-        raise damaged_file(path, f"is {length:,} bytes long instead of {end:,}: {how}")
+    if reached != length:
+        how = "it was cut short" if length < reached else "something was added to it"
+        raise damaged_file(path, f"is {length:,} bytes long instead of {reached:,}: {how}")
     return header
 
 

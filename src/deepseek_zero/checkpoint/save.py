@@ -426,7 +426,9 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         "mesh": dict(zip(AXES, runtime.plan.mesh.sizes, strict=True)),
         "ranks_per_host": runtime.settings.ranks_per_host,
     }
+    optimizer_name = None
     if optimizer is not None:
+        optimizer_name = type(optimizer.inner).__name__
         extra["optimizer_package"] = package_of(optimizer.inner)
         for names in optimizer.names_by_group:
             whole = (piece.names.get(name, name) for name in names)
@@ -438,7 +440,9 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
             state: [codec.bits, codec.block] if codec is not None else None
             for state, codec in codecs.items()
         }
-    frozen = [name for name, facts in parameters.items() if not facts["trained"]]
+    excluded = []
+    if settings.exclude_frozen:
+        excluded = [name for name, facts in parameters.items() if not facts["trained"]]
     return Manifest(
         world_size=runtime.comm.whole.size,
         stage=runtime.settings.stage,
@@ -449,9 +453,9 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
             for name, value in persistent_buffers(runtime.model).items()
         },
         chunks=[],
-        optimizer=type(optimizer.inner).__name__ if optimizer is not None else None,
+        optimizer=optimizer_name,
         scalars={},
-        excluded=frozen if settings.exclude_frozen else [],
+        excluded=excluded,
         lifted=[unit.name for unit in runtime.units if unit.is_promoted],
         run=run,
         extra=extra,

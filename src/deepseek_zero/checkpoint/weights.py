@@ -31,7 +31,6 @@ from .hf_folder import SafetensorsFolder
 from .load import replace_states, store_weights, write_weight
 from .lockstep import run_on_all
 from .piece import ModelPiece, persistent_buffers, state_names, whole_names
-from .safetensors_file import RUN_KEY
 from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
@@ -41,7 +40,7 @@ def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> None:
     Files of other programs have no checksums.
     """
     with ExitStack() as stack:
-        is_ours = RUN_KEY in SafetensorsFolder(path, stack).metadata
+        is_ours = SafetensorsFolder(path, stack).runs != {None}
     if is_ours:
         raise_faults(path, verify(path, subset, read_again=True))
 
@@ -188,13 +187,13 @@ def match_names(
         CheckpointError: Names (if `strict`) or shapes differ.
     """
     there = {
-        name: next((each for each in tied.get(name, [name]) if each in files.shapes), "")
+        name: next((each for each in tied.get(name, [name]) if each in files.locations), "")
         for name in shapes
     }
     found = {name: other for name, other in there.items() if other}
     missing = [name for name in shapes if name not in found]
     known = {each for names in tied.values() for each in names}
-    unexpected = [name for name in files.shapes if name not in known]
+    unexpected = [name for name in files.locations if name not in known]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{path} lacks {first_few(missing) or 'nothing'} and has "
@@ -202,12 +201,13 @@ def match_names(
             "strict=True wants the same names on both sides.",
             "build the model these weights belong to, or pass strict=False.",
         )
-    different = [
-        f"'{other}' is {list(files.shapes[other])} in the file and {list(shapes[name])} in the "
-        "model"
-        for name, other in found.items()
-        if files.shapes[other] != shapes[name]
-    ]
+    different = []
+    for name, other in found.items():
+        saved = files.locations[other].shape
+        if saved != shapes[name]:
+            different.append(
+                f"'{other}' is {list(saved)} in the file and {list(shapes[name])} in the model"
+            )
     if different:
         raise CheckpointError(
             f"{len(different)} shape(s) differ: {first_few(different)}.",

@@ -106,10 +106,9 @@ def what_moved(links: Sequence[MemoryLink]) -> list[str]:
     lines = [line for link in links for line in _carried(link)]
     slowest = max(links, key=lambda link: link.waited_seconds, default=None)
     if slowest is not None and slowest.waited_seconds > WORTH_SAYING * slowest.step_seconds:
-        lines.append(
-            f"  waiting for the {slowest.name} "
-            f"{_LINK_BOUND if _is_too_slow(slowest) else _COULD_HIDE}"
-        )
+        is_too_slow = slowest.needed_seconds > slowest.working_seconds
+        advice = _LINK_BOUND if is_too_slow else _COULD_HIDE
+        lines.append(f"  waiting for the {slowest.name} {advice}")
     return lines
 
 
@@ -127,10 +126,6 @@ def _carried(link: MemoryLink) -> list[str]:
         f"{format_seconds(link.needed_seconds)}, the other work "
         f"{format_seconds(link.working_seconds)}",
     ]
-
-
-def _is_too_slow(link: MemoryLink) -> bool:
-    return link.needed_seconds > link.working_seconds
 
 
 _LINK_BOUND = "cannot be hidden: more tokens per step add compute that overlaps with it"

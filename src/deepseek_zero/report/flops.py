@@ -132,8 +132,10 @@ def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
         f"  parameters {format_count(total.params)}, forward {format_count(total.flops)}FLOPS in "
         f"{format_seconds(total.seconds)}, forward and backward about {format_count(step)}FLOPS",
     ]
-    rows = [row for row in cost.rows.values() if settings.depth < 0 or row.depth <= settings.depth]
-    return "\n".join(lines + ([_line(row, total) for row in rows] if settings.detailed else []))
+    for row in cost.rows.values() if settings.detailed else ():
+        if settings.depth < 0 or row.depth <= settings.depth:
+            lines.append(_line(row, total))
+    return "\n".join(lines)
 
 
 def _line(row: ModuleCost, total: ModuleCost) -> str:

@@ -61,7 +61,7 @@ class Plain(ForeignLayout):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(layouts, "_registered", [])
+    monkeypatch.setattr(layouts, "_registered", {})
     monkeypatch.setattr(layouts, "contributions", lambda topic: [])
     folder = tmp_path / "step1"
     folder.mkdir()
