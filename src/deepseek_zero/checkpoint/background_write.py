@@ -69,7 +69,8 @@ class BackgroundWrite:
         self._copied_bytes = 0
         self._error: Exception | None = None
         self._is_over = False
-        self.blocked_seconds = self.seconds = 0.0
+        self.blocked_seconds = 0.0
+        self.seconds = 0.0
         self.head_crc = 0  # CRC-32 of the file's header
 
     def start(self) -> None:
@@ -83,13 +84,10 @@ class BackgroundWrite:
 
     def write(self) -> None:
         """Write the file now."""
-        began = time.perf_counter()
-        try:
-            self._write()
-        finally:
-            self._is_over = True
-            self.seconds = time.perf_counter() - began
-            self.blocked_seconds += self.seconds
+        self._run()
+        self.blocked_seconds += self.seconds
+        if self._error is not None:
+            raise self._error
 
     @property
     def is_resident(self) -> bool:
@@ -116,9 +114,8 @@ class BackgroundWrite:
             raise self._error
         return [replace(state.item.chunk, crc=state.crc) for state in self._items.values()]
 
-    # -- in the thread
-
     def _run(self) -> None:
+        """Write the file and keep an error; a thread runs this."""
         began = time.perf_counter()
         try:
             with torch.no_grad():

@@ -229,10 +229,10 @@ def existing_folder(directory: Path, tag: str) -> Path:
     if folder.exists():
         return folder
     tags = sorted(tags_in(directory))
-    near = ", ".join(f"'{path}'" for path in near_directories(directory)) if not tags else ""
-    fix = f"choose one of: {', '.join(tags) or near or 'none is there'}."
+    choices = tags or [f"'{path}'" for path in near_directories(directory)] or ["none is there"]
     raise CheckpointError(
-        f"{directory} holds no checkpoint {tag!r}{did_you_mean(tag, tags)}.", fix=fix
+        f"{directory} holds no checkpoint {tag!r}{did_you_mean(tag, tags)}.",
+        fix=f"choose one of: {', '.join(choices)}.",
     )
 
 

@@ -92,7 +92,7 @@ class WholeModel:
             settings: Settings of the export.
 
         Note:
-            Collective over the world if there are several stages.
+            Collective if there are several stages: every rank of the world must call it.
         """
         own = list(_held(runtime, settings))
         stages = runtime.comm.along.get("pp")
@@ -179,7 +179,7 @@ def _own_values(
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (name, start, flat values) of tensors of this stage, joined over "tp".
 
-    Collective over the ranks of the stage.
+    Every rank of the stage must iterate.
     """
     piece = ModelPiece.of(runtime)
     tp = runtime.comm.along.get("tp")
@@ -335,7 +335,10 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
 
 @contextmanager
 def _staged_by_first_rank(comm: Comm, final: Path) -> Iterator[StagedOutput]:
-    """Open a staging folder on rank 0, and remove it if the block fails. Collective."""
+    """Open a staging folder on rank 0, and remove it if the block fails.
+
+    Every rank must enter the block.
+    """
     output = StagedOutput(final)
 
     def begin() -> None:
@@ -361,7 +364,7 @@ def _staged_by_first_rank(comm: Comm, final: Path) -> Iterator[StagedOutput]:
 def _write(model: WholeModel, folder: Path, shards: dict[str, list[TensorInfo]]) -> None:
     """Gather every tensor, and write those of this rank's files.
 
-    Collective.
+    Every rank must call it.
     """
     comm = model.runtime.comm.whole
     # A file that is closed in an error is not completed

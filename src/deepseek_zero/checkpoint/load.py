@@ -450,7 +450,8 @@ def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap], piece: Model
 def restore_weights(reader: StateReader, contents: Contents) -> None:
     """Write this rank's ranges of main weights, or of weights without a main weight.
 
-    Weights with a main weight are updated later by `ParamGroup.refresh`. It sends nothing.
+    Weights with a main weight are updated later by `ParamGroup.refresh`. The function does
+    not communicate.
 
     Args:
         reader: The open checkpoint.
@@ -526,7 +527,8 @@ def store_weights(group: ParamGroup) -> None:
 def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents) -> None:
     """Write the buffers of the saved rank that processed the same data.
 
-    If there is no such rank, rank 0's buffers are used. It sends nothing.
+    If there is no such rank, rank 0's buffers are used. The function does not
+    communicate.
 
     Args:
         reader: The open checkpoint.
@@ -616,7 +618,8 @@ def restore_optimizer(
 ) -> None:
     """Load states and hyperparameters through the inner optimizer's load_state_dict.
 
-    It proceeds group by group, so at most one group's states exist twice. It sends nothing.
+    It proceeds group by group, so at most one group's states exist twice. The function
+    does not communicate.
 
     Args:
         reader: The open checkpoint.
@@ -652,8 +655,8 @@ def split_as_saved(
 ) -> None:
     """Split shards whose parameters were saved with different counters or moments.
 
-    This happens if some parameters were frozen for a time or their gradients were dropped. It sends
-    nothing.
+    This happens if some parameters were frozen for a time or their gradients were dropped. The
+    function does not communicate.
 
     Args:
         manifest: Manifest of the checkpoint.

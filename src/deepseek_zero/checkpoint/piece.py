@@ -129,7 +129,8 @@ def remember_names(
         names: Maps each name in the whole state dict to the first name of the same tensor.
         tiles: Maps the name of a tile's parameter to the name of the whole parameter.
     """
-    model.__dict__[WHOLE_NAMES], model.__dict__[OWN_NAMES] = names, {**names, **(tiles or {})}
+    model.__dict__[WHOLE_NAMES] = names
+    model.__dict__[OWN_NAMES] = {**names, **(tiles or {})}
 
 
 def remember_same_names(model: nn.Module, names: tuple[str, ...]) -> None:
@@ -221,7 +222,7 @@ def frozen_names(runtime: Runtime) -> frozenset[str]:
 def _of_all(runtime: Runtime, own: list[str], what: str) -> frozenset[str]:
     """Return the union of the names of all stages.
 
-    Collective over the world if there are several stages.
+    If there are several stages, every rank of the world must call it.
     """
     if "pp" not in runtime.comm.along:
         return frozenset(own)

@@ -170,10 +170,8 @@ class ReadPath:
             return False  # the read through the page cache raises the error
         finally:
             os.close(direct)
-        self._num_bytes, self._seconds = (
-            self._num_bytes + count,
-            self._seconds + time.perf_counter() - began,
-        )
+        self._num_bytes += count
+        self._seconds += time.perf_counter() - began
         return count >= stop - low
 
 

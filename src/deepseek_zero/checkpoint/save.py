@@ -86,7 +86,8 @@ class PendingSave:
             run_and_gather(self._comm, "saving: the values", encode_values), settings.tag_validation
         )
         self._staged = StagedOutput(directory / tag)
-        self.final, self.hidden = self._staged.final, self._staged.path
+        self.final = self._staged.final
+        self.hidden = self._staged.path
         self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
         try:
             held = run_and_gather_values(self._comm, "saving: what ranks hold", self._held)

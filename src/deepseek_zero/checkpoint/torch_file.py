@@ -43,14 +43,7 @@ def torch_records(path: Path) -> list[FileRecord]:
         raise CheckpointError(
             f"{path.name} is missing.", fix="copy the whole folder, or load another tag."
         ) from None
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        struct.error,
-        zipfile.BadZipFile,
-        NotImplementedError,
-    ) as error:
+    except (OSError, ValueError, RuntimeError, struct.error, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{path.name} is no file of torch.save: {brief(error)}.",
             "It is damaged, or was cut short.",
@@ -233,15 +226,23 @@ def read_state_dict(path: Path) -> MappedCheckpoint:
             f"{path} holds no state dict.", "It has no tensors by name.", "name a file of weights."
         )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    names = {name: name for name in tensors}
-    found = MappedCheckpoint(
-        path, Manifest(1, 0, {}, {}, {}, [], None, {}, [], extra={"names": names})
+    manifest = Manifest(
+        1,
+        0,
+        {},
+        {},
+        {},
+        [],
+        None,
+        {},
+        [],
+        format="torch.save",
+        version=1,
+        extra={"names": {name: name for name in tensors}},
     )
-    found.manifest.format = "torch.save"
-    found.manifest.version = 1
-    found.buffers = [{}]
+    plain: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
+    found = MappedCheckpoint(path, manifest, plain, buffers=[{}])
     found.add_weights(tensors)
-    for facts in found.manifest.parameters.values():
+    for facts in manifest.parameters.values():
         facts["trained"] = True
-    found.plain = {"groups": [], "trainer": {}, "client": {}}
     return found

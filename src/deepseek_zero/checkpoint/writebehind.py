@@ -43,7 +43,8 @@ class StreamingWriter:
         self._free = deque(private_pages(BLOCK_BYTES, torch.uint8) for _ in range(BLOCKS))
         self._in_flight: deque[tuple[Future[None], Tensor]] = deque()
         self._pool = ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint")
-        self._filled = self._offset = 0
+        self._filled = 0
+        self._offset = 0
 
     def append(self, values: Tensor, crc: int = 0) -> int:
         """Append a tensor's bytes, waiting if no block is free.
