@@ -6,7 +6,7 @@ All ranks complete their checks before any rank changes its model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from .format import WEIGHT, StateRange
 from .hf_folder import SafetensorsFolder
 from .load import replace_states, store_weights, write_weight
 from .lockstep import run_on_all
-from .piece import ModelPiece, persistent_buffers, state_names, whole_names
+from .piece import ModelPiece, persistent_buffers, whole_names
 from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
@@ -68,12 +68,7 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
         def match_files() -> tuple[SafetensorsFolder, dict[str, str]]:
             files = SafetensorsFolder(path, stack)
             shapes = ModelPiece.of(runtime).shapes(runtime)
-            shapes |= {
-                name: tuple(buffer.shape)
-                for name, buffer in persistent_buffers(runtime.model).items()
-            }
-            names = tied_names(whole_names(runtime.model))
-            return files, match_names(files, shapes, names, path, strict=strict)
+            return files, match_names(files, runtime.model, shapes, path, strict=strict)
 
         comm = runtime.comm.whole
         subset = FileSubset(comm.rank, comm.size)
@@ -123,10 +118,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
         _verify_own_files(Path(path))
         files = SafetensorsFolder(Path(path), stack)
         shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        shapes |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-        found = match_names(
-            files, shapes, tied_names(state_names(model)), Path(path), strict=strict
-        )
+        found = match_names(files, model, shapes, Path(path), strict=strict)
         for name, param in model.named_parameters():
             if name not in found:
                 continue
@@ -155,45 +147,40 @@ def _runtime_of(param: nn.Parameter) -> Runtime | None:
     return owner.runtime() if isinstance(owner, ParamGroup) else None
 
 
-def tied_names(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Map the first name of each tensor to all of its names.
-
-    `names` maps each name to the first name of the same tensor.
-    """
-    found: dict[str, list[str]] = {}
-    for name, first in names.items():
-        found.setdefault(first, []).append(name)
-    return found
-
-
 def match_names(
     files: SafetensorsFolder,
-    shapes: Mapping[str, tuple[int, ...]],
-    tied: Mapping[str, Sequence[str]],
+    model: nn.Module,
+    parameters: Mapping[str, tuple[int, ...]],
     path: Path,
     *,
     strict: bool,
 ) -> dict[str, str]:
-    """Map the names of local tensors to names in the files.
+    """Map the names of parameters and buffers of this rank to names in the files.
 
     Args:
         files: The open files.
-        shapes: Whole shapes of the local tensors, by first name.
-        tied: All names of each tensor of the whole model, by first name.
+        model: The model.
+        parameters: Whole shapes of its parameters, by first name.
         path: The path in error messages.
         strict: Require the same names in the model and the files.
 
     Raises:
         CheckpointError: Names (if `strict`) or shapes differ.
     """
+    shapes = dict(parameters)
+    for name, buffer in persistent_buffers(model).items():
+        shapes[name] = tuple(buffer.shape)
+    names = whole_names(model)
+    tied: dict[str, list[str]] = {}  # all names of each tensor, by first name
+    for name, first in names.items():
+        tied.setdefault(first, []).append(name)
     there = {
         name: next((each for each in tied.get(name, [name]) if each in files.locations), "")
         for name in shapes
     }
     found = {name: other for name, other in there.items() if other}
     missing = [name for name in shapes if name not in found]
-    known = {each for names in tied.values() for each in names}
-    unexpected = [name for name in files.locations if name not in known]
+    unexpected = [name for name in files.locations if name not in names]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{path} lacks {first_few(missing) or 'nothing'} and has "
