@@ -19,7 +19,8 @@ import torch.distributed as dist
 import deepseek_zero
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.engine.memory import plan_of
-from deepseek_zero.planner.plan import Machine, plan_model
+from deepseek_zero.planner.machine import Machine
+from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.update import ParamGroupPlan, UpdateSettings
 from deepseek_zero.report.measure import live_storages
 from tests.models import Gpt, seeded

@@ -17,7 +17,7 @@ from ..comm.collectives import Comm
 from ..comm.context import Partition
 from ..comm.pending import Pending
 from ..comm.transports.base import Use
-from ..planner.messages import message_buffer_sizes
+from ..planner.by_host import hop_buffer_sizes
 from ..precision.codecs import Blocks
 from ..sharding.comm_context import CommContext, MessageBuffers, Route, boxes_in
 from ..sharding.message import Message
@@ -91,12 +91,11 @@ class TwoHopBuffers(MessageBuffers):
         numel: int,
         slice_numel: int,
     ) -> None:
-        sizes = message_buffer_sizes(
+        sizes = hop_buffer_sizes(
             numel,
             (message.wire, arriving.wire),
             comm_ctx.comm.size,
             hosts.intra_node.size,
-            in_place=comm_ctx.comm.reads_in_place,
             near_in_place=hosts.intra_node.reads_in_place,
             far_in_place=hosts.inter_node.reads_in_place,
         )

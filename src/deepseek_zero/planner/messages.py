@@ -72,37 +72,17 @@ def hop_wires(
     )
 
 
-@cache
-def message_buffer_sizes(
-    numel: int,
-    wires: tuple[Codec, Codec],
-    ranks: int,
-    near: int,
-    *,
-    in_place: bool,
-    near_in_place: bool,
-    far_in_place: bool,
+def inbox_sizes(
+    numel: int, wire: Codec, ranks: int, *, in_place: bool
 ) -> tuple[tuple[torch.dtype, int], ...]:
     """Return the receive buffers for the sum of one message, as (dtype, elements).
 
-    With one hop this is one inbox. With two hops it is the sums of hosts, their codes if they are
-    coded, and the inboxes of both hops.
-
     Args:
         numel: The elements that each rank sends to each other rank.
-        wires: The codecs of both hops (`hop_wires`).
+        wire: The codec of the elements.
         ranks: The number of ranks.
-        near: The number of ranks on one host, if sums are formed host by host; else 1.
         in_place: All ranks read each other's memory, so there is no inbox.
-        near_in_place: The ranks of one host do.
-        far_in_place: The ranks with the same position on different hosts do.
     """
-    (dtype, length), (far_dtype, far_length) = ((wire.dtype, wire.length(numel)) for wire in wires)
-    if near == 1:
-        return () if in_place else ((dtype, length * (ranks - 1)),)
-    hosts = ranks // near
-    found = [(torch.float32, numel * hosts)]
-    found += [(far_dtype, far_length * hosts)] if isinstance(wires[1], Blocks) else []
-    found += [] if near_in_place else [(dtype, length * hosts * (near - 1))]
-    found += [] if far_in_place else [(far_dtype, far_length * (hosts - 1))]
-    return tuple(found)
+    if in_place:
+        return ()
+    return ((wire.dtype, wire.length(numel) * (ranks - 1)),)

@@ -9,8 +9,7 @@ model on the meta device is enough, and no process group is needed. A run is bui
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -20,6 +19,7 @@ from ..tiers.host import HostPiece
 from ..tiers.tier import Tier
 from .auto_wrap_policy import ModelShape, read_model
 from .extras import can_be_shared, second_copy_of
+from .machine import Machine
 from .make_schedule import schedule_units
 from .memory import STATES, group_bytes, host_pieces, is_known, moments_for, total_bytes
 from .pieces import LOSS_BYTES, VERDICT_BYTES, PipelinePlan, SequencePlan, TensorPlan
@@ -30,38 +30,6 @@ from .unit_tiers import PlacementSettings, TierChoices, assign_tiers, split_by_r
 from .units import GroupPlan, UnitPlan, plan_units
 from .update import ParamGroupPlan, UpdatePlan, UpdateSettings, plan_update
 from .volume import StepVolume, step_volume
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The assumptions of a plan about the machine.
-
-    Attributes:
-        reads_in_place: The ranks that share slices are on one host and read each other's memory, so
-            a gather needs no buffer.
-        replicas_read_in_place: The same for the ranks that hold the same slices.
-        near_read_in_place: The same for the ranks of one host, if sums are formed host by host.
-        far_read_in_place: The same for the ranks with the same position on different hosts.
-        budgets: For each memory, the bytes for states and buffers of one rank; used if the settings
-            leave the choice of memory open.
-        spans_hosts: The ranks that share slices are on several hosts.
-    """
-
-    reads_in_place: bool = False
-    budgets: Mapping[Tier, int] = field(default_factory=dict)
-    replicas_read_in_place: bool = False
-    near_read_in_place: bool = False
-    far_read_in_place: bool = False
-    spans_hosts: bool = False
-
-    @property
-    def most_reductions(self) -> int:
-        """The number of units whose gradients are reduced at the same time.
-
-        Between hosts it is more than one: the link would be idle while one sum is formed and the
-        next gradient is collected and coded.
-        """
-        return 2 if self.spans_hosts else 1
 
 
 @dataclass(frozen=True)
@@ -153,18 +121,8 @@ class Plan:
 
     def pool_buffers(self) -> Counter[Size]:
         """The buffers of the pool, by dtype and number of elements."""
-        in_place = self.machine.reads_in_place
-        replicas_in_place = self.machine.replicas_read_in_place
         return pool_buffers(
-            self.units,
-            self.settings,
-            self.schedule,
-            self.mesh.device,
-            in_place,
-            replicas_in_place,
-            self.machine.near_read_in_place,
-            self.machine.far_read_in_place,
-            self.machine.most_reductions,
+            self.units, self.settings, self.schedule, self.mesh.device, self.machine
         )
 
     def volume(self) -> StepVolume:

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..base.device import CPU
 from ..precision.codecs import WORK_NUMEL, Cast
 from ..tiers.tier import Tier
+from .by_host import hop_buffer_sizes
 from .extras import can_be_shared, momenta_codec_of
 from .layout import FlatLayout
+from .machine import Machine
 from .make_schedule import schedule_units
-from .messages import MAX_IN_FLIGHT, SUM_TILE_NUMEL, Messages, message_buffer_sizes, messages_of
+from .messages import MAX_IN_FLIGHT, SUM_TILE_NUMEL, Messages, inbox_sizes, messages_of
 from .plan_settings import PlanSettings
 from .schedule import ActionKind, Schedule
 from .spec import S
@@ -70,12 +72,8 @@ class _StepReplay:
     units: Sequence[UnitPlan]
     settings: PlanSettings
     scratch: Size  # the buffer in which partial sums are formed
-    in_place: bool  # ranks read each other's memory, without gathered buffers and inboxes
-    device: torch.device = CPU
-    replicas_in_place: bool = False  # ranks that hold the same slices read each other's memory
-    near_in_place: bool = False  # the same for the ranks of a host, if sums are formed by host
-    far_in_place: bool = False  # the same for ranks with the same place on different hosts
-    most_reductions: int = 1  # in flight at a time
+    device: torch.device
+    machine: Machine
     ledger: PoolLedger = field(default_factory=PoolLedger)
     in_flight: deque[_Reduction] = field(default_factory=deque)
     # By unit: buffers of its coded weights, until the unit is used
@@ -157,7 +155,7 @@ class _StepReplay:
         parts = FlatLayout((), -(-slice_numel // group.replicas), group.replicas)
         message = messages_of(parts.slice_numel, parts.ranks, self.settings.bucket_numel).numel
         found = [(dtype, parts.padded_numel)] if parts.padded_numel != slice_numel else []
-        if self.replicas_in_place or not slice_numel:
+        if self.machine.replicas_read_in_place or not slice_numel:
             return found
         under_way = messages_of(
             parts.slice_numel, parts.ranks, self.settings.bucket_numel
@@ -172,7 +170,7 @@ class _StepReplay:
         return [
             gathered_size(group)
             for group in unit.sharded
-            if not (self.in_place and can_be_shared(group.plan, self.device))
+            if not (self.machine.reads_in_place and can_be_shared(group.plan, self.device))
         ]
 
     def _send_weights(self, number: int) -> None:
@@ -211,7 +209,7 @@ class _StepReplay:
         return wire.dtype, wire.length(group.padded_numel)
 
     def _reduce(self, unit: UnitPlan) -> None:
-        if len(self.in_flight) >= self.most_reductions:
+        if len(self.in_flight) >= self.machine.most_reductions:
             self._wait_for_first()
         reduction = _Reduction(any(group.ranks > 1 or _is_cut(group) for group in unit.trained))
         self.in_flight.append(reduction)
@@ -263,18 +261,21 @@ class _StepReplay:
     def _receive_buffers(self, group: GroupPlan) -> tuple[Size, ...]:
         """Return the buffers that receive one message from every other rank."""
         codec = momenta_codec_of(group.plan)
-        if codec is not None and self.in_place:
+        if codec is not None and self.machine.reads_in_place:
             return ()
         if codec is not None:
             return ((codec.dtype, group.exchange_length * (group.ranks - 1)),)
-        return message_buffer_sizes(
-            self._messages(group).numel,
+        numel = self._messages(group).numel
+        if group.near == 1:
+            wire = group.hop_wires[0]
+            return inbox_sizes(numel, wire, group.ranks, in_place=self.machine.reads_in_place)
+        return hop_buffer_sizes(
+            numel,
             group.hop_wires,
             group.ranks,
             group.near,
-            in_place=self.in_place,
-            near_in_place=self.near_in_place,
-            far_in_place=self.far_in_place,
+            near_in_place=self.machine.near_read_in_place,
+            far_in_place=self.machine.far_read_in_place,
         )
 
     def _wait_for_all(self) -> None:
@@ -335,11 +336,7 @@ def pool_buffers(
     settings: PlanSettings,
     agreed: Schedule | None = None,
     device: torch.device = CPU,
-    in_place: bool = False,
-    replicas_in_place: bool = False,
-    near_in_place: bool = False,
-    far_in_place: bool = False,
-    most_reductions: int = 1,
+    machine: Machine = Machine(),  # noqa: B008  # frozen
 ) -> Counter[Size]:
     """Return the buffers of the pool after two training steps, by size.
 
@@ -351,11 +348,7 @@ def pool_buffers(
         settings: The settings of the plan.
         agreed: The schedule in force; None before an order has been recorded.
         device: The training device.
-        in_place: All ranks are on one host and read each other's memory.
-        replicas_in_place: The same for the ranks that hold the same slices.
-        near_in_place: The same for the ranks of one host.
-        far_in_place: The same for the ranks with the same place on different hosts.
-        most_reductions: The number of units that are reduced at the same time.
+        machine: The assumptions about the machine.
     """
     groups = [group for unit in units for group in unit.groups]
     if all(group.ranks == 1 for group in groups):
@@ -364,21 +357,12 @@ def pool_buffers(
             group.replicas == 1 for group in groups
         ):
             return Counter()
-        in_place = True
+        machine = replace(machine, reads_in_place=True)
     declared = schedule_units(units, settings)
     most: Counter[Size] = Counter()
     for schedule in (declared, agreed or declared):
-        player = _StepReplay(
-            units,
-            settings,
-            (torch.float32, scratch_numel(units, device)),
-            in_place,
-            device,
-            replicas_in_place,
-            near_in_place,
-            far_in_place,
-            most_reductions,
-        )
+        scratch = (torch.float32, scratch_numel(units, device))
+        player = _StepReplay(units, settings, scratch, device, machine)
         player.play(schedule)
         most |= player.ledger.peak
     return most

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm.collectives import Comm
 from ..comm.pending import OrderedIssueQueue, Pending
 from ..comm.transports.base import Use
-from ..planner.messages import message_buffer_sizes
+from ..planner.messages import inbox_sizes
 from ..tiers.tier import CopyEngine, Tiers, copy_engine_for
 from .message import Message, Pool
 
@@ -172,16 +172,7 @@ class Route:
             slice_numel: The number of elements of a slice.
         """
         comm = comm_ctx.comm
-        wires = (message.wire, arriving.wire)
-        sizes = message_buffer_sizes(
-            numel,
-            wires,
-            comm.size,
-            1,
-            in_place=comm.reads_in_place,
-            near_in_place=False,
-            far_in_place=False,
-        )
+        sizes = inbox_sizes(numel, message.wire, comm.size, in_place=comm.reads_in_place)
         return MessageBuffers(comm_ctx, sizes)
 
 

@@ -11,6 +11,7 @@ import torch
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.auto_wrap_policy import read_model
 from deepseek_zero.planner.layout import even_layout
+from deepseek_zero.planner.machine import Machine
 from deepseek_zero.planner.messages import SUM_TILE_NUMEL
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.pool_estimate import buffer_bytes, pool_buffers
@@ -64,11 +65,12 @@ def test_between_hosts_two_units_are_on_their_way() -> None:
     units, settings = units_of(2, ranks=3, blocks=4)
     inboxes = {(FP32, 2 * 1024): 1, (FP32, 2 * 2048): 2}
     partials = {(FP32, 3 * 1024): 1, (FP32, 3 * 2048): 3}
-    assert pool_buffers(units, settings, most_reductions=2) == {SCRATCH: 1, **inboxes, **partials}
+    hosts = Machine(spans_hosts=True)
+    found = pool_buffers(units, settings, machine=hosts)
+    assert found == {SCRATCH: 1, **inboxes, **partials}
     settings = replace(settings, overlap=False)
-    assert pool_buffers(units, settings, most_reductions=2) == pool_buffers(units, settings), (
-        "none is"
-    )
+    found = pool_buffers(units, settings, machine=hosts)
+    assert found == pool_buffers(units, settings), "none is"
 
 
 def test_stage_3_gathers_into_buffers_of_the_same_sizes() -> None:
