@@ -40,7 +40,7 @@ BY_HAND_TOO = [
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(3, 2), *BY_HAND_TOO])
-def test_accelerate_launch_trains_saves_and_goes_on(stage: int, ranks: int, tmp_path: Path) -> None:
+def test_accelerate_launch_trains_saves_and_resumes(stage: int, ranks: int, tmp_path: Path) -> None:
     need_client("accelerate")
     launch = [
         "exec",

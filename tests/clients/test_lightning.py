@@ -28,7 +28,7 @@ def on_two_ranks_and_plain(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_lightning_fits_goes_on_and_converts(stage: int, tmp_path: Path) -> None:
+def test_lightning_fits_resumes_and_converts(stage: int, tmp_path: Path) -> None:
     ours, alone = on_two_ranks_and_plain("fit", stage, tmp_path)
     assert ours["steps"] == alone["steps"] == 8
     for key in ("loss", "val"):

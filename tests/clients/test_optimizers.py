@@ -79,7 +79,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("package", "way", "name"), CASES, ids=[f"{package}-{name}" for package, _, name in CASES]
 )
-def test_an_optimizer_goes_on_after_a_load(
+def test_an_optimizer_continues_after_a_load(
     tmp_path: Path, stage: int, package: str, way: Any, name: str
 ) -> None:
     need_client(package)

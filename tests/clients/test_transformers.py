@@ -109,7 +109,7 @@ def test_pretrained_resized_and_generating_at_stage_3(tmp_path: Path) -> None:
     ids=["one rank", "two ranks", "two ranks in bf16"],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trainer_at_every_stage_saves_and_goes_on(
+def test_trainer_at_every_stage_saves_and_resumes(
     stage: int, line: list[str], words: list[str], plainly: Plainly, tmp_path: Path
 ) -> None:
     need_client("transformers", "accelerate")
@@ -130,7 +130,7 @@ def test_trainer_at_every_stage_saves_and_goes_on(
 @BY_HAND
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("words", [[], ["bf16"]], ids=str)
-def test_trainer_over_tensor_parallel_ranks_saves_and_goes_on(
+def test_trainer_over_tensor_parallel_ranks_saves_and_resumes(
     stage: int, words: list[str], plainly: Plainly, tmp_path: Path
 ) -> None:
     """The Trainer's own count of the batch, tp ranks as data-parallel ones, is corrected.

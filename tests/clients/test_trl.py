@@ -16,7 +16,7 @@ pytestmark = BY_HAND
 
 @pytest.mark.parametrize("words", [[], ["peft"]], ids=["", "peft"])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_trl_trains_generates_and_goes_on(kind: str, words: list[str], tmp_path: Path) -> None:
+def test_trl_trains_generates_and_resumes(kind: str, words: list[str], tmp_path: Path) -> None:
     need_client("trl", "datasets", "peft")
     program = "program_trl.py"
     base = start([sys.executable], program, "base", -1, tmp_path)

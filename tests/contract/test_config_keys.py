@@ -472,14 +472,14 @@ DEAD = "zero_optimization.legacy_stage1"
 MOVED = {"zero_optimization": {"stage": 3, "legacy_stage1": True}}
 
 
-def test_a_key_that_nothing_reads_is_found_dead(
+def test_a_key_that_is_never_read_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert proof(DEAD, MOVED) == ""
 
 
-def test_a_key_that_is_stored_and_printed_and_never_read_is_found_dead(
+def test_a_key_that_is_only_stored_and_printed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `deterministic` once was: written into the settings, told to ranks and logs, and used by

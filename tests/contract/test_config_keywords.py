@@ -122,7 +122,7 @@ def test_the_apis_state_it_in_their_signatures() -> None:
     assert typing.get_args(hints["zero_config"]) == (ZeroKeywords,)
 
 
-def test_a_type_checker_takes_right_programs_and_refuses_wrong_keys(tmp_path: Path) -> None:
+def test_a_type_checker_accepts_correct_programs_and_rejects_wrong_keys(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     names = [f"dz.{name}\n" for name in dz.__all__]
     right = RIGHT + "".join(names)

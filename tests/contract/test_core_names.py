@@ -61,7 +61,7 @@ def test_a_core_file_names_no_feature(path: Path) -> None:
         "value: Delayed | None",
     ],
 )
-def test_every_kind_of_identifier_is_seen(code: str) -> None:
+def test_every_kind_of_identifier_is_found(code: str) -> None:
     assert list(named_features(ast.parse(code))) == ["delayed"]
 
 

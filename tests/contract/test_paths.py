@@ -44,7 +44,7 @@ def test_src_never_touches_fsdp() -> None:
     assert not found
 
 
-def test_private_torch_names_stand_only_in_the_files_that_guard_them() -> None:
+def test_private_torch_names_are_used_only_in_the_files_with_tests_for_them() -> None:
     found = [
         f"{path}: {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -78,7 +78,7 @@ def test_torchs_agent_still_has_what_the_launchers_agent_changes() -> None:
     } <= (_private_names_of_torchs_agent())
 
 
-def test_a_name_of_our_own_is_no_private_name_of_torchs() -> None:
+def test_a_private_name_of_this_library_is_not_reported_as_torchs() -> None:
     own = (
         "class Ours:\n    def __init__(self): self._version = 1\n    def read(self): return "
         "self._version"

@@ -144,7 +144,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
         "uneven shards are taken for even ones",
         {
             "unit/parallel/test_apply.py": ("test_uneven_heads_and_widths",),
-            "unit/parallel/test_plans.py": ("test_heads_stay_whole_and_the_first_ranks_take_more",),
+            "unit/parallel/test_plans.py": ("test_heads_stay_whole_and_the_first_ranks_get_more",),
         },
     ),
     18: (
@@ -162,7 +162,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "test_a_stage_holds_its_own_parameters_under_their_names",
             ),
             "ranks/test_pipeline_engine.py": (
-                "test_a_checkpoint_of_stages_goes_on_without_them_and_back",
+                "test_a_checkpoint_of_pipeline_stages_resumes_without_stages_and_back",
             ),
         },
     ),

@@ -54,7 +54,7 @@ except dz.base.errors.UsageError as error:
 """
 
 
-def test_a_deterministic_run_gives_the_same_bits_again_and_is_refused_where_it_cannot() -> None:
+def test_a_deterministic_run_repeats_bit_for_bit_or_is_refused() -> None:
     environment = {
         name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"
     }

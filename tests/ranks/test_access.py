@@ -703,7 +703,7 @@ def test_announcing_an_unwrapped_parameter_raises_an_error_with_advice() -> None
 
 
 @on_stages_1_to_3
-def test_torchs_own_gradient_clipping_and_norm_see_the_whole_gradient(setting: Setting) -> None:
+def test_torchs_gradient_clipping_and_norm_use_the_whole_gradient(setting: Setting) -> None:
     plain, model = Plain(Model), seeded(Model)
     zero = {
         key: value for key, value in setting.config()["zero_optimization"].items() if key != "stage"

@@ -228,7 +228,7 @@ def test_offload_set_by_configure_applies_to_the_engines_of_the_process() -> Non
 
 
 @pytest.mark.ranks(2)
-def test_an_offload_directory_that_one_rank_cannot_make_is_an_error_on_every_rank(
+def test_an_offload_directory_that_one_rank_cannot_create_is_an_error_on_every_rank(
     tmp_path: Path,
 ) -> None:
     mine = tmp_path / f"rank{dist.get_rank()}" / "inside"

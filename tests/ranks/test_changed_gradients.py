@@ -218,7 +218,7 @@ SOME = [nothing, assign_a_tensor, assign_none, assign_none_to_all, add_noise, cl
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
-def test_edits_hold_at_the_end_of_an_accumulation_and_with_states_elsewhere(stage: int) -> None:
+def test_edits_apply_at_the_end_of_an_accumulation_and_with_offload(stage: int) -> None:
     for edit in SOME:
         compare(edit, ByEngine(stage, 2), Plainly(2), f"{edit.__name__}, accumulation 2")
         for tier in ("cpu", "nvme"):
@@ -432,13 +432,13 @@ def test_a_nan_that_was_put_into_a_gradient_skips_an_fp16_step() -> None:
     run.end()
 
 
-def test_speculative_updates_are_undone_where_gradients_were_changed() -> None:
+def test_speculative_updates_are_undone_if_gradients_were_changed() -> None:
     for edit in (nothing, assign_a_tensor, assign_none, add_noise, assign_none_to_all):
         run = ByEngine(3, zero_optimization=offloaded("cpu", 3, super_offload=True))
         compare(edit, run, Plainly(), f"{edit.__name__}, super_offload")
 
 
-def test_a_delayed_update_uses_the_gradient_as_it_was_changed() -> None:
+def test_a_delayed_update_uses_the_edited_gradient() -> None:
     """What a parameter has not got at one step it is not updated with at the next."""
     for edit in (assign_a_tensor, assign_none, multiply):
         values = []
@@ -511,7 +511,7 @@ def test_runs_go_on_from_checkpoints_of_unequal_counters(stage: int, tmp_path: P
         run.end()
 
 
-def test_the_optimizers_own_state_dict_goes_on_with_unequal_counters() -> None:
+def test_the_optimizers_state_dict_resumes_with_unequal_counters() -> None:
     run, plain = ByHand(2), ByHand(2)
     for step in range(3):
         run.backward(step, 0)

@@ -376,7 +376,7 @@ def steps_until_it_is_over(engine: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_step_makes_it_visible_and_what_went_wrong_is_raised_there(tmp_path: Path) -> None:
+def test_a_step_publishes_it_and_raises_its_errors(tmp_path: Path) -> None:
     engine = build(3)
     train(engine, 0, 1)
     engine.save_checkpoint(tmp_path, tag="first", wait=False)
@@ -564,7 +564,7 @@ def test_a_step_that_was_cut_by_a_save_is_taken_again_from_its_first_micro_batch
 
 
 @pytest.mark.ranks(3, fresh=True)
-def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+def test_another_number_of_ranks_continues_with_the_next_sample(tmp_path: Path) -> None:
     """Steps of six samples among 20: two ranks take one step, three the next two, one rank those of
     the next epoch.
     """
@@ -702,7 +702,7 @@ def test_moments_on_a_disk_that_a_program_has_read_are_saved(tmp_path: Path) -> 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "another's", "manifest", "disk"])
-def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(
+def test_a_damaged_checkpoint_is_refused_and_the_run_is_unchanged(
     tmp_path: Path, damage: str
 ) -> None:
     engine = build(3, **BF16)

@@ -413,7 +413,7 @@ def test_small_units_are_sent_uncoded_and_explain_reports_the_savings_of_codes()
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_weight_that_follows_by_differences_is_saved_and_goes_on_bit_by_bit(
+def test_a_weight_updated_by_differences_is_saved_and_resumes_bit_for_bit(
     dtype: str, tmp_path: Path
 ) -> None:
     run = Run(2, dtype, optimizer="adamw")

@@ -71,7 +71,7 @@ class Sentences(Dataset[dict[str, Tensor]]):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
-def test_train_batch_cuts_what_it_is_given(attention: str) -> None:
+def test_train_batch_cuts_its_batches(attention: str) -> None:
     """Whole sequences or cut ones, the same on ranks along sp."""
     model = tiny("llama")
     own = copy.deepcopy(model)
@@ -93,7 +93,7 @@ def test_train_batch_cuts_what_it_is_given(attention: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_own_loader_cuts() -> None:
+def test_the_engines_loader_cuts_batches() -> None:
     model = tiny("llama", **THREE)
     own, data = copy.deepcopy(model), Sentences()
     engine, _, loader, _ = deepseek_zero.initialize(

@@ -84,7 +84,7 @@ def test_a_genuine_checkpoint_is_read_bit_for_bit_at_any_world_size(world: int, 
     ("case", "stage", "dtype"), [("stage3_bf16", 0, "bf16"), ("stage1", 3, "fp32")]
 )
 @pytest.mark.ranks(2)
-def test_another_stage_takes_the_same_values(case: str, stage: int, dtype: str) -> None:
+def test_another_stage_loads_the_same_values(case: str, stage: int, dtype: str) -> None:
     engine = start(stage, dtype)
     engine.load_checkpoint(DATA / case)
     assert_loaded(engine, case)
@@ -92,7 +92,7 @@ def test_another_stage_takes_the_same_values(case: str, stage: int, dtype: str) 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.ranks(2)
-def test_training_goes_on_as_deepspeed_would(case: str) -> None:
+def test_training_continues_like_deepspeed(case: str) -> None:
     engine = start(CASES[case]["stage"], CASES[case]["dtype"])
     engine.load_checkpoint(DATA / case)
     assert_loaded(engine, case)
@@ -139,7 +139,7 @@ SAVED = [(0, "fp32"), (0, "fp16"), (1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "b
     [*((2, *each) for each in SAVED), (1, 3, "fp32"), (3, 1, "bf16"), (3, 3, "bf16")],
 )
 @pytest.mark.ranks("world")
-def test_what_is_saved_in_deepspeeds_layout_comes_back(
+def test_checkpoints_in_deepspeeds_layout_are_loaded(
     tmp_path: Path, world: int, dtype: str, stage: int
 ) -> None:
     layout = {"checkpoint": {"layout": "deepspeed"}}

@@ -291,7 +291,7 @@ def test_a_batch_that_changes_between_two_steps_loses_no_update() -> None:
         ),
     ],
 )
-def test_a_schedule_that_has_nothing_to_hide_is_named(section: dict[str, Any], says: str) -> None:
+def test_a_schedule_without_overlap_is_reported(section: dict[str, Any], says: str) -> None:
     with pytest.raises(DeepSeekZeroError, match=says):
         deepseek_zero.initialize(
             model=torch.nn.Linear(2, 2),

@@ -276,7 +276,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_a_gradient_that_comes_after_its_units_update_undoes_it() -> None:
+def test_a_gradient_that_arrives_after_the_early_update_reverts_it() -> None:
     found = []
     for tier in ("none", "nvme"):
         config = Run(

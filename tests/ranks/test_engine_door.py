@@ -186,7 +186,7 @@ def test_every_way_to_name_a_schedule_steps_it(kind: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_torchs_schedule_sees_the_steps_of_a_rank_that_has_nothing_to_update() -> None:
+def test_torchs_schedule_counts_the_steps_of_a_rank_without_updates() -> None:
     model = nn.Linear(6, 3)  # less than one block: all on rank 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -503,7 +503,7 @@ def test_states_of_the_inner_optimizer_are_flat_and_of_one_length_where_a_rank_h
 
 
 @pytest.mark.ranks(2)
-def test_states_that_are_smaller_than_their_parameters_come_as_torch_has_them() -> None:
+def test_states_smaller_than_their_parameters_have_torchs_shapes() -> None:
     model = nn.Linear(8, 8)
     engine, *_ = door(
         1, model=model, optimizer=lambda params: torch.optim.Adafactor(params, lr=0.1)

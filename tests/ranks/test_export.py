@@ -81,7 +81,9 @@ def drop(state: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_another_dtype_comes_from_the_masters_by_the_one_cast(tmp_path: Path, master: str) -> None:
+def test_weights_in_another_dtype_are_cast_from_the_main_weights(
+    tmp_path: Path, master: str
+) -> None:
     engine = start(3, bf16={"enabled": True, "master": master})
     train(engine, 0, 2)
     masters, live = once(whole(engine)), once(engine.module.state_dict())
@@ -142,7 +144,7 @@ def test_a_folder_that_exists_keeps_what_is_not_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_nothing_appears(
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_no_file_appears(
     tmp_path: Path,
 ) -> None:
     engine = start(3)

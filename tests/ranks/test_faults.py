@@ -22,7 +22,7 @@ def keeps_its_promises(row: str) -> None:
 
 @pytest.mark.slow  # a minute for both
 @pytest.mark.parametrize("row", ["kill-rank", "kill-agent"])
-def test_what_is_killed_is_named_on_the_other_host_and_nothing_is_left(row: str) -> None:
+def test_a_killed_process_is_named_on_the_other_host_and_nothing_remains(row: str) -> None:
     keeps_its_promises(row)
 
 

@@ -239,7 +239,7 @@ def test_training_has_the_bits_of_one_process_that_keeps_every_ranks_errors(
         (1, "fp32", "loco", ALL, Blocks(8, 256)),
     ],
 )
-def test_where_sums_are_formed_by_host_errors_are_those_of_the_hosts_sums(
+def test_with_sums_by_host_errors_belong_to_the_sums_of_hosts(
     stage: int, dtype: str, kept: str, bucket: int, inside: Blocks | None
 ) -> None:
     """inside: codes of summands inside a host, of which nothing is kept."""
@@ -258,7 +258,7 @@ def test_where_sums_are_formed_by_host_errors_are_those_of_the_hosts_sums(
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kept", ["loco", "int8"])
-def test_errors_are_saved_and_a_run_goes_on_bit_by_bit_and_another_mesh_drops_them_with_a_line(
+def test_errors_are_saved_and_restored_on_the_same_mesh_and_dropped_on_another(
     kept: str, tmp_path: Path
 ) -> None:
     run, said = Run(2, "bf16", optimizer="adamw"), list[str]()

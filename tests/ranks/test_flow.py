@@ -241,7 +241,7 @@ def test_a_rank_may_skip_several_blocks_in_a_row(setting: Setting) -> None:
 @pytest.mark.parametrize(
     "quiet", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"]
 )
-def test_forwards_without_gradients_stand_anywhere(
+def test_forwards_without_gradients_may_run_anywhere(
     quiet: Callable[[], Any], setting: Setting
 ) -> None:
     def look(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -581,7 +581,7 @@ def test_after_an_exception_on_all_ranks_the_next_step_works(at: str, setting: S
 
 
 @on_stages_1_to_3
-def test_after_an_interrupted_backward_without_zero_grad_nothing_half_made_is_left(
+def test_an_interrupted_backward_leaves_no_incomplete_gradient(
     setting: Setting,
 ) -> None:
     """A plain model would keep what reached `.grad` before the exception; here a broken backward
@@ -773,7 +773,7 @@ def test_a_world_that_is_left_and_joined_anew_trains() -> None:
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_engines_that_are_dropped_take_their_threads_along() -> None:
+def test_the_threads_of_deleted_engines_end() -> None:
     def one_step() -> None:
         engine = engine_for(seeded(Model), STAGE_3_BARE)
         engine.backward(loss_of(engine, here(), 0))

@@ -346,7 +346,7 @@ def test_freezing_under_speculative_updates_does_not_change_frozen_parameters() 
     run.end()
 
 
-def test_unused_parameters_that_are_frozen_are_no_error_where_others_are() -> None:
+def test_frozen_unused_parameters_are_no_error() -> None:
     run = ByEngine(3, zero_optimization={"ignore_unused_parameters": False})
     some(run.model, "blocks.1", on=False)
     run.backward(0, 0)

@@ -351,7 +351,7 @@ def test_a_checkpoint_crosses_meshes_bit_by_bit(tmp_path: Path, stage: int) -> N
 
 
 @pytest.mark.ranks(WORLD)
-def test_a_checkpoint_goes_on_as_if_nothing_had_been_and_is_written_by_one_group(
+def test_a_checkpoint_resumes_exactly_and_is_written_by_one_group(
     tmp_path: Path,
 ) -> None:
     run, mesh = Run(3, "bf16", 2, optimizer="adamw"), {"dp_replicate": 2, "dp_shard": 2}

@@ -215,7 +215,7 @@ def test_gloo_tags_stay_unique_after_wrapping() -> None:
 
 
 @pytest.mark.ranks(2, timeout=60)
-def test_engines_come_and_go_without_using_up_the_numbers_of_gloo() -> None:
+def test_created_and_destroyed_engines_do_not_exhaust_gloo_slots() -> None:
     for _ in range(70):
         comm = Comm(CPU, transport="gloo")
         comm.barrier("alive")

@@ -228,7 +228,7 @@ def test_pieces_along_tp_are_compared_among_themselves(
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_differs_and_stays_so_is_found_at_the_next_comparison(stage: int) -> None:
+def test_a_persistent_difference_is_found_at_the_next_comparison(stage: int) -> None:
     """Frozen weights rest from one comparison to the next."""
     engine = start(stage, every=2, frozen=True)
 

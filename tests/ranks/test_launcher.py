@@ -77,7 +77,7 @@ def run_script(script: Path, *args: str, size: int = 2) -> Ended:
     return run_ranks(Command(Target.SCRIPT, str(script), args), size)
 
 
-def test_a_script_sees_what_a_plain_start_shows_it(tmp_path: Path) -> None:
+def test_a_script_has_the_environment_of_a_plain_start(tmp_path: Path) -> None:
     script = write(
         tmp_path,
         """
@@ -116,7 +116,7 @@ def test_module_mode_is_that_of_python_m(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "seen").read_text() == f"4 __main__ package.train {Path.cwd()}"
 
 
-def test_another_program_runs_as_it_is(tmp_path: Path) -> None:
+def test_a_program_without_the_library_is_unchanged(tmp_path: Path) -> None:
     command = Command(Target.PROGRAM, "sh", ("-c", f"echo $RANK > {tmp_path}/rank$RANK; exit 5"))
     ended = run_ranks(command, size=1)
     assert ended.cause is not None
@@ -246,7 +246,7 @@ def test_a_traceback_begins_in_the_script(
     assert capfd.readouterr().err == "", "the rank itself must not print what the launcher shows"
 
 
-def test_a_scripts_own_exception_hook_makes_the_story(tmp_path: Path) -> None:
+def test_the_exception_hook_of_a_script_writes_the_report(tmp_path: Path) -> None:
     hook = (
         "import sys\nsys.excepthook = lambda kind, error, trace: print('HOOK', error, "
         "file=sys.stderr)\n"
@@ -324,7 +324,7 @@ def test_ranks_and_children_that_ignore_the_request_are_ended_in_time_too(tmp_pa
     assert living(tmp_path) == []
 
 
-def test_a_killed_launcher_takes_its_ranks_and_their_children_with_it(tmp_path: Path) -> None:
+def test_the_ranks_of_a_killed_launcher_and_their_children_end(tmp_path: Path) -> None:
     script = write(tmp_path, STUBBORN)
     launcher = write(
         tmp_path,
@@ -774,7 +774,7 @@ def test_ranks_that_saved_and_left_are_no_failure_though_they_leave_one_by_one(
     ("other", "patience", "code", "story"),
     [("sys.exit(3)", 30.0, 3, "no traceback"), ("time.sleep(100)", 0.5, 85, "kept running")],
 )
-def test_a_rank_that_saved_and_left_is_the_failure_only_where_the_others_stay(
+def test_a_rank_that_saved_and_exited_is_the_failure_only_if_others_remain(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     other: str,

@@ -45,7 +45,7 @@ def test_a_state_dict_on_one_rank_ends_while_the_other_waits_in_a_barrier_of_tor
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_a_state_dict_that_other_ranks_come_to_late_is_whole() -> None:
+def test_a_state_dict_with_late_ranks_is_whole() -> None:
     engine = build()
     dist.barrier()
     if dist.get_rank() == 1:

@@ -173,7 +173,7 @@ def test_a_tag_that_would_spoil_the_directory_is_refused_before_anything_moves(
 
 
 @pytest.mark.ranks(2)
-def test_a_tag_does_not_take_the_place_of_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_tag_does_not_replace_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     for layout in LAYOUTS:
         engine, folder = build(layout), tmp_path / layout
         alone(lambda folder=folder: (folder / "logs").mkdir(parents=True))

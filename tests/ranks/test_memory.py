@@ -85,7 +85,7 @@ def test_the_plans_prediction_is_the_sum_over_all_live_storages(
         (4, 3, True, "nvme", 2048),
     ],
 )
-def test_the_prediction_holds_between_hosts_where_two_units_are_added_up_at_once(
+def test_the_prediction_is_correct_between_hosts_with_two_sums_in_flight(
     ranks: int, stage: int, overlap: bool, tier: str, bucket: int
 ) -> None:
     run = Run(
@@ -120,7 +120,7 @@ AXES = {
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(*cases(AXES))
-def test_the_prediction_holds_whatever_the_settings(
+def test_the_prediction_is_correct_for_all_settings(
     stage: int,
     dtype: str,
     accumulation: int,

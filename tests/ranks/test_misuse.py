@@ -178,7 +178,7 @@ def evaluate_instead(engine: Any, step: int) -> None:
 
 @on_two_ranks
 @pytest.mark.parametrize("setting", [STAGE_1, STAGE_2], ids=str)
-def test_a_rank_that_runs_without_gradients_where_the_other_trains_gives_zeros(
+def test_a_rank_under_no_grad_contributes_zeros(
     setting: Setting,
 ) -> None:
     every_unit_skipped(setting, evaluate_instead)
@@ -478,7 +478,7 @@ def test_units_used_in_another_order_on_one_rank_still_train(setting: Setting) -
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
+def test_on_several_hosts_the_flight_recorder_uses_the_launchers_address() -> None:
     """Hosts are counted by their keys: no launcher need say how many ranks each has (PyTorchJob's
     does not).
     """

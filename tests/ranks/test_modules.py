@@ -151,7 +151,7 @@ def frozen_but_first() -> nn.Module:
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("build", [frozen_some, frozen_but_last, frozen_but_first])
-def test_frozen_parameters_stay_and_the_others_train(
+def test_frozen_parameters_do_not_change_while_others_train(
     build: Callable[[], nn.Module], setting: Setting
 ) -> None:
     assert_trains_like_plain(build, square, setting)
@@ -205,7 +205,7 @@ class SharedBlock(Stack):
 
 
 @on_stages_1_and_3
-def test_a_block_that_stands_twice_in_the_model_trains(setting: Setting) -> None:
+def test_a_block_that_is_used_twice_in_the_model_trains(setting: Setting) -> None:
     assert_trains_like_plain(SharedBlock, square, setting)
 
 

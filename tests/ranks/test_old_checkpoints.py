@@ -105,7 +105,7 @@ def assert_final(
 
 @pytest.mark.parametrize(("name", "world"), [(name, case.world) for name, case in CASES.items()])
 @pytest.mark.ranks("world")
-def test_a_checkpoint_of_bcf5641_goes_on(tmp_path: Path, name: str, world: int) -> None:
+def test_a_checkpoint_of_commit_bcf5641_resumes(tmp_path: Path, name: str, world: int) -> None:
     case = CASES[name]
     folder, expected = unpacked(name, tmp_path)
     assert not verify(folder / tag_of(folder))

@@ -235,9 +235,7 @@ def test_the_warm_up_is_that_of_adamw_with_its_own_kernels(monkeypatch: pytest.M
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_run_goes_on_bit_by_bit_from_either_side_of_the_freeze(
-    stage: int, tmp_path: Path
-) -> None:
+def test_a_run_resumes_bit_for_bit_before_and_after_freeze_step(stage: int, tmp_path: Path) -> None:
     run = Run(stage, "fp16" if stage else "bf16")
     engine = start(run)
     losses = []

@@ -195,7 +195,9 @@ def test_what_a_stage_cannot_do_is_refused_by_name() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_of_stages_goes_on_without_them_and_back(tied: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_pipeline_stages_resumes_without_stages_and_back(
+    tied: bool, tmp_path: Path
+) -> None:
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     config = config_of(3, "fp32", gradient_clipping=1.0)

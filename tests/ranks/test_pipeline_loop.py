@@ -123,7 +123,7 @@ def test_calls_train_to_the_bits_of_one_process_and_mix_with_whole_steps() -> No
 
 
 @pytest.mark.ranks(2, timeout=150)
-def test_an_overflow_on_one_stage_skips_the_step_on_all_and_training_goes_on() -> None:
+def test_an_overflow_on_one_stage_skips_the_step_on_all_stages() -> None:
     engine = engine_of(llama(), {"pp": 2}, 2, "fp16", 2, 4, pipeline={"micro_batches": 2})
     reference = engine_of(llama(), {"dp_replicate": 2}, 0, "fp16", 4, 2)
     assert_trains_alike(engine, reference, 2, 2, range(1))

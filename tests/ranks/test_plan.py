@@ -122,7 +122,7 @@ def test_a_plan_includes_states_in_other_memories(
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_plan_over_two_axes_is_what_replicas_of_shards_hold_and_send(
+def test_a_plan_over_two_axes_equals_the_bytes_of_replicated_shards(
     stage: int, accumulation: int
 ) -> None:
     run = Run(stage, "bf16", accumulation, transport="gloo")

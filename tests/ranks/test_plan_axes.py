@@ -115,7 +115,7 @@ INTERLEAVED = {"pipeline": {"schedule": "interleaved", "virtual": 2}}
         (4, 3, "fp32", {"sp": 2, "tp": 2}, {}, False),
     ],
 )
-def test_a_plan_is_what_the_ranks_of_its_axes_hold_and_send(
+def test_a_plan_equals_the_bytes_that_the_ranks_of_its_axes_hold_and_send(
     ranks: int, stage: int, dtype: str, mesh: dict[str, int], top: dict[str, Any], tied: bool
 ) -> None:
     config = config_of(stage, dtype, mesh, **top)

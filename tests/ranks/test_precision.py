@@ -180,7 +180,7 @@ def test_batch_norms_keep_fp32_statistics_under_16_bits(kind: str, stage: int) -
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
-def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(
+def test_precision_auto_promotes_the_unit_that_overflows_and_continues(
     world: int, stage: int, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "numba":
@@ -219,7 +219,7 @@ def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(
 
 
 @pytest.mark.ranks(2)
-def test_bf16_masters_come_from_the_fp32_originals() -> None:
+def test_bf16_main_weights_start_from_the_fp32_originals() -> None:
     torch.manual_seed(0)
     original = {name: param.detach().clone() for name, param in Net().named_parameters()}
     engine = build(3, bf16={"enabled": True})

@@ -98,7 +98,7 @@ def test_a_save_on_a_signal_that_fails_is_an_error_not_an_end_as_if_saved(tmp_pa
 
 
 @pytest.mark.ranks(2)
-def test_all_ranks_take_the_newest_checkpoint_that_is_good_on_all(tmp_path: Path) -> None:
+def test_all_ranks_load_the_newest_checkpoint_that_is_valid_on_all(tmp_path: Path) -> None:
     engine = build()
     for step in range(3):
         train(engine, step, step + 1)
@@ -135,7 +135,7 @@ def test_different_save_settings_on_ranks_are_reported_immediately(tmp_path: Pat
 @pytest.mark.skipif(
     not is_full(), reason="a whole training, three times: DEEPSEEK_ZERO_FULL=1 runs it"
 )
-def test_the_example_loses_a_rank_is_preempted_and_ends_as_if_nothing_had_happened(
+def test_the_example_with_a_lost_rank_and_preemption_equals_an_uninterrupted_run(
     tmp_path: Path,
 ) -> None:
     launcher = [

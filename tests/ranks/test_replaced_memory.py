@@ -186,7 +186,7 @@ def test_a_built_model_is_converted_and_its_conversion_is_not_read() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_padding_by_nothing_leaves_a_built_parameter_as_it_is() -> None:
+def test_padding_by_zero_does_not_change_a_built_parameter() -> None:
     with dz.zero.Init():
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     bias = model[0].bias

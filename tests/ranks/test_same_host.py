@@ -134,7 +134,7 @@ def test_our_own_sockets_give_the_bits_of_gloo(stage: int) -> None:
 
 
 @pytest.mark.ranks(2, dies=[1])
-def test_with_our_own_sockets_a_death_is_named_at_once() -> None:
+def test_with_our_own_sockets_a_dead_rank_is_named_immediately() -> None:
     with hosts(str):
         comm = Comm(CPU, transport="tcp")
         comm.barrier("all are here")
@@ -217,7 +217,7 @@ def test_a_buffer_is_the_writers_again_only_when_it_was_read() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("are_shared", [True, False])
-def test_pages_where_others_lay_are_not_taken_for_those(
+def test_reused_pages_are_not_mistaken_for_earlier_ones(
     are_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm, rank = Comm(CPU), dist.get_rank()
@@ -272,7 +272,7 @@ def test_an_in_place_edit_stays_on_its_rank_and_ends_with_its_use() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_sharded_weights_lie_in_memory_once_for_all_ranks() -> None:
+def test_sharded_weights_are_in_memory_once_for_all_ranks() -> None:
     engine = start_engine(Run(3), seeded(Gpt, width=60, hidden=2400))
     group = max(engine.runtime.groups, key=lambda each: each.layout.numel)
     assert isinstance(group.weight_gather, SharedWeight)
@@ -345,7 +345,7 @@ def test_the_death_of_a_rank_is_reported_immediately() -> None:
     assert time.monotonic() - began < 20.0
 
 
-def test_a_segment_shows_writes_of_others_and_keeps_its_own() -> None:
+def test_a_segment_shows_remote_writes_and_keeps_local_ones_private() -> None:
     segment = Segment.create(3 * 4096 + 10)
     shared, look = segment.map(0, segment.nbytes, torch.uint8), segment.view()
     part = segment.map(5000, 100, torch.uint8)

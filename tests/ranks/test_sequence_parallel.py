@@ -48,7 +48,7 @@ def test_a_tied_head() -> None:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_with_ranks_that_see_other_batches(stage: int) -> None:
+def test_ranks_with_different_batches(stage: int) -> None:
     model = tiny("llama")
     own = copy.deepcopy(model)
     engine = deepseek_zero.initialize(

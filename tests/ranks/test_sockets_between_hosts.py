@@ -263,7 +263,7 @@ def test_a_rank_of_another_host_that_is_killed_is_named_at_once() -> None:
 
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
-def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(
+def test_without_connections_every_engine_uses_gloo(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unreachable(recovery: object, seconds: float) -> None:

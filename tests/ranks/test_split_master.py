@@ -102,7 +102,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], MakeOptimizer]] = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_clients_own_optimizer_does_not_notice(name: str, stage: int) -> None:
+def test_the_clients_own_optimizer_is_not_affected(name: str, stage: int) -> None:
     make = OPTIMIZERS[name](seeded())
     one, two = (
         trained(Run(stage, "bf16", clipping=0.3, master=kind), make)[0]
@@ -217,7 +217,7 @@ def test_a_value_written_is_the_value_read() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_mask_on_live_weights_makes_no_nan(stage: int) -> None:
+def test_a_mask_on_gathered_weights_produces_no_nan(stage: int) -> None:
     run = Run(stage, "bf16")
     engine, _ = trained(run, steps=1)
     for step in range(1, 4):
@@ -244,7 +244,7 @@ def run_of(stage: int, kind: str) -> Run:
     ("saved", "loaded"),
     [("split", "split"), ("split", "whole"), ("whole", "split"), ("split", "fp32")],
 )
-def test_a_checkpoint_holds_fp32_masters_whatever_keeps_them(
+def test_a_checkpoint_contains_fp32_main_weights_for_every_kind(
     tmp_path: Path, saved: str, loaded: str, stages: tuple[int, int]
 ) -> None:
     one, _ = trained(run_of(stages[0], saved), steps=2)
@@ -259,7 +259,7 @@ def test_a_checkpoint_holds_fp32_masters_whatever_keeps_them(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_run_resumed_with_another_kind_of_master_goes_on_bit_by_bit(
+def test_a_run_resumes_bit_for_bit_with_another_kind_of_main_weight(
     tmp_path: Path, stage: int
 ) -> None:
     straight, _ = trained(Run(stage, "bf16"), steps=4)

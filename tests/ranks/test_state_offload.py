@@ -95,7 +95,7 @@ def bytes_expected(engine: Any, kinds: tuple[str, ...], dtype: torch.dtype) -> i
 @pytest.mark.parametrize("top", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.ranks(2)
-def test_the_memory_of_states_is_returned_and_their_bits_come_back(
+def test_the_memory_of_states_is_returned_and_their_bits_are_restored(
     stage: int, top: dict[str, Any]
 ) -> None:
     plain = build(stage, **top)
@@ -188,7 +188,7 @@ def test_weights_can_be_read_while_main_weights_and_moments_are_away() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.ranks(2)
-def test_states_of_other_tiers_go_and_come_back(device: str, tmp_path: Path) -> None:
+def test_states_of_other_tiers_are_saved_and_restored(device: str, tmp_path: Path) -> None:
     there = {"device": device, "nvme_path": str(tmp_path)}
     engine = build(3, {"offload_optimizer": there, "offload_param": there}, **BF16)
     step(engine, 0)
@@ -235,7 +235,7 @@ def test_an_engine_is_destroyed_while_its_states_are_away(
 
 
 @pytest.mark.ranks(1)
-def test_destroy_drops_what_cannot_come_back(
+def test_destroy_drops_states_that_cannot_be_restored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     warnings = list[str]()

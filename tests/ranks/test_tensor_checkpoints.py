@@ -44,7 +44,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
         ("tp4", 3, "dp4", 3),
     ],
 )
-def test_a_checkpoint_goes_on_elsewhere(
+def test_a_checkpoint_resumes_on_another_mesh(
     tmp_path: Path, saved: str, stage: int, loaded: str, other: int
 ) -> None:
     source, target = build(saved, stage), build(loaded, other)
@@ -110,7 +110,7 @@ def test_another_layout_is_refused_by_name_and_slices_are_converted(tmp_path: Pa
 
 
 @pytest.mark.ranks(2)
-def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_dropout_continues_with_the_saved_random_state(tmp_path: Path) -> None:
     def run(engine: Any, first: int, last: int) -> list[Tensor]:
         return [loss for step in range(first, last) for loss in train_at(engine, step, 1)]
 

@@ -179,7 +179,7 @@ def test_a_rank_may_skip_a_block_of_tiles(setting: Setting) -> None:
 
 @on_stages_1_and_3
 @pytest.mark.ranks(2)
-def test_every_gradient_of_a_block_of_tiles_comes_in_time(setting: Setting) -> None:
+def test_every_gradient_of_a_block_of_tiles_arrives_before_its_reduction(setting: Setting) -> None:
     engine = deepseek_zero.initialize(model=seeded(Stack), config=setting.config())[0]
     for step in range(3):
         engine.backward(engine(draw(dist.get_rank(), step, 4, 8)).square().mean())

@@ -100,7 +100,7 @@ def test_invalid_registrations_raise_deepspeeds_errors() -> None:
             register(*arguments)  # type: ignore[arg-type]
 
 
-def test_a_batch_comes_out_of_its_bytes_as_it_went_in() -> None:
+def test_a_batch_is_unpacked_unchanged_from_its_bytes() -> None:
     batch = {
         "input_ids": torch.arange(6).view(2, 3),
         "mask": torch.tensor([True, False]),

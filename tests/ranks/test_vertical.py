@@ -270,9 +270,7 @@ def test_one_sum_per_step_sends_a_quarter_of_the_bytes_of_four_accumulation_step
 
 
 @pytest.mark.ranks(1)
-def test_a_unit_sees_micro_batches_where_something_is_differentiated_and_the_batch_elsewhere() -> (
-    None
-):
+def test_a_unit_gets_micro_batches_in_training_and_the_batch_in_evaluation() -> None:
     model = seeded(Gpt)
     seen: list[int] = []
     for block in model.blocks:
@@ -420,7 +418,7 @@ def test_units_that_contain_each_other_and_models_without_units_are_refused() ->
         (3, 6, "vertical_micro_batches = 4.* does not divide train_micro_batch_size_per_gpu = 6"),
     ],
 )
-def test_a_configuration_in_which_it_makes_no_sense_is_refused(
+def test_a_configuration_without_an_effect_of_it_is_refused(
     stage: int, samples: int, says: str
 ) -> None:
     zero = {"stage": stage, "vertical_micro_batches": 4}

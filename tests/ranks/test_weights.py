@@ -176,9 +176,7 @@ def test_pickles_and_damaged_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("how", ["meta", "init"])
 @pytest.mark.ranks("world")
-def test_a_model_that_is_not_wrapped_yet_takes_its_slices(
-    tmp_path: Path, world: int, how: str
-) -> None:
+def test_a_model_that_is_not_wrapped_loads_its_slices(tmp_path: Path, world: int, how: str) -> None:
     expected = write(tmp_path, shards=2)
     if how == "meta":
         with torch.device("meta"):

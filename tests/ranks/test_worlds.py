@@ -84,7 +84,7 @@ def train():
 """
 
 
-def test_mpirun_without_more_makes_one_world_on_one_host(tmp_path: Path) -> None:
+def test_mpirun_without_options_makes_one_world_on_one_host(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         TRAIN + "print('world', train().world_size, os.environ['RANK'], os.environ['LOCAL_RANK'])"

@@ -169,9 +169,7 @@ def copied(state: Any) -> Any:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["deferred", "early", "delayed"])
-def test_weights_that_are_loaded_stay_whatever_update_was_on_its_way(
-    tmp_path: Path, kind: str
-) -> None:
+def test_loaded_weights_are_not_overwritten_by_pending_updates(tmp_path: Path, kind: str) -> None:
     more: dict[str, Any] = {
         "deferred": {},
         "early": {"super_offload": True},

@@ -23,7 +23,7 @@ def test_importing_on_another_operating_system_raises_an_error_with_advice() -> 
     assert done.stderr.count("Error: ") == 1, done.stderr
 
 
-def test_importing_leaves_torch_as_it_is() -> None:
+def test_importing_does_not_change_torch() -> None:
     program = """
 import torch
 from torch import nn

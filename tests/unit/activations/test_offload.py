@@ -97,7 +97,7 @@ SHAPES: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str
 )
-def test_a_tensor_comes_back_with_its_bytes_shape_strides_and_dtype(
+def test_a_tensor_is_restored_with_its_bytes_shape_strides_and_dtype(
     shape: str, dtype: torch.dtype, opening: Callable[[], TierMemory]
 ) -> None:
     tensor = SHAPES[shape]()
@@ -133,7 +133,7 @@ def test_what_is_taken_can_be_changed_without_harm_and_taken_again(
 # -- the slab
 
 
-def test_the_first_cycle_teaches_the_size_and_after_it_nothing_is_reserved(
+def test_the_first_cycle_determines_the_size_and_later_ones_allocate_nothing(
     opening: Callable[[], TierMemory],
 ) -> None:
     reserved: list[int] = []
@@ -227,7 +227,7 @@ def test_a_graph_outlives_the_end_of_its_parking(opening: Callable[[], TierMemor
         assert_is(parked[seed], seed)
 
 
-def test_an_end_gives_the_memory_up_and_may_come_twice(opening: Callable[[], TierMemory]) -> None:
+def test_releasing_memory_twice_is_allowed(opening: Callable[[], TierMemory]) -> None:
     parking = ActivationOffload(opening)
     cycle(parking, 3)
     parking.close()
@@ -311,7 +311,7 @@ def test_other_bytes_than_were_written_are_an_error(tmp_path: Path) -> None:
         parked[0].restore()
 
 
-def test_what_cannot_fit_is_refused_before_it_is_reserved(tmp_path: Path) -> None:
+def test_buffers_that_do_not_fit_are_refused_before_they_are_reserved(tmp_path: Path) -> None:
     for opening, error in ((HostMemory, OutOfMemoryError), (lambda: Disk(tmp_path), StorageError)):
         parking = ActivationOffload(opening, checkpoints=1 << 40)
         with pytest.raises(error, match="are free"):

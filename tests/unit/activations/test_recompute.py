@@ -126,7 +126,7 @@ def test_gradients_have_the_bits_of_a_run_without(
     assert len(expected) == 2 + 10 + 1 and not any(bool(value.isnan().any()) for value in expected)
 
 
-def test_each_activation_is_parked_and_nothing_else(parking: ActivationOffload) -> None:
+def test_only_activations_are_offloaded(parking: ActivationOffload) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     weight, mask = nn.Parameter(torch.ones(WIDTH, WIDTH)), torch.ones(ROWS, WIDTH)
     hidden, small = x * 2, x[0, :4] * 1
@@ -205,7 +205,7 @@ def test_an_exception_in_a_recomputation_leaves_nothing_behind(parking: Activati
     assert parking.used_bytes == 0
 
 
-def test_without_gradients_nothing_is_parked(parking: ActivationOffload) -> None:
+def test_without_gradients_nothing_is_offloaded(parking: ActivationOffload) -> None:
     block, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
     with torch.no_grad():
         checkpoint(block, x * 2)
@@ -271,7 +271,7 @@ def test_a_second_backward_through_a_freed_graph_is_torchs_error(
         loss.backward()
 
 
-def test_an_input_that_is_changed_in_place_afterwards_is_read_as_it_was(
+def test_an_input_changed_in_place_later_is_recomputed_with_its_old_values(
     parking: ActivationOffload,
 ) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -451,7 +451,7 @@ print(most - start >> 20)
 
 @pytest.mark.slow  # half a minute
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and asks glibc")
-def test_a_deep_net_with_a_disk_takes_little_of_the_resident_memory(tmp_path: Path) -> None:
+def test_a_deep_net_with_offload_to_a_disk_needs_little_resident_memory(tmp_path: Path) -> None:
     def most(tier: str) -> int:
         command = [sys.executable, "-c", STEPS, tier, str(tmp_path)]
         root = Path(__file__).resolve().parents[3]

@@ -98,7 +98,7 @@ def test_a_frozen_head_keeps_no_gradient_and_a_graph_that_is_kept_gives_the_same
     assert torch.equal(leaf.grad, first * 2)
 
 
-def test_nothing_to_learn_is_nothing() -> None:
+def test_a_step_without_gradients_does_nothing() -> None:
     head, (x, targets) = head_of(), given(5)
     found = gradients(head, tiled(2), x, torch.full_like(targets, -100))
     assert all(not each.any() for each in found)

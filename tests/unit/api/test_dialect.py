@@ -66,7 +66,7 @@ def test_the_plain_dialect_makes_an_engine_without_deepspeeds_names(
         engine_with(no_such_key=1)
 
 
-def test_only_the_name_deepspeed_takes_other_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_name_deepspeed_has_other_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with()
     assert engine.optimizer.settings.max_norm == 0 and type(engine.optimizer) is NamedOptimizer
     assert engine.optimizer.optimizer is engine.optimizer.inner

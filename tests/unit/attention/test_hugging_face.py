@@ -153,7 +153,7 @@ def test_padding_is_left_out(name: str) -> None:
     assert not close(found, model(ids).logits)
 
 
-def test_packed_sequences_do_not_see_each_other() -> None:
+def test_packed_sequences_do_not_attend_to_each_other() -> None:
     model, ids = tiny("mistral", sliding_window=5), tokens(1)
     plain = copy.deepcopy(model)
     attend_sparsely(model, SparseAttention(Dense()))

@@ -152,7 +152,7 @@ def test_what_is_added_to_scores_has_a_gradient() -> None:
         assert apart(frozen[1:], expected[:3]) < 1e-12, shape
 
 
-def test_a_query_that_sees_nothing_gets_zeros_and_no_gradient() -> None:
+def test_a_query_without_keys_gets_zeros_and_no_gradient() -> None:
     table = torch.ones(1, 4, 4, dtype=torch.bool)
     table[0, 1] = False
     for pattern, hidden in (
@@ -198,7 +198,7 @@ class Largest(TorchDispatchMode):
     ("layout", "padded"),
     [(Dense(**UNI), True), (LAYOUTS[3], False), (LAYOUTS[8], True), (LAYOUTS[5], False)],
 )
-def test_nothing_as_large_as_queries_times_keys_is_held(layout: BlockLayout, padded: bool) -> None:
+def test_no_buffer_has_the_size_of_queries_times_keys(layout: BlockLayout, padded: bool) -> None:
     length = 2048
     given = tensors(1, 1, 1, length, length, 4, torch.float32)
     biases = [(torch.arange(length) < 2000)[None, None, None]] if padded else []

@@ -31,7 +31,7 @@ def slow(
 
 
 @pytest.mark.parametrize("chosen_by", ["head", "group"])
-def test_the_best_blocks_and_the_own_one_are_chosen(chosen_by: str) -> None:
+def test_the_best_blocks_and_the_local_block_are_selected(chosen_by: str) -> None:
     query, key = (each.detach() for each in tensors(2, 4, 2, 101, 101, 8)[:2])
     found = select_blocks(query, key, block=16, blocks=3, tile=8, chosen_by=chosen_by)  # type: ignore[arg-type]
     assert found.shape == (2, 4 if chosen_by == "head" else 2, 13, 7)

@@ -14,13 +14,13 @@ FAST = Capability("states", "past the page cache")
 SLOW = Capability("states", "through the page cache", "the file system refuses O_DIRECT")
 
 
-def test_a_way_that_all_ranks_take_is_one_line() -> None:
+def test_a_transport_of_all_ranks_is_logged_in_one_line() -> None:
     record = Capabilities.of_ranks([as_text([FAST])] * 3)
     assert record.explain() == ["states: past the page cache"]
     assert record.fallbacks == []
 
 
-def test_a_way_that_some_ranks_take_names_them() -> None:
+def test_a_transport_of_some_ranks_is_logged_with_the_ranks() -> None:
     record = Capabilities.of_ranks([as_text([FAST]), as_text([SLOW]), as_text([SLOW])])
     slow = "states: through the page cache (the file system refuses O_DIRECT) [rank 1, 2]"
     assert record.explain() == ["states: past the page cache [rank 0]", slow]

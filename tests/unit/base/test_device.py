@@ -82,7 +82,7 @@ def test_torch_still_has_each_private_name(name: str) -> None:
         found = getattr(found, part)
 
 
-def test_a_transform_of_torch_func_is_seen_and_left() -> None:
+def test_a_transform_of_torch_func_is_detected_and_exited() -> None:
     seen = []
 
     def square(value: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def test_a_tensors_version_rises_with_each_in_place_operation() -> None:
     assert version_of(tensor) == before + 1
 
 
-def test_hooks_on_a_gradient_are_seen_until_they_are_removed() -> None:
+def test_hooks_on_a_gradient_are_detected_until_they_are_removed() -> None:
     tensor = torch.ones(2, requires_grad=True)
     handle = tensor.register_hook(torch.clone)
     assert has_gradient_hooks(tensor)

@@ -74,7 +74,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("url", [URL, PATH], ids=["text", "Path"])
-def test_a_url_is_refused_and_nothing_is_made(engine: Any, call: str, url: Any) -> None:
+def test_a_url_is_refused_and_no_folder_is_created(engine: Any, call: str, url: Any) -> None:
     before = sorted(os.listdir())
     with pytest.raises(NotBuiltError, match=r"s3:/+bucket/run.* is a URL"):
         CALLS[call](engine, url)

@@ -64,7 +64,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_sees_what_it_asked_for(program: str) -> None:
+def test_a_program_reads_the_requested_values(program: str) -> None:
     source, expected = PROGRAMS[program]
     done = subprocess.run(
         [sys.executable, "-c", "import logging, torch, deepseek_zero\n" + textwrap.dedent(source)],

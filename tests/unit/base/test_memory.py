@@ -138,7 +138,7 @@ print(before >> 20, resident_bytes() - start >> 20, sum(float(pin.sum()) for pin
 """
 
 
-def test_holes_in_the_heap_are_given_back_and_nothing_that_lives_in_between() -> None:
+def test_holes_in_the_heap_are_returned_and_live_memory_is_kept() -> None:
     root = Path(__file__).resolve().parents[3]
     before, after, total = subprocess.check_output(
         [sys.executable, "-c", HOLES], cwd=root, text=True

@@ -30,7 +30,7 @@ def on_h0(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return interfaces
 
 
-def test_loopback_counts_only_where_it_is_written(on_h0: dict[str, str]) -> None:
+def test_loopback_is_used_only_if_given_explicitly(on_h0: dict[str, str]) -> None:
     assert network.reached_at("127.0.0.1") == "127.0.0.1"
     assert network.reached_at("localhost") == "localhost", "whatever address that is"
     assert network.reached_at("h0") == network.reached_at(None) == "10.77.0.1"

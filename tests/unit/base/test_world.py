@@ -356,7 +356,7 @@ def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
         ({}, (0, 1)),
     ],
 )
-def test_hosts_are_numbered_where_a_launcher_does(
+def test_hosts_are_numbered_as_by_the_launcher(
     environ: dict[str, str], place: tuple[int | None, ...]
 ) -> None:
     found = discover(environ)
@@ -524,7 +524,7 @@ def test_rank_and_world_size_come_from_the_launcher_before_a_group_exists(
     assert not world.is_rank_zero()
 
 
-def test_gpus_are_shared_where_a_host_has_more_ranks_than_gpus(
+def test_gpus_are_shared_if_a_host_has_more_ranks_than_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -742,7 +742,7 @@ def test_processes_that_a_launcher_started_are_one_world(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", LONE)
-def test_a_process_of_its_own_is_a_world_of_one(case: str) -> None:
+def test_a_single_process_is_a_world_of_one(case: str) -> None:
     (row,) = RECORDED[case]["ranks"]
     found = discover(row["environ"])
     assert (found.rank, found.size, found.source) == (0, 1, LONE[case])

@@ -23,7 +23,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cpu.json"
 
 
-def test_a_journal_goes_on_from_what_is_recorded_and_gives_failures_another_chance(
+def test_a_journal_resumes_after_recorded_results_and_repeats_failures(
     path: Path,
 ) -> None:
     first = Journal(path)

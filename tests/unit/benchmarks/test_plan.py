@@ -134,7 +134,7 @@ def test_no_round_follows_the_last_one_and_none_comes_before_the_first_pass() ->
     assert rounds(REQUEST, []) == []
 
 
-def test_a_model_with_steps_of_milliseconds_takes_more_of_them() -> None:
+def test_a_model_with_steps_of_milliseconds_runs_more_steps() -> None:
     tiny = Cell("tiny", "fp32")
     records = [record(tiny, "floor", 0.01)]
     assert {

@@ -38,7 +38,7 @@ def test_busy_seconds_count_all_but_idle_and_waiting() -> None:
     assert parse_busy("cpu  0 0 0 5000 600 0 0 0 0 0\n") == 0
 
 
-def test_a_peak_that_is_gone_is_still_seen() -> None:
+def test_a_peak_that_has_passed_is_still_measured() -> None:
     size = 64 * 2**20
     before = memory_now()["uss"]
     with Peak(interval=0.005) as peak:

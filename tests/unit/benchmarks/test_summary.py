@@ -163,7 +163,7 @@ def test_the_header_states_the_machine_and_its_load() -> None:
     assert "median 0.10" in text
 
 
-def test_cells_stand_in_the_order_they_were_run() -> None:
+def test_cells_are_listed_in_the_order_of_their_runs() -> None:
     assert cells_of([{"cell": "tiny-bf16"}, {"cell": "125m-fp32"}, {"cell": "tiny-bf16"}]) == [
         Cell("tiny", "bf16"),
         CELL,

@@ -183,7 +183,7 @@ def test_a_gap_between_parts_is_found() -> None:
     assert first_gap([*parts, ParamPart((8, 2), 0, ((2, 5),))]) is None
 
 
-def test_a_manifest_with_parts_has_a_version_of_its_own_and_comes_back(tmp_path: Path) -> None:
+def test_a_manifest_with_parts_has_its_own_version_and_is_read_back(tmp_path: Path) -> None:
     saved = Saved(tmp_path, SPLITS["three blocks of columns"], 2)
     path = tmp_path / "manifest.json"
     path.write_text(saved.manifest.text())

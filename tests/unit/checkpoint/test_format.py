@@ -38,12 +38,12 @@ from deepseek_zero.checkpoint.piece import persistent_buffers
     ],
     ids=repr,
 )
-def test_a_plain_value_comes_back(value: Any) -> None:
+def test_a_plain_value_is_restored(value: Any) -> None:
     text = json.dumps(encode(value, "v", {}), allow_nan=False)
     assert decode(json.loads(text), {}) == value
 
 
-def test_nan_and_tensors_come_back() -> None:
+def test_nan_and_tensors_are_restored() -> None:
     tensors: dict[str, torch.Tensor] = {}
     value = {
         "rng": torch.get_rng_state(),
@@ -70,7 +70,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_comes_back_with_dtype_and_shape(name: str) -> None:
+def test_an_array_is_restored_with_dtype_and_shape(name: str) -> None:
     tensors: dict[str, torch.Tensor] = {}
     value = {"nested": [(ARRAYS[name], 1)]}
     back = decode(
@@ -84,7 +84,7 @@ def test_an_array_comes_back_with_dtype_and_shape(name: str) -> None:
 @pytest.mark.parametrize(
     "value", [np.float64(0.5), np.int64(3), np.bool_(True), np.float32("nan"), np.str_("x")]
 )
-def test_a_scalar_of_numpy_comes_back_with_its_type(value: Any) -> None:
+def test_a_numpy_scalar_is_restored_with_its_type(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
     back = decode(
         json.loads(json.dumps(encode({"a": value}, "v", tensors), allow_nan=False)), tensors
@@ -92,7 +92,7 @@ def test_a_scalar_of_numpy_comes_back_with_its_type(value: Any) -> None:
     assert type(back) is type(value) and back.tobytes() == value.tobytes()
 
 
-def test_random_states_of_numpy_go_on_where_they_were() -> None:
+def test_random_states_of_numpy_are_restored() -> None:
     generator, state = np.random.default_rng(5), np.random.RandomState(7)
     value = {
         "generator": generator.bit_generator.state,

@@ -105,7 +105,7 @@ def test_deepspeeds_layout_is_registered_on_every_import_path() -> None:
     assert done.stdout.strip() == "['slices', 'deepspeed', 'safetensors', 'torch']"
 
 
-def test_slices_come_before_what_is_registered(folder: Path) -> None:
+def test_the_librarys_layout_precedes_registered_ones(folder: Path) -> None:
     register_layout(Plain())
     (folder / "manifest.json").write_text("{}")
     assert layouts.layout_of(folder) is SLICES

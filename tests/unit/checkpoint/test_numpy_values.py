@@ -63,7 +63,7 @@ LAYOUTS = [(0, "slices"), (3, "slices"), (0, "deepspeed"), (2, "deepspeed"), (3,
 
 
 @pytest.mark.parametrize(("stage", "layout"), LAYOUTS)
-def test_random_states_of_each_rank_come_back(tmp_path: Path, stage: int, layout: str) -> None:
+def test_random_states_of_each_rank_are_restored(tmp_path: Path, stage: int, layout: str) -> None:
     states = [np.random.RandomState(seed) for seed in range(2)]
     extras = {"best": np.float32(0.5), "table": np.arange(6).reshape(2, 3), "epoch": 3}
     save(tmp_path, stage, layout, lambda rank: {"numpy": states[rank].get_state(), **extras})

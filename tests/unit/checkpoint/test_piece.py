@@ -157,7 +157,7 @@ def test_every_mesh_saves_the_same_whole_model(
     list(enumerate(PAIRS)),
     ids=[f"{saved} to {loaded}" for saved, loaded in PAIRS],
 )
-def test_any_mesh_goes_on_from_any_other(
+def test_any_mesh_resumes_from_any_other(
     root: Path, tmp_path: Path, number: int, pair: tuple[str, str]
 ) -> None:
     (saved, loaded), stage, dtype = pair, number % 4, ("fp32", "bf16")[number // 4 % 2]
@@ -245,7 +245,7 @@ def test_conversions_of_any_mesh_are_the_same_bytes(tmp_path: Path, root: Path, 
     ],
     ids=str,
 )
-def test_random_numbers_go_on_where_the_same_data_are_seen(
+def test_random_numbers_continue_on_ranks_with_the_same_data(
     saved: Mesh, mesh: Mesh, expected: list[int | None]
 ) -> None:
     sizes = dict(zip(AXES, saved.sizes, strict=True))

@@ -47,7 +47,7 @@ def _refuse() -> int:
     raise OSError(22, "Invalid argument")
 
 
-def test_spans_come_in_order_and_whole(file: tuple[int, bytes]) -> None:
+def test_spans_are_returned_in_order_and_complete(file: tuple[int, bytes]) -> None:
     descriptor, data = file
     ends = [0, 8, 8, 100, 4095, 4096, 9000, NUM_BYTES]
     spans = [ByteRange(descriptor, low, high, read_again=True) for low, high in pairwise(ends)]

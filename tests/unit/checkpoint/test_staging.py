@@ -8,7 +8,7 @@ from pathlib import Path
 from deepseek_zero.checkpoint.staging import in_turn
 
 
-def test_makers_of_one_output_take_turns(tmp_path: Path) -> None:
+def test_processes_that_write_one_output_wait_for_each_other(tmp_path: Path) -> None:
     inside, most = [], []
 
     def work() -> None:

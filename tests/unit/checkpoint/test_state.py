@@ -166,7 +166,7 @@ def goes_on(folder: Path, stage: int, kind: Any, layout: str = "") -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_states_that_are_tensor_subclasses_come_back(tmp_path: Path, stage: int) -> None:
+def test_states_that_are_tensor_subclasses_are_restored(tmp_path: Path, stage: int) -> None:
     goes_on(tmp_path, stage, Coded)
 
 
@@ -228,7 +228,7 @@ def test_an_object_among_the_states_is_refused_with_what_a_user_can_do(tmp_path:
         )
 
 
-def test_states_that_are_subclasses_stay_where_they_are_under_offload(tmp_path: Path) -> None:
+def test_states_that_are_tensor_subclasses_are_not_offloaded(tmp_path: Path) -> None:
     def body(here: Here, rank: Rank, *, offloads: bool) -> list[float]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))

@@ -27,7 +27,7 @@ def meeting(
     return Meeting(NodePlan(NodeShare(1), 2, node, master_addr, port), "a run", secret)
 
 
-def test_a_store_that_would_listen_where_the_others_do_not_come_is_refused(
+def test_a_store_on_an_unreachable_address_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(INTERFACE, "127.0.0.2")

@@ -156,7 +156,7 @@ def test_a_checkpoint_without_a_mesh_is_loaded_as_one_with(directory: Path) -> N
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-def test_verify_ends_with_0_where_all_is_good_and_1_where_a_file_is_damaged(
+def test_verify_exits_with_0_for_valid_checkpoints_and_1_for_damaged_ones(
     directory: Path,
 ) -> None:
     assert call("verify", directory).exit_code == 0
@@ -329,7 +329,7 @@ def test_verify_finds_a_flipped_bit_in_every_layout(forms: dict[str, Path], tmp_
 
 
 @pytest.mark.parametrize("form", ["safetensors", "pth", "deepspeed"])
-def test_a_mistake_of_ours_in_a_converter_is_no_refusal(
+def test_a_bug_in_a_converter_is_not_reported_as_a_refusal(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     monkeypatch.setattr("deepseek_zero.checkpoint.convert.open_checkpoint", _mistaken)

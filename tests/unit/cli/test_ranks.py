@@ -45,7 +45,7 @@ def test_the_launcher_ends_with_the_ranks_code(code: int, exit_code: int) -> Non
     assert Death(0, code, 0.0).exit_code == exit_code
 
 
-def test_the_story_is_the_traceback_where_there_is_one() -> None:
+def test_the_report_is_the_traceback_if_there_is_one() -> None:
     assert RAISED_FIRST.story() == "Traceback ...\nValueError: x"
     assert RAISED_FIRST.headline(4) == "rank 0 of 4 failed with exit code 1"
 

@@ -73,7 +73,7 @@ def test_the_store_stays_until_other_ranks_have_recorded_their_end(
 
 
 @pytest.mark.parametrize(("rank", "is_ours", "lines"), [(0, False, 1), (1, False, 0), (0, True, 0)])
-def test_one_rank_of_a_host_names_a_silent_one_once_and_none_where_our_launcher_does(
+def test_one_rank_of_a_host_logs_a_silent_rank_once_unless_the_launcher_does(
     rank: int,
     is_ours: bool,
     lines: int,

@@ -144,7 +144,7 @@ def test_no_name_is_both_there_and_not() -> None:
 @pytest.mark.parametrize(
     "way", ["config", "config_params", "path", "base64", "args", "args_dict", "deepscale"]
 )
-def test_the_configuration_comes_in_every_way(way: str, tmp_path: Path) -> None:
+def test_the_configuration_is_accepted_in_every_form(way: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG)[:-1] + ",} // a comment")
     encoded = base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()
@@ -196,7 +196,7 @@ def test_invalid_arguments_raise_an_error_with_the_reason(
         deepseek_zero.initialize(**given)
 
 
-def test_a_thing_that_is_no_module_is_refused() -> None:
+def test_an_object_that_is_no_module_is_refused() -> None:
     with pytest.raises(UsageError, match="a model of type function cannot be wrapped"):
         deepseek_zero.initialize(model=engine_with, config=CONFIG)  # type: ignore[arg-type]
 
@@ -496,7 +496,7 @@ def test_a_program_that_owns_the_boundary_updates_at_every_step(stage: int) -> N
     assert torch.equal(trained(True), trained(False))
 
 
-def test_step_and_another_context_are_refused_where_reductions_are_held_back() -> None:
+def test_step_and_nested_contexts_are_refused_in_no_sync() -> None:
     engine = engine_with(
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
     )

@@ -159,7 +159,7 @@ def test_fp16_casts_inputs_by_the_top_level_key_unless_its_section_has_one(
     assert config.fp16.auto_cast is expected
 
 
-def test_autocast_takes_the_dtype_the_hardware_has() -> None:
+def test_autocast_uses_a_dtype_that_the_hardware_supports() -> None:
     given = {"torch_autocast": {"enabled": True}}
     assert resolved(given, NEW_GPU).torch_autocast.dtype == "bf16"
     assert resolved(given, OLD_GPU).torch_autocast.dtype == "fp16"
@@ -199,7 +199,7 @@ def test_an_unknown_argument_is_passed_to_the_optimizer() -> None:
     assert reason(config, "optimizer.params.amsgrad").why == "not set: its owner's default is used"
 
 
-def test_an_auto_schedule_takes_its_peak_from_the_optimizer() -> None:
+def test_an_auto_schedule_uses_the_optimizers_rate_as_its_peak() -> None:
     given = {
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}},
         "scheduler": {
@@ -252,7 +252,7 @@ def test_a_batch_that_does_not_fit_the_ranks_is_reported_with_the_rest() -> None
     assert "2 problems" in str(error.value)
 
 
-def test_a_batch_is_divided_by_the_ranks_that_see_different_ones() -> None:
+def test_a_batch_is_divided_by_the_data_parallel_size() -> None:
     facts = Facts(world_size=8, data_size=2, stages=2, tensor_size=2)
     config = resolved({"train_batch_size": 12, "gradient_accumulation_steps": 3}, facts)
     assert (config.batch.micro, config.dp_degree, config.pp_degree, config.mp_degree) == (
@@ -301,7 +301,7 @@ def test_the_configuration_is_frozen() -> None:
         resolved({}).zero_optimization.stage = 2
 
 
-def test_resolving_leaves_the_raw_configuration_as_it_was() -> None:
+def test_resolving_does_not_change_the_raw_configuration() -> None:
     raw = load(
         {
             "zero_optimization": {
@@ -378,7 +378,7 @@ def resolved_text(text: str, facts: Facts) -> Config:
     return resolve(load(text), facts)
 
 
-def test_seed_001_loads_and_resolves_as_it_is() -> None:
+def test_seed_001_loads_and_resolves_unchanged() -> None:
     config = resolved_text(SEED_001, Facts(world_size=2, hidden_size=64, loader_micro_batch=4))
     assert (config.batch.train, config.batch.micro, config.batch.accumulation) == (8, 4, 1)
     assert config.optimizer.params == {
@@ -396,7 +396,7 @@ def test_seed_001_loads_and_resolves_as_it_is() -> None:
     assert config.gradient_clipping == 1.0
 
 
-def test_the_lr_of_seed_001_comes_from_the_program_where_it_has_one() -> None:
+def test_the_lr_of_seed_001_is_that_of_the_program_if_it_has_one() -> None:
     config = resolved_text(SEED_001, Facts(client_optimizer={"lr": 3e-4}))
     assert config.optimizer.params["lr"] == 3e-4
 
@@ -409,7 +409,7 @@ def test_seed_002_loads_and_resolves_without_any_batch_key(
     assert capsys.readouterr().err.count("no batch size is stated") == 1
 
 
-def test_seed_002_keeps_the_documented_sizes_where_the_model_has_no_hidden_size() -> None:
+def test_seed_002_keeps_the_documented_sizes_without_a_hidden_size() -> None:
     zero = resolved_text(SEED_002, Facts()).zero_optimization
     sizes = (
         zero.reduce_bucket_size,

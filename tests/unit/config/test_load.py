@@ -282,7 +282,7 @@ def test_an_old_and_a_new_key_together_are_an_error(given: dict[str, Any]) -> No
     assert "Cannot provide deprecated parameter" in complaint(given)
 
 
-def test_keys_without_effect_are_named_in_one_line_where_they_are_off_their_default(
+def test_changed_keys_without_effect_are_named_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     load(zero(stage=3, reduce_scatter=False, contiguous_gradients=True, allgather_bucket_size=2e8))
@@ -462,7 +462,7 @@ def test_under_deepspeeds_name_offload_without_its_stage_is_ignored() -> None:
         {"aio": {"block_size": 262144, "thread_count": 1}, "zero_allow_untested_optimizer": True},
     ],
 )
-def test_what_is_not_built_may_stand_there_switched_off(given: dict[str, Any]) -> None:
+def test_unsupported_sections_are_accepted_if_disabled(given: dict[str, Any]) -> None:
     assert isinstance(load(given), RawConfig)
 
 
@@ -482,9 +482,7 @@ def test_a_mistake_and_an_unimplemented_key_are_listed_in_one_config_error() -> 
         ({"number_checkpoints": 0}, "activation_checkpointing.number_checkpoints"),
     ],
 )
-def test_a_place_for_activations_that_makes_no_sense_is_named(
-    section: dict[str, Any], words: str
-) -> None:
+def test_an_invalid_device_for_activations_is_named(section: dict[str, Any], words: str) -> None:
     assert words in complaint({"activation_checkpointing": section})
 
 
@@ -492,7 +490,7 @@ def test_a_place_for_activations_that_makes_no_sense_is_named(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_is_taken_from_wherever_it_is_given() -> None:
+def test_the_configuration_is_read_from_every_source() -> None:
     given = {"train_batch_size": 1}
     assert choose_source(given, None, None) == (given, None)
     assert choose_source(None, given, SimpleNamespace(deepspeed_config=None)) == (given, None)

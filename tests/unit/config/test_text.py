@@ -82,7 +82,7 @@ def test_a_path_object_and_its_text_read_the_same(tmp_path: Path) -> None:
     assert read(path).source == str(path)
 
 
-def test_nothing_is_an_empty_configuration() -> None:
+def test_no_configuration_is_an_empty_one() -> None:
     assert read(None).values == {}
 
 

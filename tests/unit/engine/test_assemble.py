@@ -139,7 +139,7 @@ def one_plain_step(engine: Any, micros: Sequence[Tokens], attention: Any) -> flo
     return sum(losses) / len(losses)
 
 
-def test_the_comparison_sees_one_bit() -> None:
+def test_the_comparison_detects_one_bit() -> None:
     expected = expected_of(2, 1, 1, True, "fp32", "adamw")
     losses, parts = [each[0] for each in expected.losses], dict.fromkeys(expected.weights)
     found = Found(losses, expected.norms, copy.deepcopy(expected.weights), parts)

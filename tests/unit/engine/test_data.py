@@ -64,7 +64,7 @@ def test_a_step_has_the_same_samples_at_every_number_of_ranks(
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2), (3, 4), (4, 1)])
 @pytest.mark.parametrize("done", range(7))
-def test_another_number_of_ranks_goes_on_with_the_next_sample(
+def test_another_number_of_ranks_continues_with_the_next_sample(
     ranks: int, micro: int, done: int
 ) -> None:
     """Also from the middle of a step, which is taken again from its first micro-batch."""
@@ -129,7 +129,7 @@ class Counting(IterableDataset):  # type: ignore[type-arg]
         return iter(range(10))
 
 
-def test_a_samplers_own_order_stands() -> None:
+def test_the_order_of_a_users_sampler_is_kept() -> None:
     data = TensorDataset(torch.arange(10))
     mesh = Mesh(dp_shard=2, rank=1)
     loader = ShardedLoader(data, 2, mesh, sampler=DistributedSampler(data, 2, 1, shuffle=False))

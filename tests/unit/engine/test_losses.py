@@ -100,7 +100,7 @@ def test_a_step_without_a_scalar_has_no_loss(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("job/*train_loss*"))
 
 
-def test_a_loss_that_is_no_number_is_recorded_as_it_is() -> None:
+def test_a_nan_loss_is_recorded() -> None:
     engine = engine_of(gradient_accumulation_steps=1)
     (engine(x_of(0)).square().mean() * math.nan).backward()
     engine.step()

@@ -235,7 +235,7 @@ def test_no_change_is_promised_that_does_not_fit(monkeypatch: pytest.MonkeyPatch
     assert "no single change" in text and "which fits" not in text
 
 
-def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, room=STATES, allocated=STATES)
     for error in (
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
@@ -284,7 +284,7 @@ def test_an_error_of_a_plain_loop_is_explained_when_it_ends_the_program(
     assert "Why: the plan predicts" in printed and "on rank 0" in printed
 
 
-def test_other_errors_that_end_the_program_stay_as_they_are(
+def test_other_errors_that_end_the_program_are_unchanged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = DeepSeekZeRO3(nn.Sequential(*layers()))
@@ -294,7 +294,7 @@ def test_other_errors_that_end_the_program_stay_as_they_are(
     assert model.training
 
 
-def test_a_hook_that_took_the_place_of_ours_and_calls_it_is_called_once(
+def test_a_hook_that_replaces_and_calls_the_librarys_is_called_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch.distributed installs such a hook when a process group is made."""

@@ -63,7 +63,7 @@ def parallelism(**sizes: int) -> Any:
         ({}, parallelism(tp=2), (1, 1, 4, 1, 2)),
     ],
 )
-def test_places_that_agree_make_one_mesh(
+def test_consistent_statements_make_one_mesh(
     config: dict[str, Any], given: Any, sizes: tuple[int, ...]
 ) -> None:
     mesh = chosen(config, given)
@@ -110,7 +110,7 @@ def test_places_that_agree_make_one_mesh(
         ({}, {"tp": 0}, "mesh axis tp is 0"),
     ],
 )
-def test_places_that_disagree_are_both_named(
+def test_contradicting_statements_are_both_named(
     config: dict[str, Any], given: Any, words: str
 ) -> None:
     with pytest.raises(UsageError, match="(?s)" + words):

@@ -109,7 +109,7 @@ MESH = Mesh(dp_replicate=2, dp_shard=4).on_world(8)
         ({"secondary_ranks": 8}, False, "there is no smaller group"),
     ],
 )
-def test_where_no_copy_would_be_read_there_is_none(
+def test_a_second_copy_that_would_not_be_read_is_not_created(
     settings: dict[str, Any], in_place: bool, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="deepseek_zero"):

@@ -50,7 +50,7 @@ def test_a_signal_is_recorded_and_the_users_handler_is_called(heard: list[int]) 
     assert signal.getsignal(NUMBER) is own
 
 
-def test_a_handler_put_over_ours_stays_when_ours_goes(heard: list[int]) -> None:
+def test_a_handler_installed_later_remains_when_the_librarys_is_removed(heard: list[int]) -> None:
     first, second = Preemption(SETTINGS), Preemption(SETTINGS)
     first.watch()
     second.watch()

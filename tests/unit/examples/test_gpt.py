@@ -22,7 +22,7 @@ def batch() -> Tensor:
     return torch.randint(VOCABULARY, (3, SMALL.context), generator=torch.Generator().manual_seed(1))
 
 
-def test_a_byte_sees_itself_and_the_past_only() -> None:
+def test_a_byte_attends_only_to_itself_and_earlier_bytes() -> None:
     model, tokens = small(), batch()
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % VOCABULARY

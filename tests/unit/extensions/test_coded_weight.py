@@ -154,7 +154,7 @@ def test_second_copies_and_gathers_by_host_bring_the_same_values(settings: dict[
         assert torch.equal(one.losses[0], two.losses[0])
 
 
-def test_what_is_saved_decoded_has_the_same_codes_when_it_is_written_back() -> None:
+def test_decoded_values_that_are_saved_are_encoded_to_the_same_codes() -> None:
     def write_back(runtime: Any) -> None:
         saved = {name: value.clone() for name, value in runtime.model.state_dict().items()}
         before = [group.weight.memory.clone() for group in resting_in(runtime)]

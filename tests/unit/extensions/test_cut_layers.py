@@ -123,7 +123,7 @@ def test_state_dicts_are_those_of_the_whole_model_both_ways() -> None:
         model.load_state_dict({**changed, "head.weight": torch.zeros(12, 5)})
 
 
-def test_what_is_no_plain_layer_stays_whole_and_is_named() -> None:
+def test_layers_of_other_classes_stay_whole_and_are_named() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "own": nn.Linear(8, 9)})
     model["own"].forward = lambda given: given
     assert choose_cuts(model, 100, same).left == (

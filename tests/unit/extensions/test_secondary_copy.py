@@ -176,7 +176,7 @@ def evaluate(runtime: Runtime) -> Tensor:
         return runtime.model(batch_of(9, 0, 0).tokens)
 
 
-def test_every_change_of_the_weights_is_seen_by_the_next_gather() -> None:
+def test_every_change_of_the_weights_is_in_the_next_gather() -> None:
     """Each way is tried where the copy is current: behind a forward that made it."""
 
     def body(rank: Rank, near: int) -> list[Tensor]:

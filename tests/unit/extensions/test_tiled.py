@@ -164,14 +164,14 @@ class Scaled(nn.Linear):
         return torch.tanh(super().forward(x) * self.factor)
 
 
-def test_another_class_and_its_arguments_make_the_tiles() -> None:
+def test_tiles_may_have_another_class_with_arguments() -> None:
     tiled = TiledLinear(IN, OUT, in_splits=2, out_splits=2, linear_cls=Scaled, factor=3.0)
     assert all(type(tile) is Scaled and tile.factor == 3.0 for row in tiled.linears for tile in row)
     tiled(torch.randn(5, IN)).sum().backward()
     assert whole(tiled, "grad").shape == (OUT, IN)
 
 
-def test_copy_params_from_takes_the_values() -> None:
+def test_copy_params_from_copies_the_values() -> None:
     plain, tiled = nn.Linear(IN, OUT), TiledLinear(IN, OUT, in_splits=2, out_splits=3)
     tiled.copy_params_from(plain)
     assert torch.equal(whole(tiled, "value"), plain.weight.detach())

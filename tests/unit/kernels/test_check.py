@@ -201,7 +201,7 @@ def test_another_processor_has_the_same_bits_or_torch_is_chosen(name: str) -> No
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-def test_pytorch_computes_every_update_where_its_bits_are_not_the_definition(
+def test_pytorch_computes_every_update_if_kernels_differ_from_it(
     capability: str,
 ) -> None:
     code = (

@@ -55,7 +55,7 @@ def hypers(engine: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stage", "layout"), [(0, ""), (1, ""), (3, ""), (1, "deepspeed"), (3, "deepspeed")]
 )
-def test_edited_groups_come_back_on_every_rank(
+def test_edited_groups_are_restored_on_every_rank(
     tmp_path: Path, stage: int, layout: str, width: int
 ) -> None:
     def body(here: Here, rank: Rank) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:

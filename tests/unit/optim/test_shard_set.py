@@ -81,7 +81,7 @@ def test_a_clients_optimizer_of_whole_tensors_is_refused_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(sp=2), Mesh(dp_shard=2)], ids=str)
-def test_axes_that_split_no_tensor_take_it(mesh: Mesh) -> None:
+def test_axes_that_split_no_tensor_allow_it(mesh: Mesh) -> None:
     assert outcomes(mesh, name="Lamb") == [None, None]
 
 

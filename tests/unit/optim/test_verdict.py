@@ -140,7 +140,7 @@ def test_what_is_not_finite_elsewhere_skips_no_step() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_norm_stays_when_a_step_is_skipped(stage: int) -> None:
+def test_the_norm_is_unchanged_when_a_step_is_skipped(stage: int) -> None:
     def body(here: Here, rank: Rank) -> list[float | None]:
         model, config = net(), config_of(stage, "fp16") | {"gradient_accumulation_steps": 1}
         engine = here.start(

@@ -85,7 +85,7 @@ def test_halves_of_a_tensor_differ_from_the_whole_so_it_must_not_be_cut() -> Non
     assert not torch.allclose(torch.cat(halves), whole) and Lamb.granularity == "tensor"
 
 
-def test_a_saved_state_goes_on_with_the_same_bits() -> None:
+def test_a_saved_state_resumes_with_the_same_bits() -> None:
     start, grads = torch.randn(3, 3), [torch.randn(3, 3) for _ in range(4)]
     straight, resumed = start.clone(), start.clone()
     train([straight], [[grad] for grad in grads], SETTINGS)

@@ -91,7 +91,7 @@ def test_groups_have_their_own_rate_and_gradients_stay() -> None:
     assert torch.equal(idle, torch.ones(3)) and torch.equal(slow.grad, torch.full((3,), 5.0))
 
 
-def test_a_saved_state_goes_on_with_the_same_bits() -> None:
+def test_a_saved_state_resumes_with_the_same_bits() -> None:
     start, grads = torch.randn(9), [torch.randn(9) for _ in range(4)]
     straight = start.clone()
     train([straight], [[grad] for grad in grads])

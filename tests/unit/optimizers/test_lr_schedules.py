@@ -57,7 +57,7 @@ def test_warmup_to_each_groups_own_rate_is_the_default() -> None:
     assert schedule.get_last_lr() == schedule.get_lr() == [0.5, 0.25]
 
 
-def test_warmup_takes_one_value_per_group() -> None:
+def test_warmup_accepts_one_value_per_group() -> None:
     schedule = WarmupLR(
         groups(9, 9), warmup_min_lr=[0.1, 0.2], warmup_max_lr=[1.0, 2.0], warmup_num_steps=2
     )
@@ -188,7 +188,9 @@ def test_every_name_of_deepspeed_is_covered() -> None:
 
 
 @pytest.mark.parametrize(("name", "params"), SETTINGS)
-def test_a_saved_schedule_goes_on_where_it_stood(name: str, params: dict[str, Any]) -> None:
+def test_a_loaded_schedule_continues_with_the_saved_state(
+    name: str, params: dict[str, Any]
+) -> None:
     first, second = (
         resolve_schedule(name, params, groups(0.3, betas=(0.9, 0.99))) for _ in range(2)
     )

@@ -48,7 +48,7 @@ def test_any_number_of_steps_works(steps: int, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
-def test_singular_values_come_near_one_and_the_input_stays(method: str) -> None:
+def test_singular_values_approach_one_and_the_input_is_unchanged(method: str) -> None:
     matrix = torch.randn(16, 64) * 1e-4
     before = matrix.clone()
     values = torch.linalg.svdvals(orthogonalize(matrix, method))
@@ -181,7 +181,7 @@ def test_hidden_matrices_are_updated_by_muon_and_other_parameters_by_adamw() -> 
     ]
 
 
-def test_a_saved_state_goes_on_with_the_same_bits() -> None:
+def test_a_saved_state_resumes_with_the_same_bits() -> None:
     starts, grads = (
         [torch.randn(3, 4), torch.randn(3)],
         [[torch.randn(3, 4), torch.randn(3)] for _ in range(4)],

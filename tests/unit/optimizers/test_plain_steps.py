@@ -44,7 +44,7 @@ def test_training_does_not_import_the_compiler() -> None:
         assert done.stdout.strip() == "False"
 
 
-def test_torch_is_as_it_was_after_building() -> None:
+def test_building_does_not_change_torch() -> None:
     before = Optimizer.add_param_group
     with undecorated():
         assert Optimizer.add_param_group is not before
@@ -67,7 +67,7 @@ class Doubled(torch.optim.SGD):
     step = doubled(torch.optim.SGD.step)
 
 
-def test_only_torchs_own_step_is_bared() -> None:
+def test_only_torchs_own_step_is_undecorated() -> None:
     def moved(optimizer_class: type[Optimizer], patch: bool = False) -> float:
         param = nn.Parameter(torch.ones(1))
         optimizer = optimizer_class([param], lr=0.25)  # type: ignore[call-arg]
@@ -105,7 +105,7 @@ def test_step_hooks_run_once_a_step_whatever_the_tiles() -> None:
     assert calls == ["inner before", "ours after", "any after"]
 
 
-def test_two_threads_that_build_optimizers_leave_torch_as_it_was() -> None:
+def test_two_threads_that_build_optimizers_do_not_change_torch() -> None:
     before = Optimizer.add_param_group, Optimizer.load_state_dict
     inside, go_on = threading.Event(), threading.Event()
 

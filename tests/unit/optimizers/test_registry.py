@@ -87,7 +87,7 @@ def test_the_fused_kernel_is_used_unless_configured_otherwise(name: str) -> None
     assert "fused" not in resolve_optimizer("RMSprop", {}).defaults
 
 
-def test_muon_hands_its_rates_to_the_groups_it_makes_of_a_model() -> None:
+def test_muon_passes_its_rates_to_the_groups_that_it_creates() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     spec = resolve_optimizer("Muon", {"muon_lr": 0.1, "adam_lr": 0.2, "ns_method": "standard"})
     optimizer = spec.build(spec.parameter_groups(model))
@@ -159,7 +159,7 @@ def test_what_cannot_be_used_is_named(name: str, params: dict[str, Any], message
         resolve_optimizer(name, params)
 
 
-def test_all_problems_come_at_once_with_the_valid_names() -> None:
+def test_all_problems_are_reported_together_with_the_valid_names() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_optimizer("Lamb", {"lr": "x", "speed": 1, "max_coef": 2})
     text = str(caught.value)

@@ -132,7 +132,7 @@ def test_norms_of_heads_have_a_gradient_that_is_summed(dtype: torch.dtype) -> No
     )
 
 
-def test_outputs_that_are_gathered_at_once_and_inputs_that_come_whole() -> None:
+def test_outputs_that_are_gathered_immediately_and_whole_inputs() -> None:
     """Phi-3's own plan: its fused projections are split, its attention is computed whole on every
     rank.
     """

@@ -90,7 +90,7 @@ def test_the_z_loss_is_a_mean_over_the_tokens_that_count(reduction: Any) -> None
     torch.testing.assert_close(torch.cat([grad for _, grad in found], 1), whole.grad)
 
 
-def test_a_mean_over_no_token_is_what_it_is_in_torch() -> None:
+def test_a_mean_over_no_tokens_equals_torchs() -> None:
     logits, targets = values()
     nothing = torch.full_like(targets, -100)
     assert (
@@ -182,7 +182,7 @@ class TestTransformers:
             assert len(found) == 1
             torch.testing.assert_close(found[0].detach(), whole.detach())
 
-    def test_a_loss_function_that_never_sees_the_logits_is_an_error(self) -> None:
+    def test_a_loss_function_without_logits_is_an_error(self) -> None:
         model = tiny("llama")
 
         def body(rank: Rank) -> None:

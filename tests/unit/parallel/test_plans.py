@@ -62,7 +62,7 @@ def test_names_make_regions_and_the_rest_stays_whole() -> None:
     assert plan.splits["blocks.0.attention.o.bias"].kind == "equal"
 
 
-def test_heads_stay_whole_and_the_first_ranks_take_more() -> None:
+def test_heads_stay_whole_and_the_first_ranks_get_more() -> None:
     plan = choose(Net(), 2)
     assert plan.splits["blocks.0.attention.q.weight"].ranges == (((0, 8),), ((8, 12),))
     assert plan.splits["blocks.0.attention.o.weight"].dim == 1
@@ -85,7 +85,7 @@ def test_partition_config_comes_first() -> None:
     }
 
 
-def test_a_column_that_no_row_closes_is_split_alone_where_it_was_named() -> None:
+def test_a_named_column_layer_without_a_row_layer_is_split_by_itself() -> None:
     wished = ParallelSettings(layers=((r".*\.up\.", "column", 1, ()),), uses_other_rules=False)
     plan = choose(Net(), 2, wished)
     assert kinds(plan) == {"blocks.0.up": "column_gather", "blocks.1.up": "column_gather"}

@@ -362,7 +362,7 @@ def test_a_loss_of_features_that_is_kept_in_an_attribute_is_refused() -> None:
         prove(model, choose(model, 2))
 
 
-def test_a_parameter_that_lies_in_another_way_in_another_module_is_refused() -> None:
+def test_a_parameter_with_different_strides_in_another_module_is_refused() -> None:
     model = net(lambda: Mlp("prelu"), lambda: Mlp("tokens"))
     model.other = nn.PReLU()
     model.other.weight = model.layers[0].prelu.weight  # type: ignore[union-attr]

@@ -280,7 +280,7 @@ def test_a_model_that_names_the_mask_of_its_attention(attention: Any) -> None:
     )
 
 
-def test_attention_by_a_mask_of_its_own_is_refused_by_name() -> None:
+def test_attention_with_its_own_mask_is_refused_by_name() -> None:
     doge = made(
         "DogeConfig", "DogeForCausalLM", SMALL | {"num_key_value_heads": 2, "hidden_dropout": 0.0}
     )

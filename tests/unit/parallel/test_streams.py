@@ -48,7 +48,7 @@ class Drops(nn.Module):
         vars(self).update(attributes)
 
 
-def test_what_may_draw_is_seen_by_names_and_in_the_configuration() -> None:
+def test_modules_that_may_use_random_numbers_are_found_by_name_and_configuration() -> None:
     assert not has_dropout(nn.Linear(2, 2)) and not has_dropout(nn.Dropout(0.0))
     assert has_dropout(nn.Dropout(0.1)) and has_dropout(nn.RReLU())
     assert has_dropout(Drops(drop_path_rate=0.2)) and has_dropout(Drops(layerdrop=0.2))

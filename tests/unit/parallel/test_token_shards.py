@@ -134,7 +134,7 @@ def test_models_that_need_all_tokens_are_refused_by_name(name: str, why: str) ->
     assert left_open.splits == choose(tiny(name), 2).splits
 
 
-def test_left_open_it_is_on_where_it_can_be() -> None:
+def test_it_is_enabled_by_default_if_supported() -> None:
     plan = choose(tiny("llama"), 2, ParallelSettings(sequence="auto"))
     assert (
         plan.stretch == choose(tiny("llama"), 2, SHARDED).stretch is not None and not plan.why_whole

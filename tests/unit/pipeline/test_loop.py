@@ -389,7 +389,7 @@ def test_each_rank_has_what_the_model_returns_for_its_own_rows(parts: int | None
     assert float(norm) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_what_ranks_hand_each_other_arrives_as_it_was() -> None:
+def test_exchanged_values_arrive_unchanged() -> None:
     def body(rank: Rank) -> tuple[Any, Any]:
         own = {
             "x": [

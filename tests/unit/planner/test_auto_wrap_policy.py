@@ -141,7 +141,7 @@ def test_tiles_outside_of_blocks_are_units_and_their_layer_is_none(model: nn.Mod
     assert [unit.name for unit in units[1:]] == tiles and all(unit.is_tile for unit in units[1:])
 
 
-def test_a_large_lone_block_stays_one_though_tiles_repeat_inside() -> None:
+def test_a_single_large_block_is_one_unit_although_it_contains_tiles() -> None:
     class Lone(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -168,7 +168,7 @@ def test_units_by_name_leave_tiles_units_and_a_leaf_keeps_its_tiles() -> None:
     assert [unit.name for unit in leaves] == ["", "blocks.0", "blocks.1"]
 
 
-def test_small_units_are_fused_where_their_modules_are_small_on_average() -> None:
+def test_small_units_are_fused_if_their_modules_are_small_on_average() -> None:
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,7 +246,7 @@ def test_names_are_matched_by_whole_parts_inside_the_module_that_declares_them()
 
 @pytest.mark.parametrize("under_init", [False, True])
 @pytest.mark.parametrize("stage", range(4))
-def test_what_is_declared_as_fp32_stays_so(stage: int, under_init: bool) -> None:
+def test_parameters_declared_as_fp32_stay_fp32(stage: int, under_init: bool) -> None:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": None,
@@ -280,7 +280,7 @@ def test_what_is_declared_as_fp32_stays_so(stage: int, under_init: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["deepseek_zero", "deepspeed"])
-def test_what_is_declared_as_fp32_keeps_its_start_values_when_the_rest_is_cast(
+def test_parameters_declared_as_fp32_keep_their_initial_values(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drop_in, "init_distributed", lambda: None)

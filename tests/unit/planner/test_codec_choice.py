@@ -39,7 +39,7 @@ def chosen(link: float, ranks: int = 2, here: int = 1, near: int = 1) -> Compres
     ("link", "weights", "gradients"),
     [(100 * MBIT, INT8, INT4), (1000 * MBIT, INT8, INT4), (10_000 * MBIT, None, None)],
 )
-def test_slow_links_take_few_bits_and_fast_ones_none(
+def test_slow_links_use_few_bits_and_fast_links_no_compression(
     link: float, weights: Blocks | None, gradients: Blocks | None
 ) -> None:
     found = chosen(link)

@@ -90,6 +90,6 @@ def test_each_parameter_begins_at_a_multiple_of_the_grain() -> None:
     assert layout.slice_numel % GRAIN == 0
 
 
-def test_a_layout_of_nothing_is_empty() -> None:
+def test_a_layout_without_parameters_is_empty() -> None:
     assert LAYOUTS["element"]([], [], 3) == FlatLayout((), 0, 3)
     assert FlatLayout((), 0, 3).gaps == ()

@@ -61,7 +61,7 @@ def test_a_window_between_keeps_the_units_that_backward_needs_first() -> None:
     assert str(schedule) == "G0 F0 G1 F1 R1 G2 F2 G3 F3 B0 B3 S3 R3 B2 S2 R2 G1 B1 S1 R1 S0 R0"
 
 
-def test_ahead_gathers_the_next_unit_before_it_is_needed_while_the_window_allows() -> None:
+def test_the_next_unit_is_gathered_in_advance_within_the_window() -> None:
     assert str(schedule_of(window=210, ahead=100, keep=-1)) == (
         "G0 G1 F0 G2 F1 R1 G3 F2 R2 F3 R3 R0 G0 G3 B0 G2 B3 S3 R3 G1 B2 S2 R2 B1 S1 R1 S0 R0"
     )
@@ -96,7 +96,7 @@ def test_an_agreed_order_is_used_in_forward_and_reversed_in_backward_root_first(
     assert [schedule.backward.position[unit] for unit in (0, 3, 1, 2)] == [0, 1, 2, 3]
 
 
-def test_where_weights_stream_what_forward_ends_with_is_what_backward_begins_with() -> None:
+def test_with_offloaded_weights_the_last_unit_of_forward_stays_for_backward() -> None:
     settings = PlanSettings(window_numel=0, weight_tier=Tier.NVME)
     schedule = plan_schedule(SIZES, range(4), settings)
     assert (
@@ -280,7 +280,7 @@ def test_a_program_that_breaks_a_rule_is_refused_with_the_action_that_does(
         verify(broken, all_reduced=(0, 1))
 
 
-def test_a_program_that_sums_where_the_plan_does_not_is_refused() -> None:
+def test_a_sum_that_is_not_in_the_plan_is_refused() -> None:
     sound = plan_schedule([10, 100], range(2), PlanSettings(), all_reduced=(0, 1))
     for facts in ({"all_reduced": ()}, {"all_reduced": (0, 1), "reduces_each_backward": False}):
         with pytest.raises(AssertionError, match="unlike the plan"):
@@ -294,7 +294,7 @@ def test_a_program_that_sums_where_the_plan_does_not_is_refused() -> None:
 NAMES = ["root", "a", "a.t.0", "a.t.1", "b", "b.t.0", "b.t.1"]
 
 
-def test_units_stand_in_the_nearest_unit_that_their_name_begins_with() -> None:
+def test_units_are_inside_the_nearest_unit_with_a_prefix_of_their_name() -> None:
     assert enclosing(NAMES) == {2: 1, 3: 1, 5: 4, 6: 4}
     assert enclosing(["root", "root.a", "ab", "a", "a.b.c", "a.b.c.d"]) == {4: 3, 5: 4}
 

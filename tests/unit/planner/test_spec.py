@@ -92,7 +92,7 @@ def test_a_lifted_plan_computes_in_fp32_and_has_a_whole_master() -> None:
     assert letters(lifted) == letters(plan)
 
 
-def test_a_split_master_is_printed_as_what_it_is() -> None:
+def test_a_split_main_weight_is_printed_as_such() -> None:
     assert describe_states(plan_of(3, Policy(compute=BF16)))["master"] == "S weight+int16 device"
     assert (
         describe_states(plan_of(3, Policy(compute=BF16, master="fp32")))["master"]

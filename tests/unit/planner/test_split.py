@@ -26,7 +26,7 @@ def test_what_every_rank_holds_counts_at_the_first() -> None:
         assert [whole.is_counted_at(rank) for rank in range(2)] == [True, False]
 
 
-def test_uneven_sharing_is_seen() -> None:
+def test_uneven_sharing_is_detected() -> None:
     """Two heads over three ranks: the first two share one."""
     uneven = Split("split", (8, 3), 0, (((0, 4),), ((0, 4),), ((4, 8),)))
     assert not uneven.shares_evenly(3)

@@ -48,7 +48,7 @@ def test_with_enough_memory_everything_is_on_the_device() -> None:
     assert [rest.unit for rest in rests] == [unit.name for unit in units()[DEVICE]]
 
 
-def test_weights_come_first_then_the_states_of_the_first_units() -> None:
+def test_weights_precede_the_states_of_the_first_units() -> None:
     weights = sum(weight_bytes(number) for number in range(len(units()[DEVICE])))
     first = weight_bytes(0) // 2 * (2 + 2 + 8)  # gradient, the lower half of the master, moments
     rests = assign_tiers(

@@ -69,7 +69,7 @@ def test_a_rank_that_owns_nothing_of_a_unit_keeps_no_moments_of_it() -> None:
     assert [update_of(unit, rank, "Adam").moments_bytes for rank in range(3)] == [84, 0, 0]
 
 
-def test_a_replicated_master_is_cut_where_slices_end_and_each_shard_has_a_counter() -> None:
+def test_a_replicated_main_weight_is_cut_at_slice_boundaries_and_each_shard_has_a_counter() -> None:
     def sizes(
         numel: int, ranks: int, stage: int, rank: int, tile_numel: int = 1 << 22
     ) -> list[int]:
@@ -168,7 +168,7 @@ def test_tensors_that_an_optimizer_needs_whole_are_shards_of_their_own() -> None
 
 
 @pytest.mark.parametrize("by_unit", [True, False])
-def test_what_may_wait_is_in_tiles_of_its_own(by_unit: bool) -> None:
+def test_deferred_updates_have_separate_tiles(by_unit: bool) -> None:
     model = Gpt()
     settings = PlanSettings(persistence_numel=0, weight_tier=Tier.HOST, state_tier=Tier.HOST)
     names = frozenset(name for name, _ in model.named_parameters())

@@ -98,7 +98,7 @@ def test_neither_the_size_of_a_tile_nor_the_part_that_is_decoded_changes_a_bit(
 
 @named
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_makes_its_block_nan_and_no_other(codec: Blocks, strange: float) -> None:
+def test_a_nonfinite_value_makes_only_its_block_nan(codec: Blocks, strange: float) -> None:
     values = values_of(codec, blocks=4)
     expected = decoded(codec, coded(codec, values), values.numel()).view(4, -1)
     values[codec.block + 5] = strange
@@ -159,7 +159,7 @@ def test_a_message_may_be_written_in_parts_and_multiplied(codec: Blocks | Cast) 
 @pytest.mark.parametrize(
     "kept", [Cast(torch.float32), Cast(torch.bfloat16), Blocks(8, 256)], ids=str
 )
-def test_what_is_left_out_is_sent_later_whatever_the_tile_and_nothing_is_kept_of_what_is_not_finite(
+def test_rounding_errors_are_sent_later_for_any_tile_and_nonfinite_ones_are_dropped(
     kept: Blocks | Cast,
 ) -> None:
     wire, numel = Blocks(4, 128), 4096

@@ -68,7 +68,7 @@ def test_bf16_rounds_up_in_proportion_and_keeps_what_it_can_hold() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("numel", [1, BLOCK, 1000, 300_000])
-def test_8_bits_are_near_and_come_back_the_same(kind: str, numel: int) -> None:
+def test_8_bit_values_are_close_and_are_decoded_to_the_same_values(kind: str, numel: int) -> None:
     tiny = KINDS[kind]
     values = some_values(numel, signed=tiny.is_signed)
     near = kept(tiny, values)
@@ -80,7 +80,7 @@ def test_8_bits_are_near_and_come_back_the_same(kind: str, numel: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_chance_made_of_it_comes_back_the_same(kind: str) -> None:
+def test_stochastically_rounded_values_are_decoded_to_the_same_values(kind: str) -> None:
     tiny = KINDS[kind]
     for step in range(20):
         values = some_values(4000, signed=tiny.is_signed, spread=44.0)
@@ -113,7 +113,7 @@ def test_a_magnitude_that_is_not_zero_never_becomes_zero() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_visible(kind: str, bad: float) -> None:
+def test_nonfinite_values_stay_nonfinite(kind: str, bad: float) -> None:
     values = torch.ones(2 * BLOCK)
     values[3] = bad
     found = kept(KINDS[kind], values)
@@ -126,7 +126,7 @@ def test_every_magnitude_of_fp32_is_near(value: float) -> None:
     assert abs(found - value) <= max(value / 16, 2.0**-126)
 
 
-def test_a_running_mean_moves_by_chance_and_stands_still_without() -> None:
+def test_a_running_mean_changes_with_stochastic_rounding_only() -> None:
     target, steps = torch.full((BLOCK,), 2.0), 2000
     means = {name: torch.full((BLOCK,), 1.0) for name in ("nearest", "chance", "bf16")}
     for step in range(steps):

@@ -115,7 +115,7 @@ def test_each_overflow_is_logged_with_both_scales(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("cut", range(1, len(WINDOW_3_HYSTERESIS_2)))
-def test_a_saved_scaler_goes_on_where_it_stood(cut: int) -> None:
+def test_a_loaded_scaler_continues_with_the_saved_state(cut: int) -> None:
     settings = LossScaleSettings(initial_scale_power=4, loss_scale_window=3, hysteresis=2)
     first, second = LossScaler(settings), LossScaler(settings)
     for verdict, _, _ in WINDOW_3_HYSTERESIS_2[:cut]:

@@ -108,7 +108,7 @@ def test_a_weight_and_its_remainder_give_the_bits_back(case: str) -> None:
     )
 
 
-def test_the_largest_number_rounds_to_infinity_and_comes_back() -> None:
+def test_the_largest_number_rounds_to_infinity_and_is_restored() -> None:
     master = torch.tensor(
         [
             torch.finfo(torch.float32).max,

@@ -64,7 +64,7 @@ def test_a_report_before_two_steps_has_no_figures() -> None:
         ("rows", Advice(0, 0, 0, False), "another rank is slower"),
     ],
 )
-def test_a_wait_that_matters_comes_with_advice(lane: str, advice: Advice, sentence: str) -> None:
+def test_a_significant_wait_has_advice(lane: str, advice: Advice, sentence: str) -> None:
     lines = where_steps_went(meter(**{lane: 0.5}), advice)
     assert lines[0].startswith("steps: 2.50 s each over the last 4: computing")
     assert len(lines) == 2

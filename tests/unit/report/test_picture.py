@@ -83,7 +83,7 @@ def test_the_strip_is_the_list_of_actions_in_columns() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 250, 10**9])
-def test_every_use_lies_in_a_stretch_in_which_its_unit_is_gathered(window: int) -> None:
+def test_every_use_is_within_an_interval_in_which_the_unit_is_gathered(window: int) -> None:
     schedule = plan_schedule(
         [10] + [100] * 9, range(10), PlanSettings(window_numel=window, ahead_numel=150)
     )

@@ -33,7 +33,7 @@ def write(folder: Path, *records: StepRecord) -> None:
             writer.write(item)
 
 
-def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_records_are_read_as_written(tmp_path: Path) -> None:
     wrote = [
         record(1, 1 / 3),
         record(2, held_out_loss=2.25),

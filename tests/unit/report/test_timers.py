@@ -51,7 +51,7 @@ def test_stopping_a_timer_before_its_start_raises_an_error() -> None:
         Timers()["reduce"].stop()
 
 
-def test_a_timer_of_another_name_comes_after_the_usual_ones(clock: list[float]) -> None:
+def test_custom_timers_follow_the_standard_ones(clock: list[float]) -> None:
     found = Timers()
     for name in ("load", "step"):
         with found.timed(name):

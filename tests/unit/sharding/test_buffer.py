@@ -138,7 +138,7 @@ def test_a_sum_is_added_to_what_is_there(
 
 @pytest.mark.parametrize("size", (2, 3))
 @pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0])
-def test_it_is_the_ordered_sum_whatever_the_order_ranks_come_in(size: int, divisor: float) -> None:
+def test_it_is_the_ordered_sum_for_any_order_of_arrival(size: int, divisor: float) -> None:
     layout, scratch = layout_over(size), torch.empty(1000)
     held = [values(rank, layout.padded_numel, FP32) for rank in range(size)]
     expected = torch.empty(layout.padded_numel)
@@ -185,7 +185,7 @@ def test_at_most_two_messages_are_in_flight() -> None:
 
 
 @pytest.mark.parametrize("reads_in_place", [False, True], ids=["copied", "in place"])
-def test_a_partial_gradient_is_reduced_where_it_lies(reads_in_place: bool) -> None:
+def test_a_partial_gradient_is_reduced_in_place(reads_in_place: bool) -> None:
     def body(rank: Rank) -> Tensor:
         layout = layout_over(rank.size)
         held = values(rank.index, layout.padded_numel, FP32)

@@ -262,7 +262,7 @@ STATES = {  # what a run keeps beside weights, masters and moments
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_run_of_4_ranks_goes_on_at_2(
+def test_a_run_of_4_ranks_resumes_on_2(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[str]()

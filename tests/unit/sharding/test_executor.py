@@ -360,7 +360,7 @@ def test_a_rank_without_a_batch_joins_at_the_step(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("late_ranks", [(0, 1, 2), (1,)], ids=["on all ranks", "on one"])
-def test_a_gradient_that_comes_after_its_sum_is_reduced_before_the_step(
+def test_a_gradient_that_arrives_after_its_sum_is_reduced_before_the_step(
     stage: int, late_ranks: Sequence[int]
 ) -> None:
     """A block in two reentrant checkpoints of one forward gets two gradients."""

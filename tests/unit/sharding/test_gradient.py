@@ -221,7 +221,7 @@ def test_a_gradient_that_arrives_during_a_reduction_is_not_lost(stage: int, size
 
 @on_ranks
 @on_stages
-def test_a_gradient_is_shown_until_it_is_hidden(stage: int, size: int) -> None:
+def test_a_gradient_is_visible_until_it_is_hidden(stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
         param = group.members[0].param

@@ -63,7 +63,7 @@ def test_a_split_master_keeps_its_weight_rounded() -> None:
 
 
 @pytest.mark.parametrize("kind", ["split", "whole"])
-def test_a_new_weight_is_adopted_where_it_differs(kind: str) -> None:
+def test_a_new_weight_is_adopted_if_it_differs(kind: str) -> None:
     values = values_of(S)
     master = master_of(kind, S, values)
     old = torch.empty(values.numel(), dtype=torch.bfloat16)

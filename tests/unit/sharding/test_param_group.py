@@ -99,7 +99,7 @@ def test_every_rank_gets_the_values_of_the_first(stage: int, size: int) -> None:
 
 
 @on_ranks
-def test_a_gather_shows_the_weights_and_a_release_takes_them_away(size: int) -> None:
+def test_a_gather_makes_the_weights_available_and_a_release_removes_them(size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage=3)
         pool, params = group.comm_ctx.pool, [member.param for member in group.members]

@@ -162,7 +162,7 @@ def test_gradients_that_are_reduced_once_a_step_are_added_up_first(
 
 @on_stages
 @pytest.mark.parametrize("size", [1, 2])
-def test_held_units_take_forwards_and_backwards_in_any_turn_and_are_gathered_once(
+def test_pinned_units_run_forwards_and_backwards_in_any_order_with_one_gather(
     stage: int, size: int
 ) -> None:
     """As a pipeline's stage has them: F0 F1 B0 F2 B1 B2."""

@@ -110,7 +110,7 @@ def test_a_cut_is_silent_and_can_be_healed() -> None:
         assert send.stdout.readline() == "b'!'\n"
 
 
-def test_a_limit_holds_each_way() -> None:
+def test_a_bandwidth_limit_applies_in_both_directions() -> None:
     with hosts(2, rate="100mbit") as (h0, h1):
         listening(h1, ECHO)
         send, began = h0.run(python(SEND, "h1", "1"), stdin=subprocess.PIPE), time.monotonic()
@@ -163,7 +163,7 @@ def test_a_program_receives_signals_and_ends_with_its_host() -> None:
         assert not Path(f"/proc/{inside}").exists()
 
 
-def test_nothing_is_left_of_hosts_whatever_happens() -> None:
+def test_simulated_hosts_are_removed_after_every_failure() -> None:
     with pytest.raises(ZeroDivisionError), hosts(2) as made:
         found = [host.pid for host in made] + [made[0].run(["sleep", "60"]).pid]
         raise ZeroDivisionError

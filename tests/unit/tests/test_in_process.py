@@ -110,7 +110,7 @@ def test_seeds_give_other_orders() -> None:
     assert len({order(seed) for seed in range(8)}) > 3
 
 
-def test_a_deadlock_is_seen_at_once_and_names_what_each_rank_waits_for() -> None:
+def test_a_deadlock_is_detected_immediately_with_the_wait_of_each_rank() -> None:
     def body(rank: Rank) -> None:
         rank.comm.barrier("first")
         rank.comm.barrier("left" if rank.index < 2 else "right")
@@ -178,7 +178,7 @@ def test_a_buffer_that_others_read_in_place_is_waited_for_before_it_is_written()
     assert run_ranks(2, body, reads_in_place=True) == [[6.0], [6.0]]
 
 
-def test_ranks_find_evidence_where_time_passes() -> None:
+def test_waiting_ranks_find_evidence_after_some_time() -> None:
     """The library's own: a rank that raised, and one that is in another collective."""
 
     def strays(rank: Rank) -> None:

@@ -13,7 +13,7 @@ from tests.pairwise import FULL, cases, pairs_of, pairwise
 AXES = {"a": (0, 1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": (1, 2, 3), "e": (0.0, 0.5)}
 
 
-def test_every_pair_of_values_stands_in_a_case() -> None:
+def test_every_pair_of_values_is_in_a_case() -> None:
     wanted = set().union(*map(pairs_of, itertools.product(*AXES.values())))
     assert set().union(*map(pairs_of, pairwise(AXES))) == wanted
 

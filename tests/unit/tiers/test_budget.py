@@ -32,7 +32,7 @@ def test_the_byte_that_is_too_much_is_refused_and_nothing_is_counted() -> None:
     assert allowance.taken_bytes == 1000
 
 
-def test_bytes_of_an_object_are_free_when_it_is_gone() -> None:
+def test_bytes_of_a_deleted_object_are_free() -> None:
     allowance, owner = DeviceBudget(1000), Owner()
     assert allowance.reserve_for(owner, 1000, "an object") is owner
     del owner

@@ -48,7 +48,7 @@ def states(storage: Storage) -> set[ChunkState]:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8], ids=str
 )
-def test_what_was_stored_comes_back_bit_for_bit(disk: Disk, dtype: torch.dtype) -> None:
+def test_stored_data_are_read_bit_for_bit(disk: Disk, dtype: torch.dtype) -> None:
     storage = disk.reserve(NUMEL, dtype, CHUNK, "values")
     values = torch.arange(NUMEL).to(dtype)
     storage.write(0, NUMEL).copy_(values)
@@ -66,7 +66,7 @@ def test_a_change_affects_one_chunk_only(disk: Disk) -> None:
     assert torch.equal(storage.write(0, NUMEL), values)
 
 
-def test_what_is_away_takes_no_memory(disk: Disk) -> None:
+def test_offloaded_states_use_no_memory(disk: Disk) -> None:
     numel = 16 << 20
     before = resident_bytes()
     storage = disk.reserve(numel, torch.float32, 1 << 20, "values")
@@ -88,7 +88,7 @@ def test_what_was_only_read_is_dropped_without_a_write(disk: Disk) -> None:
     assert torch.equal(storage.read(0, NUMEL), values)
 
 
-def test_what_is_kept_is_written_and_stays_until_it_is_dropped(disk: Disk) -> None:
+def test_kept_results_are_written_and_stay_until_they_are_dropped(disk: Disk) -> None:
     storage, values = filled(disk)
     storage.pin()
     storage.store(0, NUMEL).wait()
@@ -135,7 +135,7 @@ def test_a_fetch_waits_for_the_store_before_it(disk: Disk) -> None:
     assert torch.equal(storage.write(0, NUMEL), values)
 
 
-def test_a_slow_disk_is_not_waited_for_where_the_bytes_are_still_here(
+def test_bytes_in_memory_are_used_without_waiting_for_a_slow_disk(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, values = filled(disk)

@@ -172,7 +172,7 @@ def test_only_what_copies_touch_is_locked_and_only_while_the_engine_is_built(
         assert not runtime.ranges and not runtime.last_error
 
 
-def test_a_slab_hands_out_pieces_that_come_back_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_returns_zeroed_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LOCK_BYTES", 4 * PAGE)
     runtime = cudart.install(monkeypatch)
     slab = Slab([PAGE, 2 * PAGE, 9 * PAGE, PAGE])
@@ -202,7 +202,9 @@ def test_a_slab_hands_out_pieces_that_come_back_zeroed(monkeypatch: pytest.Monke
     assert not runtime.ranges
 
 
-def test_huge_pages_are_given_up_if_they_come_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_pages_are_disabled_if_their_allocation_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[int, int]] = []
 
     def madvise(address: int, nbytes: int, advice: int) -> int:

@@ -37,7 +37,7 @@ def moved(
     return event
 
 
-def test_two_transfers_at_once_take_their_time_once(clock: Clock) -> None:
+def test_the_time_of_two_concurrent_transfers_is_counted_once(clock: Clock) -> None:
     traffic = TransferMeter()
     with traffic.transfer(traffic.request("a", 10, is_read=True)):
         clock.passes(1)

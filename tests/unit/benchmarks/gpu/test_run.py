@@ -54,7 +54,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Part, ...]:
     return (Part("absent", "a part without its package", 5.0, needs=("no_such_package",)), *made)
 
 
-def test_a_part_that_fails_or_hangs_ends_nothing_and_all_is_written_down(
+def test_a_part_that_fails_or_hangs_does_not_end_the_others_and_all_results_are_written(
     parts: tuple[Part, ...],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

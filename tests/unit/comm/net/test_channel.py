@@ -414,7 +414,7 @@ def test_without_the_package_for_certificates_no_end_opens_and_the_error_names_i
             assert accepted.recv(1) == b"", "nothing was sent as plain text"
 
 
-def test_a_jobs_key_is_in_no_folder_where_the_system_has_files_without_a_name(
+def test_a_jobs_key_is_stored_in_an_unnamed_file_if_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def contexts() -> tls.Contexts:

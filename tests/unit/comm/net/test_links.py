@@ -146,7 +146,7 @@ def test_tensors_of_any_size_arrive_both_ways_at_once(numel: int, way: str) -> N
             each()
 
 
-def test_collectives_arrive_in_any_order_and_dtype_and_nothing_is_held_after(way: str) -> None:
+def test_collectives_arrive_in_any_order_and_dtype_and_are_released(way: str) -> None:
     with two_ranks() as (first, second, _):
         outgoing = [torch.randn(300_000).bfloat16(), torch.randn(40_000), torch.arange(7)]
         boxes = [torch.zeros_like(each) for each in outgoing]
@@ -186,7 +186,7 @@ def test_unread_small_tensors_are_bounded_at_their_receiver(way: str) -> None:
         assert link.used == EAGER_BUDGET, "and there is room again"
 
 
-def test_a_box_that_is_made_while_its_tensor_comes_unasked_is_filled() -> None:
+def test_a_receive_box_created_during_an_arrival_is_filled() -> None:
     sent = random(SMALL)
     with two_ranks() as (_, second, _):
         link, tag, found = second.links[0], tag_of(cid(0)), torch.zeros_like(sent)
@@ -260,7 +260,7 @@ def test_a_destroyed_engine_leaves_no_memory_and_no_slot() -> None:
             swap(first, second, SMALL, engine * 1000)()  # its receipt says that there is room again
 
 
-def test_a_connection_that_breaks_again_and_again_goes_on_where_it_was(way: str) -> None:
+def test_a_connection_that_breaks_repeatedly_resumes_its_transfer(way: str) -> None:
     with two_ranks() as (first, second, wire):
         made = 0
         for turn in range(6):
@@ -419,7 +419,7 @@ def wakes_at(link: Link) -> int:
     return link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
 
 
-def test_a_rank_that_ends_is_named_at_once_in_what_waits_for_it_and_what_comes_later() -> None:
+def test_a_rank_that_ends_is_named_in_current_and_later_waits() -> None:
     with two_ranks() as (first, second, _):
         tensor = random(LARGE)
         wait = first.start({1: (tensor, tensor)}, cid(0))

@@ -73,7 +73,7 @@ def test_calls_return_the_results_of_torchs_store(
     assert near.num_keys() == far.num_keys() == 2 * torchs.num_keys()
 
 
-def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(
+def test_a_wait_ends_when_the_key_is_set_or_the_timeout_expires(
     stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
 ) -> None:
     _, near, far = stores
@@ -120,7 +120,7 @@ def test_a_repeated_add_request_over_a_second_connection_is_applied_once(
 
 
 @pytest.mark.parametrize("value", ["", "[1]", '["who", 1, "much"]', "{}", "[[], 1, 1]"])
-def test_a_request_that_makes_no_sense_ends_its_connection_and_nothing_else(
+def test_an_invalid_request_closes_only_its_connection(
     stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore], value: str
 ) -> None:
     _, _, far = stores

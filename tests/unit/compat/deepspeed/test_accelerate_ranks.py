@@ -42,7 +42,7 @@ def test_accelerate_counts_the_process_group_on_request(asked: str, counted: int
         )
 
 
-def test_a_state_without_a_group_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_without_a_group_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CPU_RANKS, "1")
     shared: dict[str, Any] = {"backend": None}
     state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))

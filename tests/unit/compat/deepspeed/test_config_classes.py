@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from deepseek_zero.compat.deepspeed import config_classes as classes
 
 
-def test_a_configuration_makes_its_batch_whole_and_refuses_what_contradicts_it() -> None:
+def test_a_configuration_completes_its_batch_sizes_and_refuses_contradictions() -> None:
     config = classes.DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 2})
     assert config.train_micro_batch_size_per_gpu == 4 and config.gradient_clipping == 1.0
     assert config.zero_config.overlap_comm is False and config.zero_optimization_stage == 0

@@ -114,7 +114,7 @@ def write(path: Path, rows: list[list[int]], dtype: Any = np.uint16) -> str:
     return str(path)
 
 
-def test_rows_come_back_and_the_files_are_the_field_s_own(tmp_path: Path) -> None:
+def test_rows_are_read_back_and_files_have_megatrons_format(tmp_path: Path) -> None:
     rows = [[3, 1], [], [65535, 7, 9]]
     read = MMapIndexedDataset(write(tmp_path / "a", rows))
     assert [row.tolist() for row in read[:]] == rows and len(read) == 3 and read.dtype == np.uint16
@@ -278,7 +278,9 @@ def slow_order(metrics: dict[str, Any], steps: int, step_samples: int = 12) -> l
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_samples_come_in_the_order_of_a_slow_rule(case: str, ranks: int, tmp_path: Path) -> None:
+def test_samples_have_the_order_of_a_simple_reference(
+    case: str, ranks: int, tmp_path: Path
+) -> None:
     metrics = CASES[case](tmp_path)
     each = [list(sampler(metrics, rank, ranks)) for rank in range(ranks)]
     flat = [sample for turn in zip(*each, strict=True) for mine in turn for sample in mine]
@@ -298,7 +300,7 @@ def test_samples_come_in_the_order_of_a_slow_rule(case: str, ranks: int, tmp_pat
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_sampler_goes_on_with_the_same_samples(case: str, tmp_path: Path) -> None:
+def test_a_resumed_sampler_returns_the_same_samples(case: str, tmp_path: Path) -> None:
     metrics = CASES[case](tmp_path)
     whole = list(sampler(metrics))
     for given in (0, 1, 4, 30, 61):
@@ -315,7 +317,7 @@ def test_a_resumed_sampler_goes_on_with_the_same_samples(case: str, tmp_path: Pa
     assert first.curriculum_step > 9 and len(first.data_clusters) >= 1
 
 
-def test_a_state_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_state_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     metrics = CASES["by value"](tmp_path)
     first = sampler(metrics)
     list(islice(first, 8))
@@ -330,7 +332,7 @@ def test_a_state_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     assert together[: len(flat)] == flat
 
 
-def test_a_state_of_deepspeeds_own_goes_on_in_a_new_order(tmp_path: Path) -> None:
+def test_a_state_of_deepspeed_continues_in_a_new_order(tmp_path: Path) -> None:
     metrics = CASES["by value"](tmp_path)
     first = sampler(metrics)
     list(islice(first, 16))
@@ -393,7 +395,7 @@ def rows(samples: list[Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", ["slices", "deepspeed"])
-def test_an_engine_goes_on_with_the_same_samples(layout: str, tmp_path: Path) -> None:
+def test_an_engine_resumes_with_the_same_samples(layout: str, tmp_path: Path) -> None:
     metrics = CASES["by value"](tmp_path)
     keys = {"checkpoint": {"layout": layout}}
     whole = engine_of(metrics, **keys)

@@ -125,7 +125,7 @@ def test_constants_have_deepspeeds_values(as_deepspeed: None) -> None:
     assert (GRADIENT_CLIPPING_DEFAULT, ROUTE_TRAIN, WARMUP_LOG_RATE) == (1.0, "train", "log")
 
 
-def test_a_function_of_its_modules_name_stays_the_function(as_deepspeed: None) -> None:
+def test_a_function_with_the_name_of_its_module_remains_the_function(as_deepspeed: None) -> None:
     import deepspeed.utils.z3_leaf_module
 
     assert deepspeed.utils.z3_leaf_module is deepseek_zero.utils.z3_leaf_module
@@ -187,7 +187,7 @@ def test_metadata_and_module_agree_on_the_version(as_deepspeed: None) -> None:
     assert "not DeepSpeed" in importlib.metadata.metadata("deepspeed")["Summary"]
 
 
-def test_it_comes_and_goes(as_deepspeed: None) -> None:
+def test_it_is_enabled_and_disabled(as_deepspeed: None) -> None:
     assert dropin.is_dropin_active() and not dropin.is_dropin_imported()
     importlib.import_module("deepspeed.runtime.zero")
     assert dropin.is_dropin_imported()

@@ -83,7 +83,7 @@ def test_torch_func_differentiates_an_engine_as_its_model(stage: int, accumulati
         torch.testing.assert_close(value, plain.state_dict()[name])
 
 
-def test_torch_func_is_refused_where_weights_are_sharded() -> None:
+def test_torch_func_is_refused_with_sharded_weights() -> None:
     with pytest.raises(NotBuiltError, match=r"torch\.func differentiates the forward of 'root'"):
         torch.func.grad(built(config(3)))(torch.ones(HIDDEN))
 
@@ -236,7 +236,7 @@ def test_one_loss_of_several_models_in_fp16_needs_no_scaling_if_called_without_t
         plain[0](x).backward()  # the engine's own forward
 
 
-def test_a_parameter_that_joins_later_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_that_is_added_later_is_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     engine = built(config(3))
     engine.module.late = nn.Linear(2, 2)
     for _ in range(2):
@@ -265,7 +265,7 @@ def test_the_linear_function_computes_in_autocasts_dtype() -> None:
     assert found.dtype is torch.bfloat16 and weight.grad.dtype is bias.grad.dtype is torch.float32
 
 
-def test_an_offloaded_optimizer_is_deepspeeds_where_the_configuration_insists() -> None:
+def test_an_offloaded_optimizer_must_be_deepspeeds_if_configured() -> None:
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.runtime.zero.utils import ZeRORuntimeException

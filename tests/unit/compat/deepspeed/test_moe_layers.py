@@ -61,7 +61,7 @@ def routes_by_hand(k: int, logits: Tensor, capacity: int) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("factor", [0.4, 1.0, 8.0])
-def test_gates_send_tokens_where_a_loop_does(k: int, factor: float) -> None:
+def test_gates_route_tokens_like_a_loop(k: int, factor: float) -> None:
     logits = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(k))
     _, weights, mask, counts = gated(k, logits, factor)
     wanted, taken = routes_by_hand(k, logits, weights.shape[-1])
@@ -69,7 +69,7 @@ def test_gates_send_tokens_where_a_loop_does(k: int, factor: float) -> None:
     assert torch.equal(mask, wanted > 0) and torch.equal(counts, taken)
 
 
-def test_the_largest_gates_stay_and_capacity_can_follow_the_fullest_expert() -> None:
+def test_the_largest_gates_are_kept_and_capacity_can_follow_the_fullest_expert() -> None:
     logits = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0]])
     # An expert takes 2; the first token has the smallest gate
     kept = topkgating(logits, 1, 1.0, 0)[2]

@@ -72,7 +72,7 @@ def test_weights_and_moments_have_their_names_and_bits(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES[1:])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_goes_on_from_it(case: str, stage: int) -> None:
+def test_an_engine_resumes_from_it(case: str, stage: int) -> None:
     from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     engine, wanted = build(stage, case), expected(case)

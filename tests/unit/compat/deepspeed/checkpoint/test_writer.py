@@ -58,7 +58,7 @@ def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case not in ("stage0_bf16", "stage0_fp16", "stage1_bf16")]
 )
-def test_a_genuine_checkpoint_is_written_again_as_it_was(tmp_path: Path, case: str) -> None:
+def test_a_genuine_checkpoint_is_written_back_unchanged(tmp_path: Path, case: str) -> None:
     genuine = DATA / case / "global_step2"
     convert_to_deepspeed(DATA / case, tmp_path / "again")
     assert sorted(path.name for path in genuine.iterdir()) == sorted(
