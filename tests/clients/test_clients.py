@@ -113,7 +113,7 @@ def test_accelerate_with_one_counted_process_raises_an_error_with_advice_on_ever
 
 
 @BY_HAND
-def test_an_unmodified_accelerate_program_counts_cpu_ranks_if_a_variable_asks_for_it(
+def test_an_unmodified_accelerate_program_counts_cpu_ranks_if_a_variable_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     need_client("accelerate")

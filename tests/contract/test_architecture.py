@@ -32,7 +32,7 @@ def names_of_the_house() -> set[str]:
     return found
 
 
-def test_every_room_has_a_paragraph_and_every_paragraph_a_room() -> None:
+def test_every_package_has_a_paragraph_and_every_paragraph_a_package() -> None:
     named = {
         name.partition("/")[0]
         for name in re.findall(r"^\*\*`([\w/]+)/`\*\*|\. \*\*`([\w/]+)/`\*\*", PAGE, re.M)

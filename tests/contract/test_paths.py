@@ -68,7 +68,7 @@ def test_a_private_name_of_torchs_is_found_on_whatever_object_it_is_read(source:
     assert _private_torch_names(ast.parse(source))
 
 
-def test_torchs_agent_still_has_what_the_launchers_agent_changes() -> None:
+def test_torchs_agent_has_the_attributes_that_the_launchers_agent_changes() -> None:
     assert {
         "_remaining_restarts",
         "_start_workers",

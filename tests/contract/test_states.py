@@ -119,7 +119,7 @@ def test_a_state_is_set_by_its_setter(path: Path) -> None:
     assert not list(raw_assignments(ast.parse(path.read_text()), setters))
 
 
-def test_what_is_allowed_is_there() -> None:
+def test_allowed_names_exist() -> None:
     found = {
         line.partition(" ")[0]
         for path in FILES

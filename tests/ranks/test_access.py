@@ -512,7 +512,7 @@ def test_the_modifier_ranks_changes_apply_on_all_ranks(rank: int, setting: Setti
 
 
 @on_stages_1_to_3
-def test_what_another_rank_than_the_modifier_changes_is_dropped(setting: Setting) -> None:
+def test_changes_of_ranks_other_than_the_modifier_are_dropped(setting: Setting) -> None:
     model = seeded(Model)
     _engine = engine_for(model, setting)
     with Gathered(model.parameters(), modifier_rank=0), torch.no_grad():

@@ -486,7 +486,7 @@ def values_of(run: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_runs_go_on_from_checkpoints_of_unequal_counters(stage: int, tmp_path: Path) -> None:
+def test_runs_resume_from_checkpoints_of_unequal_counters(stage: int, tmp_path: Path) -> None:
     for tier in ("none", "nvme"):
         sections = {"zero_optimization": offloaded(tier, stage)} if tier != "none" else {}
         run = ByEngine(stage, **sections)

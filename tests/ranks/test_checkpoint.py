@@ -248,7 +248,7 @@ def test_different_tags_on_ranks_are_reported_or_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.ranks(2)
-def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_checkpoints_that_do_not_fit_are_refused_before_anything_changes(tmp_path: Path) -> None:
     engine = build(3)
     train(engine, 0, 1)
     engine.save_checkpoint(tmp_path)
@@ -423,7 +423,7 @@ def test_training_does_not_wait_for_the_removal_of_what_was_replaced(tmp_path: P
 
 
 @pytest.mark.ranks(2)
-def test_what_is_set_by_hand_meanwhile_is_not_in_the_file(tmp_path: Path) -> None:
+def test_states_set_during_a_save_are_not_in_the_file(tmp_path: Path) -> None:
     from deepseek_zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     engine = build(3, **BF16)
@@ -475,7 +475,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_random_numbers_and_the_data_go_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_random_numbers_and_data_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     def noisy() -> tuple[Any, Any]:
         torch.manual_seed(3)
         config = {

@@ -451,7 +451,7 @@ def test_a_weight_updated_by_differences_is_saved_and_resumes_bit_for_bit(
 
 
 @pytest.mark.ranks(2)
-def test_what_a_program_writes_into_weights_that_follow_by_differences_is_there_at_once() -> None:
+def test_writes_into_weights_updated_by_differences_take_effect_immediately() -> None:
     run = Run(1, "bf16", optimizer="adamw")
     engine = start(run, "int4 both")
     train_step(engine, run, 0)
@@ -470,7 +470,7 @@ def test_what_a_program_writes_into_weights_that_follow_by_differences_is_there_
     assert torch.equal(weight, torch.full_like(weight, 0.1))
 
 
-def test_what_codes_cannot_keep_is_refused() -> None:
+def test_values_that_codes_cannot_represent_are_refused() -> None:
     with pytest.raises(UsageError, match=r"bits is 4 at stage 3"):
         start(Run(3), "int4 both")
     with pytest.raises(UsageError, match=r"inside_bits is 8, but gradients are not quantized"):

@@ -222,7 +222,7 @@ def test_groups_and_frozen_parameters_left_out_keep_their_places(tmp_path: Path)
 
 
 @pytest.mark.ranks(1)
-def test_what_the_layout_has_no_place_for_is_refused(tmp_path: Path) -> None:
+def test_states_that_the_layout_does_not_support_are_refused(tmp_path: Path) -> None:
     engine = start(2, "fp32", checkpoint={"layout": "deepspeed"})
     with pytest.raises(CheckpointError, match="client_state has the key 'module'"):
         engine.save_checkpoint(tmp_path, client_state={"module": 1})

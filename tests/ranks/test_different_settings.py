@@ -75,7 +75,7 @@ def test_a_key_of_the_configuration_is_named_with_both_values(
 
 
 @pytest.mark.ranks(2)
-def test_what_a_rank_does_on_its_own_may_differ() -> None:
+def test_settings_of_local_effect_may_differ_between_ranks() -> None:
     start("steps_per_print", 3).destroy()
     start("zero_optimization.offload_optimizer.nvme_path", "elsewhere").destroy()
     start("log_level", "info").destroy()

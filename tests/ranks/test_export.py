@@ -213,7 +213,7 @@ def test_the_other_api_exports_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
+def test_transformers_loads_exported_folders(tmp_path: Path) -> None:
     need(find_spec("transformers") is not None, "transformers")
     import transformers
 

@@ -253,7 +253,7 @@ def test_a_parameter_of_no_group_gets_gradients_and_no_update_until_it_is_added(
 
 
 @pytest.mark.parametrize("updates", [{"super_offload": True}, {"delayed_update_after": 100}])
-def test_a_group_that_is_added_under_updates_in_backward_is_refused_for_what_it_is(
+def test_a_group_that_is_added_with_updates_in_backward_is_refused(
     updates: dict[str, Any],
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -270,7 +270,7 @@ def test_a_group_that_is_added_under_updates_in_backward_is_refused_for_what_it_
     engine.destroy()
 
 
-def test_what_zero_init_built_follows_too() -> None:
+def test_freezing_works_for_models_built_under_zero_init() -> None:
     """Against the same model built whole."""
     found = []
     for sharded in (True, False):

@@ -101,7 +101,7 @@ def test_two_hosts_without_a_stated_number_of_ranks_start_and_sum_by_host(stage:
         (3, "fastest", "none"),
     ],
 )
-def test_one_host_has_the_same_bits_where_the_order_is_stated(
+def test_one_host_has_the_same_bits_with_a_stated_order(
     stage: int, transport: str, tier: str, tmp_path: Path
 ) -> None:
     run = Run(stage, accumulation=2, transport=transport, bucket=4096, tier=tier, ranks_per_host=2)
@@ -120,7 +120,7 @@ def test_one_host_has_the_same_bits_where_the_order_is_stated(
 
 @pytest.mark.ranks(RANKS, hosts=2)
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_what_crosses_the_link_is_metered_and_by_host_is_once_a_byte(per_host: int) -> None:
+def test_bytes_between_hosts_are_counted_and_by_host_each_is_sent_once(per_host: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     run = Run(3, "bf16", ranks_per_host=per_host)

@@ -107,7 +107,7 @@ FAULTS = {
 @pytest.mark.ranks(2)
 @on_all_transports
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_fails_on_one_rank_inside_a_collective_is_no_lost_connection(
+def test_a_failure_inside_a_collective_on_one_rank_is_no_lost_connection(
     fault: str, transport: str
 ) -> None:
     with apart(transport):

@@ -129,7 +129,7 @@ def test_rank_zero_wins_under_init_when_seeds_differ() -> None:
 
 @pytest.mark.ranks("world")
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_one_rank_writes_before_there_is_an_engine_reaches_all(world: int) -> None:
+def test_writes_of_one_rank_before_initialize_reach_all_ranks(world: int) -> None:
     torch.manual_seed(3)
     expected = Net()
     with dz.zero.Init():

@@ -168,7 +168,7 @@ def test_a_gradient_that_every_rank_has_whole_is_another(monkeypatch: pytest.Mon
 
 
 @pytest.mark.ranks(2)
-def test_of_two_ranks_neither_is_named_but_for_what_rests() -> None:
+def test_with_two_ranks_both_are_named_and_for_a_slice_its_rank() -> None:
     engine = start(1)
     with pytest.raises(
         IntegrityError,

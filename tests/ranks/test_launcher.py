@@ -679,7 +679,7 @@ def test_one_launcher_on_each_node_of_a_slurm_step_is_one_training(tmp_path: Pat
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["input", "all streams"])
-def test_a_launcher_whose_connection_is_gone_ends_with_its_ranks(
+def test_a_launcher_that_lost_its_connection_ends_with_its_ranks(
     tmp_path: Path, asked: bool
 ) -> None:
     """What sshd does to a command without a terminal when its client is killed: it closes the

@@ -588,7 +588,7 @@ def test_configurations_that_differ_between_ranks_are_an_error_on_both(key: str)
 
 
 @on_two_ranks
-def test_what_belongs_to_one_rank_may_differ_in_the_configuration(tmp_path: Path) -> None:
+def test_local_configuration_keys_may_differ(tmp_path: Path) -> None:
     more: dict[str, Any] = (
         {"wall_clock_breakdown": True, "steps_per_print": 3} if here() == 1 else {}
     )

@@ -319,7 +319,7 @@ def test_a_single_rank_keeps_its_momentum_and_a_frozen_second_moment() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_an_exchange_of_momenta_cannot_be_used_with_is_refused_by_name() -> None:
+def test_unsupported_combinations_with_an_exchange_of_momenta_are_refused_by_name() -> None:
     with pytest.raises(
         UsageError, match=r"OneBitAdam cannot be used with stage 2, gradient_clipping"
     ):

@@ -158,7 +158,7 @@ def test_a_tied_weight_is_one_though_two_stages_have_it(stage: int) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_any_stage_does_not_train_can_be_left_out_of_the_whole_state_dict(stage: int) -> None:
+def test_parameters_frozen_on_any_stage_can_be_excluded_from_the_state_dict(stage: int) -> None:
     model = llama(tied=True)
     frozen = {
         "model.embed_tokens.weight",
@@ -175,7 +175,7 @@ def test_what_any_stage_does_not_train_can_be_left_out_of_the_whole_state_dict(s
 
 
 @pytest.mark.ranks(2)
-def test_what_a_stage_cannot_do_is_refused_by_name() -> None:
+def test_unsupported_operations_of_a_stage_are_refused_by_name() -> None:
     engine = engine_of(llama(), {"pp": 2}, config_of(1, "fp32"))
     with pytest.raises(UsageError, match="called directly"):
         engine.module(**next(batches_of(0, 0)))

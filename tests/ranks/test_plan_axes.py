@@ -144,7 +144,7 @@ LARGE = (4, 64)  # samples and tokens of a micro-batch
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("axis", "stage"), [("pp", 3), ("tp", 1)])
-def test_what_is_held_is_predicted_within_3_percent(axis: str, stage: int) -> None:
+def test_held_memory_is_predicted_within_3_percent(axis: str, stage: int) -> None:
     config = config_of(stage, "bf16", {axis: 2})
     plan, before = planned(config, LARGE, hidden=256), live_storages()
     engine = deepseek_zero.initialize(model=llama(hidden=256), config=config)[0]

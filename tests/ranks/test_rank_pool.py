@@ -99,6 +99,6 @@ def _rank_0_exits() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("turn", [1, 2])
-def test_what_a_rank_patches_ends_with_its_test(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patches_of_a_rank_end_with_its_test(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.sep == "/"
     monkeypatch.setattr(os, "sep", "patched")

@@ -126,7 +126,7 @@ def forget_pages(file: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "said"), [("rank_*", r"rank_0000[01]\.safetensors"), ("*", r"manifest\.json")]
 )
-def test_blocks_that_are_gone(tmp_path: Path, lost: str, said: str) -> None:
+def test_missing_blocks_of_a_disk(tmp_path: Path, lost: str, said: str) -> None:
     """The file behind a loop device is cut to nothing: the device answers EIO for what the kernel
     does not remember.
     """

@@ -197,7 +197,7 @@ def test_padding_by_zero_does_not_change_a_built_parameter() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_one_rank_initialised_is_not_initialised_again_by_the_others() -> None:
+def test_modules_initialised_by_one_rank_are_not_initialised_by_others() -> None:
     with dz.zero.Init():
         model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     with dz.zero.GatheredParameters(model, modifier_rank=0):

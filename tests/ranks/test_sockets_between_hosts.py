@@ -146,7 +146,7 @@ def test_a_run_listens_at_one_address_and_survives_unauthenticated_peers_and_a_c
     assert not any(secret.hex() in output for output in outputs)
 
 
-def test_the_launchers_store_listens_at_the_named_interface_else_where_others_reach_its_host(
+def test_the_launchers_store_listens_at_the_named_interface_or_the_reachable_address(
     tmp_path: Path,
 ) -> None:
     """Never at all addresses: also not where the meeting place is another machine's address, which

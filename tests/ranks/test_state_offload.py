@@ -147,7 +147,7 @@ def refused(action: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.ranks(2)
-def test_what_is_away_cannot_be_used(stage: int, tmp_path: Path) -> None:
+def test_offloaded_states_cannot_be_used(stage: int, tmp_path: Path) -> None:
     engine = build(stage, **BF16)
     step(engine, 0)
     before = states(engine)

@@ -205,7 +205,7 @@ def offloaded_of(engine: Any) -> list[DiskStorage]:
 
 
 @pytest.mark.ranks(2)
-def test_what_is_read_and_changed_between_steps_is_what_the_next_step_uses() -> None:
+def test_states_read_and_changed_between_steps_are_used_by_the_next_step() -> None:
     def meddle(engine: Any) -> list[Tensor]:
         run, found = Run(3), []
         for step in range(3):
@@ -567,7 +567,7 @@ def test_after_a_step_that_ended_halfway_no_other_is_taken(monkeypatch: pytest.M
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_fit_is_refused_before_anything_is_allocated() -> None:
+def test_plans_that_do_not_fit_are_refused_before_anything_is_allocated() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1 << 17, 1 << 17) for _ in range(4)))
     for tier, error in (("cpu", OutOfMemoryError), ("nvme", StorageError)):

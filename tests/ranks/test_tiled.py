@@ -299,7 +299,7 @@ def test_so_many_tiles_are_gathered_at_once_in_forward_and_in_backward(
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("recompute", HOW)
 @pytest.mark.parametrize(("ranks", "tier"), [(1, "nvme"), (2, "none"), (2, "nvme")])
-def test_in_a_block_they_come_beside_what_else_it_has_and_a_recomputed_one_takes_one_more(
+def test_a_block_adds_them_to_its_other_collectives_and_recomputation_adds_one(
     ranks: int, tier: str, recompute: str
 ) -> None:
     torch.manual_seed(7)
@@ -318,7 +318,7 @@ def test_in_a_block_they_come_beside_what_else_it_has_and_a_recomputed_one_takes
 
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_the_pool_lends_is_a_few_tiles_and_is_predicted(ranks: int) -> None:
+def test_the_pool_holds_a_few_tiles_as_predicted(ranks: int) -> None:
     engine = engine_of(seeded(Mlp), "none")
     steps_of(engine)
     report = engine.memory_report()

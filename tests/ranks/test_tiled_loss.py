@@ -116,7 +116,7 @@ def test_fp16_under_its_loss_scale_is_as_near_to_fp32_as_without_tiles() -> None
 
 
 @pytest.mark.ranks(2)
-def test_what_is_not_built_is_refused_by_name() -> None:
+def test_unsupported_features_are_refused_by_name() -> None:
     with pytest.raises(
         NotBuiltError, match=r"tiled_loss and tiled_mlp on a mesh with stages \(pp\)"
     ):

@@ -381,7 +381,7 @@ class Odd(nn.Module):
         ("another number", 8, r"unit 'blocks.0' returned \[1, 2, 3, 4\] tensors"),
     ],
 )
-def test_what_cannot_be_cut_or_joined_is_named(how: str, samples: int, says: str) -> None:
+def test_values_that_cannot_be_cut_or_joined_are_named(how: str, samples: int, says: str) -> None:
     engine = engine_of(Whole(how), 4)
     with pytest.raises(UsageError, match=says):
         engine(torch.randn(samples, 3, 4))

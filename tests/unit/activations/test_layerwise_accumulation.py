@@ -65,7 +65,7 @@ def parts_of(walk: Pass, unit: int) -> list[int | None]:
 
 
 @pytest.mark.parametrize("window", [0, 10**9])
-def test_what_runs_is_the_program(window: int) -> None:
+def test_the_executed_actions_equal_the_schedule(window: int) -> None:
     def body(rank: Rank) -> None:
         model, runtime = start(rank, window)
         executor = runtime.executor

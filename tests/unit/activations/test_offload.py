@@ -119,7 +119,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def test_what_is_taken_can_be_changed_without_harm_and_taken_again(
+def test_restored_activations_can_be_changed_and_restored_again(
     opening: Callable[[], TierMemory],
 ) -> None:
     parking = ActivationOffload(opening)
@@ -163,7 +163,7 @@ def test_the_first_cycle_determines_the_size_and_later_ones_allocate_nothing(
     assert parking.explain() == "activations: 320 KiB in one arena, 320 KiB used at most, gap 0 B"
 
 
-def test_a_given_number_is_reserved_at_once_and_what_is_too_small_grows(
+def test_a_given_number_of_blocks_is_reserved_immediately_and_grows_if_necessary(
     opening: Callable[[], TierMemory],
 ) -> None:
     parking = ActivationOffload(opening, checkpoints=5)
@@ -270,7 +270,7 @@ def test_on_a_disk_the_pages_of_all_others_are_the_systems(tmp_path: Path) -> No
     assert resident_bytes() - before < 4 * 4 * numel
 
 
-def test_what_backward_wants_next_is_on_its_way(tmp_path: Path) -> None:
+def test_the_next_activation_of_backward_is_prefetched(tmp_path: Path) -> None:
     parking = ActivationOffload(lambda: Disk(tmp_path))
     parked = [parking.offload([drawn(seed)]) for seed in range(8)]
     for ticket in parking._leaving:

@@ -98,7 +98,7 @@ def calls(policy: tuple[str, ...]) -> Counter[Any]:
     return found
 
 
-def test_what_is_kept_is_computed_once() -> None:
+def test_kept_results_are_computed_once() -> None:
     addmm, tanh = torch.ops.aten.addmm.default, torch.ops.aten.tanh.default
     found = {policy: calls(policy) for policy in POLICIES}
     assert [found[policy][FLASH] for policy in POLICIES] == [6, 3, 3, 6]
@@ -115,7 +115,7 @@ def test_random_results_are_not_kept() -> None:
         assert all(map(torch.equal, gradients(checkpoint), expected))
 
 
-def test_what_is_wrong_is_refused_by_name() -> None:
+def test_invalid_policies_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match="'no_such_operator', and torch has no such operator"):
         operators_of(("attention", "no_such_operator"))
 

@@ -144,7 +144,7 @@ def test_only_activations_are_offloaded(parking: ActivationOffload) -> None:
     assert parking.used_bytes == 0
 
 
-def test_storages_are_gone_between_forward_and_backward_and_places_after_it(
+def test_storages_are_freed_between_forward_and_backward_and_slots_after_it(
     parking: ActivationOffload,
 ) -> None:
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]

@@ -179,7 +179,7 @@ def test_a_head_that_is_more_than_a_layer_has_tiles_too() -> None:
     assert furthest(step(own, batch()), wanted) < 1e-6
 
 
-def test_what_has_no_tiles_is_refused_by_name() -> None:
+def test_unsupported_layers_for_tiles_are_refused_by_name() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(NotBuiltError, match="tiled_loss: Linear has no loss"):
         tile_loss(nn.Linear(2, 2), 4)

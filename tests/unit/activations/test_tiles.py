@@ -238,7 +238,7 @@ def test_weights_that_are_named_get_their_gradients_in_forward_times_any_factor(
         assert ours.dtype == whole.dtype and (ours - whole).abs().max() <= room * whole.abs().max()
 
 
-def test_what_else_a_tiled_loss_reads_gets_its_gradient_too() -> None:
+def test_other_tensors_that_a_tiled_loss_reads_get_gradients() -> None:
     """It is computed again in backward then, as where weights have hooks."""
     x, labels = tokens(2, 8, WIDTH), torch.arange(16).view(2, 8)
     for reads in ("a weight that is not named", "a hook"):
@@ -410,9 +410,7 @@ X = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(0))
         (ConvolvedMLP, {}, r"'mlp.near' \(Conv1d\) computes a token from others"),
     ],
 )
-def test_what_is_not_computed_token_by_token_is_refused_by_name(
-    mlp: Any, options: Any, said: str
-) -> None:
+def test_layers_that_mix_tokens_are_refused_by_name(mlp: Any, options: Any, said: str) -> None:
     with pytest.raises(NotBuiltError, match=said):
         net = Net(mlp())
         tile_mlps(net, 3)

@@ -219,7 +219,7 @@ def test_rows_need_no_table() -> None:
         ("round", {}, "choose one of dense, fixed"),
     ],
 )
-def test_what_cannot_be_is_refused(mode: str, arguments: dict[str, Any], words: str) -> None:
+def test_invalid_layouts_are_refused(mode: str, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         layout_of(mode, arguments)
 

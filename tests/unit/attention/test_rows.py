@@ -140,7 +140,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
     )
 
 
-def test_what_is_added_to_scores_has_a_gradient() -> None:
+def test_biases_of_scores_have_a_gradient() -> None:
     given, pattern = tensors(2, 4, 2, 53, 53, 8), Pattern.of(LAYOUTS[5])
     noise = torch.Generator().manual_seed(3)
     for shape in ((1, 4, 53, 53), (2, 1, 53, 53), (1, 4, 1, 53), (2, 4, 53, 1)):
@@ -227,7 +227,7 @@ def test_plans_are_shared_by_equal_layouts_and_by_no_others() -> None:
     )
 
 
-def test_tiles_cover_every_query_once_and_read_what_is_seen() -> None:
+def test_tiles_cover_every_query_once_and_read_its_visible_keys() -> None:
     for layout in LAYOUTS:
         pattern, shape = Pattern.of(layout, window=90), AttentionShape(4, 2, 100, 131)
         seen, tiled = seen_of(pattern, 4, 100, 131), torch.zeros(4, 100, 131, dtype=torch.bool)

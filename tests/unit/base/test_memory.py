@@ -90,7 +90,7 @@ def test_returned_shared_pages_are_freed_for_all_mappings() -> None:
     segment.close()
 
 
-def test_what_shares_a_page_with_others_is_not_given_back() -> None:
+def test_pages_shared_with_other_data_are_not_returned() -> None:
     memory = private_pages(4096, torch.float32).fill_(1.0)
     return_pages(memory[100:4000])
     assert (memory[:100] == 1).all()

@@ -54,7 +54,7 @@ def test_groups_along_axes_cut_the_world_and_meet_in_one_rank() -> None:
         assert {len(group) for group in groups} == {2 ** len(axes)}
 
 
-def test_what_the_other_axes_leave_of_the_world_is_sharded() -> None:
+def test_ranks_that_no_other_axis_uses_shard_states() -> None:
     assert Mesh(dp_replicate=2).on_world(8).sizes == (1, 2, 4, 1, 1)
     assert Mesh().on_world(8).sizes == (1, 1, 8, 1, 1)
     with pytest.raises(UsageError, match="does not fit a world of 6"):
@@ -103,7 +103,7 @@ def test_a_mesh_is_read_from_every_spelling(value: Any) -> None:
         (SimpleNamespace(dp_replicate_size=1, dp_shard_size=1, cp_size=2), "names the axis 'cp'"),
     ],
 )
-def test_what_is_no_mesh_is_named(value: Any, words: str) -> None:
+def test_invalid_meshes_are_named(value: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         mesh_of(value)
 

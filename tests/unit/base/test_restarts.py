@@ -38,7 +38,7 @@ def test_every_start_has_a_prefix_of_its_own(late: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_a_start_left_that_was_ended_in_the_middle_does_no_harm(size: int) -> None:
+def test_the_remains_of_an_interrupted_start_are_harmless(size: int) -> None:
     store = dist.HashStore()
     before = f"{ROOT}/of an earlier start"
     store.set(f"{ROOT}/leader", before)

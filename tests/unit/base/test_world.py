@@ -340,7 +340,7 @@ def test_slurms_list_of_hosts_is_expanded(text: str, hosts: str) -> None:
 @pytest.mark.parametrize(
     "text", ["h[0-1", "h0]", "h[1-]", "h[x]", "h[3-1]", "a,,b", "h[0-999999]", "a b", "h[]"]
 )
-def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+def test_invalid_lists_of_hosts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a list of hosts"):
         list(hosts_of(text))
 

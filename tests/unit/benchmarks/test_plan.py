@@ -79,21 +79,21 @@ def test_without_a_limit_everything_runs_with_all_configured_steps() -> None:
     assert {run.steps for run in runs if run.kind == "time"} == {5}
 
 
-def test_what_the_goals_compare_comes_before_the_rest() -> None:
+def test_runs_for_the_goals_precede_other_runs() -> None:
     runs, left_out = first_pass(REQUEST, FLOORS, 600)
     kept = {run.system for run in runs if run.cell == SLOW.name}
     assert {"ours-3", "fsdp2"} <= kept
     assert "deepspeed-1" in {run.system for run in left_out if run.cell == SLOW.name}
 
 
-def test_runs_of_a_cell_stand_together_timed_ones_first_in_the_order_of_the_tables() -> None:
+def test_runs_of_a_cell_are_consecutive_with_timed_ones_first() -> None:
     runs, _ = first_pass(Request([FAST], list(SYSTEMS)), FLOORS, float("inf"))
     names = list(SYSTEMS)
     places = [(run.kind != "time", names.index(run.system)) for run in runs]
     assert places == sorted(places)
 
 
-def test_what_is_recorded_is_not_run_again() -> None:
+def test_recorded_runs_are_not_repeated() -> None:
     records = [record(FAST, "floor", 3.0), record(FAST, "ddp", 4.0)]
     runs, _ = first_pass(Request([FAST], ["floor", "ddp", "fsdp2"]), records, float("inf"))
     assert [(run.system, run.kind) for run in runs] == [

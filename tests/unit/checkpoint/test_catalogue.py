@@ -308,7 +308,7 @@ def test_a_save_in_progress_is_kept_and_an_abandoned_one_is_removed(directory: P
     ]
 
 
-def test_without_a_lock_only_what_is_old_counts_as_left_behind(
+def test_without_a_lock_only_old_folders_count_as_abandoned(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving, pointer = directory / ".global_step4.saving", directory / ".latest.saving"
@@ -389,7 +389,7 @@ SIX = [
         ([entry("b", 20, good=False), entry("a", 10, good=False)], None, Retention(1), ""),
     ],
 )
-def test_what_goes(
+def test_outdated_checkpoints_are_selected(
     entries: list[CheckpointInfo], latest: str | None, keep: Retention, gone: str
 ) -> None:
     assert "".join(each.tag for each in catalogue.outdated(entries, latest, keep)) == gone

@@ -215,7 +215,7 @@ def test_a_directory_that_refuses_is_a_named_error(
         (["convert", "RUN", "RUN"], "exists already"),
     ],
 )
-def test_what_cannot_be_done_is_an_error_of_the_house(
+def test_unsupported_operations_raise_the_librarys_errors(
     directory: Path, tmp_path: Path, words: list[str], said: str
 ) -> None:
     names = {"RUN": directory, "OUT": tmp_path / "out"}

@@ -66,7 +66,7 @@ def test_a_file_a_terminal_and_null_are_no_connection() -> None:
     os.close(secondary)
 
 
-def test_what_a_launcher_hangs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_a_launcher_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     connected = {0, 1, 2}
     monkeypatch.setattr(lifeline, "is_connected", connected.__contains__)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup

@@ -42,7 +42,7 @@ def parse(*line: str) -> RunOptions:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_of_deepspeeds_options_is_not_here_is_refused_by_name(name: str) -> None:
+def test_unsupported_options_of_deepspeed_are_refused_by_name(name: str) -> None:
     with pytest.raises(NotBuiltError, match=rf"--{name} of the deepspeed command is not supported"):
         run(RunOptions(command=[__file__], **{name: 1}))
 
@@ -65,7 +65,7 @@ def test_deepspeeds_other_options_are_taken(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
-def test_save_pid_replaces_an_old_file_follows_no_link_and_leaves_what_is_anothers(
+def test_save_pid_replaces_an_old_file_but_follows_no_link_and_keeps_files_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -257,7 +257,7 @@ def test_exec_becomes_the_command_with_the_dropin_first(monkeypatch: pytest.Monk
     assert shutil.which("deepspeed", path=environment["PATH"]) == str(PROGRAMS / "deepspeed")
 
 
-def test_exec_refuses_what_is_not_there() -> None:
+def test_exec_refuses_a_missing_program() -> None:
     with pytest.raises(UsageError, match=r"no program 'no-such-program-here'"):
         exec_command(["no-such-program-here"])
     with pytest.raises(UsageError, match=r"no program 'train.py'.*\n.*exec python train.py"):
@@ -281,7 +281,7 @@ def test_an_error_of_the_house_ends_with_its_message_and_code_2(
     assert "There is no script 'absent.py'" in capsys.readouterr().err
 
 
-def test_version_names_what_a_bug_report_needs() -> None:
+def test_version_prints_the_details_for_a_bug_report() -> None:
     result = CliRunner().invoke(cli.app, ["version"])
     assert result.exit_code == 0
     assert all(word in result.output for word in ("deepseek-zero", "torch", "Python"))

@@ -122,7 +122,7 @@ def test_unknown_attributes_fall_through_to_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(missing_names(ENGINE)))
-def test_what_deepspeed_has_and_we_have_not_is_an_error_that_hasattr_understands(name: str) -> None:
+def test_unsupported_deepspeed_attributes_raise_an_error_that_hasattr_handles(name: str) -> None:
     engine = engine_with()
     assert not hasattr(engine, name)
     with pytest.raises(

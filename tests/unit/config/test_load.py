@@ -392,7 +392,7 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
     ],
 )
 @pytest.mark.parametrize("unknown", ["error", "warn"])
-def test_what_deepspeed_has_removed_is_refused_with_what_to_use(
+def test_features_that_deepspeed_removed_are_refused_with_an_alternative(
     given: dict[str, Any], words: tuple[str, ...], unknown: Any
 ) -> None:
     # Which is behind DeepSpeed's name; dense sums are the same

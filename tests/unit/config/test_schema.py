@@ -213,7 +213,7 @@ def test_experts_stay_on_every_rank_unless_they_would_compute_something_else() -
         load({"expert_parallel": {**section, "top_k": 1}}, unknown="warn")
 
 
-def test_what_deepspeed_reads_leniently_is_read_so() -> None:
+def test_configurations_that_deepspeed_reads_leniently_are_accepted() -> None:
     words = (
         "{ train_batch_size: 8  # a comment\n optimizer: { type: Adam\n params: { lr: 0.1 } }\n}"
     )

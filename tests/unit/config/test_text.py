@@ -43,7 +43,7 @@ def test_broken_json_names_file_line_and_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
-def test_what_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_files_without_a_json_object_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"ds\.json"):

@@ -262,7 +262,7 @@ def refused(
     return on_ranks(body)
 
 
-def test_what_cannot_be_cut_is_refused_by_name_on_every_rank() -> None:
+def test_layers_that_cannot_be_cut_are_refused_by_name_on_every_rank() -> None:
     found = refused(RowOfElements)
     assert all("state 'row'" in str(each) and "RowOfElements" in str(each) for each in found)
     assert any(

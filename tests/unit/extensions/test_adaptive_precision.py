@@ -95,7 +95,7 @@ def test_eight_good_windows_in_a_row_demote_and_each_new_promotion_doubles_them(
 
 
 @pytest.mark.parametrize("evidence", [LOSING, BETWEEN, HUGE, VANISHED, ABSENT])
-def test_a_unit_stays_promoted_where_16_bits_would_not_hold_it_or_nothing_is_known(
+def test_a_unit_stays_promoted_without_evidence_that_16_bits_suffice(
     evidence: Evidence,
 ) -> None:
     run = Run()
@@ -119,7 +119,7 @@ def test_bf16_has_the_range_of_fp32() -> None:
     assert not any(Run(torch.bfloat16).play([LOSING, VANISHED] * 4))
 
 
-def test_what_decides_goes_on_from_a_state() -> None:
+def test_decisions_continue_from_a_saved_state() -> None:
     windows = [LOSING] * 3 + [FINE] * 12 + [LOSING] * 3
     whole = Run().play(windows)
     for place in range(len(windows)):

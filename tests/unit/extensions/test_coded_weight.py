@@ -188,7 +188,7 @@ def test_a_change_of_one_matrix_leaves_the_codes_of_the_others() -> None:
     run_ranks(2, lambda rank: train(rank, torch.float32, change))
 
 
-def test_what_is_unfrozen_begins_with_the_decoded_values_and_is_exact_from_then_on() -> None:
+def test_unfrozen_weights_start_with_decoded_values_and_are_exact_afterwards() -> None:
     name = "blocks.1.up.weight"
 
     def thaw(runtime: Any) -> None:
@@ -208,7 +208,7 @@ def test_what_is_unfrozen_begins_with_the_decoded_values_and_is_exact_from_then_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block", [32, 256])
-def test_what_is_decoded_encodes_to_the_same_codes(dtype: torch.dtype, block: int) -> None:
+def test_decoded_values_are_encoded_to_the_same_codes(dtype: torch.dtype, block: int) -> None:
     generator = torch.Generator().manual_seed(3)
     shape, powers = (4096, block), (-24, 15) if dtype == torch.float16 else (-140, 127)
     values = torch.randn(shape, generator=generator).clamp(-0.95, 0.95)

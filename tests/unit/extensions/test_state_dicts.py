@@ -38,7 +38,7 @@ def test_one_rank_may_take_a_local_state_dict(stage: int) -> None:
             )
 
 
-def test_what_is_gathered_is_whole_in_a_local_state_dict() -> None:
+def test_gathered_parameters_are_whole_in_a_local_state_dict() -> None:
     plain = seeded(Gpt, blocks=2).state_dict()
 
     def body(rank: Rank) -> dict[str, torch.Tensor]:

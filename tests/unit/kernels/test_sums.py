@@ -111,7 +111,7 @@ def test_a_sum_writes_nothing_outside_and_does_not_depend_on_threads(
 
 
 @pytest.mark.usefixtures("every_size_has_a_loop")
-def test_what_no_loop_reads_is_left_to_torch() -> None:
+def test_sums_without_a_loop_are_computed_by_torch() -> None:
     strided = numbers("normal", 2000, FP32, 0)[::2]
     rows = [strided, strided.clone()]
     doubles = [row.double() for row in rows]

@@ -74,7 +74,7 @@ def test_no_more_than_the_limit_is_in_flight(ahead: int, behind: int) -> None:
     assert (fetched, updated, left) == (4, 4, 4)
 
 
-def test_what_was_only_read_is_dropped() -> None:
+def test_states_that_were_only_read_are_dropped() -> None:
     assert [word for word in story(PrefetchSettings(), changes=False) if "store" in word] == []
     assert [word for word in story(PrefetchSettings(), changes=False) if "drop" in word] == [
         f"drop {n}" for n in range(4)

@@ -120,7 +120,7 @@ def test_parameters_that_join_are_counted_from_then_on() -> None:
         assert [first, second] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_is_not_finite_elsewhere_skips_no_step() -> None:
+def test_nonfinite_gradients_of_other_parameters_skip_no_step() -> None:
     def body(here: Here, rank: Rank) -> bool:
         model, config = net(), config_of(2, "fp32") | {"gradient_accumulation_steps": 1}
         engine = here.start(

@@ -259,7 +259,9 @@ def test_a_torch_schedule_is_found_by_name() -> None:
         ("StepLR", {"step_sise": 3}, "'step_size' is missing"),
     ],
 )
-def test_what_cannot_be_used_is_named(name: str, params: dict[str, Any], message: str) -> None:
+def test_invalid_optimizer_parameters_are_named(
+    name: str, params: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_schedule(name, params, torch.optim.SGD([torch.ones(1)], lr=1.0))
 

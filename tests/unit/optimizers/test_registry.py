@@ -63,7 +63,7 @@ def test_every_valid_name_builds_and_steps_on_the_cpu(name: str) -> None:
         ({"fp32_optimizer_states": False, "set_grad_none": False}, torch.optim.AdamW, 0.0),
     ],
 )
-def test_adam_means_what_deepspeed_means(params: dict[str, Any], cls: type, decay: float) -> None:
+def test_adam_has_deepspeeds_meaning(params: dict[str, Any], cls: type, decay: float) -> None:
     optimizer = resolve_optimizer("Adam", params).build([torch.ones(1)])
     assert type(optimizer) is cls and optimizer.param_groups[0]["weight_decay"] == decay
 
@@ -154,7 +154,9 @@ def test_other_optimizers_take_all_trainable_parameters_as_one_group() -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_is_named(name: str, params: dict[str, Any], message: str) -> None:
+def test_invalid_optimizer_parameters_are_named(
+    name: str, params: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_optimizer(name, params)
 
@@ -171,7 +173,7 @@ def test_all_problems_are_reported_together_with_the_valid_names() -> None:
     assert "betas, bias_correction, eps" in text
 
 
-def test_what_the_class_refuses_at_construction_is_a_config_error() -> None:
+def test_errors_of_an_optimizer_class_are_config_errors() -> None:
     with pytest.raises(
         ConfigError, match=r"AdamW refuses its parameters.*Invalid learning rate: -1"
     ):

@@ -45,7 +45,7 @@ def kinds(plan: ParallelPlan) -> dict[str, str]:
     return {choice.name: choice.style for choice in plan.choices}
 
 
-def test_names_make_regions_and_the_rest_stays_whole() -> None:
+def test_layers_with_common_names_are_split_and_others_stay_whole() -> None:
     plan = choose(Net(), 2)
     assert kinds(plan) == {
         f"blocks.{block}.{name}": style

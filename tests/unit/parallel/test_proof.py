@@ -184,7 +184,7 @@ def test_parameters_between_split_layers_get_the_gradient_of_the_whole_model(kin
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_looks_at_all_features_is_refused_by_name(kind: str) -> None:
+def test_modules_that_read_all_features_are_refused_by_name(kind: str) -> None:
     model = net(lambda: Mlp("tokens"), lambda: Mlp(kind))
     before = {name: param.clone() for name, param in model.named_parameters()}
     plan = choose(model, 2)
@@ -297,7 +297,7 @@ class Closed(nn.Module):
         return self.run(x)
 
 
-def test_what_cannot_be_examined_is_refused_unless_its_layers_are_named() -> None:
+def test_modules_that_cannot_be_examined_are_refused_unless_their_layers_are_named() -> None:
     model = net(Closed)
     for error in forwards(model):
         assert isinstance(error, NotBuiltError), error

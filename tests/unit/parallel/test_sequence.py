@@ -101,7 +101,7 @@ def test_bytes_are_those_of_the_formula(size: int, few: int) -> None:
     assert run_ranks(size, body) == [2 * one_way] * size
 
 
-def test_what_cannot_be_cut_is_refused_by_name() -> None:
+def test_layers_that_cannot_be_cut_are_refused_by_name() -> None:
     def body(rank: Rank) -> None:
         group = SequenceGroup(rank.comm)
         with pytest.raises(UsageError, match="3 cannot be cut over 2 ranks"):

@@ -238,7 +238,7 @@ def made(config: str, model: str, options: dict[str, Any]) -> nn.Module:
         ("MambaConfig", "MambaForCausalLM", {"num_hidden_layers": 0}, "has no num_attention_heads"),
     ],
 )
-def test_what_is_not_computed_token_by_token_is_refused_by_name(
+def test_layers_that_mix_tokens_are_refused_by_name(
     config: str, model: str, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(NotBuiltError, match=words):

@@ -12,7 +12,7 @@ from tests.in_process import Rank, run_ranks
 from tests.unit.parallel.tiny import tiny
 
 
-def test_ranks_go_on_with_the_state_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_continue_with_the_state_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are threads with one common generator here, so each gets a separate state."""
     states = {rank: torch.full((8,), rank, dtype=torch.uint8) for rank in range(3)}
 

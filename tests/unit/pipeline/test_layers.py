@@ -154,7 +154,7 @@ def test_names_and_builds_are_those_of_the_whole_list() -> None:
     )
 
 
-def test_what_is_no_layer_is_refused() -> None:
+def test_objects_that_are_no_layer_are_refused() -> None:
     with pytest.raises(UsageError, match=r"LayerSpec only supports torch.nn.Module types\."):
         LayerSpec(len)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="layer 1 is an int"):

@@ -321,7 +321,7 @@ def test_losses_that_are_sums_over_a_total_add_up() -> None:
             torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
 
 
-def test_what_a_call_returns_has_its_loss_everywhere_and_the_rest_on_the_last_stage() -> None:
+def test_the_output_of_a_call_has_its_loss_on_all_stages_and_other_values_on_the_last() -> None:
     (batch,) = batches_of(0, 1, 2)
 
     def body(rank: Rank) -> tuple[Any, Any, Any]:

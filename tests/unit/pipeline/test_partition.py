@@ -76,7 +76,7 @@ def test_best_finds_the_smallest_bottleneck() -> None:
         )
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_layouts_are_refused() -> None:
     with pytest.raises(UsageError, match="2 layers are cut into 3 stages"):
         partition("uniform", [LayerCost()] * 2, 3)
     with pytest.raises(NotImplementedError, match="profile"):

@@ -60,7 +60,7 @@ def all_schedules() -> list[PipelineSchedule]:
 @pytest.mark.parametrize(
     "schedule", all_schedules(), ids=lambda each: f"{each.name}-{each.ranks}-{each.stages}"
 )
-def test_what_generators_make_is_proven(schedule: PipelineSchedule) -> None:
+def test_generated_schedules_are_verified(schedule: PipelineSchedule) -> None:
     verify(schedule)
     for rank, program in enumerate(schedule.programs):
         if schedule.name != "forward_only":

@@ -296,7 +296,9 @@ class Two(nn.Module):
         (lambda: nn.Linear(15, 3), "has no list of blocks"),
     ],
 )
-def test_what_is_no_chain_is_refused_by_name(make: Callable[[], nn.Module], said: str) -> None:
+def test_models_that_are_no_chain_are_refused_by_name(
+    make: Callable[[], nn.Module], said: str
+) -> None:
     with pytest.raises(ChainError, match=said) as caught:
         find_chain(make(), (X,))
     assert "PipelineModule" in str(caught.value)
@@ -383,7 +385,7 @@ def whole_sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(15, 15), nn.Sequential(*[Block() for _ in range(4)]), Mean())
 
 
-def test_the_blocks_are_the_longest_of_what_holds_most() -> None:
+def test_the_blocks_are_the_longest_list_with_the_most_parameters() -> None:
     assert candidates(whole_sequential())[0] == "1"
     assert find_chain(Tower(), (X,)).container == "blocks"
     nested = nn.Sequential(*[nn.Sequential(nn.Linear(15, 30), nn.Linear(30, 15)) for _ in range(3)])

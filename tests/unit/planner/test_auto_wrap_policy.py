@@ -64,7 +64,7 @@ class Model(nn.Module):
     ],
     ids=["blocks", "stages", "stages with more", "experts", "leaves"],
 )
-def test_repeated_blocks_are_units_the_rest_is_the_roots(
+def test_repeated_blocks_are_units_and_other_parameters_belong_to_the_root(
     make: Callable[[], nn.Module], expected: list[str]
 ) -> None:
     model = Model(make)

@@ -47,7 +47,7 @@ def test_slow_links_use_few_bits_and_fast_links_no_compression(
     assert found == chosen(link), "the same numbers make the same choice"
 
 
-def test_the_break_even_is_where_the_sums_meet() -> None:
+def test_the_break_even_is_the_rate_of_equal_times() -> None:
     """Of a sum over two ranks: 1/2 x 2 bytes, or 1/2 x 0.53125 bytes and an encode and a decode."""
     codes = 1 / 1.1e9 + 1 / 1.1e9
     even = (0.9 * 1.0 - 0.53125 / 2) / codes  # bytes a second at which codes take nine tenths

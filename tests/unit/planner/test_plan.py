@@ -82,7 +82,7 @@ def test_a_rank_of_1024_is_planned_in_under_a_second(
     assert min(seconds) < MOST_SECONDS, seconds
 
 
-def test_what_fits_the_budget_of_a_memory_is_placed_there_and_what_fits_none_is_refused() -> None:
+def test_states_are_placed_within_memory_budgets_or_refused() -> None:
     model = on_meta()
     settings = PlanSettings(stage=3, persistence_numel=0)
     placement = PlacementSettings(chooses_weights=True, chooses_states=True, host=1 << 40)

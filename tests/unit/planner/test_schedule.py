@@ -165,7 +165,7 @@ def test_layerwise_a_unit_takes_all_micro_batches_on_one_gather_backward_last_on
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_layerwise_all_but_forwards_and_backwards_is_what_it_is_for_a_whole_batch(
+def test_layerwise_actions_except_forwards_and_backwards_equal_those_of_a_whole_batch(
     seed: int,
 ) -> None:
     draw = random.Random(seed)
@@ -312,7 +312,7 @@ def test_a_unit_is_in_use_until_the_last_inside_it_is_done() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_any_schedule_of_units_inside_units_has_what_it_uses_and_all_that_is_around_it(
+def test_any_schedule_of_nested_units_gathers_a_unit_and_its_enclosing_units(
     seed: int,
 ) -> None:
     draw = random.Random(seed)

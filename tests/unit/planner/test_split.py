@@ -19,7 +19,7 @@ def test_heads_that_several_ranks_hold_count_once() -> None:
     assert [split.is_counted_at(rank) for rank in range(4)] == [True, False, True, False]
 
 
-def test_what_every_rank_holds_counts_at_the_first() -> None:
+def test_a_whole_parameter_is_counted_on_the_first_rank() -> None:
     for kind in ("equal", "partial"):
         whole = Split.whole(kind, (7,), 4)  # type: ignore[arg-type]
         assert whole.local_shape(3) == (7,)

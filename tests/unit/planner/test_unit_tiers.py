@@ -58,7 +58,7 @@ def test_weights_precede_the_states_of_the_first_units() -> None:
     assert [rest.states for rest in rests] == [DEVICE, *[NVME] * (len(rests) - 1)]
 
 
-def test_what_overflows_one_memory_goes_to_the_next() -> None:
+def test_states_that_exceed_one_memory_are_placed_in_the_next() -> None:
     rests = assign_tiers(
         units(),
         TierChoices(ALL, ALL),
@@ -68,12 +68,12 @@ def test_what_overflows_one_memory_goes_to_the_next() -> None:
     assert [rest.weights for rest in rests][:3] == [DEVICE, HOST, NVME]
 
 
-def test_what_is_fixed_is_not_chosen() -> None:
+def test_fixed_values_are_not_chosen_automatically() -> None:
     rests = assign_tiers(units(), TierChoices((HOST,), ALL), dict.fromkeys(ALL, PLENTY), 2)
     assert {(rest.weights, rest.states) for rest in rests} == {(HOST, DEVICE)}
 
 
-def test_what_fits_nowhere_is_named() -> None:
+def test_states_that_fit_no_memory_are_named() -> None:
     with pytest.raises(
         OutOfMemoryError, match=r"weight of unit 'root' need .* fit nowhere: 8 B are left on device"
     ):

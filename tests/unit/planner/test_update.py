@@ -110,7 +110,7 @@ def scratch_of(
     return plan_update(units_of(sizes, policy or Policy()), settings, 0).scratch_bytes
 
 
-def test_scratch_is_the_fullest_tile_and_only_where_gradients_are_cast_or_masters_joined() -> None:
+def test_scratch_has_the_size_of_the_largest_tile_and_exists_only_for_casts_and_joins() -> None:
     sizes = [700, 200, 400, 500]
     assert scratch_of(sizes, 1000, scales=True) == 4 * 900
     assert scratch_of(sizes, 700, scales=True) == 4 * 700

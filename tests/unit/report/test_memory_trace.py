@@ -47,7 +47,7 @@ def test_a_step_is_followed_by_kind(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_what_is_gone_is_not_counted() -> None:
+def test_freed_memory_is_not_counted() -> None:
     trace = MemoryTrace(dict, lambda: "forward")
     with trace.recording():
         x = torch.zeros(1000)

@@ -103,7 +103,7 @@ def test_bytes_are_those_of_a_step_with_and_without_codes(per_host: int) -> None
         "replicas and slices on other hosts",
     ],
 )
-def test_what_codes_save_between_hosts_is_what_a_run_without_them_sends(
+def test_reported_savings_of_codes_between_hosts_equal_a_run_without_codes(
     hosts: int, mesh: Mesh, per_host: int, secondary: int, saves: bool
 ) -> None:
     def sent(rank: Rank, *, coded: bool) -> tuple[dict[str, NetworkLink], float]:

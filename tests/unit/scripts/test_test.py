@@ -50,7 +50,7 @@ def make_project(folder: Path, count: int, failures: int) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("tests",)], ids=["workers", "one process"])
-def test_what_fails_once_is_named_flaky_with_its_first_output(
+def test_a_test_that_fails_once_is_named_flaky_with_its_first_output(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     make_project(tmp_path, 2, 1)
@@ -63,7 +63,7 @@ def test_what_fails_once_is_named_flaky_with_its_first_output(
     assert "a line of test" in shown
 
 
-def test_what_fails_twice_fails(tmp_path: Path) -> None:
+def test_a_test_that_fails_twice_fails(tmp_path: Path) -> None:
     make_project(tmp_path, 1, 2)
     done = run(tmp_path)
     assert done.returncode == 1

@@ -260,7 +260,7 @@ def test_between_hosts_a_units_messages_are_all_issued_before_the_next_units(
 
 @pytest.mark.parametrize("settings", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("order", [STRAIGHT, (3, 0, 4, 2, 1)])
-def test_what_is_issued_is_the_program_once_the_order_is_known(
+def test_issued_collectives_equal_the_schedule_after_the_order_is_known(
     order: Sequence[int], settings: dict[str, Any]
 ) -> None:
     def body(rank: Rank) -> None:
@@ -286,7 +286,7 @@ def test_what_is_issued_is_the_program_once_the_order_is_known(
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_with_replicas_and_accumulation_what_is_issued_is_the_passes_of_a_step(stage: int) -> None:
+def test_with_replicas_and_accumulation_issued_collectives_equal_the_schedule(stage: int) -> None:
     """Sums of whole gradients wait for the backward that ends a step, and so does A, at every
     stage.
     """

@@ -126,7 +126,7 @@ def test_ranks_gradients_are_added_in_order(policy: Policy, stage: int, size: in
 
 @on_ranks
 @on_stages
-def test_what_a_rank_did_not_find_counts_as_zeros(stage: int, size: int) -> None:
+def test_missing_gradients_of_a_rank_count_as_zeros(stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
         bring(group, rank, 0, ["a"] if rank.index % 2 else ["b", "c"])

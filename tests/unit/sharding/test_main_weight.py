@@ -37,7 +37,7 @@ def values_of(placement: Placement) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["split", "whole"])
 @pytest.mark.parametrize("placement", [R, S])
-def test_what_is_written_is_read_and_stays_what_it_was_at_the_caller(
+def test_written_values_are_read_back_and_the_callers_are_unchanged(
     kind: str, placement: Placement
 ) -> None:
     values = values_of(placement)

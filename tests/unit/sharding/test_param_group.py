@@ -258,9 +258,7 @@ def test_a_group_that_is_promoted_computes_in_fp32_from_its_masters(stage: int, 
 @pytest.mark.parametrize(
     "policy", [BF16, Policy(torch.bfloat16, master="fp32"), Policy(torch.float16)], ids=str
 )
-def test_a_group_that_is_demoted_again_is_what_it_was(
-    policy: Policy, stage: int, size: int
-) -> None:
+def test_a_demoted_group_equals_its_original_state(policy: Policy, stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage, policy)
         planned, before = group.planned, gathered(group) if stage == 3 else shown(group)

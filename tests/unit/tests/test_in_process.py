@@ -25,7 +25,7 @@ def row(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("reads_in_place", [False, True])
-def test_collectives_bring_what_ranks_sent(size: int, reads_in_place: bool) -> None:
+def test_collectives_return_the_sent_values(size: int, reads_in_place: bool) -> None:
     def body(rank: Rank) -> None:
         comm, me = rank.comm, rank.index
         assert comm.all_gather_rows(row(me, 10 * me), "numbers").tolist() == [

@@ -13,7 +13,9 @@ from tests.needs import MUST_RUN, need
 CI = Path(__file__).parents[3] / ".ci" / "run"
 
 
-def test_what_is_missing_skips_a_test_and_fails_it_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_requirement_skips_a_test_and_fails_it_in_ci(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     need(True, "nothing")
     monkeypatch.delenv(MUST_RUN, raising=False)
     with pytest.raises(pytest.skip.Exception, match="needs root"):

@@ -14,7 +14,7 @@ class Owner:
     pass
 
 
-def test_what_is_taken_is_counted_and_the_most_remembered() -> None:
+def test_allocated_bytes_are_counted_with_their_maximum() -> None:
     allowance = DeviceBudget()
     allowance.reserve(300, "a")
     allowance.reserve(200, "b")

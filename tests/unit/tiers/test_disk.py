@@ -78,7 +78,7 @@ def test_offloaded_states_use_no_memory(disk: Disk) -> None:
     assert resident_bytes() - before < 12 << 20
 
 
-def test_what_was_only_read_is_dropped_without_a_write(disk: Disk) -> None:
+def test_states_that_were_only_read_are_dropped_without_a_write(disk: Disk) -> None:
     storage, values = filled(disk)
     storage.store(0, NUMEL).wait()
     disk.traffic.reset()
@@ -117,7 +117,7 @@ def test_a_change_outlives_a_drop(disk: Disk) -> None:
     assert torch.equal(storage.read(0, NUMEL), values)
 
 
-def test_what_is_forgotten_is_not_read_again(disk: Disk) -> None:
+def test_discarded_states_are_not_read_again(disk: Disk) -> None:
     storage, _ = filled(disk)
     storage.store(0, NUMEL).wait()
     storage.discard(0, NUMEL)
@@ -297,7 +297,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "first", "second"), [(4096, 0, 4096), (512, 512, 1024), (8, 16, 8192), (1024, 0, 3072)]
 )
-def test_words_sectors_and_pages_that_changed_places_are_found(
+def test_swapped_words_sectors_and_pages_are_detected(
     tmp_path: Path, size: int, first: int, second: int
 ) -> None:
     def swap(descriptor: int, nbytes: int) -> None:
@@ -444,7 +444,7 @@ def test_a_disk_that_turns_read_only_fails_the_next_transfer_or_none(
     assert float(storage.write(0, MIB).sum()) == 3 * MIB
 
 
-def test_blocks_that_are_gone_are_an_error_and_never_other_numbers(loop: tuple[Path, Path]) -> None:
+def test_missing_blocks_are_an_error_and_never_wrong_numbers(loop: tuple[Path, Path]) -> None:
     """The backing file ends early, so the device answers EIO for what lies behind."""
     place, backing = loop
     disk = Disk(place)

@@ -241,7 +241,7 @@ def test_a_full_queue_is_no_evidence_if_the_host_answers_or_is_local(
     friend.close()
 
 
-def test_a_host_without_a_sign_of_life_is_gone_after_its_time(
+def test_a_host_without_keepalive_answers_is_lost_after_the_limit(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     KeyValueStore(listener)

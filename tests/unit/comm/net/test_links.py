@@ -226,9 +226,7 @@ def test_a_small_tensor_waits_for_no_large_one() -> None:
         large()
 
 
-def test_what_left_by_another_connection_leaves_first_and_small_messages_before_large_ones() -> (
-    None
-):
+def test_unacknowledged_messages_are_sent_first_and_small_ones_before_large_ones() -> None:
     link = Link(1, ("127.0.0.1", 1), "h1", threading.Condition(), memoryview(b""))
     again, large, small = (
         Frame(kind, tag)

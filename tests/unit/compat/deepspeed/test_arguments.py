@@ -269,7 +269,7 @@ def test_a_profile_that_cannot_be_written_loses_no_step(capsys: pytest.CaptureFi
     assert "flops_profiler.output_file cannot be written" in capsys.readouterr().err
 
 
-def test_what_an_engine_cannot_save_or_load_is_named(tmp_path: Path) -> None:
+def test_states_that_an_engine_cannot_save_or_load_are_named(tmp_path: Path) -> None:
     engine = dz.initialize(model=nn.Linear(3, 2), config=ADAMW)[0]
     calls: list[Case] = [
         (lambda: engine.save_checkpoint(5), r"save_checkpoint\(save_dir=5\)"),
@@ -364,7 +364,7 @@ def test_different_learning_rates_of_model_and_optimizer_are_reported(
     assert "DeepSeekZeRO3 was told lr=0.01, the optimizer has lr=0.001" in capsys.readouterr().err
 
 
-def test_a_configuration_is_taken_in_every_form_that_says_the_same(tmp_path: Path) -> None:
+def test_a_configuration_is_accepted_in_every_equivalent_form(tmp_path: Path) -> None:
     text = json.dumps(
         {
             "$schema": "https://example.org/schema.json",

@@ -344,7 +344,7 @@ def test_a_state_of_deepspeed_continues_in_a_new_order(tmp_path: Path) -> None:
     assert len(batch) == 3 and all(LENGTHS[sample] <= 8 for sample in batch)
 
 
-def test_what_no_batch_can_be_made_of_is_refused(tmp_path: Path) -> None:
+def test_samples_without_a_possible_batch_are_refused(tmp_path: Path) -> None:
     files = index_files(tmp_path, "length", LENGTHS)
     with pytest.raises(UsageError, match="as easy as the curriculum begins"):
         next(iter(sampler({"length": metric("value", 0, 1, 100, **files)})))

@@ -248,7 +248,7 @@ def test_a_parameter_that_is_added_later_is_unchanged(caplog: pytest.LogCaptureF
     )
 
 
-def test_what_a_persistent_parameter_shows_is_this_ranks_part() -> None:
+def test_ds_tensor_of_a_persistent_parameter_is_this_ranks_part() -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
     engine = built(config(3, zero_optimization=zero))
     bias = engine.module.first.bias

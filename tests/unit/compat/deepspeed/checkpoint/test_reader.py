@@ -115,7 +115,7 @@ def test_a_folder_is_converted_without_a_model(tmp_path: Path) -> None:
         ("mp_rank_01_model_states.pt", "is missing"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, file: str, said: str) -> None:
+def test_missing_files_are_named(tmp_path: Path, file: str, said: str) -> None:
     shutil.copytree(HERE / "pipe_stage1" / "global_step2", tmp_path / "tag")
     (tmp_path / "tag" / file).unlink()
     with pytest.raises(CheckpointError, match=said):
