@@ -206,6 +206,6 @@ def test_the_pages_have_commands() -> None:
         ("deepseek-zero run --nproc 2 examples/train.py", "no file examples/train.py"),
     ],
 )
-def test_a_command_that_cannot_work_is_noticed(command: str, problem: str) -> None:
+def test_an_invalid_command_is_detected(command: str, problem: str) -> None:
     (found,) = problems(command)
     assert problem in found

@@ -104,7 +104,7 @@ assert len(__import__("os").listdir()) == total
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_block_that_fails_is_named_by_page_and_line_and_no_run_is_left_out(
+def test_a_failing_block_is_named_by_page_and_line_and_every_block_runs(
     runner: Runner, tmp_path: Path, ranks: int
 ) -> None:
     page = tmp_path / "page.md"

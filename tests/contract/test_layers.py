@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_layers_hold() -> None:
+def test_the_import_contracts_are_satisfied() -> None:
     done = _lint(ROOT / "src")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -38,7 +38,7 @@ def test_the_layers_hold() -> None:
         ("utils", "import deepseek_zero.compat.plugin", "Nothing imports upward"),
     ],
 )
-def test_a_forbidden_import_is_noticed(tmp_path: Path, room: str, line: str, broken: str) -> None:
+def test_a_forbidden_import_is_detected(tmp_path: Path, room: str, line: str, broken: str) -> None:
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "src" / "deepseek_zero" / room / "planted.py").write_text(line)
     done = _lint(tmp_path / "src")
@@ -66,7 +66,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
         "from ..zero import Init",
     ],
 )
-def test_a_ring_of_imports_is_noticed(tmp_path: Path, line: str) -> None:
+def test_a_circular_import_is_detected(tmp_path: Path, line: str) -> None:
     """Two files of a room, and a page of imports above them, with one import too many in the lower
     one.
     """

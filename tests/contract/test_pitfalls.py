@@ -190,7 +190,7 @@ def names_in(path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("number", PITFALLS)
-def test_a_pitfall_has_its_tests(number: int) -> None:
+def test_every_pitfall_has_tests(number: int) -> None:
     _, tests = PITFALLS[number]
     assert tests
     for path, names in tests.items():

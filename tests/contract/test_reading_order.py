@@ -115,7 +115,7 @@ def files_of_plain_steps() -> set[str]:
     return {file for file in found if file.startswith(tuple(f"{each}/" for each in FOLDERS))}
 
 
-def test_a_plain_step_enters_no_file_that_the_page_does_not_list(entered: set[str]) -> None:
+def test_a_plain_step_runs_only_files_that_the_page_lists(entered: set[str]) -> None:
     assert entered - reading_order() - SKIPPED.keys() == set()
 
 

@@ -108,7 +108,7 @@ def raw_assignments(tree: ast.AST, setters: dict[str, str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_property_does_nothing(path: Path) -> None:
+def test_properties_have_no_side_effects(path: Path) -> None:
     assert not list(acting_properties(ast.parse(path.read_text()), frozenset(ALLOWED)))
 
 

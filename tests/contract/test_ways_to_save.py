@@ -188,7 +188,7 @@ WAYS: list[Callable[[Any, Path], Loaded]] = [
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.ranks(2)
-def test_a_save_leaves_the_whole_model_and_ranks_in_step(
+def test_a_save_writes_the_whole_model_and_ranks_stay_synchronized(
     way: Callable[[Any, Path], Loaded], stage: int, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -73,7 +73,7 @@ def test_a_deterministic_run_repeats_bit_for_bit_or_is_refused() -> None:
     assert [line.split()[0] for line in said[0]] == ["weights", "refused"]
 
 
-def test_memory_returns_when_the_engine_goes() -> None:
+def test_memory_is_freed_with_the_engine() -> None:
     loss_of(
         Net(512).to(DEVICE).bfloat16(), 0
     ).backward()  # cuBLAS keeps workspaces, which count as allocated

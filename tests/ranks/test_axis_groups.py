@@ -17,7 +17,7 @@ from deepseek_zero.compat.deepspeed import groups
 
 
 @pytest.mark.ranks(4)
-def test_groups_of_a_mesh_are_made_once_and_sum_over_their_ranks() -> None:
+def test_groups_of_a_mesh_are_created_once_and_sum_over_their_ranks() -> None:
     rank = dist.get_rank()
     mesh = Mesh(pp=2, tp=2).on_world(4, rank)
     groups.make_groups(mesh)

@@ -398,7 +398,7 @@ def test_engines_whose_loss_scales_differ_each_get_their_own() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_a_pair_that_trains_in_turn_as_a_gan_does_trains_as_plain_torch(stage: int) -> None:
+def test_two_alternating_models_train_like_plain_torch(stage: int) -> None:
     top = config(stage, "fp32") | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engines = [deepseek_zero.initialize(model=net(seed), config=top)[0] for seed in (3, 4)]
     models = [net(3), net(4)]

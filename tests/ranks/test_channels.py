@@ -24,7 +24,9 @@ def groups_of(comm: Comm) -> list[dist.ProcessGroup | None]:
 
 
 @pytest.mark.ranks(2)
-def test_groups_are_shared_and_go_with_their_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_shared_and_destroyed_with_their_last_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Comm(torch.device("cpu"))  # the links, whose group is everybody's
     made: list[dist.ProcessGroup] = []
     gone: list[dist.ProcessGroup] = []

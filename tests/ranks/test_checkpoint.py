@@ -122,7 +122,7 @@ def test_folders_of_their_own_are_refused_where_files_are_made_of_several_ranks(
 
 
 @pytest.mark.ranks(2)
-def test_a_live_engine_that_has_trained_on_goes_back(tmp_path: Path) -> None:
+def test_a_running_engine_can_load_an_earlier_checkpoint(tmp_path: Path) -> None:
     engine = build(3)
     train(engine, 0, 2)
     engine.save_checkpoint(tmp_path, tag="two")
@@ -513,7 +513,7 @@ def test_random_numbers_and_data_resume_in_the_middle_of_an_epoch(tmp_path: Path
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("saved_after", "by_name"), [(1, False), (5, False), (5, True)])
-def test_a_step_that_was_cut_by_a_save_is_taken_again_from_its_first_micro_batch(
+def test_a_step_interrupted_by_a_save_is_repeated_from_its_first_micro_batch(
     tmp_path: Path, saved_after: int, by_name: bool
 ) -> None:
     """Also in a loader made by name, where it may begin in the epoch before: four micro-batches, a

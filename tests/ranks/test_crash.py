@@ -167,7 +167,7 @@ def weights_of(path: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.ranks(2)
-def test_a_save_that_was_cut_off_anywhere_is_no_obstacle_to_the_next(tmp_path: Path) -> None:
+def test_an_interrupted_save_does_not_prevent_the_next(tmp_path: Path) -> None:
     """What a kill of rank 0 leaves behind after each of its operations: the next save cleans it
     up.
     """

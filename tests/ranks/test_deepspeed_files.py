@@ -233,7 +233,7 @@ def test_states_that_the_layout_does_not_support_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.ranks(2)
-def test_a_save_that_fails_leaves_nothing_of_it_and_the_one_before(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_only_the_previous_checkpoint(tmp_path: Path) -> None:
     engine = start(2, "fp32", checkpoint={"layout": "deepspeed"})
     engine.save_checkpoint(tmp_path, tag="good")
     for what in (

@@ -326,7 +326,7 @@ def test_a_whole_state_dict_is_taken_over_on_every_rank(stage: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_destroy_twice_gives_the_model_back_and_empties_the_cache() -> None:
+def test_destroying_twice_releases_the_model_and_empties_the_cache() -> None:
     engine = door(3, top={"optimizer": SGD})[0]
     train(engine, 1, plain=False)
     engine.empty_partition_cache()

@@ -128,7 +128,9 @@ def check_gradients(engine: Any, expected: dict[str, Tensor], precision: str, wh
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_tensor_that_leaves_past_the_outputs_gets_the_factor(stage: int, precision: str) -> None:
+def test_a_tensor_that_leaves_the_model_outside_its_outputs_gets_the_factor(
+    stage: int, precision: str
+) -> None:
     engine = start(stage, precision)
     for loss in LOSSES:
         if loss is weights and stage == 3:

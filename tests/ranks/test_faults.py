@@ -27,7 +27,7 @@ def test_a_killed_process_is_named_on_the_other_host_and_nothing_remains(row: st
 
 
 @pytest.mark.slow  # `make slow`
-def test_a_stopped_rank_and_a_bad_link_are_named_and_cost_no_bit(
+def test_a_stopped_rank_and_a_bad_link_are_named_without_a_change_of_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(faults, "UNDISTURBED", {})

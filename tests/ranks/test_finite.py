@@ -144,9 +144,7 @@ def test_a_step_with_a_nonfinite_gradient_changes_nothing_and_is_logged(stage: i
     ],
     ids=["states", "all", "speculative", "delayed"],
 )
-def test_an_update_that_waits_or_came_ahead_is_not_spoilt_either(
-    precision: str, zero: dict[str, Any]
-) -> None:
+def test_deferred_and_early_updates_are_not_corrupted(precision: str, zero: dict[str, Any]) -> None:
     settings = config(3, precision, zero=zero)
     engine, warnings = run(settings, "...n..")
     without, _ = run(settings, ".....")

@@ -262,7 +262,7 @@ def test_forwards_without_gradients_may_run_anywhere(
 
 
 @on_stages_1_and_3
-def test_a_model_that_is_never_trained_serves(setting: Setting) -> None:
+def test_a_model_that_is_never_trained_runs_inference(setting: Setting) -> None:
     plain, model = seeded(Model), seeded(Model)
     engine = engine_for(model, setting)
     engine.eval()
@@ -657,7 +657,7 @@ def test_one_backward_goes_through_two_engines(by_engine: bool, setting: Setting
 
 
 @on_stages_1_and_3
-def test_a_sharded_teacher_serves_a_sharded_student(setting: Setting) -> None:
+def test_a_sharded_teacher_trains_a_sharded_student(setting: Setting) -> None:
     teacher = seeded(Model, seed=3)
     plain, student = Plain(Model), seeded(Model)
     target = seeded(Model, seed=3)
@@ -757,7 +757,7 @@ def test_a_model_belongs_to_one_engine_and_after_destroy_to_the_next(setting: Se
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_a_world_that_is_left_and_joined_anew_trains() -> None:
+def test_a_world_that_is_destroyed_and_joined_again_trains() -> None:
     store = dist.PrefixStore("second world", dist.distributed_c10d._get_default_store())
     for world in range(2):
         engine = engine_for(seeded(Model), STAGE_3_BARE)
@@ -878,7 +878,7 @@ def test_the_plain_loop_of_seed_000_trains(optimizer_first: bool, setting: Setti
     assert_same_state(model, plain.mine)
 
 
-def test_zero_grad_between_two_backwards_forgets_the_first() -> None:
+def test_zero_grad_between_two_backwards_discards_the_first() -> None:
     plain, model = Plain(Model), seeded(Model)
     engine = engine_for(model, STAGE_3_BARE)
     plain.run(lambda m, r, s, b: b(loss_of(m, r, s)), 0)

@@ -117,7 +117,7 @@ def test_with_states_elsewhere_and_accumulation_too(stage: int) -> None:
             run.end()
 
 
-def test_16_bit_weights_and_other_optimizers_follow_too() -> None:
+def test_freezing_works_with_16_bit_weights_and_other_optimizers() -> None:
     """After a flip as before it, stages agree."""
     settings: list[dict[str, Any]] = [
         {"bf16": {"enabled": True}},
@@ -367,7 +367,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_model_that_others_are_trained_through_while_it_is_frozen_may_be_unfrozen(
+def test_a_frozen_model_within_another_models_graph_may_be_unfrozen(
     stage: int,
 ) -> None:
     config = {
@@ -431,7 +431,7 @@ class Placed(Pair):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_frozen_parameter_may_join_in_forward_and_may_not_be_trained(stage: int) -> None:
+def test_a_frozen_parameter_may_be_added_in_forward_but_not_trained(stage: int) -> None:
     plain = Placed()
     optimizer = torch.optim.SGD(plain.layers.parameters(), lr=0.1)
     config = {

@@ -62,7 +62,9 @@ def reduced(comm: Comm, numel: int) -> Tensor:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("transport", ["fastest", "gloo", "tcp"])
 @pytest.mark.parametrize("key_of", [one_host, rows, columns])
-def test_a_group_moves_among_its_members_only(transport: str, key_of: Callable[[int], str]) -> None:
+def test_a_group_communicates_among_its_members_only(
+    transport: str, key_of: Callable[[int], str]
+) -> None:
     with hosts(key_of):
         comm = Comm(CPU, transport=transport)
         for axis in ("dp_shard", "dp_replicate"):
@@ -147,7 +149,7 @@ def test_an_error_of_one_rank_ends_waits_in_its_group() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_group_of_all_is_the_communicator_itself_and_one_of_one_moves_nothing() -> None:
+def test_a_group_of_all_ranks_is_the_communicator_and_a_group_of_one_sends_nothing() -> None:
     comm = Comm(CPU)
     assert comm.split(((0, 1),), "dp_shard") is comm
     alone = comm.split(((0,), (1,)), "dp_replicate")

@@ -42,7 +42,7 @@ def lines_of_a_step(blocks: int) -> int:
 
 
 @pytest.mark.ranks(2)
-def test_a_unit_costs_the_same_among_many() -> None:
+def test_the_cost_of_a_unit_does_not_depend_on_their_number() -> None:
     few, more, many = map(lines_of_a_step, (3, 9, 15))
     assert few > 500
     assert abs((many - more) - (more - few)) <= 0.005 * (more - few), (few, more, many)

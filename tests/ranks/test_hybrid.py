@@ -202,7 +202,7 @@ def test_a_plan_without_a_process_group_has_the_bytes_of_four_ranks(stage: int, 
 @pytest.mark.parametrize(
     ("transport", "replicas", "bucket"), [("gloo", 2, 2048), ("gloo", 4, ALL), ("fastest", 4, ALL)]
 )
-def test_the_prediction_of_memory_holds(
+def test_the_prediction_of_memory_is_correct(
     stage: int, transport: str, replicas: int, bucket: int
 ) -> None:
     run = Run(stage, "bf16", 2, optimizer="adamw", transport=transport, bucket=bucket)
@@ -303,7 +303,7 @@ def moments_of(engine: Any) -> dict[str, Tensor]:
 
 @pytest.mark.ranks(WORLD, fresh=True, timeout=120)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_checkpoint_crosses_meshes_bit_by_bit(tmp_path: Path, stage: int) -> None:
+def test_a_checkpoint_is_loaded_on_other_meshes_bit_for_bit(tmp_path: Path, stage: int) -> None:
     rank, run = dist.get_rank(), Run(stage, "bf16", optimizer="adamw")
     walk: list[tuple[int, dict[str, int]]] = [
         (4, {"dp_replicate": 2, "dp_shard": 2}),

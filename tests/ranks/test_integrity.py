@@ -130,7 +130,7 @@ def test_halves_of_masters_are_compared_too(stage: int) -> None:
 
 
 @pytest.mark.ranks(3, hosts=3)
-def test_a_copy_that_one_rank_has_gathered_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_differing_gathered_copy_of_one_rank_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(3, transport="gloo")  # whose messages have no checksum
     train(engine)
     point = ParamGroup.point_to_unsharded
@@ -148,7 +148,7 @@ def test_a_copy_that_one_rank_has_gathered_is_another(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.ranks(3)
-def test_a_gradient_that_every_rank_has_whole_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_differing_replicated_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(0)
     train(engine)
     before_step = Backward.before_step

@@ -169,7 +169,7 @@ def test_an_exit_handler_still_finds_the_scripts_main(tmp_path: Path) -> None:
         ("ctypes.string_at(0)", 139, "in <module>"),
     ],
 )
-def test_every_way_of_dying_gives_its_code_and_its_story_and_ends_all(
+def test_every_kind_of_failure_has_its_exit_code_and_report_and_ends_all(
     tmp_path: Path, ending: str, code: int, story: str
 ) -> None:
     script = write(
@@ -316,7 +316,7 @@ STUBBORN = """
 """
 
 
-def test_ranks_and_children_that_ignore_the_request_are_ended_in_time_too(tmp_path: Path) -> None:
+def test_ranks_and_children_that_ignore_signals_are_killed_in_time(tmp_path: Path) -> None:
     ended = run_script(write(tmp_path, STUBBORN), str(tmp_path / "up"), "1")
     assert ended.cause is not None
     assert ended.cause.exit_code == 137
@@ -588,7 +588,7 @@ def test_a_process_group_forms_and_its_survivors_complaint_is_not_the_cause(tmp_
 
 
 @pytest.mark.slow
-def test_a_restart_begins_anew_with_all_ranks(tmp_path: Path) -> None:
+def test_a_restart_starts_all_ranks_again(tmp_path: Path) -> None:
     script = write(
         tmp_path,
         """
@@ -609,7 +609,7 @@ def test_a_restart_begins_anew_with_all_ranks(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_two_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path: Path) -> None:
+def test_two_nodes_connect_and_a_failure_on_one_ends_the_other(tmp_path: Path) -> None:
     script = write(
         tmp_path,
         """
@@ -756,7 +756,7 @@ SAVER = f"""
 """
 
 
-def test_ranks_that_saved_and_left_are_no_failure_though_they_leave_one_by_one(
+def test_ranks_that_save_and_exit_one_by_one_are_no_failure(
     tmp_path: Path,
 ) -> None:
     script = write(tmp_path, SAVER)
@@ -906,7 +906,7 @@ def test_a_stopped_rank_is_named_and_waited_for(
     ]
 
 
-def test_a_rank_that_runs_between_two_looks_is_not_stopped(
+def test_a_rank_that_runs_between_two_checks_is_not_reported_as_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "TELL_AFTER", 0.3)

@@ -142,7 +142,7 @@ BAD = [
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_tag_that_would_spoil_the_directory_is_refused_before_anything_moves(
+def test_a_tag_that_would_damage_the_directory_is_refused_before_any_change(
     tmp_path: Path,
 ) -> None:
     for layout in LAYOUTS:

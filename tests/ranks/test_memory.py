@@ -196,7 +196,7 @@ def test_a_model_without_storage_gives_the_same_prediction(ranks: int, stage: in
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_lent_buffers_do_not_grow_with_depth(stage: int) -> None:
+def test_pool_buffers_do_not_grow_with_depth(stage: int) -> None:
     def buffers(blocks: int) -> int:
         run = Run(stage)
         engine = start_engine(run, seeded(Gpt, blocks=blocks))

@@ -151,13 +151,13 @@ def every_unit_skipped(setting: Setting, skips: Callable[[Any, int], None], step
 
 @on_two_ranks
 @EVERY_SETTING
-def test_a_rank_whose_loss_does_not_use_the_model_trains_on(setting: Setting) -> None:
+def test_a_rank_whose_loss_does_not_use_the_model_continues_training(setting: Setting) -> None:
     every_unit_skipped(setting, lambda engine, step: engine.backward(torch.ones(())))
 
 
 @on_two_ranks
 @EVERY_SETTING
-def test_a_rank_that_runs_the_model_and_drops_its_output_trains_on(setting: Setting) -> None:
+def test_a_rank_that_drops_the_models_output_continues_training(setting: Setting) -> None:
     def forward_only(engine: Any, step: int) -> None:
         loss_of(engine, here(), step)
         engine.backward(torch.ones(()))
@@ -167,7 +167,7 @@ def test_a_rank_that_runs_the_model_and_drops_its_output_trains_on(setting: Sett
 
 @on_two_ranks
 @EVERY_SETTING
-def test_a_rank_without_a_batch_that_only_steps_trains_on(setting: Setting) -> None:
+def test_a_rank_without_a_batch_that_only_steps_continues_training(setting: Setting) -> None:
     every_unit_skipped(setting, lambda engine, step: None)
 
 
@@ -267,7 +267,7 @@ def test_every_other_rank_of_three_names_the_one_that_raised(setting: Setting) -
 
 @on_two_ranks
 @on_stages_1_and_3
-def test_a_rank_that_catches_its_error_and_takes_the_next_batch_is_named_or_served(
+def test_a_rank_that_catches_its_error_and_continues_is_named_or_works(
     setting: Setting,
 ) -> None:
     """Skipping a bad batch on one rank: the ranks are a forward apart, which only sharded weights
@@ -339,7 +339,7 @@ def test_the_end_of_rank_1_is_an_error_on_rank_0(how: str, setting: Setting) -> 
 
 @pytest.mark.ranks(2, timeout=60, dies=[0])
 @pytest.mark.parametrize("how", list(ENDS))
-def test_the_end_of_rank_0_that_keeps_the_board_is_an_error_on_rank_1(how: str) -> None:
+def test_the_end_of_rank_0_with_the_store_is_an_error_on_rank_1(how: str) -> None:
     ends_during(0, how, STAGE_3)
 
 
@@ -510,7 +510,7 @@ def test_on_several_hosts_the_flight_recorder_uses_the_launchers_address() -> No
 
 @on_two_ranks
 @on_stage_3
-def test_two_engines_in_different_orders_are_an_error_on_both(setting: Setting) -> None:
+def test_two_engines_used_in_different_orders_are_an_error_on_both(setting: Setting) -> None:
     engines = [engine_for(seeded(Model), setting) for _ in range(2)]
     with pytest.raises(
         PeerError,
@@ -540,7 +540,7 @@ def test_an_error_caught_in_one_engine_does_not_end_the_other() -> None:
 
 @on_two_ranks
 @pytest.mark.parametrize("transport", ["fastest", "gloo"])
-def test_units_demanded_again_in_another_order_are_served_or_an_error_on_both(
+def test_units_requested_in_another_order_work_or_are_an_error_on_both(
     transport: str,
 ) -> None:
     """Beyond the schedule a unit is gathered on demand: through shared memory nothing moves, over
@@ -603,7 +603,7 @@ def test_local_configuration_keys_may_differ(tmp_path: Path) -> None:
 @on_two_ranks
 @on_stages_1_and_3
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_is_late_trains_on(late: int, setting: Setting) -> None:
+def test_a_late_rank_continues_training(late: int, setting: Setting) -> None:
     """Late by several looks at the board."""
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
@@ -616,7 +616,7 @@ def test_a_rank_that_is_late_trains_on(late: int, setting: Setting) -> None:
 
 @on_two_ranks
 @on_stage_3
-def test_ninety_looks_at_the_board_are_no_evidence(setting: Setting) -> None:
+def test_ninety_reads_of_the_flight_recorder_are_no_evidence(setting: Setting) -> None:
     """On a clock that runs fifty times faster the late rank is 90 seconds late."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "POLL_SECONDS", 0.02)
@@ -630,7 +630,7 @@ def test_ninety_looks_at_the_board_are_no_evidence(setting: Setting) -> None:
 
 
 @on_two_ranks
-def test_a_rank_that_is_late_at_every_collective_trains_on() -> None:
+def test_a_rank_that_is_late_at_every_collective_continues_training() -> None:
     """Between any two collectives of one rank the other looks at the board several times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "POLL_SECONDS", 0.005)

@@ -194,7 +194,7 @@ def values_of(engine: Any) -> dict[str, Tensor]:
 @pytest.mark.timeout(2400)
 @pytest.mark.ranks(2, timeout=2400)
 @pytest.mark.parametrize("layout", ["slices", "deepspeed", "cut", "file"])
-def test_a_damaged_one_gives_the_right_values_or_an_error_that_names_it(
+def test_a_damaged_checkpoint_gives_correct_values_or_an_error_that_names_it(
     tmp_path: Path, layout: str
 ) -> None:
     import torch.distributed as dist

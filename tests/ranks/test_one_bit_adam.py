@@ -270,7 +270,7 @@ def test_a_run_resumes_bit_for_bit_before_and_after_freeze_step(stage: int, tmp_
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_step_that_is_not_finite_is_skipped_and_leaves_nothing_behind(dtype: str) -> None:
+def test_a_nonfinite_step_is_skipped_without_a_trace(dtype: str) -> None:
     run = Run(1, dtype)
     engine = start(run)
     for step in range(FREEZE + 2):

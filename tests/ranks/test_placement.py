@@ -72,7 +72,7 @@ def most(nbytes: int) -> int:
 @pytest.mark.parametrize(
     ("ranks", "dtype", "share"), [(1, "bf16", 0.5), (2, "fp32", 0.3), (2, "bf16", 0.9)]
 )
-def test_auto_fills_the_device_first_and_changes_no_bit(
+def test_auto_places_states_on_the_device_first_and_changes_no_bit(
     dtype: str, share: float, ranks: int
 ) -> None:
     run = Run(3, dtype, clipping=0.3)

@@ -86,7 +86,7 @@ def test_a_signal_on_one_rank_saves_on_all_after_the_same_step(
 
 
 @pytest.mark.ranks(2)
-def test_a_save_on_a_signal_that_fails_is_an_error_not_an_end_as_if_saved(tmp_path: Path) -> None:
+def test_a_failed_save_on_a_signal_is_an_error(tmp_path: Path) -> None:
     try:
         (tmp_path / "file").touch()
         engine = build(save_on_signal={"path": str(tmp_path / "file"), "signals": ["SIGTERM"]})

@@ -48,7 +48,7 @@ def test_warnings_are_errors_on_every_rank() -> None:
 
 
 @pytest.mark.ranks(2, dies=[1])
-def test_an_expected_death_leaves_the_others_to_pass() -> None:
+def test_an_expected_death_of_a_rank_does_not_fail_the_others() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -194,7 +194,7 @@ def test_pieces_arrive_from_private_and_from_shared_memory(numel: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_buffer_is_the_writers_again_only_when_it_was_read() -> None:
+def test_a_buffer_is_reusable_only_after_it_was_read() -> None:
     comm, rank = Comm(CPU), dist.get_rank()
     piece, found = comm.empty(LARGE, torch.float32), []
     for turn in range(20):

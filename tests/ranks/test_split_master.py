@@ -114,7 +114,7 @@ def test_the_clients_own_optimizer_is_not_affected(name: str, stage: int) -> Non
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", ["Lion", "Lamb", "Muon"])
-def test_optimizers_of_ours_do_not_notice_either(name: str, stage: int) -> None:
+def test_optimizers_of_this_library_are_not_affected_either(name: str, stage: int) -> None:
     found = []
     for kind in ("split", "fp32"):
         run = Run(stage, "bf16", master=kind)
@@ -145,7 +145,7 @@ def test_between_steps_the_inner_optimizer_holds_no_values_and_the_same_paramete
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_that_fails_leaves_the_masters_as_they_were(
+def test_a_failed_step_does_not_change_the_main_weights(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(stage, "bf16")
@@ -279,7 +279,7 @@ def test_a_run_resumes_bit_for_bit_with_another_kind_of_main_weight(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_lifted_unit_has_the_masters_values_and_trains_on(stage: int) -> None:
+def test_a_promoted_unit_has_the_main_weights_values_and_continues_training(stage: int) -> None:
     run = Run(stage, "bf16")
     engine, _ = trained(run, steps=2)
     before = everything(engine)
@@ -295,7 +295,7 @@ def test_a_lifted_unit_has_the_masters_values_and_trains_on(stage: int) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_model_given_back_has_the_masters_values(stage: int) -> None:
+def test_a_released_model_has_the_main_weights_values(stage: int) -> None:
     engine, _ = trained(Run(stage, "bf16"), steps=2)
     masters = everything(engine)["master"]
     module = engine.module
@@ -307,7 +307,7 @@ def test_a_model_given_back_has_the_masters_values(stage: int) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_units_are_packed_in_one_buffer_on_their_way_to_their_slices(
+def test_units_are_packed_in_one_buffer_before_they_are_sliced(
     master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second one for each unit had cost more than all the rest of initialising."""

@@ -167,7 +167,7 @@ def test_offloaded_states_cannot_be_used(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_weights_can_be_read_while_main_weights_and_moments_are_away() -> None:
+def test_weights_can_be_read_while_main_weights_and_moments_are_offloaded() -> None:
     for stage, top in itertools.product((1, 3), ({}, BF16)):
         engine = build(stage, **top)
         step(engine, 0)
@@ -204,7 +204,7 @@ def test_states_of_other_tiers_are_saved_and_restored(device: str, tmp_path: Pat
 
 @pytest.mark.parametrize(("stage", "device"), [(0, "cpu"), (3, "nvme")])
 @pytest.mark.ranks(2)
-def test_an_engine_is_destroyed_while_its_states_are_away(
+def test_an_engine_with_offloaded_states_can_be_destroyed(
     stage: int, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

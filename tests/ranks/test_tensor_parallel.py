@@ -180,7 +180,7 @@ def test_values_are_the_first_ranks() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_buffers_are_lent_again() -> None:
+def test_buffers_are_reused() -> None:
     """No memory is taken in the steady state, however often one rank is ahead of the other."""
     group = TensorGroup(Comm(CPU))
     for number in range(200):

@@ -230,7 +230,7 @@ def test_states_read_and_changed_between_steps_are_used_by_the_next_step() -> No
 @pytest.mark.parametrize(
     ("before", "after"), [("nvme", "none"), ("none", "nvme"), ("nvme", "nvme"), ("cpu", "nvme")]
 )
-def test_a_checkpoint_crosses_tiers(before: str, after: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_with_other_tiers(before: str, after: str, tmp_path: Path) -> None:
     run, zero = Run(3), {"stage3_param_persistence_threshold": 0}
     first = engine_of(3, zero | offload(before))
     train_step(first, run, 0)
@@ -275,7 +275,7 @@ def look(engine: Any, step: int) -> Tensor:
         *[("cpu", each) for each in ("eval", "states", "save")],
     ],
 )
-def test_an_update_that_waits_is_the_one_its_step_decided(
+def test_a_deferred_update_uses_the_decision_of_its_step(
     tier: str, between: str, tmp_path: Path
 ) -> None:
     """Whatever happens between a step and the next forward."""
@@ -549,7 +549,7 @@ def test_a_disk_that_fails_as_memory_is_about_to_be_compared_ends_the_step_on_al
 
 
 @pytest.mark.ranks(1)
-def test_after_a_step_that_ended_halfway_no_other_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_accepted_after_a_partial_one(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(2, offload("nvme", weights=False))
     train_step(engine, Run(2), 0)
 

@@ -316,7 +316,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize("log_level", ["WARNING", "ERROR"])
-def test_pages_of_frames_do_not_bury_the_death_of_rank_0(tmp_path: Path, log_level: str) -> None:
+def test_long_tracebacks_do_not_hide_the_death_of_rank_0(tmp_path: Path, log_level: str) -> None:
     """Under `deepseek-zero run` torch logs errors only; elsewhere it shows one page for the board
     that is gone.
     """

@@ -208,7 +208,7 @@ def test_any_order_of_releases_reads_correct_data_and_frees_space(
     assert parking.reserved_bytes == parking.memory.reserved_bytes == 9 * NBYTES
 
 
-def test_a_forward_without_a_backward_leaks_no_place(opening: Callable[[], TierMemory]) -> None:
+def test_a_forward_without_a_backward_leaks_no_slot(opening: Callable[[], TierMemory]) -> None:
     parking = ActivationOffload(opening)
     for _ in range(5):
         forgotten = [parking.offload([drawn(seed)]) for seed in range(4)]
@@ -218,7 +218,7 @@ def test_a_forward_without_a_backward_leaks_no_place(opening: Callable[[], TierM
     assert parking.reserved_bytes == 4 * NBYTES
 
 
-def test_a_graph_outlives_the_end_of_its_parking(opening: Callable[[], TierMemory]) -> None:
+def test_a_graph_remains_valid_after_its_offload_ends(opening: Callable[[], TierMemory]) -> None:
     parking = ActivationOffload(opening)
     parked = [parking.offload([drawn(seed)]) for seed in range(4)]
     parking.close()
@@ -253,7 +253,7 @@ def test_on_a_disk_the_bytes_in_memory_do_not_grow_with_the_checkpoints(
     )  # what is still leaving stays
 
 
-def test_on_a_disk_the_pages_of_all_others_are_the_systems(tmp_path: Path) -> None:
+def test_on_a_disk_the_pages_of_other_blocks_are_returned(tmp_path: Path) -> None:
     parking, numel, most = ActivationOffload(lambda: Disk(tmp_path)), 1 << 20, 0
     cycle(parking, 24, numel)
     before, parked = resident_bytes(), []

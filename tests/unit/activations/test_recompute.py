@@ -302,7 +302,7 @@ def test_torchs_own_keywords_pass_through(parking: ActivationOffload) -> None:
     assert parking._arrived == 1
 
 
-def test_a_reset_gives_the_memory_up_and_alive_graphs_keep_theirs(
+def test_a_reset_frees_memory_except_that_of_live_graphs(
     parking: ActivationOffload,
 ) -> None:
     current, x = recompute.current(), torch.randn(ROWS, WIDTH, requires_grad=True)

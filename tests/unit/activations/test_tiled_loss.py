@@ -156,7 +156,7 @@ def test_a_loss_over_items_and_shifted_labels_and_a_tuple() -> None:
     torch.testing.assert_close(found[0], whole(**batch()).loss)
 
 
-def test_a_head_that_is_more_than_a_layer_has_tiles_too() -> None:
+def test_a_head_with_several_modules_supports_tiles() -> None:
     """As adapters make it."""
     pytest.importorskip("transformers")
 

@@ -102,7 +102,7 @@ def test_the_api_writes_into_no_finished_object() -> None:
 @pytest.mark.parametrize(
     "line", ["x.__class__ = y", "vars(x)['a'] = 1", "x.__dict__['a'] = 1", "vars(x).update(y)"]
 )
-def test_a_write_into_a_finished_object_is_noticed(line: str) -> None:
+def test_a_write_into_a_constructed_object_is_detected(line: str) -> None:
     assert list(writes(line)) == [1]
 
 

@@ -85,7 +85,7 @@ def test_each_layout_is_dense_attention_under_its_mask(layout: BlockLayout) -> N
 
 @pytest.mark.parametrize("layout", [LAYOUTS[4], LAYOUTS[5], LAYOUTS[8]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_thousand_tokens_in_few_bits_are_as_near_as_dense_is(
+def test_a_thousand_tokens_in_16_bits_are_as_accurate_as_dense_attention(
     layout: BlockLayout, dtype: torch.dtype
 ) -> None:
     pattern = Pattern.of(layout)

@@ -150,7 +150,7 @@ def test_these_are_all_the_private_names_of_torch_in_the_module() -> None:
     assert of_objects == {*OF_OBJECTS, "_opt_called"}, "each private name is tested here"
 
 
-def test_a_call_of_a_module_can_run_something_else_and_the_module_still_be_called() -> None:
+def test_a_modules_call_can_be_replaced_and_still_call_the_module() -> None:
     module = nn.Linear(1, 1, bias=False)
     seen: list[Any] = []
     module.register_forward_hook(lambda *given: seen.append(given))

@@ -32,7 +32,7 @@ CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "steps_per_prin
 @pytest.mark.parametrize(
     "path", [URL, PATH, "gs://a", "file:///tmp/x", "hdfs://host/x", "https://x/y", "abfss://c@a/x"]
 )
-def test_a_scheme_makes_a_url(path: Any) -> None:
+def test_a_text_with_a_scheme_is_a_url(path: Any) -> None:
     assert is_url(path)
 
 

@@ -53,7 +53,7 @@ def test_pages_begin_where_a_huge_one_can_and_are_zeros_to_the_end(nbytes: int) 
     assert resident_bytes() - before < nbytes + HUGE_PAGE and pages.all()
 
 
-def test_pages_that_are_given_back_are_the_systems_until_they_are_written_again() -> None:
+def test_returned_pages_belong_to_the_system_until_written_again() -> None:
     pages = private_pages(16 << 20, torch.float32)
     empty = resident_bytes()
     for value in (1.0, 2.0):

@@ -39,7 +39,7 @@ def test_loopback_is_used_only_if_given_explicitly(on_h0: dict[str, str]) -> Non
     )
 
 
-def test_without_a_way_out_the_only_address_is_it_and_of_several_none(
+def test_without_a_default_route_the_only_address_is_used_and_several_are_refused(
     on_h0: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MEANT, network._FAR, "127.0.0.1")

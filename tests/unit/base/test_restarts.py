@@ -56,7 +56,7 @@ def test_a_world_of_one_rank_waits_for_no_reply() -> None:
     assert agree_on_prefix(store, 0, 1, SOON) != agree_on_prefix(store, 0, 1, SOON)
 
 
-def test_a_rank_0_of_an_earlier_start_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_0_of_an_earlier_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     told: list[BaseException] = []
 

@@ -458,7 +458,9 @@ def test_each_engines_variables_describe_the_machines_of_a_launcher(
         ({**SKYPILOT, "SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK='' is not a number"),
     ],
 )
-def test_launchers_that_would_each_train_are_refused(environ: dict[str, str], said: str) -> None:
+def test_several_launchers_that_would_each_train_are_refused(
+    environ: dict[str, str], said: str
+) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         nodes_of(environ)
     assert caught.value.why and caught.value.fix
@@ -715,7 +717,7 @@ LONE = {
 }
 
 
-def test_every_recorded_case_is_looked_at() -> None:
+def test_every_recorded_case_is_tested() -> None:
     assert set(RECORDED) == {*WORLDS, *LONE}
 
 

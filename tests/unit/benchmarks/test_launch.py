@@ -57,7 +57,7 @@ def is_alive(process: str) -> bool:
         return False
 
 
-def test_every_rank_has_its_place_in_the_environment(program: Path, tmp_path: Path) -> None:
+def test_every_rank_has_its_variables_in_the_environment(program: Path, tmp_path: Path) -> None:
     seen = "$RANK/$WORLD_SIZE $OMP_NUM_THREADS ${MALLOC_TRIM_THRESHOLD_:-none}"
     program.write_text(f'#!/bin/sh\necho "{seen}" > "{tmp_path}/$RANK"\nexit 1\n')
     launch(Run("tiny-fp32", "ddp", kind="memory"))

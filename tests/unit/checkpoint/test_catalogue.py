@@ -328,7 +328,7 @@ def _no_locks_here(*_: Any) -> None:
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
 
-def test_a_tag_that_a_crash_left_without_its_name_is_listed_loaded_and_named_again(
+def test_a_tag_with_a_hidden_name_after_a_crash_is_listed_loaded_and_renamed(
     directory: Path,
 ) -> None:
     replaced = directory / ".global_step3.replaced"
@@ -342,7 +342,7 @@ def test_a_tag_that_a_crash_left_without_its_name_is_listed_loaded_and_named_aga
     assert (directory / "global_step3" / "manifest.json").exists() and not replaced.exists()
 
 
-def test_a_tag_without_its_name_is_left_to_the_save_that_is_giving_it_away(directory: Path) -> None:
+def test_a_hidden_tag_of_a_running_save_is_not_renamed(directory: Path) -> None:
     replaced, saving = directory / ".global_step3.replaced", directory / ".global_step3.saving"
     (directory / "global_step3").rename(replaced)
     saving.mkdir()
@@ -422,7 +422,7 @@ def test_an_engine_keeps_the_values_of_its_configuration(tmp_path: Path) -> None
     assert tags_of(tmp_path) == ["global_step7", "global_step6", "global_step3"]
 
 
-def test_a_directory_that_refuses_costs_a_warning_and_no_checkpoint(
+def test_a_directory_without_write_access_is_a_warning_and_loses_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = build(keep_last=1)

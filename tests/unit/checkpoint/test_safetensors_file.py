@@ -68,7 +68,7 @@ def test_a_file_of_many_blocks_is_whole_with_and_without_the_page_cache(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("call", ["write", "sync"])
-def test_a_disk_that_refuses_is_named(
+def test_a_disk_without_write_access_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
     def refuse(*given: object) -> None:

@@ -187,7 +187,7 @@ def test_prune_lists_what_it_removes_and_a_dry_run_removes_nothing(directory: Pa
     assert "kept global_step3" in call(*wish).output
 
 
-def test_a_directory_that_refuses_is_a_named_error(
+def test_a_directory_without_write_access_is_an_error_with_its_name(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:

@@ -88,7 +88,7 @@ def test_doctor_reports_the_memories_for_states_and_their_speed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tight_limit_of_open_files_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_open_files_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (64, 4096))
     found = doctor._open_files()
     assert (found.value, found.verdict) == ("64, up to 4096 with `ulimit -n`", doctor.Severity.NOTE)

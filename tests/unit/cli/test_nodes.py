@@ -65,7 +65,7 @@ def test_one_machine_runs_the_requested_ranks(
     assert (share.nproc, share.devices) == (nproc, devices)
 
 
-def test_a_single_machine_meets_itself_at_any_free_port() -> None:
+def test_a_single_machine_uses_any_free_port() -> None:
     plan = plan_node(RankOptions(), CPU, ())
     assert (plan.num_nodes, plan.node_rank, plan.master_addr, plan.master_port) == (
         1,
@@ -133,7 +133,7 @@ def test_several_nodes_without_a_hostfile_need_only_a_number_and_an_address() ->
     assert plan == NodePlan(NodeShare(2), 3, 2, "first", DEFAULT_PORT)
 
 
-def test_a_machine_finds_itself_in_the_hostfile(hostfile: Path) -> None:
+def test_a_machine_is_found_in_the_hostfile_by_its_names(hostfile: Path) -> None:
     plan = plan_node(RankOptions(hostfile=hostfile), CPU, {"second", "10.0.0.2"})
     assert plan == NodePlan(NodeShare(3), 2, 1, "first", DEFAULT_PORT)
 

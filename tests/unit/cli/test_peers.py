@@ -136,7 +136,7 @@ def test_a_failure_is_reported_to_other_ranks_and_the_first_one_is_kept() -> Non
     )
 
 
-def test_all_have_finished_when_each_has_and_a_store_that_goes_then_is_no_failure() -> None:
+def test_the_end_of_the_store_after_all_ranks_finished_is_no_failure() -> None:
     (first, second), lines = two(10.0)
     assert not first.all_finished()
     time.sleep(0.1)
@@ -185,7 +185,7 @@ def test_a_silent_machine_is_logged_and_then_lost_by_name_on_both_sides(
     lines[1].is_open.set()
 
 
-def test_a_cut_that_heals_in_time_is_two_lines_and_no_failure(
+def test_a_cut_shorter_than_the_limit_logs_two_lines_and_is_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     watches, lines = two(5.0)

@@ -117,7 +117,7 @@ sys.stdout.write("its words, ")
     ("end", "code"),
     [("raise ValueError('boom')", 1), ("sys.exit(3)", 3), ("sys.exit('boom')", 1), ("pass", 0)],
 )
-def test_a_rank_that_fails_does_at_its_end_what_python_does(
+def test_a_failing_rank_runs_the_exit_handlers_of_python(
     end: str, code: int, tmp_path: Path
 ) -> None:
     script, told = tmp_path / "script.py", tmp_path / "told"

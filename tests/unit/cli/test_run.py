@@ -47,7 +47,7 @@ def test_unsupported_options_of_deepspeed_are_refused_by_name(name: str) -> None
         run(RunOptions(command=[__file__], **{name: 1}))
 
 
-def test_deepspeeds_other_options_are_taken(tmp_path: Path) -> None:
+def test_deepspeeds_other_options_are_accepted(tmp_path: Path) -> None:
     line = (
         "--no_ssh --no_ssh_check --launcher pdsh --enable_each_rank_log logs --save_pid -q x.py -q"
     )
@@ -115,7 +115,7 @@ def test_everything_after_the_script_is_the_scripts() -> None:
 @pytest.mark.parametrize(
     "spelling", ["--num_gpus", "--num-gpus", "--num_accelerators", "--num-accelerators"]
 )
-def test_both_spellings_and_both_names_are_taken(spelling: str) -> None:
+def test_both_spellings_and_both_names_are_accepted(spelling: str) -> None:
     assert parse(spelling, "3", "train.py").num_gpus == 3
 
 
@@ -271,7 +271,7 @@ def test_dropin_path_prints_only_the_directory() -> None:
     assert (DIRECTORY / "deepspeed" / "__init__.py").is_file()
 
 
-def test_an_error_of_the_house_ends_with_its_message_and_code_2(
+def test_a_library_error_ends_with_its_message_and_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["deepseek-zero", "run", "absent.py"])

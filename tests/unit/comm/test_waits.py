@@ -53,7 +53,7 @@ def test_a_wait_is_short_while_a_second_hop_may_have_to_be_issued() -> None:
     assert not waits.polls_often, "hops that are gone are forgotten"
 
 
-def test_a_lone_call_is_open_until_its_block_ends() -> None:
+def test_a_single_call_is_open_until_its_block_ends() -> None:
     waits = Waits()
     with waits.lone_call("state_dict()"):
         with waits.lone_call("inner"):

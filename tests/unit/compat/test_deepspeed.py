@@ -466,7 +466,7 @@ def test_a_wrong_name_inside_a_property_is_not_taken_for_a_name_that_is_missing(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_program_that_owns_the_boundary_updates_at_every_step(stage: int) -> None:
+def test_a_program_that_sets_the_boundary_updates_at_every_step(stage: int) -> None:
     def trained(managed: bool) -> torch.Tensor:
         torch.manual_seed(1)
         model, batches = nn.Linear(4, 4), torch.randn(4, 2, 4)

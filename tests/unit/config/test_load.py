@@ -295,7 +295,7 @@ def test_changed_keys_without_effect_are_named_in_one_line(
     assert "contiguous" not in line
 
 
-def test_a_disk_without_a_place_on_it_has_no_budget() -> None:
+def test_a_disk_without_a_directory_has_no_budget() -> None:
     given = {**zero(stage=3, offload_optimizer={"device": "auto"}), "memory_budget": {"disk": 1e9}}
     assert "memory_budget.disk = 1000000000 (from dict): has no directory" in complaint(given)
 

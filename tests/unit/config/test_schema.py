@@ -137,7 +137,7 @@ CLIENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_clients_configuration_is_taken(client: str) -> None:
+def test_a_clients_configuration_is_accepted(client: str) -> None:
     load(CLIENTS[client], unknown="warn")
 
 

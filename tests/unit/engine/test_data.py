@@ -91,7 +91,7 @@ def test_another_number_of_ranks_continues_with_the_next_sample(
     assert list(steps(resumed, 9 - done)) == undisturbed[done:]
 
 
-def test_a_step_that_began_in_the_epoch_before_is_taken_again_there() -> None:
+def test_a_step_that_began_in_the_previous_epoch_is_repeated_there() -> None:
     loader = ShardedLoader(DATA, 10, Mesh(dp_shard=2))  # 6 micro-batches an epoch
     assert len(list(loader)) == len(loader) == 6
     next(iter(loader))

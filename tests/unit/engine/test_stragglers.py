@@ -124,7 +124,7 @@ def waiting(*waits: float) -> list[tuple[float, ...]]:
     return [(0.1, 0.1, 0.0, 0.1, *[each] * WINDOW) for each in waits]
 
 
-def test_a_link_for_which_all_wait_at_once_is_named_and_no_rank(told: list[str]) -> None:
+def test_a_link_that_all_ranks_wait_for_is_named_instead_of_a_rank(told: list[str]) -> None:
     found = Stragglers(Meter(), ["h0", "h1"])
     for window in range(1, 6):
         found.compare(WINDOW * window, fields_of(waiting(1.5 / WINDOW, 1.1 / WINDOW)))

@@ -74,7 +74,7 @@ def test_a_loss_that_does_not_fall_far_enough_ends_the_job_with_an_error(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_short_run_leaves_everything_it_promises(
+def test_a_short_run_writes_all_documented_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     pytest.importorskip("matplotlib")

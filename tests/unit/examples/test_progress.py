@@ -63,7 +63,7 @@ def test_skipped_steps_are_counted_and_their_losses_left_out() -> None:
     assert "skipped 1" in last
 
 
-def test_a_held_out_loss_gets_its_line_at_once() -> None:
+def test_a_validation_loss_is_logged_immediately() -> None:
     assert show(total=5, every=100, held_out_loss=2.25).count("held-out 2.250") == 5
 
 
@@ -74,7 +74,7 @@ def test_a_terminal_gets_a_bar_and_the_same_lines() -> None:
     assert text.count("grad norm") == 3
 
 
-def test_the_bar_is_taken_down_when_the_training_raises() -> None:
+def test_the_progress_bar_is_removed_when_training_raises() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=60, _environ={"TERM": "xterm"})
     with pytest.raises(ZeroDivisionError), Progress(4, 2, console):

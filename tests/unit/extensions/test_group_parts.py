@@ -124,7 +124,7 @@ def wrapped(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_compression_of_gradients_is_one_class(stage: int) -> None:
+def test_a_new_compression_of_gradients_needs_one_class(stage: int) -> None:
     def gradients(rank: Rank) -> list[Tensor]:
         model = seeded(Gpt, blocks=2)
         runtime = wrapped(rank, model, Tiers(), with_top_bits, stage=stage)
@@ -146,7 +146,7 @@ def test_a_compression_of_gradients_is_one_class(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_memory_for_states_is_one_class(stage: int) -> None:
+def test_a_new_memory_for_states_needs_one_class(stage: int) -> None:
     def train(rank: Rank, tier: Tier) -> tuple[list[Tensor], int]:
         model = seeded(Gpt, blocks=2)
         cupboard = Cupboard()

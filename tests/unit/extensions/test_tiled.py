@@ -108,7 +108,7 @@ def test_inputs_and_outputs_may_stay_apart(grid: tuple[int, int]) -> None:
     assert torch.equal(torch.cat(found, dim=-1), joined(x))
 
 
-def test_a_second_derivative_goes_through() -> None:
+def test_second_derivatives_are_supported() -> None:
     tiled = TiledLinear(4, 6, in_splits=2, out_splits=3, dtype=torch.float64)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: tiled(x).sin(), (x,))

@@ -35,7 +35,9 @@ def turned(knob: Knob, *shares: float) -> list[int]:
         ([0.20, 0.01, 0.5], [40, 40, 40]),  # good enough
     ],
 )
-def test_a_knob_climbs_while_the_wait_falls(shares: list[float], values: list[int]) -> None:
+def test_a_tuned_size_grows_while_the_wait_decreases(
+    shares: list[float], values: list[int]
+) -> None:
     assert turned(Knob("ahead_numel", 10, floor=40, ceiling=100), *shares) == values
 
 

@@ -270,6 +270,6 @@ def test_each_array_is_read_once_and_written_once(variant: str, layout: str) -> 
     ],
     ids=["a division", "a fused operation", "the canonical NaN"],
 )
-def test_the_comparison_notices_another_operation(what: str, instead: str) -> None:
+def test_the_comparison_detects_another_operation(what: str, instead: str) -> None:
     changed = re.sub(what, instead, ptx(VARIANTS["adamw"], LAYOUTS["split"]))
     assert differing("adamw", "split", Emulator(program=changed)) > 0

@@ -63,7 +63,7 @@ def test_slices_give_the_same_bits_as_the_whole(cuts: tuple[int, ...]) -> None:
     assert torch.equal(torch.cat(slices), whole)
 
 
-def test_the_tile_size_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tile_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     start, grad = torch.randn(3, 100), torch.randn(3, 100)
     whole, tiled = start.clone(), start.clone()
     train([whole], [[grad]])

@@ -224,7 +224,7 @@ def test_a_wrapped_optimizer_is_found_and_anything_else_is_refused() -> None:
         WarmupLR(object())
 
 
-def test_a_group_added_later_is_an_error_and_not_silence() -> None:
+def test_a_group_added_later_is_an_error() -> None:
     optimizer = groups(0.3)
     schedule = WarmupLR(optimizer)
     optimizer.param_groups.append({"lr": 1.0})

@@ -56,7 +56,7 @@ def test_singular_values_approach_one_and_the_input_is_unchanged(method: str) ->
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
-def test_a_stack_is_a_loop_over_its_matrices_and_zero_stays_zero(method: str) -> None:
+def test_a_stack_equals_a_loop_over_its_matrices_and_zeros_stay_zero(method: str) -> None:
     stack = torch.randn(3, 4, 12)
     stack[1] = 0
     result = orthogonalize(stack, method)

@@ -252,7 +252,7 @@ def test_an_unknown_class_gets_whole_tensors_and_one_note(
     assert capsys.readouterr().err.count('granularity = "element"') == 1
 
 
-def test_a_declared_granularity_is_believed_and_a_wrong_one_refused() -> None:
+def test_a_declared_granularity_is_used_and_an_invalid_one_refused() -> None:
     declared = type("Declared", (_Custom,), {"granularity": "element"})
     assert granularity_of(declared) == granularity_of(declared([torch.ones(1)])) == "element"
     with pytest.raises(ConfigError, match="granularity is 'bits'"):

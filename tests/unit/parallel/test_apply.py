@@ -215,7 +215,7 @@ def test_different_inputs_on_ranks_are_reported() -> None:
         run_ranks(2, body)
 
 
-def test_a_forward_that_an_error_ended_leaves_nothing() -> None:
+def test_a_forward_that_raised_leaves_no_state() -> None:
     """The next forward enters its tensors anew, and draws from the common stream."""
     model = tiny("llama", attention_dropout=0.1)
 

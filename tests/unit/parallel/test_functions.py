@@ -46,7 +46,7 @@ def test_a_sum_has_the_order_of_the_ranks_and_is_rounded_once(
         assert torch.equal(found, expected)
 
 
-def test_buffers_are_lent_again_and_never_while_others_read_them() -> None:
+def test_buffers_are_reused_but_not_while_others_read_them() -> None:
     def body(rank: Rank) -> tuple[int, list[float]]:
         group = TensorGroup(rank.comm)
         found = []

@@ -108,7 +108,7 @@ def test_layers_with_different_widths_are_split_separately() -> None:
     )
 
 
-def test_layers_that_are_all_skipped_leave_a_model_whole() -> None:
+def test_a_model_with_only_skipped_layers_stays_whole() -> None:
     wished = ParallelSettings(layers=((".*", "skip", 1, ()),), needs_a_split=False)
     plan = choose(Net(), 2, wished)
     assert not plan.choices and all(split.kind == "equal" for split in plan.splits.values())

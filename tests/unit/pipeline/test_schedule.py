@@ -202,7 +202,7 @@ def test_messages_that_pass_each_other_are_found() -> None:
         verify(changed(good, 0, program))
 
 
-def test_a_ring_of_waits_is_found() -> None:
+def test_a_circular_wait_is_detected() -> None:
     # Rank 0 receives the gradient of micro-batch 0 before it sends its activation.
     good = one_f_one_b(2, 2)
     program = [

@@ -230,7 +230,7 @@ def test_a_unit_is_gathered_and_reduced_once_whatever_the_micro_batches(stage: i
         assert len(gathers) == STEPS + (stage == 3), gathers  # state_dict gathers stage 3 once more
 
 
-def test_breadth_first_gathers_twice_and_lets_the_other_stages_go() -> None:
+def test_breadth_first_gathers_twice_and_releases_the_other_stages() -> None:
     found = run_ranks(4, lambda rank: train(rank, 2, 3, torch.float32, "breadth_first", 2))
     for rank, (_, _, _, issued) in enumerate(found):
         # The last stage goes from forward to backward at once

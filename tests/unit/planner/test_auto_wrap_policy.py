@@ -88,7 +88,7 @@ def test_units_by_name_override_the_search_and_unknown_names_are_refused() -> No
         choose_units(model, PlanSettings(stage=3, unit_names=("Stag",)))
 
 
-def test_a_parameter_of_two_units_is_the_roots() -> None:
+def test_a_parameter_of_two_units_belongs_to_the_root() -> None:
     model = Model(Block)
     model.blocks[1].up.weight = model.blocks[0].up.weight
     units = choose_units(model, PlanSettings(stage=3))
@@ -310,7 +310,7 @@ def test_parameters_declared_as_fp32_keep_their_initial_values(
         assert torch.equal(weights[key], expected), key
 
 
-def test_a_constructor_that_fails_leaves_the_modules_of_torch_as_they_were() -> None:
+def test_a_failing_constructor_restores_the_modules_of_torch() -> None:
     constructor = nn.Module.__init__
     with pytest.raises(ZeroDivisionError), deepseek_zero.zero.Init(dtype=torch.bfloat16):
         Net()

@@ -39,7 +39,7 @@ def units_of(
     ], settings
 
 
-def test_a_world_of_one_borrows_nothing() -> None:
+def test_a_world_of_one_uses_no_pooled_buffer() -> None:
     for stage in range(4):
         assert pool_buffers(*units_of(stage, ranks=1)) == Counter()
 
@@ -53,7 +53,7 @@ def test_whole_gradients_need_an_inbox_per_size_and_a_scratch() -> None:
         }
 
 
-def test_sharded_gradients_need_two_partial_ones_as_well_while_one_is_on_its_way() -> None:
+def test_sharded_gradients_need_two_partial_ones_while_one_is_in_flight() -> None:
     inboxes = {(FP32, 2 * 1024): 1, (FP32, 2 * 2048): 1}
     partials = {(FP32, 3 * 1024): 1, (FP32, 3 * 2048): 2}
     assert pool_buffers(*units_of(2, ranks=3)) == {SCRATCH: 1, **inboxes, **partials}
@@ -61,7 +61,7 @@ def test_sharded_gradients_need_two_partial_ones_as_well_while_one_is_on_its_way
     assert pool_buffers(*units_of(2, ranks=3, overlap=False)) == {SCRATCH: 1, **inboxes, **partials}
 
 
-def test_between_hosts_two_units_are_on_their_way() -> None:
+def test_between_hosts_two_units_are_in_flight() -> None:
     units, settings = units_of(2, ranks=3, blocks=4)
     inboxes = {(FP32, 2 * 1024): 1, (FP32, 2 * 2048): 2}
     partials = {(FP32, 3 * 1024): 1, (FP32, 3 * 2048): 3}

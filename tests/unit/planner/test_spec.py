@@ -82,7 +82,7 @@ def test_dtypes_follow_the_policy_and_the_accumulation(
     assert plan.master_is_split == (master == torch.int16)
 
 
-def test_a_lifted_plan_computes_in_fp32_and_has_a_whole_master() -> None:
+def test_a_promoted_plan_computes_in_fp32_and_has_a_whole_main_weight() -> None:
     plan = plan_of(3, Policy(compute=BF16))
     lifted = plan.promoted()
     assert lifted.grad is not None

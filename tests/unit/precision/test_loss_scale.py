@@ -91,7 +91,7 @@ def test_the_minimum_is_reached_exactly_and_then_an_error_is_raised() -> None:
     assert "lower the learning rate" in caught.value.fix and scaler.state_dict() == before
 
 
-def test_hysteresis_forgives_at_the_minimum_too() -> None:
+def test_hysteresis_applies_at_the_minimum_too() -> None:
     scaler = LossScaler(LossScaleSettings(initial_scale_power=0, hysteresis=2))
     scaler.update(BAD)
     assert (scaler.scale, scaler.cur_hysteresis) == (1.0, 1)

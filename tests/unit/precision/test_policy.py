@@ -95,7 +95,7 @@ def test_the_cast_rounds_half_up_in_magnitude_whatever_the_bits(case: str) -> No
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_weight_and_its_remainder_give_the_bits_back(case: str) -> None:
+def test_a_weight_and_its_remainder_restore_the_main_weight(case: str) -> None:
     master = CASES[case]()
     weight, remainder = halves_of(master)
     assert torch.equal(weight.view(torch.int16), cast_by_the_definition(master).view(torch.int16))
@@ -126,7 +126,7 @@ def test_the_largest_number_rounds_to_infinity_and_is_restored() -> None:
 
 
 @pytest.mark.parametrize("numel", [0, 1, CAST_TILE.cpu - 1, CAST_TILE.cpu, 2 * CAST_TILE.cpu + 3])
-def test_tiles_do_not_show(numel: int) -> None:
+def test_tiles_do_not_change_results(numel: int) -> None:
     master = torch.randn(numel)
     master[numel // 2 :: 1000] = float("nan")  # some tiles have one and some have none
     weight, remainder = halves_of(master)

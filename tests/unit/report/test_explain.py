@@ -91,7 +91,7 @@ def test_waits_for_other_memories_are_a_part_of_their_own() -> None:
     assert sum(shares(away).values()) == pytest.approx(1.0)
 
 
-def test_transfers_are_hidden_while_this_rank_waits_for_nothing_at_all() -> None:
+def test_transfers_overlap_while_this_rank_waits_for_nothing() -> None:
     transfer = TransferEvent("a", 10, True, 0.0, 2.0, 6.0, (5.0, 6.5))
     later = TransferEvent("b", 10, False, 0.0, 10.0, 14.0)
     unfinished = TransferEvent("c", 10, False, 13.0, 13.5)

@@ -77,7 +77,7 @@ def test_a_half_written_last_line_is_dropped_when_the_files_are_opened_again(
     assert [item.step for item in read_records(tmp_path)] == [1, 2, 3]
 
 
-def test_a_file_that_is_only_half_a_line_starts_afresh(tmp_path: Path) -> None:
+def test_a_file_with_an_incomplete_line_is_restarted(tmp_path: Path) -> None:
     (tmp_path / CSV_NAME).write_text("step,lo")
     write(tmp_path, record(1))
     assert (tmp_path / CSV_NAME).read_text().startswith("step,loss,lr,")

@@ -28,7 +28,7 @@ def test_the_report_gives_the_mean_of_each_used_timer_in_the_order_of_a_step(
     assert found.report() == "mean time: forward 200 ms | step 500 ms"
 
 
-def test_a_report_starts_a_new_window(clock: list[float]) -> None:
+def test_a_report_resets_the_window_of_measurement(clock: list[float]) -> None:
     found = Timers()
     with found.timed("forward"):
         clock[0] += 1.0

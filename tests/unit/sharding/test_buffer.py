@@ -202,7 +202,7 @@ def test_a_partial_gradient_is_reduced_in_place(reads_in_place: bool) -> None:
     )
 
 
-def test_a_pool_lends_no_buffer_that_another_rank_still_reads() -> None:
+def test_a_pool_reuses_no_buffer_that_another_rank_still_reads() -> None:
     def body(rank: Rank) -> Tensor:
         layout, ctx = layout_over(2), context(rank)
         found = torch.zeros(layout.slice_numel)

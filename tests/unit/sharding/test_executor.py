@@ -415,7 +415,7 @@ def test_a_rank_that_deviates_from_the_program_is_named(strays: str) -> None:
     )
 
 
-def test_a_forward_that_raises_on_all_ranks_leaves_the_next_one_whole() -> None:
+def test_a_forward_after_one_that_raised_on_all_ranks_works() -> None:
     def body(rank: Rank) -> None:
         model, runtime = start(rank)
         for step in range(2):

@@ -94,7 +94,7 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_with_replicas_a_sum_is_partial_until_they_have_met(stage: int) -> None:
+def test_with_replicas_a_sum_is_partial_until_their_sum(stage: int) -> None:
     def body(rank: Rank) -> None:
         runtime = sharded(
             rank, Odd(), Mesh(dp_replicate=2, dp_shard=2), stage=stage, accumulation=2

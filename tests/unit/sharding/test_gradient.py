@@ -242,9 +242,7 @@ def test_a_gradient_is_visible_until_it_is_hidden(stage: int, size: int) -> None
 
 @on_ranks
 @on_stages
-def test_a_dropped_gradient_is_absent_and_an_assigned_one_is_there_again(
-    stage: int, size: int
-) -> None:
+def test_a_dropped_gradient_is_missing_and_an_assigned_one_exists(stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
         gradient, params = group.gradient, [member.param for member in group.members]
@@ -325,9 +323,7 @@ def test_a_norm_is_over_all_ranks(order: float, stage: int, size: int) -> None:
 
 @on_ranks
 @on_stages
-def test_a_gradient_that_is_forgotten_leaves_its_memory_and_no_values(
-    stage: int, size: int
-) -> None:
+def test_a_discarded_gradient_keeps_its_memory_but_no_values(stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
         pool = group.comm_ctx.pool

@@ -187,7 +187,7 @@ def test_one_parameter_is_written_on_all_ranks(stage: int, size: int) -> None:
 
 @on_ranks
 @pytest.mark.parametrize("stage", (1, 2))
-def test_a_refresh_brings_every_rank_the_slices_that_were_updated(stage: int, size: int) -> None:
+def test_a_refresh_sends_the_updated_slices_to_every_rank(stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
         group.weight.shard(rank.index).add_(rank.index + 1.0)

@@ -229,7 +229,7 @@ def test_replicas_add_up_in_two_levels(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_replicas_meet_once_a_step(stage: int) -> None:
+def test_replicas_are_summed_once_a_step(stage: int) -> None:
     def body(rank: Rank) -> list[str]:
         train(rank, stage, torch.float32, 3, Mesh(dp_replicate=2, dp_shard=2))
         return rank.issued("engine 0 dp_replicate/reduce")

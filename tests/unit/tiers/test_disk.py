@@ -108,7 +108,7 @@ def test_kept_results_are_written_and_stay_until_they_are_dropped(disk: Disk) ->
     assert states(storage) == {ChunkState.AWAY}  # nobody wants it any more
 
 
-def test_a_change_outlives_a_drop(disk: Disk) -> None:
+def test_a_change_survives_dropping_the_pages(disk: Disk) -> None:
     storage, values = filled(disk)
     storage.store(0, NUMEL).wait()
     storage.write(NUMEL - 1, NUMEL).fill_(7)
@@ -213,7 +213,7 @@ def test_the_file_has_no_name_and_is_private_to_the_user(disk: Disk, tmp_path: P
     assert os.fstat(disk.descriptor).st_nlink == 0
 
 
-def test_a_file_system_without_unnamed_files_gets_one_that_loses_its_name(
+def test_without_unnamed_files_a_file_is_created_and_unlinked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "O_TMPFILE")
@@ -232,7 +232,7 @@ def test_two_jobs_may_share_a_directory(tmp_path: Path) -> None:
         assert torch.equal(storage.write(0, NUMEL), values)
 
 
-def test_closing_waits_and_gives_the_file_up(tmp_path: Path) -> None:
+def test_closing_waits_and_closes_the_file(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     storage, _ = filled(disk)
     storage.store(0, NUMEL)
@@ -251,7 +251,7 @@ def test_a_missing_directory_is_created_with_access_for_this_user_only(tmp_path:
     ] == [0o700] * 2
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"inner' failed: Not a directory"):
         Disk(tmp_path / "file" / "inner")

@@ -99,7 +99,7 @@ def test_two_engines_side_by_side_lock_memory_of_their_own(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("limit", [0, 100_000, 400_000])  # the states need 401,408
-def test_a_start_that_fails_leaves_nothing_locked_and_no_error_to_others(
+def test_a_failed_start_leaves_no_lock_and_no_error_for_others(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = cudart.install(monkeypatch)

@@ -144,7 +144,9 @@ def test_a_listeners_proof_is_not_accepted_from_a_client() -> None:
         channel._HELLO.pack(channel._MAGIC, 9, 3, 0, bytes(32)),  # for nothing there is
     ],
 )
-def test_garbage_is_turned_away_at_once(listener: tuple[Listener, Admitted], said: bytes) -> None:
+def test_invalid_data_are_rejected_immediately(
+    listener: tuple[Listener, Admitted], said: bytes
+) -> None:
     with dial(listener[0].address, PATIENCE) as connection:
         connection.sendall(said)
         assert is_closed(connection, PATIENCE), "long before the handshake's time is over"

@@ -83,7 +83,9 @@ def test_records_are_readable_after_the_process_with_the_store_ended(
         assert not each.set("waiting/1", "a later one")
 
 
-def test_the_end_of_the_board_without_a_farewell_is_an_error(listener: Listener, far: Make) -> None:
+def test_the_end_of_the_store_without_a_closing_message_is_an_error(
+    listener: Listener, far: Make
+) -> None:
     KeyValueStore(listener)
     first = far(1)
     listener.close()
@@ -137,7 +139,7 @@ def test_a_broken_connection_is_reopened_and_the_end_of_rank_0_is_detected(
 
 @pytest.mark.parametrize("uses_tls", [False, True])
 @pytest.mark.parametrize("passes", [0, 1])  # before the damage: the request, its answer
-def test_a_byte_that_flips_on_the_way_costs_a_connection_and_no_line(
+def test_a_flipped_byte_closes_a_connection_and_loses_no_record(
     uses_tls: bool, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TLS finds it, and says so by an error that is no ConnectionError; without TLS what comes is
@@ -356,7 +358,7 @@ def test_if_one_rank_lacks_the_package_for_tls_every_rank_raises_and_names_it(
         open_store(2, 3, one_host, None)
 
 
-def test_rank_0_closes_its_board_if_another_rank_cannot_meet_the_others(
+def test_rank_0_closes_its_store_if_another_rank_cannot_connect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     addresses: list[tuple[str, int]] = []

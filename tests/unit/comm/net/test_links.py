@@ -275,7 +275,7 @@ def test_a_connection_that_breaks_repeatedly_resumes_its_transfer(way: str) -> N
         assert wire.connections > 5
 
 
-def test_a_bit_that_flips_on_the_way_is_sent_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_with_a_flipped_bit_is_sent_again(caplog: pytest.LogCaptureFixture) -> None:
     places, passed = [PIECE_BYTES, 6 * PIECE_BYTES], [0]
 
     def flip(data: bytes) -> bytes:
@@ -507,7 +507,7 @@ def test_a_peer_with_a_false_length_is_disconnected_before_memory_is_allocated()
         swap(first, second, LARGE, 0)()
 
 
-def test_a_child_of_a_fork_does_not_keep_a_rank_seemingly_alive(
+def test_a_forked_child_does_not_hide_the_end_of_its_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The end of the connection tells, not silence

@@ -246,7 +246,7 @@ def test_an_argument_that_cannot_be_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_that_cannot_be_is_named(name: str) -> None:
+def test_an_impossible_configuration_is_named(name: str) -> None:
     given, words = CONFIGS[name]
     refused(lambda: initialize(config=given), words)
 

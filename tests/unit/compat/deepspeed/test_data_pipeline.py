@@ -140,7 +140,7 @@ def test_datasets_are_merged_and_split(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_is_missing_short_or_another_is_refused(tmp_path: Path) -> None:
+def test_a_missing_short_or_wrong_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a", [[1, 2, 3]])
     with pytest.raises(UsageError, match="not both there"):
         MMapIndexedDataset(tmp_path / "nowhere")

@@ -36,7 +36,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_provided_name_is_the_object_of_its_home(as_deepspeed: None) -> None:
+def test_every_provided_name_is_the_object_of_its_module(as_deepspeed: None) -> None:
     seen = 0
     for module, rows in PROVIDED.items():
         stands_in = importlib.import_module(module)
@@ -97,7 +97,7 @@ def test_version_equals_its_dunder_name(as_deepspeed: None) -> None:
     )
 
 
-def test_a_class_that_is_not_built_can_be_named_and_not_made(as_deepspeed: None) -> None:
+def test_an_unsupported_class_can_be_referenced_but_not_instantiated(as_deepspeed: None) -> None:
     from deepspeed import InferenceEngine as same
     from deepspeed import init_inference
     from deepspeed.inference.engine import InferenceEngine
@@ -199,7 +199,7 @@ def test_it_is_enabled_and_disabled(as_deepspeed: None) -> None:
     assert str(dropin.DIRECTORY) not in os.environ["PYTHONPATH"]
 
 
-def test_a_genuine_deepspeed_that_is_imported_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_imported_genuine_deepspeed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = ModuleType("deepspeed")
     genuine.__file__ = "/somewhere/deepspeed/__init__.py"
     monkeypatch.setitem(sys.modules, "deepspeed", genuine)

@@ -178,7 +178,7 @@ def test_a_parameter_is_gathered_and_partitioned_by_its_own_methods(is_wrapped: 
         assert not weight.any()
 
 
-def test_a_trained_leaf_module_wants_an_input_that_requires_a_gradient() -> None:
+def test_a_trained_leaf_module_needs_an_input_that_requires_a_gradient() -> None:
     import deepspeed
 
     model = Model()
@@ -480,7 +480,7 @@ def initialized(config: dict[str, Any], model: nn.Module | None = None, **more: 
     return dz.initialize(model=model, config={"train_batch_size": 1, **config}, **more)[0]
 
 
-def test_a_checkpoint_saved_nowhere_is_a_value_error(tmp_path: Path) -> None:
+def test_saving_without_a_folder_is_a_value_error(tmp_path: Path) -> None:
     engine = initialized({})
     for nowhere in (None, ""):
         with pytest.raises(ValueError, match="names no folder"):

@@ -93,7 +93,7 @@ def test_the_train_schedule_of_a_middle_stage() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("many", [1, 2, 5, 8])
-def test_train_schedules_meet(stages: int, many: int) -> None:
+def test_train_schedules_of_stages_match(stages: int, many: int) -> None:
     schedules = [TrainSchedule(many, stages, stage) for stage in range(stages)]
     ticks = [words(schedule) for schedule in schedules]
     for stage, found in enumerate(ticks):

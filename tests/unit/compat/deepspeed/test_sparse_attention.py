@@ -112,7 +112,7 @@ def test_the_module_is_dense_attention_under_the_layout_and_its_masks(
     assert torch.allclose(found[:, :, :12], expected[:, :, :12], atol=1e-6)
 
 
-def test_a_longer_sequence_than_the_layout_was_thought_for_is_no_error() -> None:
+def test_a_sequence_longer_than_the_layout_is_no_error() -> None:
     module = SparseSelfAttention(max_seq_length=16)
     assert module(*inputs(100)).shape == (2, 4, 100, 8) and module.get_layout(100).shape == (
         4,

@@ -54,7 +54,7 @@ def fp32_of(case: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", DEEPSPEED)
-def test_deepspeeds_folder_gives_its_masters(case: str) -> None:
+def test_deepspeeds_folder_provides_its_main_weights(case: str) -> None:
     state = words.get_fp32_state_dict_from_zero_checkpoint(DATA / case)
     told = fp32_of(case)
     assert same({name: state[name] for name in told}, told)
@@ -67,7 +67,7 @@ def test_deepspeeds_folder_gives_its_masters(case: str) -> None:
     assert state.keys() - few.keys() == {"frozen.weight", "frozen.bias"}
 
 
-def test_our_folder_gives_its_masters(ours: Any) -> None:
+def test_our_folder_provides_its_main_weights(ours: Any) -> None:
     folder, told = ours
     assert same(words.get_fp32_state_dict_from_zero_checkpoint(folder), told)
     lazy = words.get_fp32_state_dict_from_zero_checkpoint(str(folder), lazy_mode=True)

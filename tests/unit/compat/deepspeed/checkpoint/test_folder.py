@@ -51,9 +51,7 @@ def test_a_folder_has_the_shape_of_the_run_that_wrote_it(tmp_path: Path) -> None
         ([{"pp_degree": 3, "tp_degree": 1}] * 2, "not 3 stages"),
     ],
 )
-def test_a_folder_that_disagrees_with_itself_is_refused(
-    tmp_path: Path, shapes: Any, error: str
-) -> None:
+def test_an_inconsistent_folder_is_refused(tmp_path: Path, shapes: Any, error: str) -> None:
     path = written(tmp_path, shapes)
     if error:
         with pytest.raises(RuntimeError, match=error):
