@@ -145,7 +145,7 @@ def specs_of(group: Any) -> list[Any]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
+def test_states_on_a_disk_use_no_memory_between_steps(dtype: str) -> None:
     engine = engine_of(
         3,
         offload("nvme") | {"stage3_param_persistence_threshold": 0},
@@ -185,7 +185,7 @@ def test_no_gathered_weight_is_kept_from_forward_to_backward(ranks: int, tier: s
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("tier", "leaves"), [("cpu", False), ("nvme", True)])
-def test_the_heaps_holes_are_given_back_where_weights_leave_memory(
+def test_holes_of_the_heap_are_returned_with_offloaded_weights(
     tier: str, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, calls = (
@@ -343,7 +343,7 @@ class Recomputing(Gpt):
 
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_unit_is_updated_when_it_is_used_however_far_ahead_gathers_come(ranks: int) -> None:
+def test_a_unit_is_updated_when_used_for_any_prefetch_distance(ranks: int) -> None:
     """Else every update would come before the first unit computes, and no state would travel beside
     a forward.
     """
@@ -494,7 +494,7 @@ def test_the_picture_of_a_plan_shows_the_bytes_that_the_plan_predicts(
 
 
 @pytest.mark.ranks(2)
-def test_a_directory_that_one_rank_cannot_make_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_directory_that_one_rank_cannot_create_is_an_error_on_every_rank(tmp_path: Path) -> None:
     mine = tmp_path / f"rank{dist.get_rank()}"
     if dist.get_rank() == 1:
         mine.write_text("a file, so nothing can be made below it")
@@ -600,7 +600,7 @@ def test_plans_that_do_not_fit_are_refused_before_anything_is_allocated() -> Non
         ),
     ],
 )
-def test_a_tier_that_makes_no_sense_is_named(zero: dict[str, Any], says: str) -> None:
+def test_an_invalid_tier_is_named(zero: dict[str, Any], says: str) -> None:
     with pytest.raises(DeepSeekZeroError, match=says):
         deepseek_zero.initialize(
             model=nn.Linear(2, 2),

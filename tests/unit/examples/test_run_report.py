@@ -113,7 +113,7 @@ def test_memory_bars_are_drawn_for_every_stage(tmp_path: Path) -> None:
     assert is_png_of(tmp_path / "m.png", least_width=1000)
 
 
-def test_the_running_mean_starts_even_and_ends_looking_back() -> None:
+def test_the_running_mean_uses_truncated_windows_at_the_ends() -> None:
     assert running_mean([8.0, 4.0, 3.0, 2.0, 1.0], radius=1) == pytest.approx(
         [8.0, 5.0, 3.0, 2.0, 1.5]
     )
