@@ -30,19 +30,18 @@ from deepseek_zero.config import Config, Facts, Status, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.config.schema import SparseAttentionSection
 from deepseek_zero.engine import assemble
-from deepseek_zero.engine import settings as engine_settings
 from deepseek_zero.engine.memories import open_tiers
 from deepseek_zero.engine.mesh_statements import AXIS_KEYS
 from deepseek_zero.engine.settings import (
     pipeline_settings_of,
     plan_settings_of,
     recompute_settings_of,
-    run_settings,
     sequence_settings_of,
     sparse_attention_of,
     tensor_settings_of,
     tile_settings_of,
 )
+from deepseek_zero.extensions import policies
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.precision.loss_scale import LossScaleError
 from deepseek_zero.tiers.tier import Tier
@@ -142,6 +141,7 @@ def train(config: dict[str, Any]) -> Seen:
             "vertical "
             f"{engine.parts.vertical.micro_batches if engine.parts.vertical is not None else None}",
             f"scale {engine.parts.scaler.scale if engine.parts.scaler is not None else None}",
+            f"micro-batches of {engine.training_dataloader.batch_size}",
         ]
         rows = 2 * engine.train_micro_batch_size_per_gpu()
         overflows = (
@@ -286,7 +286,7 @@ def locks_pages_beside_a_gpu() -> None:
         config = resolve(load({"zero_optimization": {"stage": 3, **sections}}), Facts())
         cuda = Mesh(dp_shard=1, device=torch.device("cuda", 0))
         planned = plan_model(torch.nn.Linear(2, 2), plan_settings_of(config), cuda)
-        tiers = open_tiers(planned, run_settings(config).memory, Comm(torch.device("cpu")), 4096)
+        tiers = open_tiers(planned, config, Comm(torch.device("cpu")), 4096)
         return tiers.memories[Tier.HOST].pinned
 
     for section in ("offload_optimizer", "offload_param"):
@@ -486,21 +486,21 @@ def test_a_key_that_is_only_stored_and_printed_is_reported(
     nobody.
     """
     monkeypatch.chdir(tmp_path)
-    plain, kept = assemble.run_settings, list[Any]()
+    plain, kept = assemble.policy_settings_of, list[Any]()
 
     @dataclasses.dataclass(frozen=True)
-    class DataSettings(engine_settings.DataSettings):
+    class PolicySettings(policies.PolicySettings):
         is_legacy: bool = False
 
     def storing(config: Config) -> Any:
         found = plain(config)
-        given = dataclasses.asdict(found.data)
-        kept.append(DataSettings(**given, is_legacy=config.zero_optimization.legacy_stage1))
-        return dataclasses.replace(found, data=kept[-1])
+        given = dataclasses.asdict(found)
+        kept.append(PolicySettings(**given, is_legacy=config.zero_optimization.legacy_stage1))
+        return kept[-1]
 
     # It passes on, as the assembly does
     storing.__code__ = storing.__code__.replace(co_filename=assemble.__file__)
-    monkeypatch.setattr(assemble, "run_settings", storing)
+    monkeypatch.setattr(assemble, "policy_settings_of", storing)
     assert proof(DEAD, MOVED, train) == ""
     assert [one.is_legacy for one in kept] == [True, False]
     assert "is_legacy=True" in str(kept[0])

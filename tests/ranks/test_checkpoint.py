@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -306,9 +305,9 @@ def test_the_consolidated_weights_are_on_rank_zero_and_in_the_file(tmp_path: Pat
     assert (consolidated is None) == (here() != 0)
     assert engine.save_16bit_model(tmp_path, "refused.bin") is False
     saver = build(3, **BF16)
-    settings = saver.parts.settings
-    saving = replace(settings.saving, gather_16bit=True)
-    saver.parts.settings = replace(settings, saving=saving)
+    change = {"stage3_gather_16bit_weights_on_model_save": True}
+    section = saver.config.zero_optimization.model_copy(update=change)
+    saver.config = saver.config.model_copy(update={"zero_optimization": section})
     assert saver.save_16bit_model(tmp_path) is True
     assert_same(whole, torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
     assert saver.save_fp16_model(tmp_path, "model.safetensors") is True

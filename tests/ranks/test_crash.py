@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +103,8 @@ def test_every_prefix_of_an_export_or_conversion_leaves_a_complete_one_or_is_det
     root, left = tmp_path / "made", tmp_path / "left"
     root.mkdir()
     engine = engine_of()
-    settings = engine.parts.settings
-    saving = replace(settings.saving, layout="deepspeed")
-    engine.parts.settings = replace(settings, saving=saving)
+    section = engine.config.checkpoint.model_copy(update={"layout": "deepspeed"})
+    engine.config = engine.config.model_copy(update={"checkpoint": section})
 
     def convert(into: Path) -> None:
         engine.save_checkpoint(root / "source")

@@ -1,77 +1,32 @@
 """Behavior that depends on the name under which a program imported the library.
 
-`initialize` and `zero.Init` select the dialect once per call. `Plain` is the default; a package
-above can register another one (base/plugins.py).
+`initialize` and `zero.Init` select the dialect once per call. A package above can register another
+one (base/plugins.py).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from ..base.plugins import DIALECT, contributions
 from ..config.load import load
 from ..config.raw_config import RawConfig
-from ..engine.dialect import EngineBuilder, EngineDialect
+from ..engine.dialect import EngineDialect
 from ..engine.request import Request
 from ..extensions import gathered_parameters, zero_init
 from .distributed import join
 from .engine import ZeroEngine
 
-if TYPE_CHECKING:  # as in engine/engine.py
-    pass
 
+class Dialect(EngineDialect[ZeroEngine]):
+    """The behavior under the library's own name: its own defaults, no additional names or checks.
 
-class Dialect(EngineBuilder[ZeroEngine], Protocol):
-    """The decisions of the API that differ between the names of the library.
+    A subclass overrides the decisions that differ under another name.
 
     Attributes:
         init_class: A subclass of `api.zero.Init` to use in its place, or None.
         gathered_class: A subclass of `api.zero.GatheredParameters` to use in its place, or None.
     """
-
-    init_class: type[zero_init.Init] | None
-    gathered_class: type[gathered_parameters.GatheredParameters] | None
-
-    def load(self, source: Any, origin: str | None) -> RawConfig:
-        """Read a configuration and apply the dialect's defaults.
-
-        Args:
-            source: A dict, a path, JSON text or base64.
-            origin: The argument that contained it, for error messages.
-        """
-        ...
-
-    def join(self, port: int, required: bool | None) -> None:
-        """Join the process group of the job.
-
-        Args:
-            port: The port of the rendezvous, if the launcher sets none.
-            required: False if the process has joined already.
-
-        Note:
-            Collective under a launcher.
-        """
-        ...
-
-    def complete(self, raw: RawConfig, request: Request) -> Request:
-        """Return the request with what the dialect adds to it.
-
-        Args:
-            raw: The configuration.
-            request: The arguments of the call.
-
-        Raises:
-            UsageError: The dialect does not allow the call.
-        """
-        ...
-
-    def show_names(self, session: zero_init.Init) -> None:
-        """Add the dialect's attributes to parameters that are built sharded."""
-        ...
-
-
-class Plain(EngineDialect[ZeroEngine]):
-    """The library under its own name: its own defaults, no additional names or checks."""
 
     init_class: type[zero_init.Init] | None = None
     gathered_class: type[gathered_parameters.GatheredParameters] | None = None
@@ -102,17 +57,19 @@ class Plain(EngineDialect[ZeroEngine]):
             join(distributed_port=port)
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
-        """Return the request unchanged.
+        """Return the request with what the dialect adds to it.
 
         Args:
             raw: The configuration.
             request: The arguments of the call.
+
+        Raises:
+            UsageError: The dialect does not allow the call.
         """
         return request
 
     def show_names(self, session: zero_init.Init) -> None:
-        """Add no attributes."""
-        return None
+        """Add the dialect's attributes to parameters that are built sharded."""
 
 
 def current_dialect() -> Dialect:
@@ -120,4 +77,4 @@ def current_dialect() -> Dialect:
     for module in contributions(DIALECT):
         chosen: Dialect = module.choose()
         return chosen
-    return Plain()
+    return Dialect()

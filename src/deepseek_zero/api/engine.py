@@ -317,7 +317,7 @@ class ZeroEngine(Engine):
                 wanted,
                 "pass a dict, or leave it out.",
             )
-        told = self.parts.settings.saving
+        told = self.config.checkpoint
         self._states.refuse()
         settings = SaveSettings(
             save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes
@@ -462,7 +462,8 @@ class ZeroEngine(Engine):
         """
         target = path_of("save_16bit_model", "save_dir", save_dir)
         target /= path_of("save_16bit_model", "save_filename", save_filename)
-        if self.runtime.settings.stage == 3 and not self.parts.settings.saving.gather_16bit:
+        zero = self.config.zero_optimization
+        if self.runtime.settings.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             log_once(
                 f"Did not save the model {target} because "
                 "stage3_gather_16bit_weights_on_model_save is False."
@@ -770,7 +771,7 @@ class ZeroEngine(Engine):
         if self._compiled_units:
             engine.restore(self._compiled_units)
             self._compiled_units = []
-        prints = self.observer.settings.steps_per_print and self.global_steps > 1
+        prints = self.config.steps_per_print and self.global_steps > 1
         if prints and not self.runtime.is_destroyed:
             steps = engine.lines_about_steps(self.runtime, self.optimizer)
             log_once("\n".join(["where the run went", *steps]))

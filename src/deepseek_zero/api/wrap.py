@@ -349,7 +349,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
                 settings,
                 parts.scaler,
                 initial_states=states,
-                policies=policies_of(parts.settings.policies, settings, runtime, type(self.client)),
+                policies=policies_of(parts.policies, settings, runtime, type(self.client)),
             )
         return self.sharded
 

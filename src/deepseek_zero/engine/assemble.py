@@ -14,6 +14,7 @@ from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.log import log_first
 from ..base.mesh import Mesh
+from ..checkpoint.catalogue import Retention
 from ..comm.agreement import AllRanks, agree, agree_on
 from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
@@ -49,8 +50,8 @@ from .planning import log_whole_weights, number_formats, plan_run, update_of
 from .saving import Saver
 from .settings import (
     plan_settings_of,
+    policy_settings_of,
     recompute_settings_of,
-    run_settings,
     scaler_of,
     shared_values,
     sparse_attention_of,
@@ -118,10 +119,9 @@ def assemble(
         refuse_whole_states(chosen, shape.wholes)
         refuse_split_states(chosen, model)
         refuse_other_cuts(shape.cuts, mesh.tp)
-    run = run_settings(config)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(
-        plan_run(config, settings, step_settings, shape, chosen, comm, mesh, run.placement)
+        plan_run(config, settings, step_settings, shape, chosen, comm, mesh)
     )
     capabilities = (
         comm.capabilities()
@@ -134,38 +134,39 @@ def assemble(
     advice = MemoryAdvice(plan, shape, update_of(config, step_settings, chosen), batch)
     explain_uncaught(advice)
     scaler = scaler_of(config, rules.loss_scale)
+    policies = policy_settings_of(config)
     with advice.explaining("initialize"):
-        tiers = open_tiers(plan, run.memory, comm, step_settings.host_tile_numel)
+        tiers = open_tiers(plan, config, comm, step_settings.host_tile_numel)
         check_space(plan, tiers, comm)
         runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model, materialise)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
         tune_sizes(runtime)
         log_whole_weights(plan)
-        optimizer = _optimizer_of(runtime, plan, chosen, run.policies, step_settings, scaler, rules)
+        optimizer = _optimizer_of(runtime, plan, chosen, policies, step_settings, scaler, rules)
         commit(tiers, comm)  # allocates the pages, after the model's own values were freed
     runtime.loss_factor.scaler = scaler
     schedule = None
     if config.scheduler.type is not None:
         schedule = (config.scheduler.type, config.scheduler.params)
     preemption = None
-    if run.saving.on_signal is not None:
-        preemption = engine.Preemption(run.saving.on_signal)
+    if config.checkpoint.save_on_signal.path is not None:
+        preemption = engine.Preemption(config.checkpoint.save_on_signal)
     integrity = None
-    if run.integrity is not None and optimizer:
-        integrity = engine.Integrity(runtime, optimizer, mesh, run.integrity)
+    if config.integrity.mode != "off" and optimizer:
+        integrity = engine.Integrity(runtime, optimizer, mesh, config.integrity)
     parts = Parts(
         runtime,
         optimizer,
         scaler,
         plan.settings,
         step_settings,
-        run,
+        policies,
         advice,
         state_dicts,
         schedule,
         preemption=preemption,
         integrity=integrity,
-        saver=Saver(run.saving.retention),
+        saver=Saver(Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)),
         sparse_attention=sparse,
     )
     if stages is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch.optim import Optimizer
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
 E = TypeVar("E", bound=Engine)
-E_co = TypeVar("E_co", bound=Engine, covariant=True)
 
 
 def _same_settings(settings: LossScaleSettings) -> LossScaleSettings:
@@ -52,56 +51,8 @@ class BuildRules:
     loss_scale: Callable[[LossScaleSettings], LossScaleSettings] = _same_settings
 
 
-class EngineBuilder(Protocol[E_co]):
-    """Makes the decisions that `start` leaves to an API."""
-
-    def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        """Return the rules for the parts of an engine, before they are built.
-
-        Args:
-            config: The configuration.
-            mesh: The mesh of ranks.
-            request: The arguments of the call that builds the engine.
-        """
-        ...
-
-    def make_loader(
-        self, config: Config, mesh: Mesh, parts: Parts, request: Request
-    ) -> ShardedLoader:
-        """Return the loader of this rank's share of `request.training_data`.
-
-        Args:
-            config: The configuration.
-            mesh: The mesh of ranks.
-            parts: The parts of the engine.
-            request: The arguments of the call that builds the engine.
-        """
-        ...
-
-    def make_engine(
-        self,
-        config: Config,
-        mesh: Mesh,
-        parts: Parts,
-        request: Request,
-        lr_scheduler: Any,
-        loader: Any,
-    ) -> E_co:
-        """Return the engine, built from its parts.
-
-        Args:
-            config: The configuration.
-            mesh: The mesh of ranks.
-            parts: The parts of the engine.
-            request: The arguments of the call that builds the engine.
-            lr_scheduler: The learning-rate schedule, or None.
-            loader: The loader of the training data, or None.
-        """
-        ...
-
-
 class EngineDialect(Generic[E]):
-    """Builds engines of one class with the defaults of the core."""
+    """The decisions that `start` leaves to an API, with the defaults of the core."""
 
     def __init__(self, engine_class: type[E]) -> None:
         self.engine_class = engine_class
@@ -116,15 +67,12 @@ class EngineDialect(Generic[E]):
         """
         return BuildRules()
 
-    def make_loader(
-        self, config: Config, mesh: Mesh, parts: Parts, request: Request
-    ) -> ShardedLoader:
+    def make_loader(self, config: Config, mesh: Mesh, request: Request) -> ShardedLoader:
         """Return the loader of this rank's share of `request.training_data`.
 
         Args:
             config: The configuration.
             mesh: The mesh of ranks.
-            parts: The parts of the engine.
             request: The arguments of the call that builds the engine.
         """
         take = None
@@ -132,10 +80,10 @@ class EngineDialect(Generic[E]):
             take = partial(parallel.own_part, request.model)
         return ShardedLoader(
             request.training_data,
-            parts.settings.data.micro_batch,
+            config.train_micro_batch_size_per_gpu,
             mesh,
             request.collate_fn,
-            parts.settings.data.drop_last,
+            config.dataloader_drop_last,
             take=take,
             step_samples=config.batch.train,
             shuffles=request.shuffles,

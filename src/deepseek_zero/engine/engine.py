@@ -20,6 +20,7 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
+from ..extensions.policies import PolicySettings
 from ..extensions.state_dicts import StateDicts
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_settings import StepSettings
@@ -35,7 +36,6 @@ from .micro_batches import HeldReductions, has_graph, warn_of_graphless
 from .module_wrapper import StandsForModule
 from .observer import Observer
 from .saving import Saver
-from .settings import RunSettings
 from .step_fields import StepFields
 from .stragglers import stragglers_of
 
@@ -61,7 +61,7 @@ class Parts:
     scaler: LossScaler | None
     plan_settings: PlanSettings
     step_settings: StepSettings
-    settings: RunSettings
+    policies: PolicySettings
     advice: MemoryAdvice
     state_dicts: StateDicts
     schedule: tuple[str, Any] | None = None
@@ -111,7 +111,7 @@ class Engine(StandsForModule):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
         with AllRanks(parts.runtime.comm, "opening the run's records"):
-            self.observer = Observer(parts.settings.observer, mesh.device)
+            self.observer = Observer(config, mesh.device)
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0

@@ -22,7 +22,6 @@ def describe(parts: Parts) -> list[str]:
     return [
         str(parts.plan_settings),
         str(parts.step_settings),
-        str(parts.settings),
         f"loss scale {parts.scaler}",
         f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
         f"schedule {parts.schedule}",

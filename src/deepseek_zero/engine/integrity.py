@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -48,7 +49,9 @@ from ..sharding.main_weight import is_exposed
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
-from .settings import IntegritySettings
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config.schema import IntegritySection
 
 MOST_SHOWN = 8  # findings of one step that an error or a warning lists
 # Fields of the step message
@@ -104,7 +107,7 @@ class Integrity:
     """The checks of one engine."""
 
     def __init__(
-        self, runtime: Runtime, optimizer: ShardedOptimizer, mesh: Mesh, settings: IntegritySettings
+        self, runtime: Runtime, optimizer: ShardedOptimizer, mesh: Mesh, settings: IntegritySection
     ) -> None:
         self._runtime = runtime
         self._optimizer = optimizer
@@ -228,7 +231,7 @@ class Integrity:
             "test the memory of that rank's host, and resume from a checkpoint that was saved "
             f"before step {max(1, step - self.settings.every)}.",
         )
-        if self.settings.ends:
+        if self.settings.mode == "end":
             raise error
         log_once(str(error), logging.WARNING)
 

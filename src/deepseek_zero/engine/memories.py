@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
 from ..planner.plan import Plan
 from ..tiers.budget import DeviceBudget
-from ..tiers.disk import Disk, DiskSettings
+from ..tiers.disk import Disk
 from ..tiers.host import HostMemory
 from ..tiers.tier import Tier, TierMemory, Tiers
+from .settings import disk_settings_of, state_folder
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
 
 
-@dataclass(frozen=True)
-class MemorySettings:
-    """The memories outside the training device.
-
-    Attributes:
-        pins_host: Page-lock host memory for a GPU.
-        path: The directory on a disk.
-        disk: The settings of the disk.
-    """
-
-    pins_host: bool = False
-    path: Path = Path()
-    disk: DiskSettings = field(default_factory=DiskSettings)
-
-
-def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: int) -> Tiers:
+def open_tiers(plan: Plan, config: Config, comm: Comm, chunk_numel: int) -> Tiers:
     """Open the memories that a plan uses.
 
     Args:
         plan: The plan.
-        settings: The settings of the memories.
+        config: The configuration.
         comm: The communicator of the ranks.
         chunk_numel: The size of a transferred chunk in elements.
 
@@ -50,11 +39,16 @@ def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: in
     wanted = {chosen.weight_tier, chosen.state_tier}
     wanted |= {tier for unit in chosen.unit_tiers for tier in (unit.weights, unit.states)}
     if Tier.HOST in wanted:
-        is_pinned = settings.pins_host and plan.mesh.device.type == "cuda"
+        zero = config.zero_optimization
+        offloading = [
+            each for each in (zero.offload_optimizer, zero.offload_param) if each.device != "none"
+        ]
+        is_pinned = plan.mesh.device.type == "cuda" and any(each.pin_memory for each in offloading)
         memories[Tier.HOST] = HostMemory(pinned=is_pinned, pieces=plan.host_pieces())
     if Tier.NVME in wanted:
         with AllRanks(comm, "opening nvme_path"):
-            memories[Tier.NVME] = Disk(settings.path, settings.disk)
+            path = Path(state_folder(config) or "")
+            memories[Tier.NVME] = Disk(path, disk_settings_of(config))
     for memory in memories.values():
         memory.traffic.clock = comm.meter.clock
     return Tiers(memories, chunk_numel, DeviceBudget(chosen.device_bytes))

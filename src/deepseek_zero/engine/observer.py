@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,19 @@ from ..base.world import is_rank_zero
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..report.flops import FlopsSettings, ForwardCost, flops_table
-from ..report.monitor import MonitorMaster
+from ..report.monitor import (
+    CometSettings,
+    FileSettings,
+    MonitorMaster,
+    MonitorSettings,
+    WandbSettings,
+)
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
 from ..sharding.runtime import Runtime
-from .settings import ObserverSettings
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
 
 PLAN_NAME = "plan.txt"
 
@@ -66,13 +74,20 @@ def summary(record: StepRecord) -> str:
 class Observer:
     """Writes the reports on rank 0. Other ranks only run timers."""
 
-    def __init__(self, settings: ObserverSettings, device: torch.device) -> None:
-        self.settings = settings
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config = config
         self.device = device
-        self.timers = Timers(device) if settings.wall_clock_breakdown else None
-        path = settings.records_path
+        self.timers = Timers(device) if config.wall_clock_breakdown else None
+        path = config.records.path
         try:
-            self.monitor = MonitorMaster(settings.monitor)
+            self.monitor = MonitorMaster(
+                MonitorSettings(
+                    FileSettings(**config.tensorboard.model_dump()),
+                    FileSettings(**config.csv_monitor.model_dump()),
+                    WandbSettings(**config.wandb.model_dump()),
+                    CometSettings(**config.comet.model_dump()),
+                )
+            )
             self.writer = RecordWriter(Path(path)) if path and is_rank_zero() else None
         except OSError as error:
             raise StorageError(
@@ -89,8 +104,8 @@ class Observer:
         self._began = time.perf_counter()
         self._sent = self._tokens = 0
         self.micro_tokens: int | None = None  # tokens of the last micro-batch
-        if settings.log_level is not None:
-            logger.setLevel(settings.log_level.upper())
+        if config.log_level is not None:
+            logger.setLevel(config.log_level.upper())
 
     @property
     def record(self) -> StepRecord | None:
@@ -123,24 +138,28 @@ class Observer:
 
         `flops_profiler` sets the number of steps before it.
         """
-        wanted = self.settings.flops
-        due = (
-            wanted is not None
+        wanted = self.config.flops_profiler
+        is_due = (
+            wanted.enabled
             and self.profile is None
-            and engine.global_steps >= wanted.step
+            and engine.global_steps >= wanted.profile_step
             and is_rank_zero()
         )
-        return self._profile(engine, wanted) if due and wanted is not None else nullcontext()
+        return self._profile(engine) if is_due else nullcontext()
 
     @contextmanager
-    def _profile(self, engine: Observed, wanted: FlopsSettings) -> Iterator[None]:
+    def _profile(self, engine: Observed) -> Iterator[None]:
+        wanted = self.config.flops_profiler
         self.profile = cost = ForwardCost(engine.module)
         cost.start()
         try:
             yield
         finally:
             cost.stop()
-        table = flops_table(cost, wanted)
+        settings = FlopsSettings(
+            wanted.profile_step, wanted.recompute_fwd_factor, wanted.module_depth, wanted.detailed
+        )
+        table = flops_table(cost, settings)
         if wanted.output_file is None:
             logger.info(table)
         else:
@@ -209,8 +228,8 @@ class Observer:
 
     def _tell(self, engine: Observed) -> None:
         step = engine.global_steps
-        every = self.settings.steps_per_print
-        writes = self.writer is not None and step % self.settings.records_every == 0
+        every = self.config.steps_per_print
+        writes = self.writer is not None and step % self.config.records.every == 0
         prints = bool(every) and step % (every or 1) == 0
         if not (writes or prints or self.monitor.enabled):
             return
@@ -230,7 +249,7 @@ class Observer:
             log_once(summary(record))
             if self.timers is not None:
                 log_once(self.timers.report())
-            if self.settings.memory_breakdown:
+            if self.config.memory_breakdown:
                 log_once(f"memory: {format_bytes(record.memory_bytes)}")
 
     def close(self) -> None:

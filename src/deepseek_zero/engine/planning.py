@@ -36,7 +36,7 @@ from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
 from .optimizer import OptimizerParts
-from .settings import choices_of
+from .settings import choices_of, placement_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
@@ -56,7 +56,6 @@ def plan_run(
     optimizer: OptimizerParts,
     comm: Comm,
     mesh: Mesh,
-    placement: PlacementSettings,
 ) -> Plan:
     """Return the plan of this process, and log the choices that were made.
 
@@ -68,12 +67,12 @@ def plan_run(
         optimizer: The parts of the optimizer.
         comm: The communicator of the ranks.
         mesh: The mesh of ranks.
-        placement: The memories that may be chosen for states.
 
     Note:
         Collective if memories are "auto".
     """
     update = update_of(config, step, optimizer)
+    placement = placement_settings_of(config)
     near = comm.outer is not None and comm.outer.reads_in_place
     if settings.secondary_ranks > 1:
         row = torch.tensor([int(comm.shard.reads_in_place)])

@@ -17,7 +17,7 @@ import signal
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UsageError
 from ..base.launch import SAVED_EXIT_CODE, is_ending, report_saving_signals
@@ -25,7 +25,9 @@ from ..base.log import log_once
 from ..checkpoint.contents import SaveSettings
 from ..optim.step_message import StepMessage
 from .saving import Trainer, save_checkpoint
-from .settings import PreemptionSettings
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config.schema import SaveOnSignal
 
 FORKED_PATIENCE_SECONDS = 0.5
 """How long after a forked worker its rank may get the same signal."""
@@ -35,7 +37,7 @@ FIELD = "preemption signal"  # name of the field of the step message
 class Preemption:
     """The signal handlers of one engine."""
 
-    def __init__(self, settings: PreemptionSettings) -> None:
+    def __init__(self, settings: SaveOnSignal) -> None:
         self.settings = settings
         self._signal_number = 0  # the signal that was received, or 0
         self._process = 0  # the process that watches; a forked data-loader worker does not
@@ -90,7 +92,8 @@ class Preemption:
         if not number:
             return
         client = dict(engine.client_state()) if engine.client_state is not None else {}
-        settings = SaveSettings(tag_validation=engine.parts.settings.saving.tag_validation)
+        assert self.settings.path is not None
+        settings = SaveSettings(tag_validation=engine.config.checkpoint.tag_validation)
         path = save_checkpoint(engine, self.settings.path, None, client, settings)
         log_once(
             f"{signal.Signals(number).name}: saved {path}; ending with exit code {SAVED_EXIT_CODE}."

@@ -48,10 +48,9 @@ from ..optim.sharded import ShardedOptimizer
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .data import ShardedLoader
-from .settings import RunSettings
 
 if TYPE_CHECKING:  # as in engine.py
-    from ..config import Batch
+    from ..config import Batch, Config
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -83,13 +82,11 @@ class TrainerParts(Protocol):
     saver: Saver
     scaler: LossScaler | None
 
-    @property
-    def settings(self) -> RunSettings: ...
-
 
 class Trainer(Protocol):
     """The attributes of an engine that saving reads and loading sets."""
 
+    config: Config
     optimizer: ShardedOptimizer | None
     lr_scheduler: Any
     training_dataloader: Any
@@ -317,7 +314,7 @@ def _foreign_layout(
     only our own can hold. Files of stage 0 have no parameter names in the optimizer's state, so
     those of several parameter groups could not be read back.
     """
-    chosen = engine.parts.settings.saving
+    chosen = engine.config.checkpoint
     if chosen.layout != "auto":
         named = layout_named(chosen.layout)
         if isinstance(named, EngineLayout) and settings.folders:
@@ -328,7 +325,7 @@ def _foreign_layout(
             )
         return named if isinstance(named, EngineLayout) else None
     wants_slices = (
-        not settings.wait or chosen.retention.last is not None or chosen.on_signal is not None
+        not settings.wait or chosen.keep_last is not None or chosen.save_on_signal.path is not None
     )
     if not preferred or wants_slices or engine.runtime.settings.stage == 0 or settings.folders:
         return None

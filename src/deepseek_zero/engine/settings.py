@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,6 @@ from ..activations.recompute import RecomputeSettings
 from ..activations.tiles import TileSettings
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
-from ..checkpoint.catalogue import Retention
 from ..comm.agreement import values_in
 from ..config.layer_specs import layer_rules
 from ..extensions.policies import PolicySettings
@@ -31,89 +30,15 @@ from ..precision.codecs import EXACT_SCALE_BITS, Blocks, Cast
 from ..precision.feedback import Feedback
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
-from ..report.flops import FlopsSettings
-from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
 from ..tiers.budget import NO_LIMIT
 from ..tiers.disk import DiskSettings
 from ..tiers.tier import Tier
-from .memories import MemorySettings
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME, "auto": Tier.DEVICE}
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """The settings of a loader that the engine makes."""
-
-    micro_batch: int = 1
-    drop_last: bool = False
-
-
-@dataclass(frozen=True)
-class IntegritySettings:
-    """How memory is checked.
-
-    Attributes:
-        every: The number of steps between checks.
-        ends: A difference raises an error instead of logging a line.
-    """
-
-    every: int
-    ends: bool
-
-
-@dataclass(frozen=True)
-class ObserverSettings:
-    """What is reported, how often and where.
-
-    Attributes:
-        steps_per_print: The steps between printed lines; None prints nothing.
-    """
-
-    steps_per_print: int | None = 10
-    wall_clock_breakdown: bool = False
-    memory_breakdown: bool = False
-    dump_state: bool = False
-    log_level: str | None = None
-    records_path: str | None = None
-    records_every: int = 1
-    monitor: MonitorSettings = field(default_factory=MonitorSettings)
-    flops: FlopsSettings | None = None
-
-
-@dataclass(frozen=True)
-class PreemptionSettings:
-    """The checkpoint that a signal starts.
-
-    Attributes:
-        path: The directory of the checkpoints.
-        signals: The names of the signals.
-    """
-
-    path: str
-    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
-
-
-@dataclass(frozen=True)
-class SavingSettings:
-    """How an engine saves.
-
-    Attributes:
-        gather_16bit: `save_16bit_model` may gather a sharded model.
-        retention: Which older checkpoints are kept.
-        layout: The layout of the files; "auto" leaves it to the API.
-    """
-
-    tag_validation: str = "Warn"
-    snapshot_bytes: int = 1 << 30
-    gather_16bit: bool = False
-    retention: Retention = field(default_factory=Retention)
-    on_signal: PreemptionSettings | None = None
-    layout: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -147,29 +72,6 @@ class PipelineSettings:
             stages: Number of stages along "pp".
         """
         return (self.parts or 1) * (stages if self.has_own_rows else 1)
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """The settings of the parts next to the sharded model and its optimizer.
-
-    Attributes:
-        policies: When and from what units are updated.
-        observer: What is reported.
-        data: The loader that the engine makes.
-        saving: Checkpoints.
-        placement: The memories that may be chosen for states.
-        memory: The memories outside the training device.
-        integrity: How memory is checked; None for never.
-    """
-
-    policies: PolicySettings
-    observer: ObserverSettings
-    data: DataSettings
-    saving: SavingSettings
-    placement: PlacementSettings
-    memory: MemorySettings
-    integrity: IntegritySettings | None
 
 
 # Ranks may differ in these: each may write, report and offload to a place of its own.
@@ -482,55 +384,36 @@ def step_settings_of(
     )
 
 
-def run_settings(config: Config) -> RunSettings:
-    """Return the settings of the parts next to the sharded model and its optimizer."""
-    zero = config.zero_optimization
-    sections = (zero.offload_optimizer, zero.offload_param)
-    path = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
-    memory = MemorySettings(
-        pins_host=any(section.pin_memory for section in sections if section.device != "none"),
-        path=Path(path or ""),
-        disk=_disk_settings(config),
-    )
-    integrity = None
-    if config.integrity.mode != "off":
-        integrity = IntegritySettings(config.integrity.every, ends=config.integrity.mode == "end")
-    return RunSettings(
-        policies=_policy_settings(config),
-        observer=_observer_settings(config),
-        data=DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last),
-        saving=_saving_settings(config),
-        placement=_placement_settings(config, path),
-        memory=memory,
-        integrity=integrity,
-    )
-
-
-def _disk_settings(config: Config) -> DiskSettings:
+def disk_settings_of(config: Config) -> DiskSettings:
+    """Return the settings of transfers to a disk."""
     return DiskSettings(config.aio.queue_depth, config.aio.block_size)
 
 
-def _placement_settings(config: Config, path: str | None) -> PlacementSettings:
-    """Return the memories that may be chosen; `path` is the directory on a disk."""
+def state_folder(config: Config) -> str | None:
+    """Return the configured directory on a disk for states, or None."""
+    zero = config.zero_optimization
+    return zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+
+
+def placement_settings_of(config: Config) -> PlacementSettings:
+    """Return the memories that may be chosen for states."""
     zero = config.zero_optimization
     budget = config.memory_budget
     undo_bytes = zero.offload_optimizer.undo_bytes if updates_ahead(config) else 0
-    folder = None
-    if path:
-        folder = Path(path)
+    folder = state_folder(config)
     return PlacementSettings(
         chooses_weights=zero.offload_param.device == "auto",
         chooses_states=zero.offload_optimizer.device == "auto",
         device=budget.device,
         host=budget.host,
         disk=budget.disk,
-        path=folder,
+        path=Path(folder) if folder else None,
         ratio=zero.offload_optimizer.ratio,
         undo_bytes=undo_bytes,
     )
 
 
-def _policy_settings(config: Config) -> PolicySettings:
+def policy_settings_of(config: Config) -> PolicySettings:
     """Return the settings of the update policies."""
     offload = config.zero_optimization.offload_optimizer
     precision_window = config.precision_window if config.precision == "auto" else None
@@ -538,54 +421,6 @@ def _policy_settings(config: Config) -> PolicySettings:
         speculates=offload.super_offload,
         delay_after=offload.delayed_update_after,
         precision_window=precision_window,
-    )
-
-
-def _observer_settings(config: Config) -> ObserverSettings:
-    """Return the settings of the reports of an engine."""
-    flops = None
-    chosen = config.flops_profiler
-    if chosen.enabled:
-        flops = FlopsSettings(
-            chosen.profile_step,
-            chosen.recompute_fwd_factor,
-            chosen.module_depth,
-            chosen.detailed,
-            chosen.output_file,
-        )
-    monitor = MonitorSettings(
-        FileSettings(**config.tensorboard.model_dump()),
-        FileSettings(**config.csv_monitor.model_dump()),
-        WandbSettings(**config.wandb.model_dump()),
-        CometSettings(**config.comet.model_dump()),
-    )
-    return ObserverSettings(
-        steps_per_print=config.steps_per_print,
-        wall_clock_breakdown=config.wall_clock_breakdown,
-        memory_breakdown=config.memory_breakdown,
-        dump_state=config.dump_state,
-        log_level=config.log_level,
-        records_path=config.records.path,
-        records_every=config.records.every,
-        monitor=monitor,
-        flops=flops,
-    )
-
-
-def _saving_settings(config: Config) -> SavingSettings:
-    """Return which older checkpoints are kept, and whether a signal saves one."""
-    section = config.checkpoint
-    asked = section.save_on_signal
-    on_signal = None
-    if asked.path is not None:
-        on_signal = PreemptionSettings(asked.path, asked.signals)
-    return SavingSettings(
-        tag_validation=section.tag_validation,
-        snapshot_bytes=section.snapshot_bytes,
-        gather_16bit=config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
-        retention=Retention(section.keep_last, section.keep_every),
-        layout=section.layout,
-        on_signal=on_signal,
     )
 
 
@@ -603,7 +438,7 @@ def recompute_settings_of(config: Config) -> RecomputeSettings:
     disk = plain.disk
     if tier is Tier.NVME:
         path = Path(section.nvme_path or "")
-        disk = _disk_settings(config)
+        disk = disk_settings_of(config)
     return RecomputeSettings(
         tier,
         path,

@@ -38,7 +38,7 @@ from ..planner.split import refuse_other_cuts
 from .assemble import assemble
 from .changes import plan_large_layers, refuse_changes_on, refuse_split_states
 from .determinism import fix_workspace
-from .dialect import EngineBuilder
+from .dialect import EngineDialect
 from .engine import Engine, Parts
 from .mesh_statements import choose_mesh, statements_of
 from .optimizer import Client, look_at
@@ -54,8 +54,8 @@ from .planning import stated_budgets, update_of, with_order_of_sums, with_useful
 from .request import Request, parameters_of
 from .settings import (
     pipeline_settings_of,
+    placement_settings_of,
     plan_settings_of,
-    run_settings,
     step_settings_of,
 )
 
@@ -126,7 +126,7 @@ def prepare_process(raw: RawConfig) -> None:
             )
 
 
-def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
+def start(raw: RawConfig, request: Request, dialect: EngineDialect[E]) -> E:
     """Build an engine with the decisions of a dialect.
 
     Args:
@@ -158,9 +158,9 @@ def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
     lr_scheduler = _schedule(parts, request)
     loader = None
     if request.training_data is not None:
-        loader = dialect.make_loader(config, mesh, parts, request)
+        loader = dialect.make_loader(config, mesh, request)
     built = dialect.make_engine(config, mesh, parts, request, lr_scheduler, loader)
-    if parts.settings.observer.dump_state:
+    if config.dump_state:
         log_once("\n".join(engine.describe(parts)))
     preemption = parts.preemption
     if preemption is not None:
@@ -269,7 +269,7 @@ def plan(
     refuse_changes_on(chosen, axes)
     refuse_auto_on(chosen, axes)
     settings = plan_settings_of(chosen, tuple(leaf_modules))
-    placement = run_settings(chosen).placement
+    placement = placement_settings_of(chosen)
     given_parameters = given is not None or isinstance(optimizer, Optimizer)
     model = stage_to_plan(model, axes, is_optimized_by_caller=given_parameters)
     tie_shared(model)

@@ -15,7 +15,7 @@ from torch import nn
 import deepseek_zero
 from deepseek_zero import zero
 from deepseek_zero.api import dialect
-from deepseek_zero.api.dialect import Plain, current_dialect
+from deepseek_zero.api.dialect import Dialect, current_dialect
 from deepseek_zero.api.engine import ZeroEngine
 from deepseek_zero.base.errors import ConfigError
 from deepseek_zero.compat.deepspeed import dialect as deepspeed_dialect
@@ -48,7 +48,7 @@ def test_the_dialect_follows_from_the_name_that_was_imported(
     monkeypatch.setattr(deepspeed_dialect, "is_dropin_imported", lambda: True)
     assert type(current_dialect()) is DeepSpeedDropIn
     monkeypatch.setattr(dialect, "contributions", lambda topic: [])
-    assert type(current_dialect()) is Plain
+    assert type(current_dialect()) is Dialect
 
 
 def test_the_plain_dialect_makes_an_engine_without_deepspeeds_names(

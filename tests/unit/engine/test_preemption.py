@@ -16,12 +16,12 @@ import pytest
 
 from deepseek_zero.base import launch
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.config.schema import SaveOnSignal
 from deepseek_zero.engine.preemption import Preemption
-from deepseek_zero.engine.settings import PreemptionSettings
 from deepseek_zero.optim.step_message import StepMessage
 
 NUMBER = signal.SIGUSR2
-SETTINGS = PreemptionSettings("nowhere", ("SIGUSR2",))
+SETTINGS = SaveOnSignal(path="nowhere", signals=("SIGUSR2",))
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.config import Config
 from deepseek_zero.engine.observer import Observer
-from deepseek_zero.engine.settings import ObserverSettings
 from deepseek_zero.report.records import (
     CSV_NAME,
     JSONL_NAME,
@@ -99,6 +99,6 @@ def test_a_csv_file_of_another_program_is_refused_and_unchanged(tmp_path: Path) 
 def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    settings = ObserverSettings(records_path=str(tmp_path / "run"))
-    assert Observer(settings, torch.device("cpu")).writer is None
+    config = Config.model_validate({"records": {"path": str(tmp_path / "run")}})
+    assert Observer(config, torch.device("cpu")).writer is None
     assert not (tmp_path / "run").exists()

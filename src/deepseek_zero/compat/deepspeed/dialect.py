@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...api.dialect import Plain
+from ...api.dialect import Dialect
 from ...base.mesh import Mesh
 from ...config.load import load
 from ...config.problems import lookup
@@ -51,12 +51,12 @@ if TYPE_CHECKING:  # see engine/engine.py
     from ...config import Config
 
 
-def choose() -> Plain:
+def choose() -> Dialect:
     """Return the dialect for a call that starts now."""
     return DeepSpeedDropIn() if is_dropin_imported() else DeepSpeedNames()
 
 
-class DeepSpeedNames(Plain):
+class DeepSpeedNames(Dialect):
     """The library under its own name, with DeepSpeed's attributes in addition."""
 
     is_dropin = False
@@ -95,21 +95,18 @@ class DeepSpeedNames(Plain):
         """
         return BuildRules(optimizer_class=named_class)
 
-    def make_loader(
-        self, config: Config, mesh: Mesh, parts: Parts, request: Request
-    ) -> ShardedLoader:
+    def make_loader(self, config: Config, mesh: Mesh, request: Request) -> ShardedLoader:
         """Create the loader of the training data, which follows a configured curriculum.
 
         Args:
             config: The configuration.
             mesh: The device mesh.
-            parts: Parts of the engine.
             request: Arguments of `initialize`.
         """
         found = curriculum_loader(
-            config, mesh, parts, request.model, request.training_data, request.collate_fn
+            config, mesh, request.model, request.training_data, request.collate_fn
         )
-        return found if found is not None else super().make_loader(config, mesh, parts, request)
+        return found if found is not None else super().make_loader(config, mesh, request)
 
     def make_engine(
         self,

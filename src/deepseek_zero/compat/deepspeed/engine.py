@@ -87,7 +87,6 @@ def _data_efficiency(engine: Engine) -> dict[str, Any]:
 def curriculum_loader(
     config: Config,
     mesh: Mesh,
-    parts: Parts,
     model: nn.Module,
     dataset: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
@@ -98,7 +97,6 @@ def curriculum_loader(
     Args:
         config: The configuration.
         mesh: The device mesh.
-        parts: Parts of the engine.
         model: The model.
         dataset: Dataset with `__len__` and `__getitem__`.
         collate_fn: Function that makes a batch of samples.
@@ -116,7 +114,7 @@ def curriculum_loader(
         settings,
         config.gradient_accumulation_steps,
         collate_fn,
-        parts.settings.data.drop_last,
+        config.dataloader_drop_last,
         take,
     )
     return made
@@ -398,12 +396,12 @@ class DeepSpeedEngine(ZeroEngine):
         refuse_shared_loader(self.config, self.mesh, "deepspeed_io")
         if route == "train":
             found = curriculum_loader(
-                self.config, self.mesh, self.parts, self.module, dataset, collate_fn, batch_size
+                self.config, self.mesh, self.module, dataset, collate_fn, batch_size
             )
             if found is not None:
                 return found
         sampler = data_sampler
-        drop_last = self.parts.settings.data.drop_last
+        drop_last = self.config.dataloader_drop_last
         size = batch_size or self.config.train_micro_batch_size_per_gpu
         take = partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None
         if sampler is None and not isinstance(dataset, IterableDataset):
