@@ -142,6 +142,7 @@ def train(config: dict[str, Any]) -> Seen:
             f"{engine.parts.vertical.micro_batches if engine.parts.vertical is not None else None}",
             f"scale {engine.parts.scaler.scale if engine.parts.scaler is not None else None}",
             f"micro-batches of {engine.training_dataloader.batch_size}",
+            f"checks {type(engine.parts.integrity).__name__}",
         ]
         rows = 2 * engine.train_micro_batch_size_per_gpu()
         overflows = (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepseek_zero
-from deepseek_zero.extensions.param_states import full_master
+from deepseek_zero.extensions.param_states import safe_get_full_fp32_param
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.reference import OPTIMIZERS, Reference, whole_batch_run
@@ -38,7 +38,7 @@ SHOWS_ORDER = [(stage, "fp32", 2, 3, 0, 0.0, "adamw", "fastest", "none") for sta
 def masters_of(engine: object) -> dict[str, Tensor]:
     """Whole fp32 masters by name.  Collective."""
     named = engine.module.named_parameters()  # type: ignore[attr-defined]
-    found = {name: full_master(parameter) for name, parameter in named}
+    found = {name: safe_get_full_fp32_param(parameter) for name, parameter in named}
     return {name: master for name, master in found.items() if master is not None}
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import deepseek_zero as dz
 from deepseek_zero.comm.collectives import Comm
-from deepseek_zero.extensions.param_states import full_master
 from deepseek_zero.sharding.group_build import restore_params
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
@@ -48,7 +47,10 @@ def everything(engine: Any) -> dict[str, dict[str, list[int]]]:
         "moment": {},
     }
     for name, param in engine.module.named_parameters():
-        master, moment = full_master(param), safe_get_full_optimizer_state(param, "exp_avg")
+        master, moment = (
+            safe_get_full_fp32_param(param),
+            safe_get_full_optimizer_state(param, "exp_avg"),
+        )
         assert master is not None and master.dtype == torch.float32
         found["master"][name] = master
         if moment is not None:

@@ -12,7 +12,6 @@ from ..base.errors import UsageError
 from ..base.given import refuse, whole_number
 from ..config import choose_source
 from ..engine.data import ShardedLoader
-from ..engine.mesh_statements import MeshStatement
 from ..engine.request import Request, parameters_of
 from ..engine.start import prepare_process, start
 from ..optim.sharded import ShardedOptimizer
@@ -89,7 +88,12 @@ def initialize(
     """
     if model is None:
         raise UsageError("initialize requires a model.", "", "pass model=your_module.")
-    _refuse_group_arguments(distributed_port, dist_init_required)
+    whole_number("initialize", "distributed_port", distributed_port, 0, 65_535)
+    if dist_init_required not in (None, True, False):
+        wanted = "True, False or None"
+        raise refuse(
+            "initialize", "dist_init_required", dist_init_required, wanted, "leave it out."
+        )
     parameters = None
     if model_parameters is not None:
         parameters = parameters_of("initialize", "model_parameters", model_parameters)
@@ -110,27 +114,13 @@ def initialize(
         mpu=mpu,
     )
     request = dialect.complete(raw, request)
-    statements = (*request.mesh_statements, *_statements_of(mpu, mesh_param))
+    statements = request.mesh_statements
+    if mpu is not None:
+        statements = (*statements, mpu_statement(mpu))
+    if mesh_param is not None:
+        statements = (*statements, mesh_param_statement(mesh_param))
     leaf_modules = leaf_module_names(model)
     request = replace(request, mesh_statements=statements, leaf_modules=leaf_modules)
     mark_configured(model, raw.get("zero_optimization.leaf_module") or {})
     engine = start(raw, request, dialect)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _refuse_group_arguments(port: Any, is_required: Any) -> None:
-    whole_number("initialize", "distributed_port", port, 0, 65_535)
-    if is_required not in (None, True, False):
-        raise refuse(
-            "initialize", "dist_init_required", is_required, "True, False or None", "leave it out."
-        )
-
-
-def _statements_of(mpu: Any, mesh_param: Any) -> tuple[MeshStatement, ...]:
-    """Return the mesh statements of the arguments. Collective if there is an mpu."""
-    found = []
-    if mpu is not None:
-        found.append(mpu_statement(mpu))
-    if mesh_param is not None:
-        found.append(mesh_param_statement(mesh_param))
-    return tuple(found)

@@ -84,7 +84,7 @@ def set_z3_leaf_modules_by_name(
     Raises:
         LeafNotFoundError: A name is missing.
     """
-    return _mark_each(model, module_names, str.__eq__, raise_if_not_found)
+    return _mark_named(model, module_names, str.__eq__, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -103,19 +103,24 @@ def set_z3_leaf_modules_by_suffix(
     Raises:
         LeafNotFoundError: No name has a suffix.
     """
-    return _mark_each(model, module_name_suffixes, str.endswith, raise_if_not_found)
+    return _mark_named(model, module_name_suffixes, str.endswith, raise_if_not_found)
 
 
-def _mark_each(
+def _mark_named(
     model: nn.Module, asked: Sequence[str], fits: Callable[[str, str], bool], must_find: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    names = [name for name, _ in model.named_modules()]
-    missing = [each for each in asked if not any(fits(name, each) for name in names)]
-    if missing and must_find:
-        raise _not_found(model, missing)
-    return _mark(
-        model, lambda name, module: any(fits(name, each) for each in asked), True, False, asked
-    ), missing
+    missing = set(asked)
+    found = []
+    for name, module in model.named_modules():
+        if matches := {each for each in asked if fits(name, each)}:
+            missing -= matches
+            found.append(module)
+    left = [each for each in asked if each in missing]
+    if must_find and (left or not found):
+        raise _not_found(model, left or asked)
+    for module in found:
+        set_z3_leaf_module(module, True)
+    return found, left
 
 
 def mark_configured(model: nn.Module, section: Mapping[str, Any]) -> None:
@@ -126,8 +131,8 @@ def mark_configured(model: nn.Module, section: Mapping[str, Any]) -> None:
         section: The configuration's section, with "classes", "names" and "name_suffixes".
     """
     _mark_classes(model, section.get("classes", ()), True, False)
-    _mark_each(model, section.get("names", ()), str.__eq__, False)
-    _mark_each(model, section.get("name_suffixes", ()), str.endswith, False)
+    _mark_named(model, section.get("names", ()), str.__eq__, False)
+    _mark_named(model, section.get("name_suffixes", ()), str.endswith, False)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -151,7 +156,13 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
         model: The module. Its children are not changed.
         flag: True to mark it.
     """
-    _log_wrapped(model)
+    if any(isinstance(owner_of(param), ParamGroup) for param in model.parameters()):
+        log_once(
+            f"{type(model).__name__} is already wrapped, so its units are chosen: a mark of a "
+            "leaf module changes nothing now.  Mark leaf modules before initialize, or name them "
+            "in zero_optimization.leaf_module.",
+            logging.WARNING,
+        )
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
@@ -168,19 +179,9 @@ def z3_leaf_parameter(param: nn.Parameter) -> bool:
 def _mark_classes(
     model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, must_find: bool
 ) -> list[nn.Module]:
-    return _mark(model, lambda name, module: _is_one_of(module, classes), flag, must_find, classes)
-
-
-def _mark(
-    model: nn.Module,
-    wanted: Callable[[str, nn.Module], bool],
-    flag: bool,
-    must_find: bool,
-    asked: Sequence[object],
-) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if wanted(name, module)]
+    found = [module for module in model.modules() if _is_one_of(module, classes)]
     if must_find and not found:
-        raise _not_found(model, asked)
+        raise _not_found(model, classes)
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
@@ -197,18 +198,5 @@ def _not_found(model: nn.Module, asked: Sequence[object]) -> LeafNotFoundError:
 def _is_one_of(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> bool:
     kind = type(module)
     names = {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
-    for each in classes:
-        is_match = each in names if isinstance(each, str) else isinstance(module, each)
-        if is_match:
-            return True
-    return False
-
-
-def _log_wrapped(module: nn.Module) -> None:
-    if any(isinstance(owner_of(param), ParamGroup) for param in module.parameters()):
-        log_once(
-            f"{type(module).__name__} is already wrapped, so its units are chosen: a mark of a "
-            "leaf module changes nothing now.  Mark leaf modules before initialize, or name them "
-            "in zero_optimization.leaf_module.",
-            logging.WARNING,
-        )
+    types = tuple(each for each in classes if isinstance(each, type))
+    return isinstance(module, types) or not names.isdisjoint(classes)

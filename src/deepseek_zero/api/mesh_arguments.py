@@ -41,18 +41,18 @@ def mpu_statement(mpu: Any) -> MeshStatement:
     told = [own]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         rows = all_gather_text(json.dumps(own), dist.get_world_size(), None)
-        told = [
-            {name: (size, place) for name, (size, place) in json.loads(row).items()} for row in rows
-        ]
+        told = [json.loads(row) for row in rows]
     sizes = [{name: size for name, (size, _) in each.items()} for each in told]
-    if empty := [rank for rank, each in enumerate(sizes) if not each]:
-        fix = (
-            "pass an object with get_model_parallel_world_size(), get_model_parallel_rank(), and "
-            "so on."
-        )
-        given = f"of rank {empty[0]}" if own else mpu
-        wanted = "an object that tells the sizes of groups"
-        raise refuse("initialize", "mpu", given, wanted, fix)
+    for rank, each in enumerate(sizes):
+        if not each:
+            fix = (
+                "pass an object with get_model_parallel_world_size(), get_model_parallel_rank(), "
+                "and so on."
+            )
+            given = f"of rank {rank}" if own else mpu
+            raise refuse(
+                "initialize", "mpu", given, "an object that tells the sizes of groups", fix
+            )
     for rank, each in enumerate(sizes):
         if each != sizes[0]:
             raise UsageError(
@@ -61,11 +61,11 @@ def mpu_statement(mpu: Any) -> MeshStatement:
                 "A run has one mesh.",
                 "use the same sizes on every rank.",
             )
-    axes = {name: size for name, size in sizes[0].items() if name != "data"}
+    data_size = sizes[0].pop("data", None)
     places = [
         {name: place for name, (_, place) in each.items() if place is not None} for each in told
     ]
-    return MeshStatement("mpu=", axes, data_size=sizes[0].get("data"), places=tuple(places))
+    return MeshStatement("mpu=", sizes[0], data_size, places=places)
 
 
 def _read(mpu: Any) -> dict[str, tuple[int, int | None]]:
@@ -76,12 +76,14 @@ def _read(mpu: Any) -> dict[str, tuple[int, int | None]]:
         for middle in middles:
             size = _ask(mpu, f"get_{middle}_world_size")
             if size is not None:
-                found[name], words[name] = (size, _ask(mpu, f"get_{middle}_rank")), middle
+                found[name] = size, _ask(mpu, f"get_{middle}_rank")
+                words[name] = middle
                 break
-    tensor = found.get("tp", (1, 0))[0]
-    sequence = found.get("sp", (1, 0))[0]
-    if words.get("tp") == "model_parallel" and tensor == sequence > 1:
-        del found["tp"]  # a sequence-parallel mpu shows its group under this name too, for Megatron
+    if words.get("tp") == "model_parallel" and "sp" in found:
+        tensor, sequence = found["tp"][0], found["sp"][0]
+        if tensor == sequence > 1:
+            # A sequence-parallel mpu shows its group under this name too, for Megatron
+            del found["tp"]
     return found
 
 

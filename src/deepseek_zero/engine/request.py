@@ -46,49 +46,45 @@ class Request:
                 "",
                 "pass a torch.nn.Module.",
             )
-        optimizer = self.optimizer
         data = self.training_data
-        schedule = self.lr_scheduler
-        if (
-            optimizer is not None
-            and not isinstance(optimizer, Optimizer)
-            and not callable(optimizer)
-        ):
-            fix = (
-                'set a name in the configuration: "optimizer": {"type": "AdamW", '
-                '"params": {"lr": 0.001}}.'
-            )
-            raise refuse(
-                self.call,
+        checks = [
+            (
                 "optimizer",
-                optimizer,
+                isinstance(self.optimizer, Optimizer) or callable(self.optimizer),
                 "a torch.optim.Optimizer, or a callable that returns one",
-                fix,
-            )
-        if schedule is not None and not callable(schedule) and not hasattr(schedule, "step"):
-            wanted = "a schedule with step(), or a callable that returns one for an optimizer"
-            fix = "pass one of torch.optim.lr_scheduler, or remove it."
-            raise refuse(self.call, "lr_scheduler", schedule, wanted, fix)
-        if isinstance(data, DataLoader):
-            wanted = "a dataset, for which the engine creates a loader of this rank's share"
-            fix = "pass its dataset, or use the loader and remove this argument."
-            raise refuse(self.call, "training_data", data, wanted, fix)
-        is_dataset = isinstance(data, IterableDataset) or (
-            hasattr(data, "__getitem__") and hasattr(data, "__len__")
-        )
-        if data is not None and not is_dataset:
-            wanted = "a dataset, with __getitem__ and __len__, or an IterableDataset"
-            raise refuse(
-                self.call, "training_data", data, wanted, "pass a torch.utils.data.Dataset."
-            )
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise refuse(
-                self.call,
+                'set a name in the configuration: "optimizer": {"type": "AdamW", '
+                '"params": {"lr": 0.001}}.',
+            ),
+            (
+                "lr_scheduler",
+                callable(self.lr_scheduler) or hasattr(self.lr_scheduler, "step"),
+                "a schedule with step(), or a callable that returns one for an optimizer",
+                "pass one of torch.optim.lr_scheduler, or remove it.",
+            ),
+            (
+                "training_data",
+                not isinstance(data, DataLoader),
+                "a dataset, for which the engine creates a loader of this rank's share",
+                "pass its dataset, or use the loader and remove this argument.",
+            ),
+            (
+                "training_data",
+                isinstance(data, IterableDataset)
+                or (hasattr(data, "__getitem__") and hasattr(data, "__len__")),
+                "a dataset, with __getitem__ and __len__, or an IterableDataset",
+                "pass a torch.utils.data.Dataset.",
+            ),
+            (
                 "collate_fn",
-                self.collate_fn,
+                callable(self.collate_fn),
                 "a function of a list of samples",
                 "remove it.",
-            )
+            ),
+        ]
+        for name, fits, wanted, fix in checks:
+            value = getattr(self, name)
+            if value is not None and not fits:
+                raise refuse(self.call, name, value, wanted, fix)
 
 
 def parameters_of(call: str, name: str, given: Any) -> list[Any]:

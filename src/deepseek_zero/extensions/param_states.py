@@ -1,13 +1,14 @@
-"""Access to gradients, main weights and optimizer states of single parameters.
+"""Read and write the sharded states of single parameters: gradient, main weight, optimizer states.
 
-The functions read and write a whole state, or this rank's part of it.
+`safe_*_full_*` reads or writes a full value: every rank calls it with the same parameter.
+`safe_*_local_*` reads or writes this rank's shard, flat. `deepseek_zero.utils` re-exports these
+functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,127 +27,122 @@ from .gathered_parameters import gather_full
 
 
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
-    """Return the optimizer that updates a parameter; None if none does."""
+    """Return the optimizer that updates a parameter, or None if none does."""
     owner = owner_of(param)
     found = owner.optimizer() if isinstance(owner, ParamGroup) else None
     return found if isinstance(found, ShardedOptimizer) else None
 
 
-# -- optimizer state
+# -- optimizer states
 
 
-def full_state(param: nn.Parameter, key: str) -> Tensor | None:
-    """Return a whole element-wise optimizer state of a parameter.
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """Return a full optimizer state of a parameter, in the parameter's shape.
 
     Args:
-        param: The parameter.
-        key: The name of the state, for example "exp_avg".
+        param: A parameter of a wrapped model.
+        optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Returns:
-        An fp32 tensor in the parameter's shape; None if there is no such state.
+        An fp32 tensor, or None before the first step and for an unknown name.
 
     Note:
-        Collective: every rank must call it.
+        Collective: every rank must call it with the same parameter.
     """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
     slot = _slot(owner, param)
+    what = f"{optim_state_key} of {slot.name}"
     comm = owner.comm_ctx.comm
-    shards = list(_state_views(param, key))
     full = torch.zeros(slot.numel, dtype=torch.float32, device=owner.comm_ctx.pool.device)
-    for cover, view in shards:
+    copied = 0
+    for cover, view in _state_views(param, optim_state_key):
         full[cover.start : cover.stop].copy_(view)
-    row = torch.tensor([sum(cover.stop - cover.start for cover, _ in shards)])
-    known = comm.all_gather_rows(row, f"{key} of {slot.name}") if comm.size > 1 else row
+        copied += view.numel()
+    row = torch.tensor([copied])
+    known = comm.all_gather_rows(row, what) if comm.size > 1 else row
     if not int(known.sum()):
         return None
     if owner.master is not None and owner.master.placement is not R:
-        complete(full, owner, slot, f"{key} of {slot.name}")
+        complete(full, owner, slot, what)
     return full.view(slot.shape)
 
 
-def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
-    """Write a whole element-wise optimizer state; each rank keeps its part.
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace an optimizer state of a parameter.
 
     Args:
-        param: The parameter.
-        value: The new state in the parameter's shape, the same on every rank.
-        key: The name of the state.
+        param: A parameter of a wrapped model.
+        value: The full state, the same on every rank.
+        optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Raises:
-        UsageError: The parameter has no such state, or the value has another size.
+        UsageError: The optimizer has no such state, or `value` has another size.
 
     Note:
-        Collective: every rank must call it.
+        Collective: every rank must call it with the same parameter.
     """
     owner = _owner(param)
     flat = _flat(value, _slot(owner, param))
-    optimizer = optimizer_of(param)
-    if optimizer is None:
-        raise _no_optimizer(owner, param)
-    found = list(_state_views(param, key))
-    lacks = torch.tensor([len(list(_covers(optimizer, owner, param))) - len(found)])
-    if int(owner.comm_ctx.comm.all_gather_rows(lacks, f"{key} of {owner.name_of(param)}").sum()):
-        raise _no_state(optimizer, owner.name_of(param), key)
+    optimizer = _optimizer(owner, param)
+    found = list(_state_views(param, optim_state_key))
+    name = owner.name_of(param)
+    lacks = torch.tensor([len(list(_covers(optimizer, owner, name))) - len(found)])
+    if int(owner.comm_ctx.comm.all_gather_rows(lacks, f"{optim_state_key} of {name}").sum()):
+        raise _no_state(optimizer, name, optim_state_key)
     for cover, view in found:
         view.copy_(flat[cover.start : cover.stop])
 
 
-def local_state(param: nn.Parameter, key: str) -> Tensor | None:
-    """Return a copy of this rank's part of an optimizer state, flat.
-
-    After the first step, the result is empty if this rank has no element of a trained parameter.
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """Return this rank's shard of an optimizer state, flat.
 
     Args:
-        param: The parameter.
-        key: The name of the state.
+        param: A parameter of a wrapped model.
+        optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Returns:
-        A flat tensor; None if there is no such state.
+        A copy, which is empty if this rank has no element of the parameter. None before the first
+        step and for an unknown name.
     """
-    if views := [view for _, view in _state_views(param, key)]:
+    if views := [view for _, view in _state_views(param, optim_state_key)]:
         return torch.cat(views)
     owner = owner_of(param)
     optimizer = optimizer_of(param)
     if not isinstance(owner, ParamGroup) or optimizer is None or not optimizer.steps:
         return None
-    return (
-        None
-        if any(_covers(optimizer, owner, param))
-        else torch.zeros(0, device=owner.comm_ctx.pool.device)
-    )
+    if any(_covers(optimizer, owner, owner.name_of(param))):
+        return None
+    return torch.zeros(0, device=owner.comm_ctx.pool.device)
 
 
-def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:
-    """Write this rank's part of an optimizer state.
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: Tensor, optim_state_key: str
+) -> None:
+    """Replace this rank's shard of an optimizer state.
 
     Args:
-        param: The parameter.
-        value: The new values; as many elements as `local_state` returns.
-        key: The name of the state.
+        param: A parameter of a wrapped model.
+        value: The new shard, flat.
+        optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Raises:
-        UsageError: The parameter has no such state, or the value has another size.
+        UsageError: The optimizer has no such state, or `value` has another size.
     """
     owner = _owner(param)
-    optimizer = optimizer_of(param)
-    if optimizer is None:
-        raise _no_optimizer(owner, param)
-    found = list(_state_views(param, key))
-    if not found and any(_covers(optimizer, owner, param)):
-        raise _no_state(optimizer, owner.name_of(param), key)
-    flat = _part(value, sum(view.numel() for _, view in found), owner.name_of(param))
-    used = 0
-    for _, view in found:
-        view.copy_(flat[used : used + view.numel()])
-        used += view.numel()
-
-
-def _covers(
-    optimizer: ShardedOptimizer, owner: ParamGroup, param: nn.Parameter
-) -> Iterator[ParamOverlap]:
+    optimizer = _optimizer(owner, param)
     name = owner.name_of(param)
+    views = [view for _, view in _state_views(param, optim_state_key)]
+    if not views and any(_covers(optimizer, owner, name)):
+        raise _no_state(optimizer, name, optim_state_key)
+    sizes = [view.numel() for view in views]
+    parts = _part(value, sum(sizes), name).split(sizes)
+    for view, part in zip(views, parts, strict=True):
+        view.copy_(part)
+
+
+def _covers(optimizer: ShardedOptimizer, owner: ParamGroup, name: str) -> Iterator[ParamOverlap]:
     for shard in optimizer.shards():
         if shard.group is owner and name in shard.names:
             yield from (cover for cover in shard.overlaps() if cover.slot.name == name)
@@ -158,10 +154,21 @@ def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, 
     if not isinstance(owner, ParamGroup) or optimizer is None:
         return
     owner.guard.refuse_offloaded()  # on every rank, even if this one has no part of the parameter
-    for cover in _covers(optimizer, owner, param):
+    for cover in _covers(optimizer, owner, owner.name_of(param)):
         state = optimizer.load_states().get(cover.shard.param, {}).get(key)
         if isinstance(state, Tensor) and state.shape == cover.shard.param.shape:
             yield cover, cover.of(state)
+
+
+def _optimizer(owner: ParamGroup, param: nn.Parameter) -> ShardedOptimizer:
+    optimizer = optimizer_of(param)
+    if optimizer is None:
+        raise UsageError(
+            f"'{owner.name_of(param)}' has no optimizer state.",
+            "It is frozen, or its engine has no optimizer.",
+            "give initialize an optimizer that updates this parameter.",
+        )
+    return optimizer
 
 
 def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
@@ -179,18 +186,37 @@ def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
     )
 
 
-# -- masters and gradients
+# -- main weights
 
 
-def set_full_master(param: nn.Parameter, value: Tensor) -> None:
-    """Write a whole new value into main weight and weight; each rank keeps its part.
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return the full fp32 main weight of a parameter, in the parameter's shape.
+
+    Returns:
+        A new tensor, or None for a frozen parameter.
+
+    Note:
+        Collective: every rank must call it with the same parameter.
+    """
+    owner = owner_of(param)
+    if not isinstance(owner, ParamGroup) or owner.master is None:
+        return None
+    with torch.no_grad():
+        return _gathered(owner.master.values(), owner, param).float()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the main weight and the weight of a parameter.
 
     Args:
-        param: The parameter.
-        value: The new value in the parameter's shape, the same on every rank.
+        param: A parameter of a wrapped model.
+        value: The full value, the same on every rank.
 
     Raises:
-        UsageError: The parameter belongs to no engine, or the value has another size.
+        UsageError: The parameter belongs to no engine, or `value` has another size.
+
+    Note:
+        Collective: every rank must call it with the same parameter.
     """
     owner = _owner(param)
     slot = _slot(owner, param)
@@ -207,31 +233,33 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
             owner.master.write(place, place + stop - start, flat[start:stop])
 
 
-def local_master(param: nn.Parameter) -> Tensor | None:
-    """Return a copy of this rank's part of a main weight, flat; None if there is none."""
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's shard of the fp32 main weight, flat.
+
+    Returns:
+        A copy, or None for a frozen parameter.
+    """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or owner.master is None:
         return None
     place, end = owner.master.buffer.owned_range(_slot(owner, param), owner.master.rank)
-    values = owner.master.read(place, end)
-    return values if owner.master.is_split else values.clone()
+    return owner.master.read(place, end).to(torch.float32, copy=True)
 
 
-def set_local_master(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's part of a sharded main weight, then update the weights.
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Replace this rank's shard of the main weight and the weight.
 
-    At stage 0 with several ranks, every rank holds the whole main weight, so there is no part to
-    write.
+    At stage 0 with several ranks, every rank holds the full main weight, and there is no shard.
 
     Args:
-        param: The parameter.
-        value: The new values; as many elements as `local_master` returns.
+        param: A parameter of a wrapped model.
+        value: The new shard, flat.
 
     Raises:
-        UsageError: The parameter has no sharded main weight, or the value has another size.
+        UsageError: The parameter has no sharded main weight, or `value` has another size.
 
     Note:
-        Collective: every rank must call it.
+        Collective: the other ranks update their copies of the weight.
     """
     owner = _owner(param)
     slot = _slot(owner, param)
@@ -245,17 +273,78 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
     owner.weight_gather.changed()
     with torch.no_grad():
         place, end = owner.master.buffer.owned_range(slot, owner.master.rank)
-        owner.master.write(
-            place, end, _part(value, end - place, slot.name).to(owner.comm_ctx.pool.device)
-        )
+        part = _part(value, end - place, slot.name)
+        owner.master.write(place, end, part.to(owner.comm_ctx.pool.device))
         owner.refresh(f"changed {slot.name}").wait()
 
 
-def local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return a copy of this rank's part of a reduced gradient, flat, in fp32.
+# -- gradients
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """Return the full reduced gradient of a parameter, in the parameter's shape.
+
+    Under fp16 it is still multiplied by the loss scale. Inside `no_sync`, before the reduction, it
+    is this rank's own gradient.
 
     Returns:
-        A flat tensor; None before a backward.
+        An fp32 tensor between backward and step; None at any other time.
+
+    Note:
+        Collective: every rank must call it with the same parameter.
+    """
+    found = full_grad(param)
+    owner = owner_of(param)
+    if found is not None or not isinstance(owner, ParamGroup) or owner.plan.grad is None:
+        return found
+    own = owner.gradient.summand.collected(owner.index[id(param)])
+    return own.view(param.shape).float().clone() if own is not None else None
+
+
+def full_grad(param: nn.Parameter) -> Tensor | None:
+    """Return the full reduced gradient of a parameter in fp32, in the parameter's shape.
+
+    Returns:
+        None before the reduction.
+
+    Note:
+        Collective: every rank must call it with the same parameter.
+    """
+    owner = owner_of(param)
+    if not isinstance(owner, ParamGroup):
+        return None
+    with torch.no_grad():
+        owner.grad_view.take_assigned()
+        gradient = owner.gradient.sum
+        reduced = gradient.reduced() if gradient.has(owner.index[id(param)]) else None
+        if reduced is None or gradient.buffer is None:
+            return None
+        is_slice = reduced.numel() < owner.layout.padded_numel or owner.comm_ctx.comm.size == 1
+        spec = replace(gradient.buffer.spec, placement=S if is_slice else R)
+        return _gathered(FlatBuffer(owner.layout, spec, reduced), owner, param).float()
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the reduced gradient of a parameter.
+
+    Args:
+        param: A parameter of a wrapped model.
+        value: The full gradient, the same on every rank.
+
+    Raises:
+        UsageError: There is no reduced gradient, or `value` has another size.
+    """
+    owner = _owner_of_grad(param)
+    with torch.no_grad():
+        flat = _flat(value, _slot(owner, param))
+        owner.grad_view.edits.assign(owner.index[id(param)], flat)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's shard of the reduced gradient, flat, in fp32.
+
+    Returns:
+        A copy between backward and step; None at any other time.
     """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
@@ -266,90 +355,50 @@ def local_grad(param: nn.Parameter) -> Tensor | None:
     return owner.gradient.sum.own_part(_slot(owner, param)).float().clone()
 
 
-def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
-    """Write a reduced gradient.
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace this rank's shard of the reduced gradient.
 
     Args:
-        param: The parameter.
-        value: The new gradient: this rank's part, flat, if `local`; otherwise the whole gradient,
-            the same on every rank.
-        local: Whether `value` is this rank's part.
+        param: A parameter of a wrapped model.
+        value: The new shard, flat.
 
     Raises:
-        UsageError: There is no reduced gradient, or the value has another size.
+        UsageError: There is no reduced gradient, or `value` has another size.
     """
-    owner = _owner(param)
-    if not owner.trainable or not owner.gradient.sum.is_reduced:
-        raise UsageError(
-            f"'{owner.name_of(param)}' has no reduced gradient to change.",
-            "It is frozen, or no backward has ended since the last step.",
-            "call it between backward and step, at the accumulation boundary.",
-        )
+    owner = _owner_of_grad(param)
     slot = _slot(owner, param)
-    number = owner.index[id(param)]
-    owner.grad_view.take_assigned()
     with torch.no_grad():
-        if local:
-            owner.grad_view.edits.assign_shard(
-                number, _part(value, owner.gradient.sum.own_part(slot).numel(), slot.name)
-            )
-        else:
-            owner.grad_view.edits.assign(number, _flat(value, slot))
+        part = _part(value, owner.gradient.sum.own_part(slot).numel(), slot.name)
+        owner.grad_view.edits.assign_shard(owner.index[id(param)], part)
 
 
-# -- whole states
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace the full gradients of several parameters by a function of each.
 
+    Args:
+        param_list: Parameters of a wrapped model. Those without a gradient are skipped.
+        update_func: Returns the new gradient from (gradient, parameter); the same on every rank.
 
-def full_master(param: nn.Parameter) -> Tensor | None:
-    """Return the whole fp32 main weight of a parameter. Collective.
-
-    Returns:
-        A tensor in the parameter's shape; None if there is no main weight.
+    Note:
+        Collective: every rank must call it with the same parameters.
     """
-
-    def values_of(group: ParamGroup) -> FlatBuffer | None:
-        return None if group.master is None else group.master.values()
-
-    return _full(param, values_of)
-
-
-def full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return the whole reduced gradient of a parameter in fp32. Collective.
-
-    Returns:
-        A tensor in the parameter's shape; None before a backward.
-    """
-
-    def held(group: ParamGroup) -> FlatBuffer | None:
-        group.grad_view.take_assigned()
-        gradient = group.gradient.sum
-        reduced = gradient.reduced() if gradient.has(group.index[id(param)]) else None
-        if reduced is None or gradient.buffer is None:
-            return None
-        placement = S if reduced.numel() < group.layout.padded_numel else R
-        if group.comm_ctx.comm.size == 1:
-            placement = S
-        return FlatBuffer(group.layout, replace(gradient.buffer.spec, placement=placement), reduced)
-
-    found = _full(param, held)
-    return found.float() if found is not None else None
-
-
-def _full(param: nn.Parameter, choose: Any) -> Tensor | None:
-    owner = owner_of(param)
-    if not isinstance(owner, ParamGroup):
-        return None
     with torch.no_grad():
-        buffer = choose(owner)
-        if buffer is None:
-            return None
-        slot = owner.members[owner.index[id(param)]].slot
-        return (
-            gather_full(buffer, owner, slot.name)[slot.start : slot.stop].view(slot.shape).clone()
-        )
+        for param in param_list:
+            grad = full_grad(param)
+            if grad is not None:
+                safe_set_full_grad(param, update_func(grad, param))
 
 
-# -- arithmetic
+# -- helpers
+
+
+def _gathered(buffer: FlatBuffer, owner: ParamGroup, param: nn.Parameter) -> Tensor:
+    """Return a copy of a parameter's elements of a group's state. Collective if it is sharded."""
+    slot = _slot(owner, param)
+    full = gather_full(buffer, owner, slot.name)
+    return full[slot.start : slot.stop].view(slot.shape).clone()
 
 
 def _owner(param: nn.Parameter) -> ParamGroup:
@@ -365,12 +414,17 @@ def _owner(param: nn.Parameter) -> ParamGroup:
     return owner
 
 
-def _no_optimizer(owner: ParamGroup, param: nn.Parameter) -> UsageError:
-    return UsageError(
-        f"'{owner.name_of(param)}' has no optimizer state.",
-        "It is frozen, or its engine has no optimizer.",
-        "give initialize an optimizer that updates this parameter.",
-    )
+def _owner_of_grad(param: nn.Parameter) -> ParamGroup:
+    """Return the group of a parameter whose reduced gradient is about to be written."""
+    owner = _owner(param)
+    if not owner.trainable or not owner.gradient.sum.is_reduced:
+        raise UsageError(
+            f"'{owner.name_of(param)}' has no reduced gradient to change.",
+            "It is frozen, or no backward has ended since the last step.",
+            "call it between backward and step, at the accumulation boundary.",
+        )
+    owner.grad_view.take_assigned()
+    return owner
 
 
 def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:

@@ -15,7 +15,14 @@ from ..api.leaves import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from ..api.parameters import (
+from ..api.utils import (
+    RepeatingLoader,
+    log_dist,
+    see_memory_usage,
+    set_log_level_from_string,
+)
+from ..base.log import logger
+from ..extensions.param_states import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -30,13 +37,6 @@ from ..api.parameters import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from ..api.utils import (
-    RepeatingLoader,
-    log_dist,
-    see_memory_usage,
-    set_log_level_from_string,
-)
-from ..base.log import logger
 from . import logging
 
 __all__ = [

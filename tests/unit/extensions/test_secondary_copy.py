@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.extensions.gathered_parameters import GatheredParameters
-from deepseek_zero.extensions.param_states import set_full_master
+from deepseek_zero.extensions.param_states import safe_set_full_fp32_param
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.sharding.runtime import Runtime
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
@@ -195,7 +195,7 @@ def test_every_change_of_the_weights_is_in_the_next_gather() -> None:
         with torch.no_grad():
             model.blocks[1].proj.weight.copy_(torch.full((15, 15), 0.25))
         found.append(evaluate(runtime))
-        set_full_master(model.head.weight, torch.full((37, 15), -0.5))
+        safe_set_full_fp32_param(model.head.weight, torch.full((37, 15), -0.5))
         found.append(evaluate(runtime))
         return found
 

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from ...api.leaves import get_z3_leaf_modules
-from ...extensions.param_states import full_grad, local_grad
+from ...extensions.param_states import full_grad, safe_get_local_grad
 from ...optim.inner_states import load_inner
 from ...optim.sharded import ShardedOptimizer
 from ...planner.plan_settings import PlanSettings
@@ -194,7 +194,9 @@ class NamedOptimizer(ShardedOptimizer):
 
         Groups without gradients are left out.
         """
-        parts = [[local_grad(param) for param in params] for params in self.params_by_group]
+        parts = [
+            [safe_get_local_grad(param) for param in params] for params in self.params_by_group
+        ]
         found = {
             number: [part for part in each if part is not None] for number, each in enumerate(parts)
         }
