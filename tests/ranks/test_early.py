@@ -120,7 +120,7 @@ def test_an_update_in_backward_changes_no_bit(
         found.append(losses + everything(engine))
     assert_equal(*found)
     early = engine.optimizer.policy(SpeculativeUpdate)
-    tally, chosen = early.stats, early.chosen()
+    tally, chosen = early, early.chosen()
     assert 0 < len(chosen) <= 3
     assert (tally.updated > 0) == bool(engine.optimizer.policy(SpeculativeUpdate).units)
     assert tally.undone == (tally.updated if clipping else 0)
@@ -154,7 +154,7 @@ def test_an_overflow_reverts_early_updates_of_other_units() -> None:
             assert engine.optimizer.overflow is (step == 2)
         found.append(everything(engine))
     assert_equal(*found)
-    assert engine.optimizer.policy(SpeculativeUpdate).stats.undone == len(done)
+    assert engine.optimizer.policy(SpeculativeUpdate).undone == len(done)
 
 
 BETWEEN = [
@@ -293,7 +293,7 @@ def test_a_gradient_that_arrives_after_the_early_update_reverts_it() -> None:
             engine.step()
         found.append(everything(engine))
     assert_equal(*found)
-    assert engine.optimizer.policy(SpeculativeUpdate).stats.undone > 0
+    assert engine.optimizer.policy(SpeculativeUpdate).undone > 0
 
 
 @pytest.mark.ranks(2)
@@ -309,10 +309,10 @@ def test_the_first_units_are_updated_early_up_to_the_size_of_the_undo_log() -> N
         counts[undo_bytes] = len(early.chosen())
         text = (
             f"updates in backward: {len(early.chosen())} of 3 units fit undo_bytes, "
-            f"{early.stats.updated} updates, 0"
+            f"{early.updated} updates, 0"
         )
         assert text in engine.explain()
-        assert early.stats.updated == 2 * len(early.chosen()), "in every step but the first"
+        assert early.updated == 2 * len(early.chosen()), "in every step but the first"
     assert counts == {0: 0, 125_000: 2, 1 << 20: 3}
 
 
@@ -335,7 +335,7 @@ def test_a_disk_that_fails_in_backward_ends_the_job_on_all(
     engine = engine_of("nvme", 0.0)
     for step in range(2):
         train_step(engine, Run(3), step)
-    assert engine.optimizer.policy(SpeculativeUpdate).stats.updated > 0
+    assert engine.optimizer.policy(SpeculativeUpdate).updated > 0
     with a_disk_that_refuses(call, errno.EIO, monkeypatch, rank=1):
         for step in range(2, 5):
             train_step(engine, Run(3), step)

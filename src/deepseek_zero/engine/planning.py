@@ -30,7 +30,7 @@ from ..planner.row_of_group import plan_for
 from ..planner.spec import S
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
 from ..planner.update import UpdateSettings
-from ..precision.codecs import Blocks, Cast, codec_scratch
+from ..precision.codecs import Blocks, codec_scratch
 from ..precision.policy import Policy
 from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
@@ -97,7 +97,6 @@ def plan_run(
             found = plan_shape(shape, settings, mesh, machine, update, placement)
         log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
     log_unquantized(found, among_hosts=not comm.hosts.is_one)
-    log_other_wires(found)
     return found
 
 
@@ -166,18 +165,15 @@ def with_chosen_codes(
 
 
 def log_fixed_bits(config: Config, settings: PlanSettings) -> None:
-    """Log that codecs do not adapt to their errors.
-
-    This is logged if the precision of units adapts to gradients.
+    """Log that codecs do not adapt to their errors, if the precision of units adapts.
 
     Args:
         config: The configuration.
         settings: The settings of sharding, with the codecs.
     """
     asked = settings.compression
-    if config.precision == "auto" and any(
-        (asked.weights, asked.gradients, asked.inside, asked.frozen)
-    ):
+    codecs = (asked.weights, asked.gradients, asked.inside, asked.frozen)
+    if config.precision == "auto" and any(codecs):
         log_once(
             "precision auto chooses the dtype of units (16 or 32 bits), not the bits of quantized "
             "messages: it does not read their quantization error, and they keep the configured "
@@ -202,18 +198,18 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
     room = codec_scratch(codec, numel, device)
     message = torch.empty(codec.length(numel), dtype=codec.dtype, device=device)
 
-    def seconds(work: Callable[[], None]) -> float:
-        found = []
+    def rate(work: Callable[[], None]) -> float:
+        seconds = []
         for _ in range(MEASURED_TIMES):
             began = time.perf_counter()
             work()
             synchronize(device)
-            found.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
         # Exclude the first touch of pages and time that other programs took
-        return min(found)
+        return numel / min(seconds)
 
-    encode = seconds(lambda: codec.encode(values, message, room))
-    return numel / encode, numel / seconds(lambda: codec.decode(message, 0, numel, values, room))
+    encoding = rate(lambda: codec.encode(values, message, room))
+    return encoding, rate(lambda: codec.decode(message, 0, numel, values, room))
 
 
 def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
@@ -241,18 +237,17 @@ def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
             row.grad is not None and row.grad.wire == asked.gradients for row in groups
         ),
     }
-    for state in (
-        state for state, codec in wanted.items() if codec is not None and not found[state]
-    ):
+    for state, codec in wanted.items():
+        if codec is None or found[state]:
+            continue
         why = (
             f"no unit has matrices of {asked.min_numel:,} elements that are sent "
             "(compression.min_numel)"
         )
         if state == "frozen weights":
             why = (
-                "weights are sharded at stage 3 only"
-                if plan.settings.stage < 3
-                else _nothing_frozen(plan)
+                f"no unit has frozen matrices of {asked.min_numel:,} elements that are sharded "
+                "(compression.min_numel, stage 3, stage3_param_persistence_threshold)"
             )
         elif plan.mesh.shard_size == 1:
             why = "no other rank has shards of the same state"
@@ -261,7 +256,7 @@ def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
         elif found["gradients"] and state != "weights":
             why = "sums are not formed by host (ranks_per_host)"
         done = "kept" if state == "frozen weights" else "sent"
-        log_once(f"{state} are {done} unquantized, although {wanted[state]} is configured: {why}.")
+        log_once(f"{state} are {done} unquantized, although {codec} is configured: {why}.")
     is_coded = any(wanted[state] is not None and found[state] for state in ("weights", "gradients"))
     if is_coded and among_hosts and not plan.machine.spans_hosts:
         log_once(
@@ -272,37 +267,15 @@ def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
         )
 
 
-def log_other_wires(plan: Plan) -> None:
-    """Log which gradients are not sent in the dtype of `communication_data_type`."""
-    if (asked := plan.settings.policy.reduce) is None:
-        return
-    rows = [(group.plan, group.near) for unit in plan.units for group in unit.trained]
-    by_host = asked != torch.float32 and any(
-        near > 1 and row.grad_wire == Cast(asked) for row, near in rows
-    )
-    is_other = any(row.grad is not None and row.grad.dtype != asked for row, _ in rows)
-    found = {
-        "matrices, which are sent quantized": any(
-            isinstance(row.grad_wire, Blocks) for row, _ in rows
-        ),
-        "the sums of hosts, which are fp32 (ranks_per_host)": by_host,
-        "sums over replicas, which are in the gradient's own dtype": plan.mesh.dp_replicate > 1
-        and is_other,
-    }
-    if others := [name for name, is_there in found.items() if is_there]:
-        log_once(f"communication_data_type does not apply to {', nor to '.join(others)}.")
-
-
 def log_whole_weights(plan: Plan) -> None:
     """Log that stage 3 shards almost nothing.
 
     This happens because the default threshold is meant for large models.
     """
     groups = [group for unit in plan.units for group in unit.groups]
-    total = plan.numel
     whole = sum(group.layout.numel for group in groups if group.plan.weight.placement is not S)
-    if plan.settings.stage == 3 and whole > (1 - NEXT_TO_NOTHING) * total:
-        told = f"all {total}" if whole == total else f"{whole} of {total}"
+    if plan.settings.stage == 3 and whole > (1 - NEXT_TO_NOTHING) * plan.numel:
+        told = f"all {whole}" if whole == plan.numel else f"{whole} of {plan.numel}"
         log_once(
             f"stage 3 shards almost nothing: {told} parameters are replicated, in "
             "tensors of at most zero_optimization.stage3_param_persistence_threshold = "
@@ -329,16 +302,6 @@ def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
             "bf16 arithmetic", "by conversion", f"this {device.type.upper()} does not compute in it"
         )
     ]
-
-
-def _nothing_frozen(plan: Plan) -> str:
-    """Return why no frozen weight is kept as codes at stage 3."""
-    if all(group.plan.grad is not None for unit in plan.units for group in unit.groups):
-        return "every parameter is trained"
-    return (
-        f"no unit has sharded matrices of {plan.settings.compression.min_numel:,} elements that "
-        "are frozen (compression.min_numel, stage3_param_persistence_threshold)"
-    )
 
 
 def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) -> PlanSettings:
@@ -382,18 +345,17 @@ def with_order_of_sums(
     """
     if settings.ranks_per_host is not None:
         return settings
+    why = ""
     if counted > 1 and optimizer is not None and issubclass(optimizer, optimizers.OneBitAdam):
-        log_once(
-            "sums are formed in the order of ranks, not by host: OneBitAdam exchanges "
-            "momenta rank by rank."
-        )
-        counted = 1
-    try:
-        mesh.near_size(counted)
-    except UsageError as error:
-        log_once(f"sums are formed in the order of ranks, not by host: {error.what}")
-        counted = 1
-    return replace(settings, ranks_per_host=counted)
+        why = "OneBitAdam exchanges momenta rank by rank."
+    else:
+        try:
+            mesh.near_size(counted)
+        except UsageError as error:
+            why = error.what
+    if why:
+        log_once(f"sums are formed in the order of ranks, not by host: {why}")
+    return replace(settings, ranks_per_host=1 if why else counted)
 
 
 def update_of(
@@ -431,16 +393,26 @@ def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device)
         Collective: every rank must call it.
     """
     sharers = ranks_of_this_host()
-    memory = int(WORTH_FILLING * free_host_bytes()) // sharers
-    near = memory if (free := free_device_bytes(device)) is None else int(WORTH_FILLING * free)
-    disk = Disk.free_bytes(placement.path) // sharers if placement.path is not None else 0
-    mine = [
-        near if placement.device is None else placement.device,
-        memory if placement.host is None else placement.host,
-        disk if placement.disk is None else placement.disk,
-    ]
-    least = comm.all_gather_rows(torch.tensor(mine), "free memory for states").amin(dim=0)
-    return dict(zip((Tier.DEVICE, Tier.HOST, Tier.NVME), map(int, least), strict=True))
+    host = int(WORTH_FILLING * free_host_bytes()) // sharers
+    free = free_device_bytes(device)
+    measured = {
+        Tier.DEVICE: host if free is None else int(WORTH_FILLING * free),
+        Tier.HOST: host,
+        Tier.NVME: Disk.free_bytes(placement.path) // sharers if placement.path is not None else 0,
+    }
+    own = list((measured | _stated(placement)).values())
+    least = comm.all_gather_rows(torch.tensor(own), "free memory for states").amin(dim=0)
+    return dict(zip(measured, map(int, least), strict=True))
+
+
+def _stated(placement: PlacementSettings) -> dict[Tier, int]:
+    """Return the configured bytes of the memories that have some."""
+    stated = {
+        Tier.DEVICE: placement.device,
+        Tier.HOST: placement.host,
+        Tier.NVME: placement.disk,
+    }
+    return {tier: nbytes for tier, nbytes in stated.items() if nbytes is not None}
 
 
 def stated_budgets(
@@ -457,13 +429,14 @@ def stated_budgets(
         UsageError: A memory may be chosen but has no configured bytes.
     """
     choices = TierChoices.of(settings, placement, device)
-    stated = {Tier.DEVICE: placement.device, Tier.HOST: placement.host, Tier.NVME: placement.disk}
+    stated = _stated(placement)
     asked = {*choices.weights, *choices.states} if choices.are_open else set[Tier]()
-    if missing := [tier.value for tier in stated if tier in asked and stated[tier] is None]:
+    missing = [tier.value for tier in Tier if tier in asked and tier not in stated]
+    if missing:
         raise UsageError(
             'the configuration has device "auto", and there is no budget for '
             f"{', '.join(missing)}.",
             "A plan for another machine cannot measure its free memory.",
             "state memory_budget.device, .host and .disk in bytes of one rank.",
         )
-    return {tier: nbytes for tier, nbytes in stated.items() if nbytes is not None}
+    return stated

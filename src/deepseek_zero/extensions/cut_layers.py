@@ -307,7 +307,9 @@ def _tiles_of(cut: LayerCut) -> list[nn.Parameter]:
         set_rows(tile, Rows(cut.name, shape, low))
         tiles.append(tile)
     if isinstance(owner, InitShard):
-        owner.session.cut_again(tiles)
+        with torch.no_grad():
+            for tile in tiles:
+                owner.session.cut(tile)
     cut.weight.__dict__[CUT_INTO] = tuple(tiles)
     return tiles
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
+from ..base.errors import UsageError
 from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.updater import Decision, Updater
 from ..planner.extras import late_gradient_of
@@ -24,7 +23,6 @@ from ..planner.spec import S, Spec
 from ..sharding.grad_sum import GradState, GradSum
 from ..sharding.gradient import Gradient
 from ..sharding.param_group import ParamGroup
-from .speculative_update import refuse_joining_with_undo_log
 
 _TILE_NUMEL = 1 << 20  # Elements that are swapped at a time if the buffers cannot be exchanged
 
@@ -67,21 +65,23 @@ class DelayedGradient(GradSum):
             self.buffer = theirs
             other.buffer = mine
         else:
-            _change_places(theirs.shard(self.group.comm_ctx.comm.rank), mine.load())
+            left = theirs.shard(self.group.comm_ctx.comm.rank).split(_TILE_NUMEL)
+            for one, another in zip(left, mine.load().split(_TILE_NUMEL), strict=True):
+                held = one.clone()
+                one.copy_(another)
+                another.copy_(held)
         absent = self.absent
         self.absent = other.absent
         other.absent = absent
         other.known_squares = None
-        after = GradState.REDUCED if comes else GradState.EMPTY
-        other.become(after)
+        other.become(GradState.REDUCED if comes else GradState.EMPTY)
         self.restore(is_full=keep)
         if not keep:
             self.discard()
 
     def restore(self, *, is_full: bool) -> None:
         """Set whether `buffer` holds a gradient, as after loading a checkpoint."""
-        state = GradState.HELD if is_full else GradState.EMPTY
-        self.become(state)
+        self.become(GradState.HELD if is_full else GradState.EMPTY)
 
     def discard(self) -> None:
         """Drop the gradient, so that no update uses it."""
@@ -92,11 +92,18 @@ class DelayedGradient(GradSum):
             self.buffer.storage.discard(0, self.buffer.memory.numel())
 
 
-def _change_places(left: Tensor, right: Tensor) -> None:
-    for mine, yours in zip(left.split(_TILE_NUMEL), right.split(_TILE_NUMEL), strict=True):
-        held = mine.clone()
-        mine.copy_(yours)
-        yours.copy_(held)
+def refuse_joining_with_undo_log(what: str, fix: str) -> None:
+    """Raise `UsageError` because parameters cannot join an optimizer with an undo log.
+
+    Args:
+        what: The event that makes parameters join.
+        fix: What the user can do.
+    """
+    raise UsageError(
+        f"{what}, under super_offload or delayed_update_after.",
+        "Updates made in backward are undone from a log that was laid out for the others.",
+        fix,
+    )
 
 
 def delayed_gradient(group: ParamGroup) -> DelayedGradient:

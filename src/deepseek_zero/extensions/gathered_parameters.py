@@ -36,9 +36,11 @@ def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
     Raises:
         UsageError: The engine of a parameter was deleted.
     """
-    found = {id(owner): owner for owner in map(owner_of, params) if isinstance(owner, ParamGroup)}
+    owners = dict.fromkeys(map(owner_of, params))
     ordered: list[ParamGroup] = []
-    for group in found.values():
+    for group in owners:
+        if not isinstance(group, ParamGroup) or group in ordered:
+            continue
         runtime = group.runtime()
         if runtime is None:
             raise UsageError(
@@ -48,7 +50,7 @@ def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
                 "keep the engine as long as the model is used; take state_dict() before deleting "
                 "it.",
             )
-        ordered += [each for each in runtime.groups if id(each) in found and each not in ordered]
+        ordered += [each for each in runtime.groups if each in owners]
     return ordered
 
 
@@ -66,18 +68,14 @@ def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
     Note:
         Collective if the state is sharded.
     """
-    full = FlatBuffer(
-        group.layout,
-        buffer.spec.gathered(),
-        torch.empty(
-            group.layout.padded_numel, dtype=buffer.spec.dtype, device=group.comm_ctx.pool.device
-        ),
-    )
+    spec = buffer.spec.gathered()
+    device = group.comm_ctx.pool.device
+    full = torch.empty(group.layout.padded_numel, dtype=spec.dtype, device=device)
     if buffer.spec.placement is S:
-        move(buffer, full, group.comm_ctx, what).wait()
+        move(buffer, FlatBuffer(group.layout, spec, full), group.comm_ctx, what).wait()
     else:
-        full.memory.copy_(buffer.load())
-    return full.memory
+        full.copy_(buffer.load())
+    return full
 
 
 def join_split(values: Tensor, split: Split, comm: Comm, what: str) -> Tensor:
@@ -152,28 +150,29 @@ class GatheredParameters:
         self.enabled = enabled
         self.groups: list[ParamGroup] = []
         self.building: list[tuple[nn.Parameter, InitShard]] = []
-        self._copies: list[Tensor] = []
-        self._marks: list[tuple[int, ...]] = []
+        # Each group with its gathered values, and their marks if changes are refused
+        self._held: list[tuple[ParamGroup, Tensor, tuple[int, ...]]] = []
 
     def __enter__(self) -> GatheredParameters:
         if not self.enabled:
             return self
         self.groups = [group for group in groups_of(self.params) if not group.is_pinned]
         self.building = _under_construction(self.params)
+        copies = []
         with torch.inference_mode(False), torch.no_grad():
             for param, shard in self.building:
                 shard.pin_unsharded(param, watch=self.modifier_rank is None)
             for group in self.groups:
                 group.is_pinned = True
                 copy = gather_full(group.weight, group, group.members[0].name)
-                self._copies.append(copy)
+                copies.append(copy)
                 buffer = FlatBuffer(group.layout, group.plan.weight.gathered(), copy)
                 for member in group.members:
                     member.unshard(buffer.view(member.slot))
-        if self.modifier_rank is None:
-            self._marks = [
-                _mark(group, copy) for group, copy in zip(self.groups, self._copies, strict=True)
-            ]
+        self._held = [
+            (group, copy, _mark(group, copy) if self.modifier_rank is None else ())
+            for group, copy in zip(self.groups, copies, strict=True)
+        ]
         return self
 
     def __exit__(
@@ -189,8 +188,7 @@ class GatheredParameters:
                 with torch.no_grad():
                     self._take_over() if self.modifier_rank is not None else self._refuse_changes()
         finally:
-            winner = self.modifier_rank if kind is None else None
-            self._reshard(winner)
+            self._reshard(self.modifier_rank if kind is None else None)
 
     def discard(self) -> None:
         """Leave the context as after an exception: changes are dropped. Local."""
@@ -198,33 +196,32 @@ class GatheredParameters:
 
     def _take_over(self) -> None:
         assert self.modifier_rank is not None
-        for group, copy in zip(self.groups, self._copies, strict=True):
+        for group, copy, _ in self._held:
             comm = group.comm_ctx.world
             if comm.rank == self.modifier_rank:
                 with propagate_errors(comm):
                     _take_replaced(group, copy)
-            scatter(
-                comm,
-                [copy] * comm.size,
-                copy,
-                f"changed {group.members[0].name}",
-                self.modifier_rank,
-            )
+            what = f"changed {group.members[0].name}"
+            scatter(comm, [copy] * comm.size, copy, what, self.modifier_rank)
             set_full_values(group, copy)
 
     def _refuse_changes(self) -> None:
-        held = zip(self.groups, self._copies, self._marks, strict=True)
-        changed = [member_names(group) for group, copy, mark in held if _mark(group, copy) != mark]
+        if self.groups:
+            comm = self.groups[0].comm_ctx.world
+        elif self.building:
+            comm = self.building[0][1].session.open_comm()
+        else:
+            return
+        changed = [
+            ", ".join([member.name for member in group.members][:3])
+            for group, copy, mark in self._held
+            if _mark(group, copy) != mark
+        ]
         changed += [
             shard.name_of(param) for param, shard in self.building if shard.is_changed(param)
         ]
-        comms = [group.comm_ctx.world for group in self.groups] + [
-            shard.session.open_comm() for _, shard in self.building
-        ]
-        if not comms:
-            return
         row = torch.tensor([len(changed)])
-        if int(comms[0].all_gather_rows(row, "changes in GatheredParameters").sum()):
+        if int(comm.all_gather_rows(row, "changes in GatheredParameters").sum()):
             where = f", among {changed[0]}." if changed else " on another rank."
             raise UsageError(
                 "parameters had an in-place modification inside "
@@ -248,8 +245,7 @@ class GatheredParameters:
                     member.unshard(source.view(member.slot))
         self.groups = []
         self.building = []
-        self._copies = []
-        self._marks = []
+        self._held = []
 
 
 def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, InitShard]]:
@@ -257,13 +253,12 @@ def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Paramet
 
     Each comes once, in an order that is the same on every rank.
     """
-    found = {id(param): (param, owner_of(param)) for param in params}
-    shards = [
-        (param, owner)
-        for param, owner in found.values()
-        if isinstance(owner, InitShard) and not owner.is_pinned
-    ]
-    return sorted(shards, key=lambda pair: pair[1].number)
+    found = dict[int, tuple[nn.Parameter, InitShard]]()
+    for param in params:
+        owner = owner_of(param)
+        if isinstance(owner, InitShard) and not owner.is_pinned:
+            found[owner.number] = param, owner
+    return [found[number] for number in sorted(found)]
 
 
 def take_changed(master: MasterWeight, changed: Tensor, weight: Tensor) -> None:
@@ -306,12 +301,6 @@ def _mark(group: ParamGroup, copy: Tensor) -> tuple[int, ...]:
     versions = map(version_of, params)
     addresses = (param.data_ptr() for param in params)
     return int(copy.view(torch.int64).sum()), *versions, *addresses
-
-
-def member_names(group: ParamGroup) -> str:
-    """Return the names of a group's first parameters, for messages."""
-    names = [member.name for member in group.members]
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def set_full_values(group: ParamGroup, full: Tensor) -> None:

@@ -22,7 +22,8 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.step_state import Phase
 from ..sharding.unit import Unit
+from .delayed_update import DelayedUpdate, refuse_joining_with_undo_log
 
 # Optimizers whose step over one shard uses only that shard, its entry in `state` and constant
 # hyper-parameters
@@ -53,43 +55,20 @@ BY_SHARD = frozenset(
 )
 
 
-@dataclass
-class SpeculationStats:
-    """Counts of updates in backward.
-
-    Attributes:
-        updated: Units that were updated in backward.
-        undone: Updates among these that were undone.
-    """
-
-    updated: int = 0
-    undone: int = 0
-
-
-class Delay(Protocol):
-    """A policy whose steps carry out the decision of an earlier step."""
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether the next step carries out an earlier decision."""
-
-    def expected(self) -> Decision | None:
-        """Return that decision; None if there is none."""
-
-
 class SpeculativeUpdate(UpdatePolicy):
     """Policy of one optimizer that updates units before the decision of their step.
 
     Attributes:
         budget: Size of the undo log in bytes.
         units: Tiles of the units that may be updated in backward, by unit number, ascending.
-        stats: Counts of updates.
+        updated: Number of units that were updated in backward.
+        undone: Number of these updates that were undone.
     """
 
     keeps_decisions = True
     undoes = True
 
-    def __init__(self, delay: Delay | None, budget: int, *, speculates: bool) -> None:
+    def __init__(self, delay: DelayedUpdate | None, budget: int, *, speculates: bool) -> None:
         """Build the policy.
 
         Args:
@@ -99,7 +78,8 @@ class SpeculativeUpdate(UpdatePolicy):
         """
         self.budget = budget
         self.units: Mapping[int, Sequence[Tile]] = {}
-        self.stats = SpeculationStats()
+        self.updated = 0
+        self.undone = 0
         self.runtime: Runtime
         self.updater: Updater
         self.log: UndoLog
@@ -168,16 +148,13 @@ class SpeculativeUpdate(UpdatePolicy):
         if any(group.guard.pending is not None for group in groups):
             return  # an earlier step's update is still deferred
         # The gradients keep these sums (`known_squares`), so the step need not compute them again
-        sums = [
-            square
-            for squares in squares_of([group.gradient.sum for group in groups])
-            for square in squares
-        ]
-        if self._decision.source is collected and not all(map(math.isfinite, sums)):
+        sums = squares_of([group.gradient.sum for group in groups])
+        is_finite = all(map(math.isfinite, chain.from_iterable(sums)))
+        if self._decision.source is collected and not is_finite:
             return
         self._update_tiles(tiles, self._decision)
         self._done[unit.number] = groups
-        self.stats.updated += 1
+        self.updated += 1
         for group in groups:
             group.set_pending(self)
 
@@ -232,38 +209,33 @@ class SpeculativeUpdate(UpdatePolicy):
             due: Decision of the step. None undoes all early updates.
         """
         if self._decision is None or due is None or not _agree(self._decision, due):
-            self.undo()
+            self.flush()
         stands = frozenset(self._done)
-        self._close()
+        self._forget()
+        self.log.clear()
         self._decision = None
         self._reduced = []
         self._is_off = False
         return stands
-
-    def finish(self) -> None:
-        self.undo()
 
     def discard(self) -> None:
         self.conclude(None)
 
     def flush(self) -> None:
         """Undo all early updates, because a program reads a state before the step is over."""
-        self.undo()
-
-    def flush_group(self, group: ParamGroup) -> None:
-        """Undo all early updates, as `flush` does."""
-        self.undo()
-
-    def undo(self) -> None:
-        """Restore every byte that was written before the decision of the step."""
         if not self._done:
             return
         self._is_off = True
-        self.stats.undone += len(self._done)
-        self._clear_deferred()
+        self.undone += len(self._done)
+        self._forget()
         with self.updater.guard_mixture():
             self.log.undo()
-        self._close()
+
+    finish = flush
+
+    def flush_group(self, group: ParamGroup) -> None:
+        """Undo all early updates, as `flush` does."""
+        self.flush()
 
     def explain(self) -> list[str]:
         """Return the lines for `engine.explain`."""
@@ -273,21 +245,17 @@ class SpeculativeUpdate(UpdatePolicy):
                 "sharded weight"
             ]
         fit = len(self._chosen) if self._chosen is not None else "some"
-        stats = f"{self.stats.updated} updates, {self.stats.undone} of them undone"
+        stats = f"{self.updated} updates, {self.undone} of them undone"
         needed = format_bytes(sum(self._log_bytes().values()))
         return [
             f"updates in backward: {fit} of {len(self.units)} units fit undo_bytes, {stats}; all "
             f"units need {needed}"
         ]
 
-    def _clear_deferred(self) -> None:
+    def _forget(self) -> None:
         for group in (group for groups in self._done.values() for group in groups):
             group.set_pending(None)
-
-    def _close(self) -> None:
-        self._clear_deferred()
         self._done = {}
-        self.log.clear()
 
 
 def works_by_shard(cls: type[Optimizer]) -> bool:
@@ -306,20 +274,6 @@ def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
         "Its step may change more than one shard's state, which could then not be undone by "
         "itself.",
         f"use one of {', '.join(sorted(BY_SHARD))}, or leave super_offload out.",
-    )
-
-
-def refuse_joining_with_undo_log(what: str, fix: str) -> None:
-    """Raise `UsageError` because parameters cannot join an optimizer with an undo log.
-
-    Args:
-        what: The event that makes parameters join.
-        fix: What the user can do.
-    """
-    raise UsageError(
-        f"{what}, under super_offload or delayed_update_after.",
-        "Updates made in backward are undone from a log that was laid out for the others.",
-        fix,
     )
 
 
@@ -446,16 +400,24 @@ def _has_frozen(group: ParamGroup) -> bool:
 
 def _agree(left: Decision, right: Decision) -> bool:
     """Return whether both decisions lead to the same bits."""
-    return (left.factor, left.number) == (right.factor, right.number) and _same(
-        left.hypers, right.hypers
-    )
+    ours = left.hypers or []
+    theirs = right.hypers or []
+    return (left.factor, left.number, len(ours)) == (
+        right.factor,
+        right.number,
+        len(theirs),
+    ) and all(map(_same, ours, theirs))
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(_same, left, right))
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
-    return type(left) is type(right) and bool(left == right)
+def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Return whether two parameter groups have the same hyper-parameters."""
+    if left.keys() != right.keys():
+        return False
+    for key, one in left.items():
+        other = right[key]
+        if type(one) is not type(other):
+            return False
+        is_equal = torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        if not is_equal:
+            return False
+    return True

@@ -30,7 +30,6 @@ from ..precision.policy import cast_master
 from ..sharding.sharded_parameter import (
     NEEDS_ELEMENTS,
     ModelBuilder,
-    Owner,
     ShardedParameter,
     dtype_of_conversion,
     owner_of,
@@ -165,7 +164,12 @@ class InitShard(ModelBuilder):
         """
         self.slice = self.slice.to(dtype)
         with without_torch_function():
-            reshard(param, _placeholder(self.slice, self.shape))
+            self.hide(param)
+
+    def hide(self, param: nn.Parameter) -> None:
+        """Give the parameter its sharded form, in which it has no values. Local."""
+        nothing = _nothing(self.slice.dtype, self.slice.device)
+        reshard(param, nothing.expand(self.shape))
 
     def reshard(self, param: nn.Parameter, source: int | None) -> None:
         """Shard the parameter again. Collective.
@@ -185,7 +189,7 @@ class InitShard(ModelBuilder):
         self.unsharded = None
         self.is_pinned = False
         self.session.unsharded = [shard for shard in self.session.unsharded if shard is not self]
-        reshard(param, _placeholder(self.slice, self.shape))
+        self.hide(param)
 
     # -- the protocol `Owner` (sharded_parameter.py)
 
@@ -244,11 +248,13 @@ class InitShard(ModelBuilder):
             AtRestError: The operation reads elements and is not an initialization.
         """
         found = _converted(self, param, name, args, kwargs)
-        may_run = found is not NEEDS_ELEMENTS or (
-            _may_initialise(name) and self.lend_scratch(param)
-        )
-        if not may_run:
-            raise self.at_rest(param, name)
+        if found is NEEDS_ELEMENTS:
+            # An initialization changes its tensor, or a view that it takes of it
+            may_initialize = name == "__getitem__" or (
+                name.endswith("_") and not name.endswith("__")
+            )
+            if not may_initialize or not self.lend_scratch(param):
+                raise self.at_rest(param, name)
         return found
 
     def at_rest(self, param: nn.Parameter, operation: str) -> AtRestError:
@@ -415,29 +421,37 @@ class Init:
             module, [param for shard in self.unsharded if (param := shard.param()) is not None]
         )
         with torch.no_grad():
-            for param in _whole_params(module):
-                self._cut(param)
+            for param in module.parameters():
+                if owner_of(param) is None and not param.is_meta:
+                    self.cut(param)
 
-    def _cut(self, param: nn.Parameter) -> None:
-        dtype = self.dtype_of(param)
-        if self.dtype not in (None, dtype):
-            self._uncast.append(weakref.ref(param))
-        mine = _scatter_slices(self.open_comm(), param.data, 0, dtype)
-        shard = InitShard(
-            weakref.ref(param), type(param), param.shape, mine.clone(), self, next(NUMBERS)
-        )
-        keep_alive(param, shard)
-        reshard(param, _placeholder(mine, param.shape))
-
-    def cut_again(self, params: Iterable[nn.Parameter]) -> None:
-        """Shard parameters that were made from the values of a sharded one.
+    def cut(self, param: nn.Parameter) -> None:
+        """Shard one parameter.
 
         Note:
             Collective: every rank must call it.
         """
-        with torch.no_grad():
-            for param in params:
-                self._cut(param)
+        dtype = self.dtype_of(param)
+        if self.dtype not in (None, dtype):
+            self._uncast.append(weakref.ref(param))
+        mine = _scatter_slices(self.open_comm(), param.data, 0, dtype).clone()
+        self.own(param, type(param), mine)
+
+    def own(self, param: nn.Parameter, kind: type[nn.Parameter], mine: Tensor) -> InitShard:
+        """Make a parameter own its slice while the model is built, and hide its values. Local.
+
+        After the model is wrapped, the parameter's group owns the slice.
+
+        Args:
+            param: The parameter.
+            kind: The class of the parameter before it was sharded.
+            mine: This rank's slice, flat.
+        """
+        shard = InitShard(weakref.ref(param), kind, param.shape, mine, self, next(NUMBERS))
+        set_owner(param, shard)
+        param.__dict__["_zero_init"] = shard
+        shard.hide(param)
+        return shard
 
     def end_scratch(self) -> None:
         """Drop the temporary memory of `InitShard.lend_scratch`. Local."""
@@ -445,7 +459,7 @@ class Init:
         self.scratch = lambda: None
         shard = owner_of(param) if param is not None else None
         if param is not None and isinstance(shard, InitShard):
-            reshard(param, _placeholder(shard.slice, shard.shape))
+            shard.hide(param)
 
     def reshard_pinned(self) -> None:
         """Shard the parameters again that an initialization has gathered.
@@ -470,7 +484,7 @@ class Init:
                         continue
                     shard.slice.copy_(_scatter_slices(self.open_comm(), full, 0, shard.slice.dtype))
                 shard.unsharded = None
-                reshard(param, _placeholder(shard.slice, shard.shape))
+                shard.hide(param)
         self.unsharded = busy
 
 
@@ -490,7 +504,7 @@ def _converted(
     if name == "pad":
         widths = args[1] if len(args) > 1 else kwargs["pad"]
         return param if not any(widths) else NEEDS_ELEMENTS
-    if name == "data" and _stands_for(args[1], owner):
+    if name == "data" and type(args[1]) is ShardedParameter and owner_of(args[1]) is owner:
         with without_torch_function():
             dtype = args[1].dtype
         owner.convert(param, dtype)
@@ -499,26 +513,11 @@ def _converted(
     if wanted is None:
         return NEEDS_ELEMENTS
     with without_torch_function():
-        nothing = torch.full((), _nothing(wanted), dtype=wanted, device=param.device)
-        return _handle(owner, nothing.expand(param.shape))
-
-
-def _may_initialise(name: str) -> bool:
-    """Return whether a call changes its tensor, or returns a view that may be changed."""
-    return name == "__getitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-def _stands_for(value: Any, owner: Any) -> bool:
-    """Return whether a value is the parameter of `owner`, or a handle of it."""
-    return type(value) is ShardedParameter and owner_of(value) is owner
-
-
-def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
-    """Return a sharded parameter that represents another one in another dtype."""
-    handle = nn.Parameter(nothing, requires_grad=False)
-    set_owner(handle, owner)
-    handle.__class__ = ShardedParameter
-    return handle
+        nothing = _nothing(wanted, param.device).expand(param.shape)
+        handle = nn.Parameter(nothing, requires_grad=False)
+        set_owner(handle, owner)
+        handle.__class__ = ShardedParameter
+        return handle
 
 
 def refuse_other_form(name: str, value: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -558,14 +557,10 @@ def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) 
     return mine
 
 
-def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
-    """Return the data of a sharded parameter: one NaN, expanded to the whole shape."""
-    nothing = _nothing(like.dtype)
-    return torch.full((), nothing, dtype=like.dtype, device=like.device).expand(shape)
-
-
-def _nothing(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point else 0
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the scalar that stands for every element of a sharded parameter: NaN or 0."""
+    value = float("nan") if dtype.is_floating_point else 0
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _mark_of(param: nn.Parameter) -> tuple[int, int]:
@@ -626,7 +621,7 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
         with torch.no_grad():
             for param in own.values():
                 if owner_of(param) is None:
-                    session._cut(param)
+                    session.cut(param)
         yield module
 
 
@@ -656,34 +651,10 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
 
 def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     """Shard a parameter on the meta device, with zeros as values."""
-    dtype = session.dtype_of(param)
-    shape = param.shape
     kind = type(param)
     per_rank = -(-param.numel() // session.open_comm().size)
-    values = torch.zeros(per_rank, dtype=dtype, device=session._device)
-    nothing = torch.full((), _nothing(dtype), dtype=dtype, device=values.device)
-    real = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
+    values = torch.zeros(per_rank, dtype=session.dtype_of(param), device=session._device)
+    nothing = _nothing(values.dtype, values.device)
+    real = nn.Parameter(nothing.expand(param.shape), requires_grad=param.requires_grad)
     torch.utils.swap_tensors(param, real)  # Keeps the object, so earlier optimizers stay valid
-    shard = InitShard(weakref.ref(param), kind, shape, values, session, next(NUMBERS))
-    keep_alive(param, shard)
-    reshard(param, nothing.expand(shape))
-    return shard
-
-
-def keep_alive(param: nn.Parameter, shard: InitShard) -> None:
-    """Make a parameter own its slice while the model is built.
-
-    After the model is wrapped, the parameter's group owns the slice.
-
-    Args:
-        param: The parameter.
-        shard: Its slice.
-    """
-    set_owner(param, shard)
-    param.__dict__["_zero_init"] = shard
-
-
-def _whole_params(module: nn.Module) -> Iterator[nn.Parameter]:
-    for param in module.parameters():
-        if owner_of(param) is None and not param.is_meta:
-            yield param
+    return session.own(param, kind, values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from deepseek_zero.config import Config, Facts, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine.planning import (
     log_fixed_bits,
-    log_other_wires,
     log_unquantized,
     with_useful_copies,
 )
@@ -30,7 +28,6 @@ from deepseek_zero.planner.machine import Machine
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.plan_settings import Compression, PlanSettings, UnitTiers
 from deepseek_zero.precision.codecs import Blocks
-from deepseek_zero.precision.policy import Policy
 from deepseek_zero.tiers.tier import Tier
 from tests.compositions import engines_of_threads
 from tests.in_process import Rank, run_ranks
@@ -201,46 +198,6 @@ def test_codes_inside_a_host_with_local_slices_are_logged(
         any("quantization saves no bytes between hosts" in line for line in caplog.messages)
         == is_said
     )
-
-
-@pytest.mark.parametrize(
-    ("reduce", "keys", "mesh", "words"),
-    [
-        (
-            torch.bfloat16,
-            {"compression": Compression(gradients=Blocks(4, 128))},
-            Mesh(dp_shard=2),
-            "sent quantized",
-        ),
-        (
-            torch.bfloat16,
-            {"ranks_per_host": 2},
-            Mesh(dp_shard=4),
-            "the sums of hosts, which are fp32",
-        ),
-        (
-            torch.bfloat16,
-            {"ranks_per_host": 2},
-            Mesh(dp_replicate=2, dp_shard=4),
-            "hosts, .*, nor to sums over replicas",
-        ),
-        (torch.float32, {"ranks_per_host": 2}, Mesh(dp_shard=4), ""),
-        (torch.bfloat16, {}, Mesh(dp_shard=4), ""),
-        (None, {"compression": Compression(gradients=Blocks(4, 128))}, Mesh(dp_shard=2), ""),
-    ],
-)
-def test_gradients_sent_in_another_dtype_than_configured_are_logged(
-    reduce: torch.dtype | None,
-    keys: dict[str, Any],
-    mesh: Mesh,
-    words: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    settings = PlanSettings(persistence_numel=0, policy=Policy(reduce=reduce), **keys)
-    with caplog.at_level("INFO", logger="deepseek_zero"):
-        log_other_wires(plan_model(nn.Linear(8, 8), settings, mesh))
-    (line,) = caplog.messages or [""]
-    assert bool(line) is bool(words) and re.search(words, line)
 
 
 @pytest.mark.parametrize("precision", ["auto", "bf16"])
