@@ -510,7 +510,8 @@ class ZeroEngine(Engine):
         Note:
             Collective: every rank must call it.
         """
-        engine.load_weights(self.runtime, path, strict)
+        folder = path_of("load_weights", "path", path)
+        checkpoint.load_weights_into(self.runtime, folder, strict=strict)
 
     # -- memory and speed
 
@@ -634,8 +635,7 @@ class ZeroEngine(Engine):
 
         Print the result to see a table.
         """
-        parked = self.parts.recompute.offloaded() if self.parts.recompute is not None else []
-        return memory_report(self.runtime, self.optimizer, parked, self.parts.pipeline)
+        return memory_report(self.parts)
 
     def explain(self, picture: Path | str | None = None) -> str:
         """Describe the plan and where this rank's step time went.
@@ -704,9 +704,7 @@ class ZeroEngine(Engine):
         """
         if picture is not None:
             path_of("memory_trace", "picture", picture)
-        recompute = self.parts.recompute
-        offloaded = recompute.offloaded if recompute is not None else list
-        trace = traced(self.runtime, self.optimizer, offloaded, self.parts.pipeline)
+        trace = traced(self.parts)
         with trace.recording():
             yield trace
         if picture is not None and is_rank_zero():

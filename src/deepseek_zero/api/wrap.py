@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import checkpoint
 from ..base.device import ScalesItself, default_device
 from ..base.errors import UsageError, shown
-from ..base.given import refuse
+from ..base.given import path_of, refuse
 from ..base.log import log_once
 from ..base.mesh import current_mesh
 from ..base.world import ALONE, size
@@ -28,17 +29,17 @@ from ..comm.net.store import launchers_store
 from ..config import resolve
 from ..config.keywords import ZeroKeywords
 from ..config.load import load
-from ..engine import exporting
 from ..engine.assemble import assemble
 from ..engine.engine import Parts
+from ..engine.exporting import export
 from ..engine.mesh_statements import choose_mesh, statements_of
 from ..engine.module_wrapper import StandsForModule
-from ..engine.optimizer import adopting, client_states, forget_others, granularities
+from ..engine.optimizer import adopting, client_states, forget_others
 from ..engine.request import Request, parameters_of
 from ..engine.start import example_of, facts_of, prepare_process
 from ..extensions.policies import policies_of
 from ..optim.sharded import ShardedOptimizer
-from ..optimizers.registry import resolve_optimizer
+from ..optimizers.registry import granularity_of, resolve_optimizer
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
@@ -213,7 +214,7 @@ class DeepSeekZeRO3(StandsForModule):
         Note:
             Collective: every rank must call it with the same path.
         """
-        return exporting.export(self.runtime, path, dtype, **settings)
+        return export(self.runtime, path, dtype, **settings)
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
         """Load weights from safetensors; each rank reads only its shards.
@@ -225,7 +226,8 @@ class DeepSeekZeRO3(StandsForModule):
         Note:
             Collective: every rank must call it.
         """
-        exporting.load_weights(self.runtime, path, strict)
+        folder = path_of("load_weights", "path", path)
+        checkpoint.load_weights_into(self.runtime, folder, strict=strict)
 
     # -- without this override nn.Module would add a "module." prefix
 
@@ -334,13 +336,13 @@ class ZeroOptimizer(ScalesItself, Optimizer):
                         f"DeepSeekZeRO3 was told {name}={told}, {own}, which holds.",
                         logging.WARNING,
                     )
+            groups = list(self.client.param_groups)
             settings = replace(
                 parts.step_settings,
                 keep_grads=True,
                 can_defer=False,
-                granularity=granularities(self.client, self.client.param_groups),
+                granularity=tuple(granularity_of(self.client, group) for group in groups),
             )
-            groups = list(self.client.param_groups)
             states = client_states(self.client, runtime.plan.mesh.coordinates["tp"])
             self.sharded = ShardedOptimizer(
                 runtime,

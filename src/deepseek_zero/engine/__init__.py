@@ -12,7 +12,7 @@ from ..base.lazy import loads_on_first_use
 if TYPE_CHECKING:
     from .compiling import compile_units, restore
     from .explaining import describe, lines_about_network, lines_about_steps
-    from .exporting import export, load_weights
+    from .exporting import export
     from .integrity import Integrity
     from .preemption import Preemption
     from .whole_steps import evaluate, train_batch
@@ -26,7 +26,6 @@ __all__ = [
     "export",
     "lines_about_network",
     "lines_about_steps",
-    "load_weights",
     "restore",
     "train_batch",
 ]
@@ -37,7 +36,7 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every name
         {
             "compiling": "compile_units restore",
             "explaining": "describe lines_about_network lines_about_steps",
-            "exporting": "export load_weights",
+            "exporting": "export",
             "integrity": "Integrity",
             "preemption": "Preemption",
             "whole_steps": "evaluate train_batch",

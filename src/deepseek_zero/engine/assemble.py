@@ -26,15 +26,15 @@ from ..extensions.tuning import tune_sizes
 from ..extensions.zero_init import materialise
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_settings import StepSettings
+from ..planner.auto_wrap_policy import read_model
 from ..planner.plan import Plan
 from ..planner.split import refuse_other_cuts
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from ..sharding.wrap import wrap_model
 from .changes import (
-    Change,
-    changes_of_piece,
-    changes_of_whole,
+    change_piece,
+    change_whole,
     refuse_changes_on,
     refuse_split_states,
     refuse_whole_states,
@@ -44,7 +44,7 @@ from .dialect import BuildRules
 from .engine import Parts
 from .memories import check_space, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
-from .optimizer import Client, OptimizerParts, look_at
+from .optimizer import Client, OptimizerParts, optimizer_parts
 from .pieces import cut_along_axes, plan_layers, refuse_auto_on
 from .planning import log_whole_weights, number_formats, plan_run, update_of
 from .saving import Saver
@@ -102,9 +102,9 @@ def assemble(
     comm = world.lay_out(mesh)  # creates the groups of ranks of the mesh
     recomputing = recompute_settings_of(config)
     sparse = sparse_attention_of(config, mesh)
-    _make(changes_of_whole(recomputing, sparse), model, comm)
+    change_whole(model, comm, recomputing, sparse)
     pieces = cut_along_axes(config, model, mesh, comm, example, sequence, layers)
-    _make(changes_of_piece(config), model, comm)
+    change_piece(model, comm, config)
     stages = pieces.stages
     settings = plan_settings_of(config, leaf_modules)
     if stages is not None:
@@ -113,9 +113,10 @@ def assemble(
         )
     with AllRanks(comm, "reading the model and its optimizer"):
         tp_rank = mesh.coordinates["tp"]
-        shape, chosen = look_at(
-            config, settings, model, client, params, is_part=stages is not None, coordinate=tp_rank
+        chosen = optimizer_parts(
+            config, model, client, params, is_part=stages is not None, coordinate=tp_rank
         )
+        shape = read_model(model, settings)
         refuse_whole_states(chosen, shape.wholes)
         refuse_split_states(chosen, model)
         refuse_other_cuts(shape.cuts, mesh.tp)
@@ -210,13 +211,6 @@ def _connect(config: Config, mesh: Mesh) -> tuple[Comm, TriedTransport]:
         "pass the same configuration on every rank.",
     )
     return world, transport
-
-
-def _make(changes: Sequence[Change], model: nn.Module, comm: Comm) -> None:
-    """Change the model; an error on one rank is raised on all. Collective."""
-    for change in changes:
-        with AllRanks(comm, change.what):
-            change.make(model)
 
 
 def _optimizer_of(

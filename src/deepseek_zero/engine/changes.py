@@ -6,9 +6,8 @@ They are made in place, before the model is planned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -20,6 +19,8 @@ from ..base.errors import NotBuiltError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..checkpoint.piece import remember_names, whole_names
+from ..comm.agreement import AllRanks
+from ..comm.collectives import Comm
 from ..optim.shard_set import refuse_parts
 from ..planner.update import ParamGroupPlan
 from .optimizer import OptimizerParts
@@ -29,72 +30,76 @@ if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
 
-@dataclass(frozen=True)
-class Change:
-    """One change to a model. It checks the model before it changes anything.
-
-    Attributes:
-        what: A name of the change for other ranks, if it fails on one rank.
-        make: Makes the change in place. Local.
-    """
-
-    what: str
-    make: Callable[[nn.Module], None]
-
-
-def changes_of_whole(
-    recomputing: RecomputeSettings, sparse: attention.SparseAttention | None
-) -> list[Change]:
-    """Return the changes to make to a whole model, before it is cut along axes.
+def change_whole(
+    model: nn.Module,
+    comm: Comm,
+    recomputing: RecomputeSettings,
+    sparse: attention.SparseAttention | None,
+) -> None:
+    """Make the changes to a whole model, before it is cut along axes.
 
     Args:
+        model: The model; it is changed in place.
+        comm: The communicator of the ranks.
         recomputing: The settings of recomputation.
         sparse: The settings of sparse attention, if it is configured.
+
+    Note:
+        Collective: every rank must call it. An error on one rank is raised on all.
     """
-    found = []
     if recomputing != RecomputeSettings():
-        found.append(Change("checkpoints of layers", activations.route_checkpoints))
+        with AllRanks(comm, "checkpoints of layers"):
+            activations.route_checkpoints(model)
         if recomputing.policy is not None:
-            found.append(Change("recomputation of layers", activations.recompute_layers))
-    if sparse is not None:
-        found.append(Change("sparse attention", partial(_attend, sparse=sparse)))
-    return found
-
-
-def changes_of_piece(config: Config) -> list[Change]:
-    """Return the changes to make to the piece of a model that this rank has."""
-    tiles = tile_settings_of(config)
-    limit = config.zero_optimization.tile_above
-    found = []
-    if tiles.mlp is not None:
-        found.append(
-            Change("tiles of feed-forward layers", partial(activations.tile_mlps, rows=tiles.mlp))
-        )
-    if tiles.loss is not None:
-        found.append(Change("tiles of the loss", partial(activations.tile_loss, rows=tiles.loss)))
-    if limit is not None:
-        found.append(Change("layers that become tiles", partial(_cut_large_layers, config=config)))
-    return found
-
-
-def _attend(model: nn.Module, sparse: attention.SparseAttention) -> None:
-    """Make a model of transformers use sparse attention.
-
-    Other models call `engine.sparse_attention`.
-    """
-    if attention.is_of_transformers(model):
-        attention.attend_sparsely(model, sparse)
+            with AllRanks(comm, "recomputation of layers"):
+                activations.recompute_layers(model)
+    if sparse is None:
         return
-    log_once(
-        f"sparse_attention: {type(model).__name__} is not a transformers model; call "
-        "engine.sparse_attention(query, key, value) for the configured attention."
-    )
+    with AllRanks(comm, "sparse attention"):
+        if attention.is_of_transformers(model):
+            attention.attend_sparsely(model, sparse)
+        else:
+            log_once(
+                f"sparse_attention: {type(model).__name__} is not a transformers model; call "
+                "engine.sparse_attention(query, key, value) for the configured attention."
+            )
+
+
+def change_piece(model: nn.Module, comm: Comm, config: Config) -> None:
+    """Make the changes to the piece of a model that this rank has.
+
+    Args:
+        model: The piece; it is changed in place.
+        comm: The communicator of the ranks.
+        config: The configuration.
+
+    Note:
+        Collective: every rank must call it. An error on one rank is raised on all.
+    """
+    tiles = tile_settings_of(config)
+    if tiles.mlp is not None:
+        with AllRanks(comm, "tiles of feed-forward layers"):
+            activations.tile_mlps(model, tiles.mlp)
+    if tiles.loss is not None:
+        with AllRanks(comm, "tiles of the loss"):
+            activations.tile_loss(model, tiles.loss)
+    if config.zero_optimization.tile_above is not None:
+        with AllRanks(comm, "layers that become tiles"):
+            _cut_large_layers(model, config)
 
 
 def _cut_large_layers(model: nn.Module, config: Config) -> None:
     """Cut the layers above `zero_optimization.tile_above` into tiles."""
     choice = _choose_tiles(config, model)
-    _refuse_meta(choice)
+    for cut in choice.cuts:
+        if cut.weight.is_meta:
+            raise NotBuiltError(
+                f"zero_optimization.tile_above would split '{cut.name}', which has no values yet "
+                "(meta device).",
+                "Initialized tile by tile, its values would differ from those of the whole layer.",
+                "build the model under `with deepseek_zero.zero.Init():`, or load its weights "
+                "(zero.load_weights).",
+            )
     if choice.left:
         log_once(
             f"{len(choice.left)} parameters above zero_optimization.tile_above are not split, "
@@ -141,7 +146,6 @@ def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None
         parts: The optimizer.
         tiles: For each tile, the name of the whole parameter.
     """
-    assert parts.cls is not None or not parts.planned
     for group in parts.planned:
         cut = sorted(group.names & tiles.keys())
         if group.is_uncut and cut:
@@ -161,12 +165,9 @@ def refuse_split_states(parts: OptimizerParts, model: nn.Module) -> None:
         parts: The optimizer.
         model: The model, or this rank's piece of it; the split is recorded on its parameters.
     """
-    assert parts.cls is not None or not parts.planned
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     for group in parts.planned:
         if group.is_uncut:
-            trained = [
-                (name, param) for name, param in model.named_parameters() if param.requires_grad
-            ]
             named = [(name, param) for name, param in trained if name in group.names]
             refuse_parts(getattr(parts.cls, "__name__", ""), named)
 
@@ -211,15 +212,3 @@ def _choose_tiles(config: Config, model: nn.Module) -> extensions.CutChoice:
     limit = config.zero_optimization.tile_above
     assert limit is not None
     return extensions.choose_cuts(model, limit, policy_of(config).weight_dtype)
-
-
-def _refuse_meta(choice: extensions.CutChoice) -> None:
-    for cut in choice.cuts:
-        if cut.weight.is_meta:
-            raise NotBuiltError(
-                f"zero_optimization.tile_above would split '{cut.name}', which has no values yet "
-                "(meta device).",
-                "Initialized tile by tile, its values would differ from those of the whole layer.",
-                "build the model under `with deepseek_zero.zero.Init():`, or load its weights "
-                "(zero.load_weights).",
-            )

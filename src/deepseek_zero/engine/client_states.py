@@ -19,7 +19,6 @@ from ..base.errors import UsageError
 from ..checkpoint.boxes import ParamPart, assemble
 from ..optim.master_shard import MasterShard, ParamOverlap
 from ..optim.param_groups import CUT_INTO, TIED_TO
-from ..planner.layout import Shape
 from ..planner.rows import rows_of
 from ..planner.split import split_of
 
@@ -50,19 +49,16 @@ class ClientStates:
         self._by_param: dict[int, WholeState] = {}
         for param, values in client.state.items():
             if isinstance(param, Tensor) and values:  # schedulefree's `train` leaves empty entries
-                self._add(param, values)
+                state = WholeState(param, dict(values), param.dtype)  # type: ignore[arg-type]
+                first = param.__dict__.get(TIED_TO, param)
+                for each in first.__dict__.get(CUT_INTO, (first,)):
+                    self._by_param.setdefault(id(each), state)
         self._counters = {
             key
             for state in self._by_param.values()
             for key, value in state.values.items()
             if state.param.dim() > 0 and isinstance(value, Tensor) and value.dim() == 0
         }
-
-    def _add(self, param: Any, values: Mapping[str, Any]) -> None:
-        state = WholeState(param, dict(values), param.dtype)
-        first = param.__dict__.get(TIED_TO, param)
-        for each in first.__dict__.get(CUT_INTO, (first,)):
-            self._by_param.setdefault(id(each), state)
 
     def release_trained(self) -> None:
         """Drop the states of trainable parameters.
@@ -81,14 +77,13 @@ class ClientStates:
     @property
     def most_steps(self) -> float:
         """Return the largest number of steps that the state of a parameter counts."""
-        found = [0.0]
-        for state in self._by_param.values():
-            steps = state.values.get(STEP)
-            if isinstance(steps, (int, float)) or (
-                isinstance(steps, Tensor) and steps.numel() == 1
-            ):
-                found.append(float(steps))
-        return max(found)
+        steps = [state.values.get(STEP) for state in self._by_param.values()]
+        counted = [
+            float(each)
+            for each in steps
+            if isinstance(each, (int, float)) or (isinstance(each, Tensor) and each.numel() == 1)
+        ]
+        return max(counted, default=0.0)
 
     def describe(self) -> list[str]:
         """Return one line per state. Ranks with equal optimizer states get equal lines."""
@@ -211,14 +206,9 @@ def _param_of(overlap: ParamOverlap) -> nn.Parameter:
 def _is_elementwise(state: WholeState, key: str, overlap: ParamOverlap) -> bool:
     """Return whether a state has the shape of the parameter or of its part here."""
     param = _param_of(overlap)
-    rows = rows_of(param)
-    split = split_of(param)
-    shapes: set[Shape] = {tuple(overlap.slot.shape)}
-    if rows is not None:
-        shapes.add(tuple(rows.shape))
-    if split is not None:
-        shapes.add(tuple(split.shape))
-    return tuple(state.values[key].shape) in shapes
+    shape = tuple(state.values[key].shape)
+    forms = [overlap.slot, rows_of(param), split_of(param)]
+    return any(form is not None and shape == tuple(form.shape) for form in forms)
 
 
 def _described(value: Any) -> str:

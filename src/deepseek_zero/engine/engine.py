@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,6 @@ from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .determinism import Determinism
 from .losses import Losses
-from .memory import plan_of
 from .memory_advice import MemoryAdvice
 from .micro_batches import HeldReductions, has_graph, warn_of_graphless
 from .module_wrapper import StandsForModule
@@ -45,11 +43,6 @@ if TYPE_CHECKING:
     from ..pipeline import Pipeline, PlainLoop
     from .integrity import Integrity
     from .preemption import Preemption
-
-
-def _backwards_of(runtime: Runtime, loop: Any) -> object:
-    """Return a value that changes with each backward through the model."""
-    return runtime.step.backwards, loop.waiting if loop is not None else 0
 
 
 @dataclass
@@ -77,6 +70,32 @@ class Parts:
     sparse_attention: attention.SparseAttention | None = None
     # Keyword arguments of DeepSeekZeRO3 about its optimizer, compared with ZeroOptimizer's later
     told: dict[str, Any] = field(default_factory=dict)
+
+
+def plan_of(
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    pipeline: Pipeline | None = None,
+    tokens: int | None = None,
+) -> Plan:
+    """Return the current plan of an engine.
+
+    Args:
+        runtime: The runtime of the model.
+        optimizer: The optimizer, if there is one.
+        pipeline: The pipeline, if there is one; it has the message sizes of the last step.
+        tokens: The tokens of a micro-batch in the last step.
+    """
+    update = optimizer.plan if optimizer is not None else None
+    found = replace(runtime.plan, update=update)
+    seen = pipeline.seen_bytes() if pipeline is not None else None
+    if found.pipeline is not None and seen is not None:
+        found = replace(found, pipeline=found.pipeline.seen(*seen))
+    if found.tensor is not None and tokens is not None:
+        found = replace(found, tensor=replace(found.tensor, tokens=tokens))
+    if found.sequence is not None and tokens is not None:
+        found = replace(found, sequence=replace(found.sequence, tokens=tokens))
+    return found
 
 
 class Engine(StandsForModule):
@@ -129,7 +148,11 @@ class Engine(StandsForModule):
             parts.preemption, stragglers_of(mesh, parts.runtime.comm), parts.integrity
         )
         self.observer.planned(self.plan())
-        self._losses = Losses(partial(_backwards_of, parts.runtime, parts.loop), self.observer.loss)
+
+        def reached() -> object:  # changes with each backward
+            return parts.runtime.step.backwards, getattr(parts.loop, "waiting", 0)
+
+        self._losses = Losses(reached, self.observer.loss)
 
     @property
     def runtime(self) -> Runtime:

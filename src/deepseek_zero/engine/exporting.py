@@ -55,20 +55,6 @@ def export(
     return target
 
 
-def load_weights(runtime: Runtime, path: str | Path, strict: bool = True) -> None:
-    """Load weights (and main weights) from safetensors; each rank reads only its part.
-
-    Args:
-        runtime: The runtime of the model.
-        path: A folder or a file of safetensors.
-        strict: The names must match.
-
-    Note:
-        Collective: every rank must call it.
-    """
-    checkpoint.load_weights_into(runtime, path_of("load_weights", "path", path), strict=strict)
-
-
 def _write_config(runtime: Runtime, settings: checkpoint.ExportSettings, folder: Path) -> None:
     """Write the files that `from_pretrained` needs next to the weights."""
     model = runtime.model

@@ -9,7 +9,7 @@ remaining ranks and the others get one rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,7 +74,10 @@ def statements_of(
     found += others
     if section := raw.get("mesh"):
         found.append(MeshStatement("the configuration's mesh", axes_of(section)))
-    found += [MeshStatement(key, {axis: size}) for key, axis, size in _stated_keys(raw)]
+    for key, axis in AXIS_KEYS.items():
+        size = raw.get(key)
+        if size is not None and size != _OFF.get(key):
+            found.append(MeshStatement(key, {axis: size}))
     if (size := raw.get(f"zero_optimization.{_MICS}", -1)) > 0:
         found.append(MeshStatement(_MICS, shard_size=size))
     if launched and (text := os.environ.get(MESH)):
@@ -82,21 +85,10 @@ def statements_of(
     return tuple(found)
 
 
-def _stated_keys(raw: RawConfig) -> Iterator[tuple[str, str, int]]:
-    for key, axis in AXIS_KEYS.items():
-        size = raw.get(key)
-        if size is not None and size != _OFF.get(key):
-            yield key, axis, size
-
-
 def _axes_in(text: str) -> dict[str, int]:
+    pairs = [each.partition("=") for each in text.split(",")]
     try:
-        return axes_of(
-            {
-                axis.strip(): int(size)
-                for axis, _, size in (each.partition("=") for each in text.split(","))
-            }
-        )
+        return axes_of({axis.strip(): int(size) for axis, _, size in pairs})
     except ValueError:
         raise UsageError(
             f"the variable {MESH} is {shown(text)}.",
@@ -120,33 +112,41 @@ def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
     sizes, sources = _settled(statements)
     others = Mesh(**sizes, dp_shard=1).world_size
     if world.world_size % others:
-        raise _misfit(sizes, sources, others, world)
-    ranks = world.world_size // others
-    meshes = {
-        each.where: Mesh(**(dict(each.axes) | sizes))
+        stated = [axis for axis, size in sizes.items() if size > 1]
+        told = ", ".join(f"{sources[axis]} has {axis}={sizes[axis]}" for axis in stated)
+        raise UsageError(
+            f"the mesh ({', '.join(f'{axis}={sizes[axis]}' for axis in stated)}) does not fit a "
+            f"world of {world.world_size} ranks.",
+            f"{told}: {others} ranks hold one copy of the model, so the world must be a multiple "
+            "of it.",
+            f"start a multiple of {others} ranks (deepseek-zero run --nproc {others} script.py), "
+            "or choose smaller sizes.",
+        )
+    meshes = [
+        (each.where, Mesh(**(dict(each.axes) | sizes)))
         for each in statements
         if each.axes.keys() & set(DATA_AXES)
-    }
-    meshes |= {
-        each.where: _in_groups(each, each.shard_size, sizes, ranks)
+    ]
+    meshes += [
+        (each.where, _in_groups(each, each.shard_size, sizes, world.world_size // others))
         for each in statements
         if each.shard_size
-    }
-    whole = {
-        where: mesh.on_world(world.world_size, world.rank, world.device)
-        for where, mesh in meshes.items()
-    }
-    found = next(
-        iter(whole.values()), Mesh(**sizes).on_world(world.world_size, world.rank, world.device)
-    )
-    for where, mesh in whole.items():
+    ]
+    if not meshes:
+        meshes = [("", Mesh(**sizes))]
+    whole = [
+        (where, mesh.on_world(world.world_size, world.rank, world.device)) for where, mesh in meshes
+    ]
+    first, found = whole[0]
+    for where, mesh in whole:
         if mesh != found:
-            raise _disagreement(next(iter(whole)), str(found), where, str(mesh))
+            raise _disagreement(first, str(found), where, str(mesh))
     for each in statements:
         if each.data_size not in (None, found.data_size):
+            noun = "rank" if each.data_size == 1 else "ranks"
             raise UsageError(
-                f"{each.where} has {_count(each.data_size or 0)}, but the mesh ({found}) has "
-                f"{found.data_size}.",
+                f"{each.where} has {each.data_size} data-parallel {noun}, but the mesh ({found}) "
+                f"has {found.data_size}.",
                 "Data-parallel ranks are those with different batches: the world divided by pp, "
                 "sp and "
                 "tp.",
@@ -186,12 +186,11 @@ def _settled(statements: Sequence[MeshStatement]) -> tuple[dict[str, Any], dict[
     for axis in _OTHERS:
         for each in statements:
             size = each.axes.get(axis)
-            if size is not None and size != sizes.setdefault(axis, size):
-                raise _disagreement(
-                    sources[axis], f"{axis}={sizes[axis]}", each.where, f"{axis}={size}"
-                )
-            if size is not None:
-                sources.setdefault(axis, each.where)
+            if size is None:
+                continue
+            source = sources.setdefault(axis, each.where)
+            if size != sizes.setdefault(axis, size):
+                raise _disagreement(source, f"{axis}={sizes[axis]}", each.where, f"{axis}={size}")
     return sizes, sources
 
 
@@ -206,11 +205,8 @@ def _in_groups(statement: MeshStatement, size: int, sizes: Mapping[str, Any], ra
     """
     sp = sizes.get("sp", 1)
     if ranks * sp % size or size % sp:
-        along_sp = ""
-        divisible = ""
-        if sp > 1:
-            along_sp = f", {sp} along sp"
-            divisible = " that sp divides"
+        along_sp = f", {sp} along sp" if sp > 1 else ""
+        divisible = " that sp divides" if sp > 1 else ""
         raise UsageError(
             f"zero_optimization.{statement.where} is {size}, but there are {ranks * sp} ranks"
             f"{along_sp}.",
@@ -226,21 +222,3 @@ def _disagreement(first: str, one: str, second: str, other: str) -> UsageError:
         "A run has one mesh.",
         "state it in one place.",
     )
-
-
-def _misfit(
-    sizes: Mapping[str, int], sources: Mapping[str, str], ranks: int, world: Mesh
-) -> UsageError:
-    stated = [axis for axis, size in sizes.items() if size > 1]
-    told = ", ".join(f"{sources[axis]} has {axis}={sizes[axis]}" for axis in stated)
-    return UsageError(
-        f"the mesh ({', '.join(f'{axis}={sizes[axis]}' for axis in stated)}) does not fit a world "
-        f"of {world.world_size} ranks.",
-        f"{told}: {ranks} ranks hold one copy of the model, so the world must be a multiple of it.",
-        f"start a multiple of {ranks} ranks (deepseek-zero run --nproc {ranks} script.py), or "
-        "choose smaller sizes.",
-    )
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} data-parallel {'rank' if ranks == 1 else 'ranks'}"

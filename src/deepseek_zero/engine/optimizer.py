@@ -14,9 +14,7 @@ from ..kernels.rules import OPEN_OPTIONS
 from ..optim.param_groups import with_replacements
 from ..optim.shard_set import unknown_parameter
 from ..optimizers.registry import granularity_of, resolve_optimizer
-from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.memory import MOMENT_OPTIONS
-from ..planner.plan_settings import PlanSettings
 from ..planner.update import ParamGroupPlan
 from .client_states import ClientStates
 
@@ -86,8 +84,8 @@ def optimizer_parts(
             )
         client = made
     if isinstance(client, Optimizer):
-        cut = granularities(client, client.param_groups)
         groups = list(client.param_groups)
+        cut = tuple(granularity_of(client, group) for group in groups)
         planned = planned_groups(model, groups, cut)
         states = client_states(client, coordinate)
         return OptimizerParts(type(client), groups, adopting(client), cut, planned, states)
@@ -109,7 +107,7 @@ def optimizer_parts(
         )
     decisive = MOMENT_OPTIONS | OPEN_OPTIONS.keys()
     defaults = {key: value for key, value in spec.defaults.items() if key in decisive}
-    cut = granularities(spec.cls, groups)
+    cut = tuple(granularity_of(spec.cls, group) for group in groups)
     return OptimizerParts(
         spec.cls, groups, spec.build, cut, planned_groups(model, groups, cut, defaults)
     )
@@ -184,18 +182,6 @@ def planned_groups(
     )
 
 
-def granularities(
-    optimizer: Optimizer | type[Optimizer], groups: Sequence[dict[str, Any]]
-) -> tuple[str, ...]:
-    """Return how finely each group's state may be cut.
-
-    Args:
-        optimizer: The optimizer or its class.
-        groups: Its parameter groups.
-    """
-    return tuple(granularity_of(optimizer, group) for group in groups)
-
-
 def adopting(client: Optimizer) -> Make:
     """Return a function that reuses the client's optimizer, with slices as parameters.
 
@@ -267,34 +253,3 @@ def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, An
         )
     unnamed = [item[1] if isinstance(item, tuple) else item for item in found]
     return with_replacements([{"params": unnamed}])
-
-
-def look_at(
-    config: Config,
-    settings: PlanSettings,
-    model: nn.Module,
-    client: Client,
-    params: Sequence[Any] | None,
-    *,
-    is_part: bool = False,
-    coordinate: int = 0,
-) -> tuple[ModelShape, OptimizerParts]:
-    """Read what a plan needs from a model and its optimizer. Local.
-
-    Args:
-        config: The configuration.
-        settings: The settings of the plan.
-        model: The model.
-        client: The client's optimizer, or a callable that creates one.
-        params: The parameters or parameter groups to train; None for all that require gradients.
-        is_part: The model has only some stages of a pipeline.
-        coordinate: The coordinate of this rank along "tp".
-
-    Raises:
-        UsageError: The optimizer has a parameter that the model lacks, or `settings` name modules
-            that it lacks.
-    """
-    optimizer = optimizer_parts(
-        config, model, client, params, is_part=is_part, coordinate=coordinate
-    )
-    return read_model(model, settings), optimizer

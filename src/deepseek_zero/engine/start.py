@@ -41,7 +41,7 @@ from .determinism import fix_workspace
 from .dialect import EngineDialect
 from .engine import Engine, Parts
 from .mesh_statements import choose_mesh, statements_of
-from .optimizer import Client, look_at
+from .optimizer import Client, optimizer_parts
 from .pieces import (
     PiecePlans,
     no_example,
@@ -71,9 +71,10 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
         has_bf16: The device computes in bf16; None to ask this machine's device.
     """
     model_config = getattr(request.model, "config", None)
-    hidden = _count(getattr(model_config, "hidden_size", None)) or _largest(
-        getattr(model_config, "hidden_sizes", None)
-    )
+    hidden = _count(getattr(model_config, "hidden_size", None))
+    several = getattr(model_config, "hidden_sizes", None)
+    if hidden is None and isinstance(several, list):
+        hidden = max((size for size in map(_count, several) if size), default=None)
     client = dict(request.optimizer.defaults) if isinstance(request.optimizer, Optimizer) else {}
     if has_bf16 is None:
         has_bf16 = has_fast_bf16(mesh.device)
@@ -95,14 +96,6 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
 def _count(value: Any) -> int | None:
     """Return a size found on a foreign object; None if it is not a positive integer."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _largest(values: Any) -> int | None:
-    return (
-        max(map(_count, values), default=None, key=lambda size: size or 0)
-        if isinstance(values, list)
-        else None
-    )
 
 
 def prepare_process(raw: RawConfig) -> None:
@@ -273,7 +266,8 @@ def plan(
     given_parameters = given is not None or isinstance(optimizer, Optimizer)
     model = stage_to_plan(model, axes, is_optimized_by_caller=given_parameters)
     tie_shared(model)
-    shape, parts = look_at(chosen, settings, model, optimizer, given)
+    parts = optimizer_parts(chosen, model, optimizer, given)
+    shape = read_model(model, settings)
     refuse_other_cuts(shape.cuts, axes.tp)
     pieces = PiecePlans()
     if axes.pp > 1 or axes.tp > 1 or axes.sp > 1:

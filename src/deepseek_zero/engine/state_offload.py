@@ -7,8 +7,9 @@ tiers/parked.py moves the bytes.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,12 +82,17 @@ class StateOffload:
         # Set first, so that reload_states also restores the states after a failure below
         self.offloaded |= new
         self._refuse_uses(new)
-        parked.park(tensor for tensor in self._tensors(new) if in_file or self._is_local(tensor))
+        kind = self.runtime.comm_ctx.pool.device.type
+        parked.park(each for each in self._tensors(new) if in_file or each.device.type == kind)
         if LP_GRADS in new:
-            self._drop_gradients()
+            for group in self.runtime.trained_groups:
+                if group.gradient.is_empty:
+                    group.gradient.drop_buffers()
         if GRAD_BUFFER in new:
             self._drop_buffers()
-        self._return_memory()
+        trim_heap()
+        if kind == "cuda":
+            torch.cuda.empty_cache()
 
     def reload(self) -> None:
         """Restore all offloaded states. A second call does nothing.
@@ -135,10 +141,6 @@ class StateOffload:
 
     # -- selection of tensors
 
-    def _is_local(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in the training device's memory, which is freed."""
-        return tensor.device.type == self.runtime.comm_ctx.pool.device.type
-
     def _tensors(self, kinds: Collection[str]) -> Iterator[Tensor]:
         groups = self.runtime.groups
         weights = {_address(group.weight.memory) for group in groups}
@@ -172,26 +174,14 @@ class StateOffload:
             if not storage.is_offloaded:
                 yield storage.memory
 
-    # -- buffers that are dropped, because their contents are not needed between two steps
-
-    def _drop_gradients(self) -> None:
-        for group in self.runtime.trained_groups:
-            if group.gradient.is_empty:
-                group.gradient.drop_buffers()
-
     def _drop_buffers(self) -> None:
+        """Drop the buffers whose contents are not needed between two steps."""
         for group in self.runtime.groups:
             group.comm_ctx.pool.clear()
         if self.optimizer is not None:
             scratch = self.optimizer.scratch
             for what in {what for what, _ in scratch.kept} - {"nothing", "undo"}:
                 scratch.drop(what)
-
-    def _return_memory(self) -> None:
-        device = self.runtime.comm_ctx.pool.device
-        trim_heap()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
     # -- refusals
 
@@ -202,24 +192,21 @@ class StateOffload:
         guard = OffloadedGuard()
         for group in self.runtime.groups:
             group.guard.refusal = refuse_offloaded_state  # refuses writes and therefore updates
+            master = group.master
             buffers = list[FlatBuffer]()
-            if HP_PARAMS in kinds and group.master is not None and not group.plan.master_is_weight:
-                buffers.append(group.master.buffer)
+            if master is not None:
+                is_weight = group.plan.master_is_weight
+                if (LP_PARAMS if is_weight else HP_PARAMS) in kinds:
+                    buffers.append(master.buffer)
+                if LP_PARAMS in kinds and master.weight is not None:
+                    buffers.append(master.weight)
             if LP_PARAMS in kinds:
                 buffers += [group.weight, *group.weight_gather.buffers()]
-                if group.master is not None:
-                    buffers += [group.master.buffer] if group.plan.master_is_weight else []
-                    buffers += [group.master.weight] if group.master.weight is not None else []
                 self._hide_parameters(group)
-            self._guard(buffers, guard)
-
-    def _guard(self, buffers: Sequence[FlatBuffer], guard: StateGuard) -> None:
-        for buffer in {id(each): each for each in buffers}.values():
-            if buffer.guard is guard:
-                continue
-            before = buffer.guard
-            buffer.guard = guard
-            self._undo.append(lambda buffer=buffer, before=before: setattr(buffer, "guard", before))  # type: ignore[misc]
+            for buffer in buffers:
+                if buffer.guard is not guard:
+                    self._undo.append(partial(setattr, buffer, "guard", buffer.guard))
+                    buffer.guard = guard
 
     def _hide_parameters(self, group: ParamGroup) -> None:
         """Make parameters that are whole on this rank raise if their values are used.
