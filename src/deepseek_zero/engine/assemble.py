@@ -103,9 +103,8 @@ def assemble(
     recomputing = recompute_settings_of(config)
     sparse = sparse_attention_of(config, mesh)
     change_whole(model, comm, recomputing, sparse)
-    pieces = cut_along_axes(config, model, mesh, comm, example, sequence, layers)
+    stages, pieces = cut_along_axes(config, model, mesh, comm, example, sequence, layers)
     change_piece(model, comm, config)
-    stages = pieces.stages
     settings = plan_settings_of(config, leaf_modules)
     if stages is not None:
         settings = replace(
@@ -121,9 +120,7 @@ def assemble(
         refuse_split_states(chosen, model)
         refuse_other_cuts(shape.cuts, mesh.tp)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
-    plan = pieces.plans.added_to(
-        plan_run(config, settings, step_settings, shape, chosen, comm, mesh)
-    )
+    plan = pieces.added_to(plan_run(config, settings, step_settings, shape, chosen, comm, mesh))
     capabilities = (
         comm.capabilities()
         + transport.capabilities()

@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..base.log import log_once
 from ..base.mesh import Mesh
+from ..base.nested import map_inputs
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -27,14 +28,7 @@ def to_device(value: Any, device: torch.device) -> Any:
         value: A tensor, or tensors nested in mappings, lists and tuples.
         device: The device.
     """
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [to_device(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return map_inputs(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 class StepOrder:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -20,18 +19,17 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACE_SIZE = ":4096:8"
 
 
-@dataclass(frozen=True)
-class _Switches:
+class _Switches(NamedTuple):
     """PyTorch's switches for deterministic algorithms."""
 
     deterministic: bool = True
     warns_only: bool = False
     tries_cudnn: bool = False  # cuDNN times its algorithms and may choose another one in each run
 
-    @staticmethod
-    def now() -> _Switches:
+    @classmethod
+    def now(cls) -> _Switches:
         """Return the current switches."""
-        return _Switches(
+        return cls(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.backends.cudnn.benchmark,

@@ -61,9 +61,9 @@ class Observed(Protocol):
 def summary(record: StepRecord) -> str:
     """Return a line about a step; unknown tokens and losses are left out."""
     loss = "" if record.loss is None else f"loss {record.loss:.4f}, "
-    pace = (
-        f", {format_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else ""
-    )
+    pace = ""
+    if record.tokens_per_second:
+        pace = f", {format_count(record.tokens_per_second)} tokens/s"
     return (
         f"step {record.step}: {loss}lr {record.lr:.3g}, grad norm {record.grad_norm:.3f}, "
         f"{format_seconds(record.step_seconds)}{pace}, {format_bytes(record.memory_bytes)} in "
@@ -162,13 +162,13 @@ class Observer:
         table = flops_table(cost, settings)
         if wanted.output_file is None:
             logger.info(table)
-        else:
-            try:
-                Path(wanted.output_file).write_text(table + "\n", encoding="utf-8")
-            except OSError as error:  # a failed report must not end the run
-                logger.warning(
-                    f"flops_profiler.output_file cannot be written ({str(error)[:300]}):\n{table}"
-                )
+            return
+        try:
+            Path(wanted.output_file).write_text(table + "\n", encoding="utf-8")
+        except OSError as error:  # a failed report must not end the run
+            logger.warning(
+                f"flops_profiler.output_file cannot be written ({str(error)[:300]}):\n{table}"
+            )
 
     def saw(self, args: tuple[Any, ...]) -> None:
         """Count the tokens of a micro-batch.
@@ -238,13 +238,16 @@ class Observer:
         if writes and self.writer is not None:
             self.writer.write(record)
         if self.monitor.enabled:
-            samples = engine.global_samples
-            events = [("Train/Samples/lr", record.lr, samples)]
-            if record.loss is not None:
-                events.insert(0, ("Train/Samples/train_loss", record.loss, samples))
+            values = {"train_loss": record.loss, "lr": record.lr}
             if engine.optimizer is not None and engine.optimizer.scaler is not None:
-                events.append(("Train/Samples/loss_scale", record.loss_scale, samples))
-            self.monitor.write_events(events)
+                values["loss_scale"] = record.loss_scale
+            self.monitor.write_events(
+                [
+                    (f"Train/Samples/{name}", value, engine.global_samples)
+                    for name, value in values.items()
+                    if value is not None
+                ]
+            )
         if prints:
             log_once(summary(record))
             if self.timers is not None:

@@ -51,7 +51,7 @@ class PiecePlans:
 
     def added_to(self, plan: Plan) -> Plan:
         """Return the plan with these plans."""
-        return replace(plan, pipeline=self.pipeline, tensor=self.tensor, sequence=self.sequence)
+        return replace(plan, **vars(self))
 
 
 @dataclass(frozen=True)
@@ -59,35 +59,39 @@ class Sample:
     """A micro-batch for which plans are made.
 
     Attributes:
-        words: Its description.
+        micro: The arguments of the model's forward; None if they are unknown.
     """
 
     micro: pipeline.MicroBatch | None = None
-    words: str = ""
 
     @classmethod
     def of(cls, batch: Any) -> Sample:
-        """Describe a micro-batch of the model's forward; return None if it is unknown."""
-        if batch is None:
-            return cls()
-        micro = pipeline.MicroBatch.of(batch)
-        named = [
-            *((f"argument {place}", value) for place, value in enumerate(micro.args)),
-            *micro.kwargs.items(),
+        """Return the sample of a micro-batch, which is empty if the micro-batch is None."""
+        return cls() if batch is None else cls(pipeline.MicroBatch.of(batch))
+
+    @property
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors with the names of their arguments."""
+        if self.micro is None:
+            return []
+        args, kwargs = self.micro
+        named = [(f"argument {place}", value) for place, value in enumerate(args)]
+        return [
+            (name, value) for name, value in (*named, *kwargs.items()) if isinstance(value, Tensor)
         ]
-        name, first = next(
-            ((name, value) for name, value in named if isinstance(value, Tensor)), ("", None)
-        )
-        words = "" if first is None else f"for {name} {tuple(first.shape)}"
-        return cls(micro, words)
+
+    @property
+    def words(self) -> str:
+        """Return a description, which is empty if there is no tensor."""
+        for name, first in self._tensors:
+            return f"for {name} {tuple(first.shape)}"
+        return ""
 
     def chain_of(self, model: nn.Module) -> pipeline.Chain | None:
         """Return the chain of blocks of a whole model, or None if it is unknown. Local."""
-        return (
-            pipeline.find_chain(model, self.micro.args, self.micro.kwargs)
-            if self.micro is not None
-            else None
-        )
+        if self.micro is None:
+            return None
+        return pipeline.find_chain(model, self.micro.args, self.micro.kwargs)
 
     @property
     def tokens(self) -> int | None:
@@ -96,27 +100,12 @@ class Sample:
         This is the number of elements of the first integer tensor. Without one, it is the number of
         rows of the first tensor.
         """
-        if self.micro is None:
-            return None
-        given = [*self.micro.args, *self.micro.kwargs.values()]
-        found = [value for value in given if isinstance(value, Tensor)]
-        whole = next((each for each in found if not each.is_floating_point()), None)
-        if whole is not None:
-            return whole.numel()
-        return found[0].numel() // found[0].shape[-1] if found and found[0].dim() else None
-
-
-@dataclass
-class Pieces:
-    """The part of a model that a rank has, on a mesh that cuts it.
-
-    Attributes:
-        stages: Its stages along "pp".
-        plans: The plans of the axes.
-    """
-
-    stages: Stages | None
-    plans: PiecePlans
+        for _, value in self._tensors:
+            if not value.is_floating_point():
+                return value.numel()
+        for _, first in self._tensors:
+            return first.numel() // first.shape[-1] if first.dim() else None
+        return None
 
 
 @dataclass
@@ -164,8 +153,8 @@ def cut_along_axes(
     example: Callable[[], Any],
     sequence: parallel.SequenceSettings | None,
     layers: Layers,
-) -> Pieces:
-    """Cut a model in place to this rank's piece, and return its stages.
+) -> tuple[Stages | None, PiecePlans]:
+    """Cut a model in place to this rank's piece, and return its stages and plans.
 
     The piece gets the first rank's values. Along "tp" layers are split, along "sp" the forward
     becomes a part of a forward, and along "pp" blocks of other stages become stand-ins. The chain
@@ -202,7 +191,7 @@ def cut_along_axes(
             )
     stages = _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
     staged = stages.staged if stages is not None else None
-    return Pieces(stages, plans_of(config, mesh, staged, trained, traffic, shared, sample))
+    return stages, plans_of(config, mesh, staged, trained, traffic, shared, sample)
 
 
 def refuse_auto_on(config: Config, mesh: Mesh) -> None:

@@ -64,7 +64,6 @@ class Restore:
         moments: Restore the states of the optimizer.
         schedule: Restore the learning-rate schedule.
         module_only: Restore only weights and buffers.
-        rng: Restore the random generators.
         verify: Check all bytes before anything is changed.
     """
 
@@ -72,7 +71,6 @@ class Restore:
     moments: bool = True
     schedule: bool = True
     module_only: bool = False
-    rng: bool = True
     verify: bool = True
 
 
@@ -246,12 +244,7 @@ def save_checkpoint(
         )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
     trainer["global_samples"] -= num_begun * engine._batch.micro * engine.mesh.data_size
-    batch = engine._batch
-    trainer["batch"] = {
-        "train": batch.train,
-        "micro": batch.micro,
-        "accumulation": batch.accumulation,
-    }
+    trainer["batch"] = _sizes(engine._batch)
     trainer["scaler"] = (
         engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     )
@@ -262,7 +255,10 @@ def save_checkpoint(
     schedule = engine.lr_scheduler
     trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
     loader = engine.training_dataloader
-    trainer["data"] = _position(loader, num_begun)
+    if isinstance(loader, ShardedLoader):  # only our own loader knows where the step began
+        trainer["data"] = loader.state_dict(again=num_begun)
+    else:
+        trainer["data"] = loader.state_dict() if hasattr(loader, "state_dict") else None
     engine.parts.saver.finish()
     engine.parts.saver.claim_directory(comm, Path(directory))
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
@@ -293,16 +289,6 @@ def _different_folders(comm: Comm, directory: Path) -> tuple[str, ...]:
         logging.WARNING,
     )
     return tuple(folders)
-
-
-def _position(loader: Any, num_begun: int) -> Any:
-    """Return the data loader's position at the beginning of the current step.
-
-    Only our own loader knows it inside a step.
-    """
-    if isinstance(loader, ShardedLoader):
-        return loader.state_dict(again=num_begun)
-    return loader.state_dict() if hasattr(loader, "state_dict") else None
 
 
 def _foreign_layout(
@@ -382,13 +368,13 @@ def load_checkpoint(
 
     name = run_and_gather(comm, "loading: the layout", name_of_layout)[0]
     layout = layout_named(name) if name else None
-    settings = LoadSettings(
-        restore.strict, moments, restore.rng and not restore.module_only, verify
-    )
+    settings = LoadSettings(restore.strict, moments, not restore.module_only, verify)
     read = layout.load if isinstance(layout, EngineLayout) else checkpoint.load_slices
     loaded = read(folder, chosen, contents, settings)
     if not restore.module_only:
-        _restore_counters(engine, loaded, restore)
+        _restore_counters(
+            engine, loaded, has_moments=restore.moments, has_schedule=restore.schedule
+        )
     return str(loaded.folder), loaded.client
 
 
@@ -397,31 +383,26 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
 
     Returns:
         The directory, the tag (empty if there is no checkpoint), and whether all its bytes have
-            just
-        been read.
+        just been read.
     """
 
-    def choose() -> tuple[bool, str]:
+    def choose() -> tuple[str, str]:
         if tag is None and is_checkpoint(folder) and not tags_in(folder):
-            return True, folder.absolute().name
-        named = tag
-        if tag is None:
-            named = latest_tag(folder)
-        elif _asks_for_newest(folder, tag):
-            named = NEWEST
-        checked = ""
-        if named is not None:
-            checked = checked_tag(named)
-        return False, checked
+            return "itself", folder.absolute().name
+        named = latest_tag(folder) if tag is None else tag
+        # The name of a checkpoint takes precedence over its meaning
+        if named is None or (named == NEWEST and not (folder / NEWEST).exists()):
+            return "newest", named or ""
+        return "named", checked_tag(named)
 
-    is_itself, chosen = run_and_gather_values(comm, "loading: the tag", choose)[0]
-    if is_itself:
+    way, chosen = run_and_gather_values(comm, "loading: the tag", choose)[0]
+    if way == "itself":
         log_once(
             f"{folder} is a checkpoint itself: tag '{chosen}' of {folder.parent} is loaded.",
             logging.WARNING,
         )
         return folder.absolute().parent, chosen, False
-    if chosen and not _asks_for_newest(folder, chosen):
+    if way == "named":
         return folder, chosen, False
     newest = newest_good(comm, folder)
     if newest is not None and not chosen:
@@ -454,65 +435,57 @@ def _warn_of_nothing(folder: Path, *, is_expected: bool) -> None:
     log_once(f"{where}: nothing is loaded, and training starts from the beginning.{hint}", level)
 
 
-def _asks_for_newest(folder: Path, tag: Any) -> bool:
-    """Return whether the tag means the newest checkpoint; a name takes precedence."""
-    return bool(tag == NEWEST and not (folder / NEWEST).exists())
-
-
-def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None:
+def _restore_counters(
+    engine: Trainer, loaded: Loaded, *, has_moments: bool, has_schedule: bool
+) -> None:
     saved = loaded.trainer
+    optimizer = engine.optimizer
     for name in COUNTERS:
         setattr(engine, name, int(saved[name]))
     engine.micro_steps = engine.global_steps * engine._batch.accumulation
     _warn_of_other_batch(engine, saved.get("batch"))
-    if engine.optimizer is not None and restore.moments:
-        engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
-    for policy in engine.optimizer.policies if engine.optimizer is not None else ():
-        if policy.checkpoint_key and (restore.moments or not policy.needs_moments):
-            state = _without_implementation_options(saved.get(policy.checkpoint_key))
-            policy.load_state_dict(state)
-    if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
-        engine.parts.scaler.load_state_dict(saved["scaler"])
-    if engine.optimizer is not None and restore.moments:
-        saved_scale = saved["scaler"]["scale"] if saved["scaler"] is not None else 1.0
-        for policy in engine.optimizer.policies:
-            policy.states_loaded(engine.optimizer.loss_scale / saved_scale)
+    scaler = saved["scaler"]
+    if has_moments and engine.parts.scaler is not None and scaler is not None:
+        engine.parts.scaler.load_state_dict(scaler)
+    if optimizer is not None:
+        if has_moments:
+            optimizer.updater.updates = engine.global_steps - engine.skipped_steps
+        for policy in optimizer.policies:
+            if policy.checkpoint_key and (has_moments or not policy.needs_moments):
+                state = saved.get(policy.checkpoint_key)
+                for group in (state or {}).get("hypers", ()):
+                    # The running program chooses the implementation of an update
+                    for option in IMPLEMENTATION_OPTIONS:
+                        group.pop(option, None)
+                policy.load_state_dict(state)
+        saved_scale = scaler["scale"] if scaler is not None else 1.0
+        for policy in optimizer.policies if has_moments else ():
+            policy.states_loaded(optimizer.loss_scale / saved_scale)
     if hasattr(engine.training_dataloader, "load_state_dict") and saved.get("data") is not None:
         engine.training_dataloader.load_state_dict(saved["data"])
-    if restore.schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
+    if has_schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
 
 
 def _warn_of_other_batch(engine: Trainer, saved: Mapping[str, Any] | None) -> None:
     """Warn if a step takes another number of samples than before the checkpoint."""
-    now = engine._batch
-    if saved is None or saved["train"] == now.train:
+    now = _sizes(engine._batch)
+    if saved is None or saved["train"] == now["train"]:
         return
-    before = _factors(saved["train"], saved["micro"], saved["accumulation"])
-    after = _factors(now.train, now.micro, now.accumulation)
+    before, after = (
+        f"{each['micro']} x {each['accumulation']} x "
+        f"{each['train'] // (each['micro'] * each['accumulation'])}"
+        for each in (saved, now)
+    )
     log_once(
         f"the global batch was {saved['train']} samples a step when the checkpoint was saved, and "
-        f"is {now.train} now: micro-batch x accumulation x ranks was {before} and is {after}.  The "
-        "losses will differ from those of an uninterrupted run.  To keep the batch, set "
+        f"is {now['train']} now: micro-batch x accumulation x ranks was {before} and is {after}.  "
+        "The losses will differ from those of an uninterrupted run.  To keep the batch, set "
         f'"train_batch_size": {saved["train"]} in the configuration and remove '
         '"gradient_accumulation_steps"; otherwise adjust the learning rate.',
         logging.WARNING,
     )
 
 
-def _factors(train: int, micro: int, accumulation: int) -> str:
-    return f"{micro} x {accumulation} x {train // (micro * accumulation)}"
-
-
-def _without_implementation_options(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return hyper-parameters without those that choose an implementation.
-
-    The running program chooses the implementation.
-    """
-    if state is None or "hypers" not in state:
-        return state
-    hypers = [
-        {key: value for key, value in group.items() if key not in IMPLEMENTATION_OPTIONS}
-        for group in state["hypers"]
-    ]
-    return {**state, "hypers": hypers}
+def _sizes(batch: Batch) -> dict[str, int]:
+    return {"train": batch.train, "micro": batch.micro, "accumulation": batch.accumulation}

@@ -157,9 +157,6 @@ class RowTile(nn.Module):
         """
         return use(given, self.weight, *more)
 
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}"
-
 
 class CutLayer(nn.Module):
     """Base class of cut layers.
@@ -184,9 +181,6 @@ class CutLayer(nn.Module):
                 "itself, without calling the layer, needs tile_above left out"
             )
         return super().__getattr__(name)
-
-    def extra_repr(self) -> str:
-        return f"{self.places[-1]} rows in {len(self.places) - 1} tiles"
 
 
 class CutLinear(CutLayer, nn.Linear):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..base.errors import UsageError
 from ..base.log import log_first
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..parallel.cuts import cut
-from ..planner.split import Split, split_of
+from ..planner.split import split_of
 from ..sharding.group import ParamInfo
 from ..sharding.hooks import Hook
 from ..sharding.runtime import Runtime
@@ -52,7 +52,9 @@ class StateDicts:
     """
 
     def __init__(self, runtime: Runtime, *, gathers: bool = True) -> None:
-        """Register the hooks.
+        """Register hooks on every module with parameters.
+
+        Hooks on submodules of a unit make their own state dicts work too.
 
         Args:
             runtime: The runtime of the wrapped model.
@@ -62,9 +64,27 @@ class StateDicts:
             Collective if the model has pipeline stages.
         """
         self.gathers = gathers
-        handles = _shard(runtime.units, self)
+        handles: list[Any] = []
+        for unit in runtime.units:
+            saver = _Saver(unit, self)
+            loader = _Loader(unit)
+            mine = {id(member.param) for member in unit.members()}
+            for module in unit.module.modules():
+                own = map(id, module.parameters(recurse=False))
+                if module is unit.module or not mine.isdisjoint(own):
+                    # torch sets an attribute of the hooks, which a bound method does not allow
+                    handles += [
+                        module.register_state_dict_pre_hook(Hook(saver.before)),
+                        module.register_state_dict_post_hook(Hook(saver.after)),
+                        module.register_load_state_dict_pre_hook(Hook(loader.before)),
+                        module.register_load_state_dict_post_hook(Hook(loader.after)),
+                    ]
         if (pipe := runtime.comm.along.get("pp")) is not None:
-            handles += _join_stages(runtime.model, pipe, self)
+            stages = _Stages(runtime.model, pipe, self)
+            handles += [
+                runtime.model.register_state_dict_post_hook(Hook(stages.after)),
+                runtime.model.register_load_state_dict_pre_hook(Hook(stages.before_load)),
+            ]
         runtime.hooks.extend(handles)
 
     @contextmanager
@@ -78,32 +98,8 @@ class StateDicts:
             self.gathers = before
 
 
-def _shard(units: Sequence[Unit], mode: StateDicts) -> list[Any]:
-    """Register hooks on every module with parameters, and return torch's handles.
-
-    Hooks on submodules of a unit make their own state dicts work too.
-    """
-    handles: list[Any] = []
-    for unit in units:
-        saver = _Saver(unit, mode)
-        loader = _Loader(unit)
-        mine = {id(member.param) for member in unit.members()}
-        for module in unit.module.modules():
-            if module is unit.module or any(
-                id(param) in mine for param in module.parameters(recurse=False)
-            ):
-                # torch sets an attribute of the hooks, which a bound method does not allow
-                handles += [
-                    module.register_state_dict_pre_hook(Hook(saver.before)),
-                    module.register_state_dict_post_hook(Hook(saver.after)),
-                    module.register_load_state_dict_pre_hook(Hook(loader.before)),
-                    module.register_load_state_dict_post_hook(Hook(loader.after)),
-                ]
-    return handles
-
-
-def own_names(unit: Unit, module: nn.Module) -> list[str]:
-    """Return the names of a unit's parameters in the state dict of a module.
+def own_parameters(unit: Unit, module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a unit's parameters by their names in the state dict of a module.
 
     Tied parameters have several names.
 
@@ -112,21 +108,8 @@ def own_names(unit: Unit, module: nn.Module) -> list[str]:
         module: The module; names are relative to it.
     """
     mine = {id(member.param) for member in unit.members()}
-    return [
-        name for name, param in module.named_parameters(remove_duplicate=False) if id(param) in mine
-    ]
-
-
-def _join_stages(model: nn.Module, comm: Comm, mode: StateDicts) -> list[Any]:
-    """Make a rank's stages save and load the whole model's state dict. Collective.
-
-    Returns torch's handles. `comm` has the ranks along "pp".
-    """
-    stages = _Stages(model, comm, mode)
-    return [
-        model.register_state_dict_post_hook(Hook(stages.after)),
-        model.register_load_state_dict_pre_hook(Hook(stages.before_load)),
-    ]
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: param for name, param in named if id(param) in mine}
 
 
 class _Stages:
@@ -260,18 +243,16 @@ class _Saver:
             return
         self.outermost = None
         copies: dict[int, Tensor] = {}
-        splits = _splits(self.unit, module) if self.resting is None else {}
-        for name in own_names(self.unit, module):
+        for name, param in own_parameters(self.unit, module).items():
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 key = value.data_ptr() if value.numel() else id(value)
                 if key not in copies:
-                    copies[key] = self._joined(value, splits.get(name), name).to("cpu", copy=True)
+                    copies[key] = self._joined(value, param, name).to("cpu", copy=True)
                 state[prefix + name] = copies[key].view(copies[key].shape)
-        if self.resting is not None:
-            for member in self.resting:
-                member.reshard()
-            self.resting = None
+        for member in self.resting or ():
+            member.reshard()
+        self.resting = None
         if self.exact is not None:
             self.exact.__exit__(None, None, None)
             self.exact = None
@@ -279,13 +260,15 @@ class _Saver:
             with torch.no_grad():
                 self.unit.reshard()
 
-    def _joined(self, value: Tensor, split: Split | None, name: str) -> Tensor:
+    def _joined(self, value: Tensor, param: nn.Parameter, name: str) -> Tensor:
         """Return the whole value of a parameter, in its shape.
 
         Collective along "tp" if the parameter is split.
         """
         value = value.detach()
-        if split is None or (comm := along_tp(self.unit)) is None:
+        split = split_of(param)
+        comm = along_tp(self.unit)
+        if split is None or comm is None or self.resting is not None:
             return value
         return join_split(value.reshape(-1), split, comm, f"state dict: {name}").view(split.shape)
 
@@ -305,20 +288,6 @@ def along_tp(unit: Unit) -> Comm | None:
     runtime = unit.groups[0].runtime() if unit.groups else None
     found: Comm | None = runtime.comm.along.get("tp") if runtime is not None else None
     return found
-
-
-def _splits(unit: Unit, module: nn.Module) -> dict[str, Split]:
-    """Return how a unit's split parameters are divided along "tp".
-
-    The keys are names relative to the module.
-    """
-    mine = {id(member.param): split_of(member.param) for member in unit.members()}
-    found = {
-        name: mine.get(id(param)) for name, param in module.named_parameters(remove_duplicate=False)
-    }
-    return {
-        name: split for name, split in found.items() if split is not None and split.kind == "split"
-    }
 
 
 class _Loader:
@@ -358,9 +327,11 @@ class _Loader:
         comm = along_tp(self.unit)
         if comm is None:
             return
-        for name, split in _splits(self.unit, module).items():
+        for name, param in own_parameters(self.unit, module).items():
             value = state.get(prefix + name)
-            if isinstance(value, Tensor) and tuple(value.shape) == split.shape:
+            split = split_of(param)
+            is_whole = isinstance(value, Tensor) and split and tuple(value.shape) == split.shape
+            if split is not None and is_whole:
                 state[prefix + name] = cut(value, split, comm.rank)
 
     def after(self, module: nn.Module, incompatible: Any) -> None:
