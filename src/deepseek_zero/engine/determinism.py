@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -19,17 +20,18 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACE_SIZE = ":4096:8"
 
 
-class _Switches(NamedTuple):
+@dataclass(frozen=True)
+class _Switches:
     """PyTorch's switches for deterministic algorithms."""
 
     deterministic: bool = True
     warns_only: bool = False
     tries_cudnn: bool = False  # cuDNN times its algorithms and may choose another one in each run
 
-    @classmethod
-    def now(cls) -> _Switches:
+    @staticmethod
+    def now() -> _Switches:
         """Return the current switches."""
-        return cls(
+        return _Switches(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.backends.cudnn.benchmark,

@@ -34,32 +34,19 @@ from .zero_init import InitShard
 
 
 @dataclass(frozen=True)
-class Holder:
-    """A layer that uses a weight.
-
-    Attributes:
-        layer: The layer.
-        name: The name of the layer in the model.
-    """
-
-    layer: nn.Module
-    name: str
-
-
-@dataclass(frozen=True)
 class LayerCut:
     """A weight that becomes tiles.
 
     Attributes:
         weight: The weight.
-        holders: The layers that use it.
         name: The first name of the weight in the model.
+        layers: The layers that use it, by the name of their weight in the model.
         places: The boundaries of the tiles, in rows, from 0 to the number of rows.
     """
 
     weight: nn.Parameter
-    holders: tuple[Holder, ...]
     name: str
+    layers: dict[str, nn.Module]
     places: tuple[int, ...]
 
 
@@ -90,12 +77,11 @@ class CutChoice:
         found: dict[str, str] = {}
         for cut in self.cuts:
             tiles = [RowTile(weight) for weight in _tiles_of(cut)]
-            for holder in cut.holders:
-                _become(holder.layer, tiles, cut.places)
-                prefix = f"{holder.name}." if holder.name else ""
-                found |= {
-                    f"{prefix}tiles.{number}.weight": cut.name for number in range(len(tiles))
-                }
+            for name, layer in cut.layers.items():
+                _become(layer, tiles, cut.places)
+                prefix = name.removesuffix("weight")
+                for number in range(len(tiles)):
+                    found[f"{prefix}tiles.{number}.weight"] = cut.name
         return found
 
 
@@ -104,8 +90,8 @@ def choose_cuts(
 ) -> CutChoice:
     """Choose how layers above a limit are cut into tiles. Changes nothing.
 
-    The choice depends neither on ranks nor on the stage, so every run of a model has the same
-    tiles.
+    Subclasses of torch's layers, and layers with a replaced `forward`, are not cut. The choice
+    depends neither on ranks nor on the stage, so every run of a model has the same tiles.
 
     Args:
         model: The model.
@@ -116,26 +102,43 @@ def choose_cuts(
         UsageError: One row is larger than the limit.
         NotBuiltError: A layer has an option that tiles do not support.
     """
-    holders: dict[int, list[tuple[nn.Parameter, str, nn.Module, str]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=True):
-        for key, param in module.named_parameters(recurse=False):
-            holders.setdefault(id(param), []).append((param, key, module, prefix))
+    params: dict[int, nn.Parameter] = {}
+    users: dict[int, dict[str, nn.Module]] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(prefix, recurse=False):
+            params[id(param)] = param
+            users.setdefault(id(param), {})[name] = module
     cuts = list[LayerCut]()
     left = list[str]()
-    for held in holders.values():
-        weight, key, _, prefix = held[0]
-        name = f"{prefix}.{key}" if prefix else key
-        if weight.numel() * dtype_of(weight.dtype).itemsize <= limit:
+    for key, layers in users.items():
+        param = params[key]
+        name = next(iter(layers))
+        itemsize = dtype_of(param.dtype).itemsize
+        if param.numel() * itemsize <= limit:
             continue
-        if not all(key == "weight" and _is_cuttable(layer) for _, key, layer, _ in held):
+        if not all(
+            type(layer) in KINDS and "forward" not in layer.__dict__ and layer.weight is param
+            for layer in layers.values()
+        ):
             left.append(name)
             continue
-        layers = tuple(Holder(layer, prefix) for _, _, layer, prefix in held)
-        for each in layers:
-            _refuse_unlike(each)
-        places = _places(name, tuple(weight.shape), limit, dtype_of(weight.dtype).itemsize)
-        cuts.append(LayerCut(weight, layers, name, places))
+        for each, layer in layers.items():
+            _refuse_options(each, layer)
+        places = _places(name, tuple(param.shape), limit, itemsize)
+        cuts.append(LayerCut(param, name, layers, places))
     return CutChoice(tuple(cuts), tuple(left))
+
+
+def _refuse_options(name: str, layer: nn.Module) -> None:
+    """Raise NotBuiltError for an embedding with `max_norm` or sparse gradients."""
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
+        what = "max_norm" if layer.max_norm is not None else "sparse gradients"
+        raise NotBuiltError(
+            f"zero_optimization.tile_above would split '{name.removesuffix('.weight')}', an "
+            f"nn.Embedding with {what}.",
+            "A tile sees neither the whole weight nor all indices.",
+            f"build it without {what}, or raise tile_above above its size.",
+        )
 
 
 class RowTile(nn.Module):
@@ -245,27 +248,6 @@ class _PutRows(torch.autograd.Function):
 
 
 KINDS: dict[type[nn.Module], type[CutLayer]] = {nn.Linear: CutLinear, nn.Embedding: CutEmbedding}
-
-
-def _is_cuttable(layer: nn.Module) -> bool:
-    """Return whether a layer computes exactly what torch's class does.
-
-    Subclasses and layers with a replaced `forward` are not cut.
-    """
-    return type(layer) in KINDS and "forward" not in layer.__dict__
-
-
-def _refuse_unlike(holder: Holder) -> None:
-    """Raise NotBuiltError for an embedding with `max_norm` or sparse gradients."""
-    layer = holder.layer
-    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
-        what = "max_norm" if layer.max_norm is not None else "sparse gradients"
-        raise NotBuiltError(
-            f"zero_optimization.tile_above would split '{holder.name}', an nn.Embedding with "
-            f"{what}.",
-            "A tile sees neither the whole weight nor all indices.",
-            f"build it without {what}, or raise tile_above above its size.",
-        )
 
 
 def _places(name: str, shape: tuple[int, ...], limit: int, itemsize: int) -> tuple[int, ...]:

@@ -89,9 +89,24 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
         UsageError: A parameter is complex, parameters share a part of their memory, or only one of
             two tied parameters is frozen.
     """
-    _refuse_complex(model)
+    for name, param in model.named_parameters():
+        if param.dtype.is_complex:  # sums, main weights and moments are real numbers
+            raise UsageError(
+                f"parameter '{name}' holds complex numbers "
+                f"({str(param.dtype).removeprefix('torch.')}).",
+                "Gradients are added, and masters and moments kept, as real numbers: imaginary "
+                "parts would be lost.",
+                "hold real and imaginary parts, nn.Parameter(torch.view_as_real(value)), and use "
+                "torch.view_as_complex(parameter) in forward; a constant may be a buffer.",
+            )
     one: dict[int, nn.Parameter] = {}
-    for together in _overlapping([*_places_of_known(known), *_places(model)]):
+    named = [
+        (f"a parameter of shape {tuple(param.shape)} that was built before", param)
+        for param in known
+    ]
+    tensors = (*named, *model.named_parameters(), *model.named_buffers())
+    places = [place for name, tensor in tensors for place in _place(name, tensor)]
+    for together in _overlapping(places):
         views: dict[tuple[Any, ...], Place] = {}
         for place in filter(Place.is_parameter, together):
             first = views.setdefault(place.view, place)
@@ -117,33 +132,6 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
                 setattr(module, name, one[id(param)])
 
 
-def _refuse_complex(model: nn.Module) -> None:
-    """Raise UsageError if a parameter is complex. Local.
-
-    Sums, main weights and moments are real numbers.
-    """
-    for name, param in model.named_parameters():
-        if param.dtype.is_complex:
-            raise UsageError(
-                f"parameter '{name}' holds complex numbers "
-                f"({str(param.dtype).removeprefix('torch.')}).",
-                "Gradients are added, and masters and moments kept, as real numbers: imaginary "
-                "parts would be lost.",
-                "hold real and imaginary parts, nn.Parameter(torch.view_as_real(value)), and use "
-                "torch.view_as_complex(parameter) in forward; a constant may be a buffer.",
-            )
-
-
-def _places(model: nn.Module) -> Iterator[Place]:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        yield from _place(name, tensor)
-
-
-def _places_of_known(params: Iterable[nn.Parameter]) -> Iterator[Place]:
-    for param in params:
-        yield from _place(f"a parameter of shape {tuple(param.shape)} that was built before", param)
-
-
 def _place(name: str, tensor: Tensor) -> Iterator[Place]:
     if (
         isinstance(tensor, ShardedParameter)
@@ -162,19 +150,18 @@ def _place(name: str, tensor: Tensor) -> Iterator[Place]:
 def _overlapping(places: Sequence[Place]) -> Iterator[list[Place]]:
     """Yield clusters of places whose byte ranges overlap, each in the given order."""
     order = {id(place): number for number, place in enumerate(places)}
-    cluster: list[Place] = []
+    clusters: list[list[Place]] = []
     end = (torch.device("meta"), 0)
     for place in sorted(places, key=lambda each: (str(each.tensor.device), each.start)):
-        if cluster and place.tensor.device == end[0] and place.start < end[1]:
-            cluster.append(place)
+        if place.tensor.device == end[0] and place.start < end[1]:
+            clusters[-1].append(place)
             end = end[0], max(end[1], place.stop)
-            continue
+        else:
+            clusters.append([place])
+            end = place.tensor.device, place.stop
+    for cluster in clusters:
         if len(cluster) > 1:
             yield sorted(cluster, key=lambda each: order[id(each)])
-        cluster = [place]
-        end = (place.tensor.device, place.stop)
-    if len(cluster) > 1:
-        yield sorted(cluster, key=lambda each: order[id(each)])
 
 
 def _refuse_overlaps(places: Sequence[Place]) -> None:
