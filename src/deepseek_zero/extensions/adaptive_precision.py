@@ -24,6 +24,7 @@ rank decides from the same numbers.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -136,7 +137,7 @@ class AdaptivePrecision(UpdatePolicy):
         self.changed = False
         self._scaler: LossScaler | None = None
         self._steps = 0  # Steps of the current window
-        self._histories: dict[str, History] = {}
+        self._histories = defaultdict[str, History](History)
         # The unit that the latest skipped steps named, and how many in a row
         self._suspect: tuple[str, int] = ("", 0)
         self._seen: list[Evidence] | None = None  # Evidence of this step, by unit
@@ -168,19 +169,16 @@ class AdaptivePrecision(UpdatePolicy):
         Note:
             Collective if the precision of a unit changes.
         """
-        return self._switch(origin, result.overflow, result.number)
-
-    def _switch(self, named: Unit | None, skipped: bool, step: int) -> bool:
-        scaler = self._scaler
         self.changed = False
         has_promoted = False
-        if named is not None:
-            self._history(named).is_named = True
-        if not skipped:
+        if origin is not None:
+            self._histories[origin.name].is_named = True
+        if not result.overflow:
             self._suspect = ("", 0)
-        elif named is not None and not named.is_promoted:
+        elif origin is not None and not origin.is_promoted:
             before, count = self._suspect
-            self._suspect = (named.name, count + 1 if named.name == before else 1)
+            self._suspect = (origin.name, count + 1 if origin.name == before else 1)
+            scaler = self._scaler
             at_minimum = (
                 scaler is not None
                 and scaler.dynamic
@@ -188,11 +186,16 @@ class AdaptivePrecision(UpdatePolicy):
             )
             if self._suspect[1] >= PATIENCE or at_minimum:
                 why = "it made a non-finite number of finite ones, step after step"
-                self._promote(named, step, why)
+                self._change(origin, result.number, why, is_promoted=True)
                 has_promoted = True
                 self._suspect = ("", 0)
-        if self._seen is not None:
-            self._judge(self._seen, step)
+        seen = self._seen
+        if seen is not None:
+            # Gradients that are all zero are no evidence
+            if any(each.counted for each in seen):
+                for unit, evidence in zip(self.runtime.units, seen, strict=True):
+                    if unit.trained:
+                        self._judge(unit, evidence, result.number)
             self._steps = 0
             self._seen = None
             for history in self._histories.values():
@@ -240,7 +243,9 @@ class AdaptivePrecision(UpdatePolicy):
         self._steps = int(state["steps"])
         name, count = state["suspect"]
         self._suspect = (str(name), int(count))
-        self._histories = {name: History(**each) for name, each in state["histories"].items()}
+        self._histories.clear()
+        for unit, history in state["histories"].items():
+            self._histories[unit] = History(**history)
         self.decisions = [PrecisionChange(**each) for each in state["decisions"]]
 
     def explain(self) -> list[str]:
@@ -251,72 +256,50 @@ class AdaptivePrecision(UpdatePolicy):
 
     # -- windows
 
-    def _history(self, unit: Unit) -> History:
-        return self._histories.setdefault(unit.name, History())
-
-    def _judge(self, seen: Sequence[Evidence], step: int) -> None:
-        """Decide about each unit at the end of a window."""
-        if not any(each.counted for each in seen):
-            return  # Gradients that are all zero are no evidence
-        for unit, evidence in zip(self.runtime.units, seen, strict=True):
-            if unit.trained:
-                (self._judge_promoted if unit.is_promoted else self._judge_low)(
-                    unit, evidence, step
-                )
-
-    def _judge_low(self, unit: Unit, evidence: Evidence, step: int) -> None:
-        history = self._history(unit)
-        has_fp16 = self._has_fp16
-        share = 1.0 if evidence.share is None and evidence.elements else evidence.share or 0.0
-        is_bad = history.is_named or (has_fp16 and share > LOST)
-        history.bad = history.bad + 1 if is_bad else 0
-        if history.bad < BAD:
+    def _judge(self, unit: Unit, evidence: Evidence, step: int) -> None:
+        """Decide about one unit at the end of a window."""
+        history = self._histories[unit.name]
+        is_fp16 = (
+            self.runtime.settings.policy.compute is torch.float16
+        )  # bf16 has the range of fp32
+        share = evidence.share or 0.0
+        if not unit.is_promoted:
+            if evidence.share is None and evidence.elements:
+                share = 1.0
+            loses = is_fp16 and share > LOST
+            history.bad = history.bad + 1 if history.is_named or loses else 0
+            if history.bad >= BAD:
+                why = "skipped steps name it"
+                if loses:
+                    why = f"{share:.1%} of its gradient is below fp16's range"
+                why = f"{why} (limit {LOST:.0%}), {BAD} windows in a row"
+                self._change(unit, step, why, is_promoted=True)
             return
-        why = "skipped steps name it"
-        if has_fp16 and share > LOST:
-            why = f"{share:.1%} of its gradient is below fp16's range"
-        self._promote(unit, step, f"{why} (limit {LOST:.0%}), {BAD} windows in a row")
-
-    def _judge_promoted(self, unit: Unit, evidence: Evidence, step: int) -> None:
-        history = self._history(unit)
         if evidence.share is None and not history.is_named:
             return  # Without a gradient nothing is known
-        share = evidence.share or 0.0
-        is_fp16 = self._has_fp16
         fits = not is_fp16 or (share <= KEPT and evidence.largest <= LARGEST)
         history.good = history.good + 1 if fits and not history.is_named else 0
-        if history.good < history.patience:
-            return
-        windows = history.good
+        if history.good >= history.patience:
+            why = "it was not named"
+            if is_fp16:
+                why = f"16 bits would lose {share:.1%} of its gradient (limit {KEPT:.0%})"
+            why = f"{why}, {history.good} windows in a row"
+            self._change(unit, step, why, is_promoted=False)
+
+    def _change(self, unit: Unit, step: int, why: str, *, is_promoted: bool) -> None:
+        """Promote or demote a unit, and record the decision."""
+        history = self._histories[unit.name]
         history.good = 0
         history.bad = 0
-        self.runtime.demote(unit)
-        why = (
-            f"16 bits would lose {share:.1%} of its gradient (limit {KEPT:.0%})"
-            if is_fp16
-            else "it was not named"
-        )
-        self._decided(
-            PrecisionChange(step, unit.name, False, f"{why}, {windows} windows in a row"), unit
-        )
-
-    @property
-    def _has_fp16(self) -> bool:
-        """Whether units that are not promoted compute in fp16. bf16 has the range of fp32."""
-        return self.runtime.settings.policy.compute is torch.float16
-
-    def _promote(self, unit: Unit, step: int, why: str) -> None:
-        history = self._history(unit)
-        history.times = history.times + 1
-        history.good = 0
-        history.bad = 0
-        if history.times > 1:
-            history.patience *= 2
-        self.runtime.promote_to_fp32(unit)
-        self._decided(PrecisionChange(step, unit.name, True, why), unit)
-
-    def _decided(self, decision: PrecisionChange, unit: Unit) -> None:
+        if is_promoted:
+            history.times += 1
+            if history.times > 1:
+                history.patience *= 2
+            self.runtime.promote_to_fp32(unit)
+        else:
+            self.runtime.demote(unit)
         self.changed = True
+        decision = PrecisionChange(step, unit.name, is_promoted, why)
         self.decisions.append(decision)
         plan = "\n".join(unit.explain())
         log_once(f"precision auto: {decision}.  Its new plan:\n{plan}", logging.WARNING)

@@ -7,8 +7,7 @@ group.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from ..optim.verdict import StepResult
 from ..optimizers.one_bit_adam import OneBitAdam
 from ..planner.spec import R
 from ..sharding.param_group import ParamGroup
-from ..sharding.runtime import Runtime
 from .momentum_exchange import exchange_momenta, reduce_gradients
 
 
@@ -37,21 +35,50 @@ class MomentumSteps(UpdatePolicy):
             keeps_grads: Gradients are kept until zero_grad().
             adapts_precision: Units may change their precision.
         """
-        self._refused = {
-            "gradient_clipping": clips,
-            "ZeroOptimizer": keeps_grads,
-            "precision 'auto'": adapts_precision,
-        }
+        self._clips = clips
+        self._keeps_grads = keeps_grads
+        self._adapts_precision = adapts_precision
         # A weak reference, because the optimizer holds this policy
         self._attached: Callable[[], Stepping | None] = lambda: None
         # Loaded from a checkpoint, by id of the group, until they are used
         self._own_states: dict[int, Mapping[str, Tensor]] = {}
 
     def attach(self, optimizer: Stepping) -> None:
+        """Check that all settings support an exchange of momenta.
+
+        Raises:
+            UsageError: Some settings do not. Raised on every rank; the message names all of them.
+        """
         self._attached = weakref.ref(optimizer)
-        refuse_with_momentum_exchange(
-            optimizer.runtime, self._refused, optimizer.inner.param_groups
-        )
+        runtime = optimizer.runtime
+        plan = runtime.settings
+        groups = runtime.trained_groups
+        hypers = {(each["betas"][0], each["freeze_step"]) for each in optimizer.inner.param_groups}
+        found = {
+            f"stage {plan.stage}": plan.stage > 1,
+            "gradient_clipping": self._clips,
+            "codes of gradients (zero_quantized_gradients, "
+            "compression.auto)": plan.compression.codes_gradients,
+            "communication_data_type": plan.policy.reduce is not None,
+            "optimizer.moments": plan.policy.moments != "fp32",
+            "precision 'auto'": self._adapts_precision,
+            "offload_optimizer": any(group.plan.is_offloaded for group in groups),
+            "ZeroOptimizer": self._keeps_grads,
+            "vertical_micro_batches": plan.layerwise_micro_batches > 1,
+            'ranks_per_host above 1 ("ranks_per_host": 1 goes)': any(
+                group.planned.near > 1 for group in groups
+            ),
+            "other axes than dp_shard": runtime.comm.whole is not runtime.comm_ctx.comm,
+            "several values of betas[0] or freeze_step": len(hypers) > 1,
+        }
+        if names := [name for name, is_there in found.items() if is_there]:
+            raise UsageError(
+                f"OneBitAdam cannot be used with {', '.join(names)}.",
+                "From freeze_step on all ranks send each other signs of momenta, at stages 0 and "
+                "1; nobody has sums of gradients.",
+                "leave that out, or take Adam with zero_quantized_gradients, which goes with all "
+                "of it.",
+            )
 
     @property
     def _optimizer(self) -> Stepping:
@@ -110,16 +137,15 @@ class MomentumSteps(UpdatePolicy):
                     own = self._own_momentum(group)
                     saved = self._own_states.pop(id(group), {})
                     known = saved if "signs" in saved else {}
-                    exchange_momenta(group, inner.beta1, own, known, self._loss_scale)
+                    exchange_momenta(
+                        group, inner.beta1, own, known, lambda: self._optimizer.loss_scale
+                    )
                 else:
                     reduce_gradients(group)
         inner.takes_momenta = is_due
         self._own_states.clear()
         runtime.comm_ctx.pool.clear()  # Free the buffers of gradient messages
         optimizer.scratch.drop("grads")  # momenta need no cast
-
-    def _loss_scale(self) -> float:
-        return self._optimizer.loss_scale
 
     def _own_momentum(self, group: ParamGroup) -> Tensor:
         """Return this rank's flat slice of the momentum; missing states are zeros."""
@@ -138,48 +164,3 @@ class MomentumSteps(UpdatePolicy):
                 momentum = optimizer.moments.read(shard, "exp_avg").reshape(-1)
                 found[low:high].copy_(momentum[low - first : high - first])
         return found
-
-
-def refuse_with_momentum_exchange(
-    runtime: Runtime, refused: Mapping[str, bool], groups: Sequence[Mapping[str, Any]]
-) -> None:
-    """Check that all settings support an exchange of momenta.
-
-    Args:
-        runtime: The runtime of the wrapped model.
-        refused: Whether an unsupported setting of the step is on, by its name.
-        groups: The parameter groups of the optimizer.
-
-    Raises:
-        UsageError: Some settings do not. Raised on every rank; the message names all of them.
-    """
-    plan = runtime.settings
-    rows = [group.plan for group in runtime.trained_groups]
-    found = {
-        f"stage {plan.stage}": plan.stage > 1,
-        "gradient_clipping": refused["gradient_clipping"],
-        "codes of gradients (zero_quantized_gradients, "
-        "compression.auto)": plan.compression.codes_gradients,
-        "communication_data_type": plan.policy.reduce is not None,
-        "optimizer.moments": plan.policy.moments != "fp32",
-        "precision 'auto'": refused["precision 'auto'"],
-        "offload_optimizer": any(row.is_offloaded for row in rows),
-        "ZeroOptimizer": refused["ZeroOptimizer"],
-        "vertical_micro_batches": plan.layerwise_micro_batches > 1,
-        'ranks_per_host above 1 ("ranks_per_host": 1 goes)': any(
-            group.planned.near > 1 for group in runtime.trained_groups
-        ),
-        "other axes than dp_shard": runtime.comm.whole is not runtime.comm_ctx.comm,
-        "several values of betas[0] or freeze_step": len(
-            {(each["betas"][0], each["freeze_step"]) for each in groups}
-        )
-        > 1,
-    }
-    if names := [name for name, is_there in found.items() if is_there]:
-        raise UsageError(
-            f"OneBitAdam cannot be used with {', '.join(names)}.",
-            "From freeze_step on all ranks send each other signs of momenta, at stages 0 and 1; "
-            "nobody has sums of gradients.",
-            "leave that out, or take Adam with zero_quantized_gradients, which goes with all of "
-            "it.",
-        )

@@ -8,7 +8,7 @@ and saved like any unit. Class and arguments have the names of DeepSpeed's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -89,10 +89,10 @@ class TiledLinear(nn.Module):
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         inputs = self._split(input_)
         if self.combine_out_splits:
-            return run_tiles(self._rows(), inputs, self.out_features)
+            return run_tiles(self._rows, inputs, self.out_features)
         widths = (high - low for low, high in pairwise(self.out_parts))
         return [
-            run_tiles([row], inputs, width) for row, width in zip(self._rows(), widths, strict=True)
+            run_tiles([row], inputs, width) for row, width in zip(self._rows, widths, strict=True)
         ]
 
     def copy_params_from(self, other: nn.Module) -> None:
@@ -104,14 +104,13 @@ class TiledLinear(nn.Module):
             UsageError: The shapes differ, or only one of the two has a bias.
         """
         self._refuse_other(other)
-        for rows, row in zip(pairwise(self.out_parts), self._rows(), strict=True):
+        for rows, row in zip(pairwise(self.out_parts), self._rows, strict=True):
             for columns, tile in zip(pairwise(self.in_parts), row, strict=True):
                 _copy(other, tile, rows, columns)
 
-    def _rows(self) -> Iterator[nn.ModuleList]:
-        for row in self.linears:
-            assert isinstance(row, nn.ModuleList)
-            yield row
+    @property
+    def _rows(self) -> list[nn.ModuleList]:
+        return [row for row in self.linears if isinstance(row, nn.ModuleList)]
 
     def extra_repr(self) -> str:
         return (
