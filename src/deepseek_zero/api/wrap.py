@@ -181,8 +181,9 @@ class DeepSeekZeRO3(StandsForModule):
         self.module = model
         self.runtime = parts.runtime
         self._loop = parts.loop
-        # The model keeps the parts alive, so it still trains after the caller drops this object.
-        model.register_forward_pre_hook(_Keep(parts))
+        # The hook does nothing. The model keeps it and the parts in it alive, so the model still
+        # trains after the caller drops this object.
+        model.register_forward_pre_hook(partial(_keep, parts))
         _parts[parts.runtime] = weakref.ref(parts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,18 +267,12 @@ class DeepSeekZeRO3(StandsForModule):
 
 
 # The parts of each wrapped model, for optimizers that are created later. Both are weak references,
-# because the model keeps the parts alive (_Keep).
+# because the model keeps the parts alive.
 _parts: weakref.WeakKeyDictionary[Runtime, weakref.ref[Parts]] = weakref.WeakKeyDictionary()
 
 
-class _Keep:
-    """A forward pre-hook that does nothing but keep the parts alive."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        return None
+def _keep(parts: Parts, module: nn.Module, args: Any) -> None:
+    pass
 
 
 class ZeroOptimizer(ScalesItself, Optimizer):
@@ -325,7 +320,15 @@ class ZeroOptimizer(ScalesItself, Optimizer):
             runtime = owner.runtime() if owner is not None else None
             if runtime is None:
                 return self.client
-            parts = _parts_of(runtime)
+            reference = _parts.get(runtime)
+            parts = reference() if reference is not None else None
+            if parts is None:
+                raise UsageError(
+                    "the model belongs to an engine made by initialize(), which has its own "
+                    "optimizer.",
+                    "Two optimizers would update the same slices.",
+                    "use engine.step(), or wrap the model with DeepSeekZeRO3.",
+                )
             # the optimizer may cover the whole model, not only this stage
             if parts.loop is not None:
                 forget_others(runtime.model, self.client, None)
@@ -369,7 +372,16 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         """
         optimizer = self._attach()
         if optimizer is self.client and size() > 1:
-            _refuse_unmanaged(self.client)
+            params = [param for group in self.param_groups for param in group["params"]]
+            if trained := [param for param in params if param.requires_grad]:
+                raise UsageError(
+                    f"ZeroOptimizer.step() on one of {size()} ranks has {len(trained)} parameters "
+                    f"that no wrapped model holds, the first of shape {tuple(trained[0].shape)}.",
+                    "Each rank would train a model of its own: nothing reduces the gradients or "
+                    "keeps the weights equal.",
+                    "call DeepSeekZeRO3(model) before the first step; to train one model per "
+                    f"process on purpose set {ALONE}=1, or use an optimizer of torch.",
+                )
         optimizer.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -390,33 +402,3 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer({self.client!r})"
-
-
-def _refuse_unmanaged(optimizer: Optimizer) -> None:
-    """Raise UsageError if an optimizer has trained parameters outside of a wrapped model."""
-    params = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad
-    ]
-    if params:
-        raise UsageError(
-            f"ZeroOptimizer.step() on one of {size()} ranks has {len(params)} parameters that no "
-            f"wrapped model holds, the first of shape {tuple(params[0].shape)}.",
-            "Each rank would train a model of its own: nothing reduces the gradients or keeps the "
-            "weights equal.",
-            "call DeepSeekZeRO3(model) before the first step; to train one model per process on "
-            f"purpose set {ALONE}=1, or use an optimizer of torch.",
-        )
-
-
-def _parts_of(runtime: Runtime) -> Parts:
-    reference = _parts.get(runtime)
-    if reference is not None and (parts := reference()) is not None:
-        return parts
-    raise UsageError(
-        "the model belongs to an engine made by initialize(), which has its own optimizer.",
-        "Two optimizers would update the same slices.",
-        "use engine.step(), or wrap the model with DeepSeekZeRO3.",
-    )

@@ -176,8 +176,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     Note:
         Every rank must make the same calls. No communication.
     """
-    runtime, owner = _home(parameter)
-    for reader in _units_around(module, runtime):
+    runtime, owner, readers = _readers(module, parameter)
+    for reader in readers:
         runtime.executor.gathers.remember_external(reader, owner)
 
 
@@ -194,13 +194,13 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     Raises:
         UsageError: No engine has wrapped the parameter.
     """
-    runtime, owner = _home(parameter)
-    for reader in _units_around(module, runtime):
+    runtime, owner, readers = _readers(module, parameter)
+    for reader in readers:
         runtime.executor.gathers.forget_external(reader, owner)
 
 
-def _home(parameter: nn.Parameter) -> tuple[Runtime, Unit]:
-    """Return the engine's runtime and the unit of a wrapped parameter.
+def _readers(module: nn.Module, parameter: nn.Parameter) -> tuple[Runtime, Unit, list[Unit]]:
+    """Return the runtime and the unit of a wrapped parameter, and the units that contain a module.
 
     Raises:
         UsageError: No engine has wrapped the parameter.
@@ -213,10 +213,7 @@ def _home(parameter: nn.Parameter) -> tuple[Runtime, Unit]:
             "Only a wrapped parameter has a unit to gather.",
             "call it after initialize (or DeepSeekZeRO3).",
         )
-    return runtime, runtime.unit_of(owner)
-
-
-def _units_around(module: nn.Module, runtime: Runtime) -> list[Unit]:
-    return [
+    readers = [
         unit for unit in runtime.units[1:] if any(each is module for each in unit.module.modules())
     ]
+    return runtime, runtime.unit_of(owner), readers

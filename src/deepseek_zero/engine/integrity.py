@@ -156,24 +156,17 @@ class Integrity:
         ]
         self._found = [(state, sums.tolist()) for state, sums in (*made, *self._gathered.values())]
         self._gathered.clear()
-        self._changed = [
-            state.names_in(block)
-            for state, sums in self._found
-            for block, (then, now) in enumerate(
-                zip(self._sums_before(state) or sums, sums, strict=True)
-            )
-            if then != now
-        ]
-        message.add(OF_PIECE, [self._digest(is_whole=True)])
-        message.add(OF_REPLICAS, [self._digest(is_whole=False)])
-        message.add(CHANGED, [len(self._changed)])
-
-    def _digest(self, *, is_whole: bool) -> int:
-        found = 0
+        self._changed = []
+        digests = {True: 0, False: 0}
         for state, sums in self._found:
-            if state.is_whole is is_whole:
-                found = zlib.crc32(array("q", sums), found)
-        return found
+            digests[state.is_whole] = zlib.crc32(array("q", sums), digests[state.is_whole])
+            before = self._sums_before(state) or sums
+            for block, (then, now) in enumerate(zip(before, sums, strict=True)):
+                if then != now:
+                    self._changed.append(state.names_in(block))
+        message.add(OF_PIECE, [digests[True]])
+        message.add(OF_REPLICAS, [digests[False]])
+        message.add(CHANGED, [len(self._changed)])
 
     def compare(self, step: int, fields: Fields) -> None:
         """Compare the digests of all ranks, and report the states that differ.
@@ -190,31 +183,26 @@ class Integrity:
         """
         if CHANGED not in fields:
             return
-        of_piece = fields[OF_PIECE]
-        of_replicas = fields[OF_REPLICAS]
-        differ = [len({of_piece[rank] for rank in ranks}) > 1 for ranks in self._pieces]
-        differ += [len({of_replicas[rank] for rank in ranks}) > 1 for ranks in self._replicas]
-        if any(differ) or any(count for (count,) in fields[CHANGED]):
-            report = json.dumps(
-                [self._table(is_whole=True), self._table(is_whole=False), self._changed]
-            )
+        differ = any(count for (count,) in fields[CHANGED])
+        for name, partition in ((OF_PIECE, self._pieces), (OF_REPLICAS, self._replicas)):
+            for ranks in partition:
+                differ = differ or len({fields[name][rank] for rank in ranks}) > 1
+        if differ:
+            tables: dict[bool, Table] = {True: {}, False: {}}
+            for state, sums in self._found:
+                tables[state.is_whole][state.key] = [
+                    (value, state.names_in(block)) for block, value in enumerate(sums)
+                ]
+            report = json.dumps([tables[True], tables[False], self._changed])
             texts = [report]
-            if len(of_piece) > 1:
+            if len(fields[OF_PIECE]) > 1:
                 texts = self._runtime.comm.whole.all_gather_text(
                     report, "differences between ranks"
                 )
-            self._report(
-                step, found_in([json.loads(text) for text in texts], self._pieces, self._replicas)
-            )
+            reports = [json.loads(text) for text in texts]
+            self._report(step, found_in(reports, self._pieces, self._replicas))
         self._found = []
         self._changed = []
-
-    def _table(self, *, is_whole: bool) -> Table:
-        return {
-            state.key: [(value, state.names_in(block)) for block, value in enumerate(sums)]
-            for state, sums in self._found
-            if state.is_whole is is_whole
-        }
 
     def _report(self, step: int, lines: Sequence[str]) -> None:
         new = [line for line in lines if line not in self._reported]
@@ -337,22 +325,16 @@ def differences(tables: Mapping[int, Table]) -> list[str]:
         ranks = [rank for rank, table in tables.items() if key in table]
         for block in range(min(len(tables[rank][key]) for rank in ranks)):
             sums = {rank: tables[rank][key][block][0] for rank in ranks}
-            if len(set(sums.values())) > 1:
-                lines.setdefault((key, _ranks_that_differ(sums)), []).append(
-                    tables[ranks[0]][key][block][1]
-                )
+            ((most, count),) = Counter(sums.values()).most_common(1)
+            if count == len(sums):
+                continue
+            who = f" differs between {listed_ranks(ranks)}, without a majority"
+            if 2 * count > len(sums):
+                others = listed_ranks([rank for rank in ranks if sums[rank] != most])
+                agreed = listed_ranks([rank for rank in ranks if sums[rank] == most])
+                who = f" differs on {others} from {agreed}"
+            lines.setdefault((key, who), []).append(tables[ranks[0]][key][block][1])
     return [
         where[0] + (f" (and {len(where) - 1} MiB more)" if len(where) > 1 else "") + who
         for (_, who), where in lines.items()
     ]
-
-
-def _ranks_that_differ(sums: Mapping[int, int]) -> str:
-    """Return the ranks whose sum differs from that of most ranks."""
-    ((most, count),) = Counter(sums.values()).most_common(1)
-    if 2 * count <= len(sums):
-        return f" differs between {listed_ranks(list(sums))}, without a majority"
-    others, agreed = (
-        [rank for rank, each in sums.items() if (each == most) is alike] for alike in (False, True)
-    )
-    return f" differs on {listed_ranks(others)} from {listed_ranks(agreed)}"

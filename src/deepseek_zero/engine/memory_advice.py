@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -159,47 +159,35 @@ class MemoryAdvice:
 
     def _changes(self, *, activations_first: bool) -> list[ConfigChange]:
         """Return the changes of the configuration to try, the least costly first."""
-        smaller = self._smaller_batches()
-        others = [*self._higher_stages(), *self._offloads()]
-        return [*smaller, *others] if activations_first else [*others, *smaller]
-
-    def _higher_stages(self) -> list[ConfigChange]:
-        if self.plan.mesh.shard_size == 1:
-            return []
-        stages = range(self.plan.settings.stage + 1, 4)
-        return [
-            ConfigChange(f'set "zero_optimization": {{"stage": {stage}}}', {"stage": stage})
-            for stage in stages
-        ]
-
-    def _offloads(self) -> list[ConfigChange]:
         settings = self.plan.settings
+        micro, accumulation = self.batch
+        smaller = [
+            ConfigChange(
+                f'set "train_micro_batch_size_per_gpu": {micro // factor} and '
+                f'"gradient_accumulation_steps": {accumulation * factor}, which keeps the global '
+                "batch",
+                {"accumulation": settings.accumulation * factor},
+                factor,
+            )
+            for factor in range(2, micro + 1)
+            if micro % factor == 0
+        ]
+        others = list[ConfigChange]()
+        if self.plan.mesh.shard_size > 1:
+            for stage in range(settings.stage + 1, 4):
+                text = f'set "zero_optimization": {{"stage": {stage}}}'
+                others.append(ConfigChange(text, {"stage": stage}))
         tier = Tier.HOST
         value = '{"device": "cpu"}'
         if self.plan.mesh.device.type == "cpu":  # the run itself has filled the host's memory
             tier = Tier.NVME
             value = '{"device": "nvme", "nvme_path": FOLDER}'
-        found = []
-        if settings.stage >= 1 and settings.state_tier is Tier.DEVICE and not settings.unit_tiers:
-            text = f'set "zero_optimization": {{"offload_optimizer": {value}}}'
-            found.append(ConfigChange(text, {"state_tier": tier}))
-        if settings.stage == 3 and settings.weight_tier is Tier.DEVICE and not settings.unit_tiers:
-            text = f'set "zero_optimization": {{"offload_param": {value}}}'
-            found.append(ConfigChange(text, {"weight_tier": tier}))
-        return found
-
-    def _smaller_batches(self) -> list[ConfigChange]:
-        micro, accumulation = self.batch
-        return [
-            ConfigChange(
-                f'set "train_micro_batch_size_per_gpu": {micro // factor} and '
-                f'"gradient_accumulation_steps": {accumulation * factor}, which keeps the global '
-                "batch",
-                {"accumulation": self.plan.settings.accumulation * factor},
-                factor,
-            )
-            for factor in _divisors(micro)
-        ]
+        sections = (("offload_optimizer", "state_tier", 1), ("offload_param", "weight_tier", 3))
+        for section, name, stage in sections if not settings.unit_tiers else ():
+            if settings.stage >= stage and getattr(settings, name) is Tier.DEVICE:
+                text = f'set "zero_optimization": {{"{section}": {value}}}'
+                others.append(ConfigChange(text, {name: tier}))
+        return [*smaller, *others] if activations_first else [*others, *smaller]
 
     def _planned_with(self, change: ConfigChange) -> Plan:
         plan = self.plan
@@ -275,7 +263,3 @@ def _requested_bytes(error: BaseException) -> int:
     """Return the bytes of the failed request; 0 if the message does not name them."""
     found = _REQUEST.search(str(error))
     return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
-
-
-def _divisors(number: int) -> Sequence[int]:
-    return [factor for factor in range(2, number + 1) if number % factor == 0]

@@ -259,9 +259,8 @@ class AdaptivePrecision(UpdatePolicy):
     def _judge(self, unit: Unit, evidence: Evidence, step: int) -> None:
         """Decide about one unit at the end of a window."""
         history = self._histories[unit.name]
-        is_fp16 = (
-            self.runtime.settings.policy.compute is torch.float16
-        )  # bf16 has the range of fp32
+        # bf16 has the range of fp32
+        is_fp16 = self.runtime.settings.policy.compute is torch.float16
         share = evidence.share or 0.0
         if not unit.is_promoted:
             if evidence.share is None and evidence.elements:
