@@ -132,20 +132,16 @@ def forget_others(
     def kept(members: Sequence[Any]) -> list[Any]:
         found = []
         for each in members:
-            param = each[1] if isinstance(each, tuple) else each
-            if id(param) in own:
+            if isinstance(each, Mapping):
+                found.append({**each, "params": kept(each["params"])})
+            elif id(each[1] if isinstance(each, tuple) else each) in own:
                 found.append(each)
         return found
 
     if isinstance(optimizer, Optimizer):
         for group in optimizer.param_groups:
             group["params"] = kept(group["params"])
-    if params is None or not any(isinstance(each, Mapping) for each in params):
-        return None if params is None else kept(params)
-    return [
-        {**each, "params": kept(each["params"])} if isinstance(each, Mapping) else each
-        for each in params
-    ]
+    return None if params is None else kept(params)
 
 
 def planned_groups(
@@ -206,15 +202,28 @@ def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
         coordinate: The coordinate of this rank along "tp".
 
     Raises:
-        UsageError: The state counts steps, or a parameter group holds tensors with elements.
+        UsageError: The state counts steps, or a parameter group holds tensors with elements. Only
+            the state in `Optimizer.state` is cut.
     """
+    name = type(client).__name__
     for number, group in enumerate(client.param_groups):
-        _refuse_tensors(type(client).__name__, number, group)
+        for key, value in group.items():
+            values = value.values() if isinstance(value, Mapping) else value
+            if key == "params" or isinstance(values, str | Tensor):
+                continue
+            if isinstance(values, Iterable) and any(
+                isinstance(each, Tensor) and each.dim() > 0 for each in values
+            ):
+                raise UsageError(
+                    f"parameter group {number} of {name} has tensors under '{key}'.",
+                    "Only the optimizer's `state`, by parameter, can be split into shards.",
+                    "store them there: self.state[param]['name'] = tensor.",
+                )
     states = ClientStates(client, coordinate)
     if counted := states.most_steps:
         raise UsageError(
-            f"the {type(client).__name__} that was passed as optimizer has already taken steps: "
-            f"its state counts {counted:g}.",
+            f"the {name} that was passed as optimizer has already taken steps: its state counts "
+            f"{counted:g}.",
             "The engine counts steps from its own first step, so schedule, loss scale and "
             "optimizer "
             "would disagree.",
@@ -223,33 +232,11 @@ def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
     return None if states.are_empty else states
 
 
-def _refuse_tensors(optimizer: str, number: int, group: Mapping[str, Any]) -> None:
-    """Raise `UsageError` if a parameter group holds state itself.
-
-    Only the state in `Optimizer.state` is cut.
-    """
-    for key, value in group.items():
-        values = value.values() if isinstance(value, Mapping) else value
-        if key == "params" or not isinstance(values, Iterable) or isinstance(values, (str, Tensor)):
-            continue
-        if any(isinstance(each, Tensor) and each.dim() > 0 for each in values):
-            raise UsageError(
-                f"parameter group {number} of {optimizer} has tensors under '{key}'.",
-                "Only the optimizer's `state`, by parameter, can be split into shards.",
-                "store them there: self.state[param]['name'] = tensor.",
-            )
-
-
 def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Return parameters or parameter groups as parameter groups."""
-    found: list[Any] = (
-        list(params)
-        if params is not None
-        else [param for param in model.parameters() if param.requires_grad]
-    )
-    if found and isinstance(found[0], dict):
-        return with_replacements(
-            {**dict(group), "params": list(group["params"])} for group in found
-        )
-    unnamed = [item[1] if isinstance(item, tuple) else item for item in found]
+    if params is None:
+        params = [param for param in model.parameters() if param.requires_grad]
+    if params and isinstance(params[0], dict):
+        return with_replacements({**group, "params": list(group["params"])} for group in params)
+    unnamed = [item[1] if isinstance(item, tuple) else item for item in params]
     return with_replacements([{"params": unnamed}])

@@ -87,16 +87,13 @@ def shared_values(config: Config) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for row in rows(type(config)):
-        is_own = row.path.partition(".")[0] in OF_ONE_RANK
-        if row.status is not Status.EFFECTIVE or is_own:
+        if row.status is not Status.EFFECTIVE or row.path.partition(".")[0] in OF_ONE_RANK:
             continue
         value: Any = config
         for name in row.path.split("."):
             value = getattr(value, name, None)  # None if the section is missing
-        if isinstance(value, Section | Mapping):
-            found |= values_in(value, row.path)
-        else:
-            found[row.path] = value
+        is_section = isinstance(value, Section | Mapping)
+        found |= values_in(value, row.path) if is_section else {row.path: value}
     return {
         key: value
         for key, value in found.items()
@@ -106,34 +103,24 @@ def shared_values(config: Config) -> dict[str, Any]:
 
 def policy_of(config: Config) -> Policy:
     """Return the number formats: fp16, bf16, autocast, and the dtypes of sums."""
+    bf16 = config.bf16
     compute = None
-    auto_cast = config.auto_cast
-    if config.bf16.enabled:
-        compute = torch.bfloat16
-    elif config.fp16.enabled:
-        compute = torch.float16
-    if config.fp16.enabled:
-        auto_cast = config.fp16.auto_cast
+    if bf16.enabled or config.fp16.enabled:
+        compute = torch.bfloat16 if bf16.enabled else torch.float16
     autocast = None
     if config.torch_autocast.enabled:
         autocast = DTYPES[config.torch_autocast.dtype or "bf16"]
     reduce = None
     if config.communication_data_type:
         reduce = DTYPES[config.communication_data_type]
-    master = config.bf16.master
-    if config.bf16.bf16_master_weights_and_grads:
-        master = "none"
-    moments = config.optimizer.moments
-    if config.bf16.bf16_optimizer_states:
-        moments = "bf16"
     return Policy(
         compute=compute,
         reduce=reduce,
         accumulate=DTYPES[config.data_types.grad_accum_dtype or "fp32"],
-        master=master,
-        moments=moments,
+        master="none" if bf16.bf16_master_weights_and_grads else bf16.master,
+        moments="bf16" if bf16.bf16_optimizer_states else config.optimizer.moments,
         autocast=autocast,
-        auto_cast=auto_cast,
+        auto_cast=config.fp16.auto_cast if config.fp16.enabled else config.auto_cast,
     )
 
 

@@ -9,7 +9,6 @@ next message. `optimizers/one_bit_adam.py` has the optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,67 +18,72 @@ from ..comm.collectives import ordered_sum
 from ..comm.pending import Pending
 from ..planner.extras import with_momenta_exchanged
 from ..planner.spec import ShardPlan
-from ..planner.units import GroupPlan
 from ..precision.codecs import Signs
 from ..sharding.buffer import FlatBuffer
-from ..sharding.comm_context import CommContext, boxes_in
+from ..sharding.comm_context import boxes_in
 from ..sharding.grad_reduction import GradReduction
-from ..sharding.group import Group
 from ..sharding.param_group import ParamGroup
 from ..sharding.regroup import reduce_by
 
 SIGNS = Signs()
 
 
-class Momentum:
-    """The momentum of one group, and the compression errors of its signs.
+class MomentumExchange(GradReduction):
+    """A reduction that exchanges one group's momenta instead of its gradients.
 
     Attributes:
         worker: The errors of this rank's own momenta, shape ``(padded_numel,)``, fp32.
         server: The errors of the means of this rank's slice, shape ``(slice_numel,)``, fp32.
         signs: The current momentum: the messages of all owners, one after another.
+        before: The reduction that sums gradients.
+        plan_before: The row of the plan for `before`.
     """
 
     def __init__(
         self,
-        planned: GroupPlan,
-        comm_ctx: CommContext,
+        group: ParamGroup,
         beta1: float,
         own: Tensor,
         saved: Mapping[str, Tensor],
-        what: str,
+        loss_scale: Callable[[], float],
+        before: GradReduction,
+        plan_before: ShardPlan,
     ) -> None:
         """Start from this rank's slice of the momentum, or from saved states.
 
         Args:
-            planned: The plan of the group.
-            comm_ctx: The context of the ranks that share slices.
+            group: The group.
             beta1: The weight of the old momentum.
             own: This rank's slice of the momentum so far.
-            saved: `states` of this rank from a checkpoint; may be empty.
-            what: The name of the group, for messages.
+            saved: The `own_states` of this rank from a checkpoint; may be empty.
+            loss_scale: Returns the factor of the loss.
+            before: The reduction that sums gradients.
+            plan_before: The row of the plan for `before`.
 
         Note:
             Collective within the reduce lane.
         """
-        self.layout = planned.layout
-        self.comm_ctx = comm_ctx
-        self.beta1 = beta1
+        super().__init__(group)
+        self.before = before
+        self.plan_before = plan_before
+        self._beta1 = beta1
+        self._loss_scale = loss_scale
+        self._layout = group.layout
+        comm_ctx = group.comm_ctx
         comm = comm_ctx.comm
         device = comm_ctx.pool.device
-        self._length = SIGNS.length(self.layout.slice_numel)
+        self._length = SIGNS.length(self._layout.slice_numel)
         self.signs, self._coming = (
             comm_ctx.world.empty(comm.size * self._length, SIGNS.dtype) for _ in range(2)
         )
-        self.worker = torch.zeros(self.layout.padded_numel, device=device)
-        self.server = torch.zeros(self.layout.slice_numel, device=device)
+        self.worker = torch.zeros(self._layout.padded_numel, device=device)
+        self.server = torch.zeros(self._layout.slice_numel, device=device)
         self._has_come = False
-        budget = comm_ctx.tiers.budget
-        budget.reserve_for(
-            self, sum(each.nbytes for each in self.tensors()), f"what signs leave out of {what}"
-        )
+        what = group.members[0].name
+        nbytes = sum(each.nbytes for each in self.tensors())
+        comm_ctx.tiers.budget.reserve_for(self, nbytes, f"what signs leave out of {what}")
         if saved:
-            for name, values in self.states().items():
+            for name, values in self.own_states().items():
                 values.copy_(saved[name])
             return
         # The first signs are of the momentum itself. Their error is added to the next means.
@@ -87,31 +91,47 @@ class Momentum:
         self._send_mean(self.signs, what)
         self.server.mul_(beta1)
 
-    def states(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint needs, by name."""
+    def own_states(self) -> dict[str, Tensor]:
         return {"worker": self.worker, "server": self.server, "signs": self.signs}
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors that this object holds."""
-        return [*self.states().values(), self._coming]
+        return [*self.own_states().values(), self._coming]
 
-    def exchange(
-        self, partial_grad: FlatBuffer, into: Tensor, what: str, loss_scale: float
-    ) -> Pending:
-        """Start to exchange momenta; `into` receives the new momentum over all ranks.
+    @property
+    def is_scaled(self) -> bool:
+        return False
+
+    def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
+        """Start to exchange momenta, computed from this rank's own gradient.
+
+        The momentum over all ranks replaces the gradient. Momenta and errors are not multiplied by
+        the loss scale.
 
         Args:
-            partial_grad: This rank's own gradient of the whole group, multiplied by `loss_scale`.
-                Momenta and errors are not scaled.
-            into: Output, fp32: this rank's slice or all elements. May be a view of `partial_grad`.
+            partial: This rank's gradient of all elements of the group.
             what: The name of the unit, for messages.
-            loss_scale: The factor of the loss.
+            has_earlier_sum: The step has an earlier sum. This is not possible here.
+
+        Raises:
+            UsageError: The step has an earlier sum.
 
         Note:
             Collective within the reduce lane.
         """
-        comm = self.comm_ctx.comm
-        pool = self.comm_ctx.pool
+        group = self.group
+        if has_earlier_sum:
+            raise UsageError(
+                f"the gradient of '{group.members[0].name}' comes in two parts behind OneBitAdam's "
+                "freeze_step.",
+                "Momenta are exchanged once a step, when all of its gradient is here.",
+                "say with gradient_accumulation_steps how many backwards a step has.",
+            )
+        group.guard.before_write()
+        comm = group.comm_ctx.comm
+        pool = group.comm_ctx.pool
+        into = partial.memory
+        if not group.plan.sums_to_all:
+            into = partial.shard(comm.rank)
         length = self._length
         sent = pool.take(comm.size * length, SIGNS.dtype)
         inbox = None if comm.reads_in_place else pool.take((comm.size - 1) * length, SIGNS.dtype)
@@ -119,15 +139,14 @@ class Momentum:
         pieces = sent.split(length)
         scratch = pool.take_scratch()
         # The weight of this rank's gradient in its new momentum; the mean divides by `comm.size`
-        weight = (1 - self.beta1) * comm.size / self.comm_ctx.divisor / loss_scale
+        weight = (1 - self._beta1) * comm.size / group.comm_ctx.divisor / self._loss_scale()
         for rank in range(comm.size):
-            low, high = self.layout.bounds(rank)
+            low, high = self._layout.bounds(rank)
             old = self._piece(self.signs, rank)
-            grad = partial_grad.memory[low:high]
-            self._add_own(self.worker[low:high], old, grad, weight, scratch)
+            self._add_own(self.worker[low:high], old, partial.memory[low:high], weight, scratch)
         self._clear_padding(self.worker, 0)
         for rank, piece in enumerate(pieces):
-            low, high = self.layout.bounds(rank)
+            low, high = self._layout.bounds(rank)
             self._sign(self.worker[low:high], piece, rank, scratch)
         pool.give(scratch)
 
@@ -149,22 +168,20 @@ class Momentum:
                     pool.give(lent)
             self._send_mean(self._coming, what)
             self._has_come = True
-            ranks = range(comm.size) if into.numel() > self.layout.slice_numel else (comm.rank,)
-            for rank, values in zip(ranks, into.split(self.layout.slice_numel), strict=True):
+            numel = self._layout.slice_numel
+            ranks = range(comm.size) if into.numel() > numel else (comm.rank,)
+            for rank, values in zip(ranks, into.split(numel), strict=True):
                 SIGNS.decode(self._piece(self._coming, rank), 0, values.numel(), values)
             self._clear_padding(into, ranks[0])
 
         return comm.exchange(pieces, boxes, "reduce", what, add_mean).then(finish)
 
-    def settle(self, *, keep: bool) -> None:
-        """End a step: replace the old momentum by the new one.
+    def end_step(self, *, keep: bool) -> None:
+        """Replace the old momentum by the new one. Local; every rank must call it.
 
         Args:
             keep: Keep the new momentum. If not, because the step is skipped, it is dropped and all
                 errors are reset.
-
-        Note:
-            Local; every rank calls it.
         """
         if not keep:
             self.worker.zero_()
@@ -187,12 +204,14 @@ class Momentum:
             new = scratch[tile : tile + high - low]
             SIGNS.decode(old, low, high, kept)
             new.copy_(grad[low:high]).mul_(weight)
-            total[low:high].add_(kept.mul_(self.beta1)).add_(new)
+            total[low:high].add_(kept.mul_(self._beta1)).add_(new)
 
     def _sign(self, values: Tensor, piece: Tensor, owner: int, scratch: Tensor) -> None:
         """Write the signs of values into a message, and replace the values by the errors."""
-        low, high = self.layout.bounds(owner)
-        padding = sum(max(0, min(high, stop) - max(low, start)) for start, stop in self.layout.gaps)
+        low, high = self._layout.bounds(owner)
+        padding = sum(
+            max(0, min(high, stop) - max(low, start)) for start, stop in self._layout.gaps
+        )
         SIGNS.encode(values, piece, values.numel() - padding)
         for start in range(0, values.numel(), scratch.numel()):
             stop = min(start + scratch.numel(), values.numel())
@@ -201,83 +220,18 @@ class Momentum:
 
     def _send_mean(self, message: Tensor, what: str) -> None:
         """Send the signs of this rank's means to all ranks, and wait for theirs."""
-        comm = self.comm_ctx.comm
-        scratch = self.comm_ctx.pool.take_scratch()
+        comm = self.group.comm_ctx.comm
+        scratch = self.group.comm_ctx.pool.take_scratch()
         self._clear_padding(self.server, comm.rank)
         self._sign(self.server, self._piece(message, comm.rank), comm.rank, scratch)
-        self.comm_ctx.pool.give(scratch)
+        self.group.comm_ctx.pool.give(scratch)
         comm.all_gather(message, "reduce", what).wait()
 
     def _clear_padding(self, values: Tensor, first: int) -> None:
         """Set padding to zero in values that begin with the slice of rank `first`."""
-        origin = first * self.layout.slice_numel
-        for low, high in self.layout.gaps:
+        origin = first * self._layout.slice_numel
+        for low, high in self._layout.gaps:
             values[max(0, low - origin) : max(0, high - origin)].zero_()
-
-
-class MomentumExchange(GradReduction):
-    """A reduction that exchanges one group's momenta instead of its gradients.
-
-    Attributes:
-        momentum: The momentum and its compression errors.
-        before: The reduction that sums gradients.
-        plan_before: The row of the plan for `before`.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        momentum: Momentum,
-        loss_scale: Callable[[], float],
-        before: GradReduction,
-        plan_before: ShardPlan,
-    ) -> None:
-        super().__init__(group)
-        self.momentum = momentum
-        self.before = before
-        self.plan_before = plan_before
-        self._loss_scale = loss_scale
-
-    def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Start to exchange momenta, computed from this rank's own gradient.
-
-        Args:
-            partial: This rank's gradient of all elements of the group.
-            what: The name of the unit, for messages.
-            has_earlier_sum: The step has an earlier sum. This is not possible here.
-
-        Raises:
-            UsageError: The step has an earlier sum.
-
-        Note:
-            Collective within the reduce lane.
-        """
-        group = self.group
-        if has_earlier_sum:
-            raise UsageError(
-                f"the gradient of '{group.members[0].name}' comes in two parts behind OneBitAdam's "
-                "freeze_step.",
-                "Momenta are exchanged once a step, when all of its gradient is here.",
-                "say with gradient_accumulation_steps how many backwards a step has.",
-            )
-        group.guard.before_write()
-        into = partial.memory
-        if not group.plan.sums_to_all:
-            into = partial.shard(group.comm_ctx.comm.rank)
-        return self.momentum.exchange(partial, into, what, self._loss_scale())
-
-    def own_states(self) -> dict[str, Tensor]:
-        return {**self.before.own_states(), **self.momentum.states()}
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.before.tensors(), *self.momentum.tensors()]
-
-    @property
-    def is_scaled(self) -> bool:
-        return False
-
-    def end_step(self, *, keep: bool) -> None:
-        self.momentum.settle(keep=keep)
 
 
 def exchange_momenta(
@@ -306,10 +260,8 @@ def exchange_momenta(
         before = before.before
     else:
         group.gradient.drop_buffers()
-    name = group.members[0].name
-    planned = replace(group.planned, plan=with_momenta_exchanged(plan, SIGNS))
-    momentum = Momentum(planned, group.comm_ctx, beta1, own, saved, name)
-    reduce_by(group, MomentumExchange(group, momentum, loss_scale, before, plan), planned.plan)
+    exchange = MomentumExchange(group, beta1, own, saved, loss_scale, before, plan)
+    reduce_by(group, exchange, with_momenta_exchanged(plan, SIGNS))
 
 
 def reduce_gradients(group: ParamGroup) -> None:
