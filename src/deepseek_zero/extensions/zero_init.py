@@ -70,11 +70,6 @@ class InitShard(ModelBuilder):
     mark: tuple[int, int] = (0, 0)
     modifier: int | None = None
 
-    @property
-    def numel(self) -> int:
-        """Number of elements of the whole parameter."""
-        return self.shape.numel()
-
     def whole(self) -> Tensor:
         """Gather all elements into a new flat tensor.
 
@@ -87,7 +82,7 @@ class InitShard(ModelBuilder):
         if comm.size > 1 and padded.numel():
             comm.all_gather(padded, "gather", "a parameter under construction").wait()
         # Not a view: the storage must have no second user
-        return padded.resize_(self.numel)
+        return padded.resize_(self.shape.numel())
 
     # -- GatheredParameters before there is an engine
 
@@ -100,38 +95,21 @@ class InitShard(ModelBuilder):
         """
         self.session.reshard_pinned()
         if self.unsharded is None:
-            self.unsharded = self.whole()
-            unshard(param, self.param_class, self.unsharded.view(self.shape))
+            self._show(param)
         self.is_pinned = True
         self.mark = _mark_of(param) if watch else (0, 0)
 
     def is_changed(self, param: nn.Parameter) -> bool:
         """Return whether the parameter has changed since `pin_unsharded`."""
-        return _mark_of(param) != self.mark or self._is_replaced(param)
+        return _mark_of(param) != self.mark or self.is_replaced(param)
 
-    def _is_replaced(self, param: nn.Parameter) -> bool:
+    def is_replaced(self, param: nn.Parameter) -> bool:
         """Return whether the parameter's whole memory was replaced (`.data = `, `set_`)."""
         whole = self.unsharded
         return (
             whole is not None
             and param.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
         )
-
-    def cut_replaced(self, param: nn.Parameter) -> bool:
-        """Shard a parameter whose memory was replaced, in its new shape and dtype.
-
-        Returns:
-            Whether the memory was replaced.
-
-        Note:
-            Collective if it was. All ranks run the same program, so they agree on it.
-        """
-        if not self._is_replaced(param):
-            return False
-        dtype = self.session.dtype_of(param)
-        self.shape = param.shape
-        self.slice = _scatter_slices(self.session.open_comm(), param.data, 0, dtype).clone()
-        return True
 
     def lend_scratch(self, param: nn.Parameter) -> bool:
         """Run an initialization of a sharded parameter on temporary memory.
@@ -206,10 +184,14 @@ class InitShard(ModelBuilder):
             return False
         self.session.reshard_pinned()
         with torch.no_grad():
-            self.unsharded = self.whole()
-            unshard(param, self.param_class, self.unsharded.view(self.shape))
+            self._show(param)
         self.session.unsharded.append(self)
         return True
+
+    def _show(self, param: nn.Parameter) -> None:
+        """Gather the values into the parameter. Collective."""
+        self.unsharded = self.whole()
+        unshard(param, self.param_class, self.unsharded.view(self.shape))
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
         """Write this rank's slice of a whole value. Local.
@@ -476,13 +458,19 @@ class Init:
             if shard.is_pinned:
                 busy.append(shard)
                 continue
+            # The tensor and the parameter are two users; a third is a view of the caller
+            is_replaced = shard.is_replaced(param)
+            if not is_replaced and storage_users(full) > 2:
+                busy.append(shard)
+                continue
             with torch.no_grad():
-                if not shard.cut_replaced(param):
-                    # The tensor and the parameter are two users; a third is a view of the caller
-                    if storage_users(full) > 2:
-                        busy.append(shard)
-                        continue
-                    shard.slice.copy_(_scatter_slices(self.open_comm(), full, 0, shard.slice.dtype))
+                comm = self.open_comm()
+                if is_replaced:  # all ranks run the same program, so they agree on it
+                    dtype = self.dtype_of(param)
+                    shard.shape = param.shape
+                    shard.slice = _scatter_slices(comm, param.data, 0, dtype).clone()
+                else:
+                    shard.slice.copy_(_scatter_slices(comm, full, 0, shard.slice.dtype))
                 shard.unsharded = None
                 shard.hide(param)
         self.unsharded = busy
@@ -643,7 +631,7 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
     else:
         shard = _empty_shard(param, session)
     start = shard.session.open_comm().rank * shard.slice.numel()
-    for low, part in read(start, min(start + shard.slice.numel(), shard.numel)):
+    for low, part in read(start, min(start + shard.slice.numel(), shard.shape.numel())):
         cast_master(
             part.to(shard.slice.device), shard.slice[low - start : low - start + part.numel()]
         )
