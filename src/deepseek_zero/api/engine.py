@@ -72,7 +72,7 @@ class ZeroEngine(Engine):
     ) -> None:
         super().__init__(config, mesh, parts, lr_scheduler, training_dataloader)
         self._states = StateOffload(parts.runtime, parts.optimizer)
-        self._compiled_units: list[Any] = []
+        self._compiled_units: list[Callable[[], None]] = []
 
     # -- attributes of the optimizer, which Lightning reads from the engine
 
@@ -766,9 +766,9 @@ class ZeroEngine(Engine):
         """
         if self._states.offloaded:
             self._states.release()
-        if self._compiled_units:
-            engine.restore(self._compiled_units)
-            self._compiled_units = []
+        for restore in self._compiled_units:
+            restore()
+        self._compiled_units = []
         prints = self.config.steps_per_print and self.global_steps > 1
         if prints and not self.runtime.is_destroyed:
             steps = engine.lines_about_steps(self.runtime, self.optimizer)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..base.lazy import loads_on_first_use
 
 if TYPE_CHECKING:
-    from .compiling import compile_units, restore
+    from .compiling import compile_units
     from .explaining import describe, lines_about_network, lines_about_steps
     from .exporting import export
     from .integrity import Integrity
@@ -26,7 +26,6 @@ __all__ = [
     "export",
     "lines_about_network",
     "lines_about_steps",
-    "restore",
     "train_batch",
 ]
 
@@ -34,7 +33,7 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every name
     __getattr__ = loads_on_first_use(
         __name__,
         {
-            "compiling": "compile_units restore",
+            "compiling": "compile_units",
             "explaining": "describe lines_about_network lines_about_steps",
             "exporting": "export",
             "integrity": "Integrity",

@@ -253,13 +253,16 @@ class ShardedLoader:
         self.samples = self._resume_at
         self._resume_at = 0
         batches = iter(self._rest_of_epoch())
-        ahead = [to_device(self._take(batch), self.device) for batch in islice(batches, 1)]
+        moved = (to_device(self._take(batch), self.device) for batch in batches)
+        ahead = list(islice(moved, 1))
         while ahead:
             batch = ahead.pop()
-            ahead = [to_device(self._take(batch), self.device) for batch in islice(batches, 1)]
+            ahead = list(islice(moved, 1))
             self.samples += self.dealt
             yield batch
-        self.epoch, self.samples, self._samples_before = self.epoch + 1, 0, self.samples
+        self._samples_before = self.samples
+        self.samples = 0
+        self.epoch += 1
 
     def _rest_of_epoch(self) -> Iterable[Any]:
         """Return the remaining batches of the epoch.

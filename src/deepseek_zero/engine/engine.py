@@ -16,7 +16,7 @@ from ..activations import recompute
 from ..activations.recompute import Recompute
 from ..base.capabilities import Capabilities
 from ..base.errors import UsageError
-from ..base.log import log_once
+from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..extensions.policies import PolicySettings
@@ -30,7 +30,7 @@ from ..sharding.runtime import Runtime
 from .determinism import Determinism
 from .losses import Losses
 from .memory_advice import MemoryAdvice
-from .micro_batches import HeldReductions, has_graph, warn_of_graphless
+from .micro_batches import HeldReductions, has_graph
 from .module_wrapper import StandsForModule
 from .observer import Observer
 from .saving import Saver
@@ -237,7 +237,11 @@ class Engine(StandsForModule):
                     runtime.step.is_graphless = True
                     if not self._has_logged_graphless:
                         self._has_logged_graphless = True
-                        warn_of_graphless(self.global_steps + 1)
+                        logger.warning(
+                            f"step {self.global_steps + 1}: this rank's loss does not require a "
+                            "gradient, so its gradients count as zeros.  If no rank's loss "
+                            "requires one, the step raises an error.  This is logged once."
+                        )
                 else:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 if loop is None and runtime.step.backwards == done:

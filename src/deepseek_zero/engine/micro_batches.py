@@ -14,31 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import parallel, pipeline
+from .. import pipeline
 from ..base.errors import UsageError
-from ..base.log import logger
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.regroup import set_grad_dtype
 from ..sharding.runtime import Runtime
-
-
-def taken(batches: Iterator[Any], many: int, model: nn.Module, mesh: Mesh) -> list[Any]:
-    """Take micro-batches from an iterator.
-
-    If ranks share sequences, only this rank's part of each micro-batch is returned.
-
-    Args:
-        batches: Yields micro-batches.
-        many: The number of micro-batches to take.
-        model: The model.
-        mesh: The mesh of ranks.
-    """
-    found = [next(batches) for _ in range(many)]
-    if mesh.sp == 1:
-        return found
-    return [parallel.own_part(model, batch) for batch in found]
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -108,14 +90,6 @@ def has_graph(loss: Any, mesh: Mesh) -> bool:
             "compute it from the model's outputs with gradients enabled.",
         )
     return loss.requires_grad
-
-
-def warn_of_graphless(step: int) -> None:
-    """Log that this rank's loss cannot be differentiated."""
-    logger.warning(
-        f"step {step}: this rank's loss does not require a gradient, so its gradients count as "
-        "zeros.  If no rank's loss requires one, the step raises an error.  This is logged once."
-    )
 
 
 def change_accumulation(

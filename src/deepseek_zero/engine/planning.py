@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -138,22 +139,21 @@ def with_chosen_codes(
         return replace(settings, compression=replace(asked, left_open=()))
     link = inter_node_rate(shard, "the rate of the link")
     choices = {state: choices_of(config)[state] for state in asked.left_open}
-    codecs = list(dict.fromkeys(codec for among in choices.values() for codec in among))
-    mine = [rate for codec in codecs for rate in measured_rates(codec, mesh.device)]
-    least = comm.whole.all_gather_rows(
-        torch.tensor(mine, dtype=torch.float64), "rates of codecs"
-    ).amin(dim=0)
+    codecs = list(dict.fromkeys(chain.from_iterable(choices.values())))
+    own = [measured_rates(codec, mesh.device) for codec in codecs]
+    row = torch.tensor(own, dtype=torch.float64).view(-1)
+    least = comm.whole.all_gather_rows(row, "rates of codecs").amin(dim=0).view(-1, 2)
     rates = {
-        codec: CodecRate(codec, float(least[2 * at]), float(least[2 * at + 1]))
-        for at, codec in enumerate(codecs)
+        codec: CodecRate(codec, *rate) for codec, rate in zip(codecs, least.tolist(), strict=True)
     }
     here = mesh.shard_size - int(table.max())
     near = mesh.near_size(settings.ranks_per_host or 1)
     uncoded = replace(settings, compression=Compression())
-    row = plan_for(uncoded, torch.float32, trainable=True, persistent=False, ranks=mesh.shard_size)
+    size = mesh.shard_size
+    plan = plan_for(uncoded, torch.float32, trainable=True, persistent=False, ranks=size)
     traffic = {
-        "weights": gather_traffic(mesh.shard_size, here, near, row.weight.dtype.itemsize),
-        "gradients": reduce_traffic(mesh.shard_size, here, near, row.grad_wire.dtype.itemsize),
+        "weights": gather_traffic(size, here, near, plan.weight.dtype.itemsize),
+        "gradients": reduce_traffic(size, here, near, plan.grad_wire.dtype.itemsize),
     }
     states = {
         state: Open(traffic[state], tuple(rates[codec] for codec in among))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import pipeline
+from .. import parallel, pipeline
 from ..base.errors import UsageError
 from .engine import Engine
-from .micro_batches import arguments_of, loss_of, mean_of_ranks, taken
+from .micro_batches import arguments_of, loss_of, mean_of_ranks
 
 
 def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -31,7 +31,7 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
     """
     accumulation = engine._batch.accumulation
     model = engine.module
-    batches = taken(data_iter or own_batches(engine), accumulation, model, engine.mesh)
+    batches = taken(engine, data_iter or own_batches(engine), accumulation)
     stages = engine.parts.pipeline
     if stages is None:
         losses = []
@@ -88,7 +88,7 @@ def evaluate(
     if engine.parts.loop is not None:
         engine.parts.loop.refuse_own_rows("eval_batch")
     model = engine.module
-    batches = taken(data_iter, many or engine._batch.accumulation, model, engine.mesh)
+    batches = taken(engine, data_iter, many or engine._batch.accumulation)
     stages = engine.parts.pipeline
     was_training = engine.training
     engine.eval()
@@ -114,6 +114,17 @@ def evaluate(
         return mean, outputs if keeps_outputs else None
     finally:
         engine.train(was_training)
+
+
+def taken(engine: Engine, batches: Iterator[Any], many: int) -> list[Any]:
+    """Take micro-batches from an iterator.
+
+    If ranks share sequences, only this rank's part of each micro-batch is returned.
+    """
+    found = [next(batches) for _ in range(many)]
+    if engine.mesh.sp == 1:
+        return found
+    return [parallel.own_part(engine.module, batch) for batch in found]
 
 
 def own_batches(engine: Engine) -> Iterator[Any]:

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -277,25 +277,6 @@ def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
     )
 
 
-@dataclass
-class Before:
-    """Copies of the states of one shard from before its update.
-
-    Attributes:
-        shard: The shard.
-        places: Ranges of states, each with a copy of its bytes.
-        powers: Scales of 8-bit moments, each with its copy.
-        state: Copy of the optimizer's state dict of the shard; None if it had no state.
-        counters: Values of the 0-dimensional tensors in `state`.
-    """
-
-    shard: MasterShard
-    places: list[tuple[StorageRange, Tensor]] = field(default_factory=list)
-    powers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    state: dict[str, Any] | None = None
-    counters: dict[str, float] = field(default_factory=dict)
-
-
 class UndoLog:
     """Copies of shards from before their updates, in the order of the updates."""
 
@@ -303,7 +284,7 @@ class UndoLog:
         self._inner = inner
         self._moments = moments
         self._scratch = scratch
-        self._entries: list[Before] = []
+        self._entries: list[list[Callable[[], object]]] = []  # the functions that undo each update
         self._memory: Tensor | None = None
         self._used = 0
 
@@ -324,27 +305,27 @@ class UndoLog:
 
     def note(self, shard: MasterShard) -> None:
         """Copy the states of a shard before it is updated."""
-        before = Before(shard)
-        self._entries.append(before)
+        restores: list[Callable[[], object]] = [shard.group.guard.before_write]
+        self._entries.append(restores)
         for stretch in self._written(shard):
-            before.places.append((stretch, self._copy(stretch.values())))
+            restores.append(partial(stretch.restore, self._copy(stretch.values())))
         for _, powers in self._moments.storages(shard):
             if powers is not None:
-                before.powers.append((powers, self._copy(powers)))
+                restores.append(partial(powers.view(torch.uint8).copy_, self._copy(powers)))
+        state = None
+        counters = {}
         if shard.param in self._inner.state:
-            before.state = dict(self._inner.state[shard.param])
-            counters = {key: value for key, value in before.state.items() if _counts(value)}
-            before.counters = {key: value.item() for key, value in counters.items()}
+            state = dict(self._inner.state[shard.param])
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() == 0:
+                    counters[key] = value.item()
+        restores.append(partial(self._restore_state, shard.param, state, counters))
 
     def undo(self) -> None:
         """Restore all noted shards, last one first."""
-        for before in reversed(self._entries):
-            before.shard.group.guard.before_write()
-            for stretch, copy in before.places:
-                stretch.restore(copy)
-            for powers, copy in before.powers:
-                powers.view(torch.uint8).copy_(copy)
-            self._restore_state(before)
+        for restores in reversed(self._entries):
+            for restore in restores:
+                restore()
         self.clear()
 
     def clear(self) -> None:
@@ -357,15 +338,17 @@ class UndoLog:
         if self._memory is not None and has_pages_to_return(self._memory):
             offer_pages(self._memory)
 
-    def _restore_state(self, before: Before) -> None:
-        state = self._inner.state
-        if before.state is None:
-            state.pop(before.shard.param, None)
+    def _restore_state(
+        self, param: Tensor, state: dict[str, Any] | None, counters: dict[str, float]
+    ) -> None:
+        """Restore the state dict of a shard; None if it had none."""
+        if state is None:
+            self._inner.state.pop(param, None)
             self._moments.forget()
             return
-        state[before.shard.param] = before.state
-        for key, number in before.counters.items():
-            before.state[key].fill_(number)
+        self._inner.state[param] = state
+        for key, number in counters.items():
+            state[key].fill_(number)
 
     def _written(self, shard: MasterShard) -> Iterator[StorageRange]:
         """Yield every range that an update of this shard writes, except counters."""
@@ -378,10 +361,6 @@ class UndoLog:
         copy = self._memory[self._used : self._used + values.nbytes]
         self._used += values.nbytes
         return copy.copy_(values.view(torch.uint8))
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _is_in_use(unit: Unit) -> bool:
