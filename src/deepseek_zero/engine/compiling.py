@@ -29,7 +29,7 @@ def compile_units(runtime: Runtime, options: dict[str, Any]) -> list[Callable[[]
         Functions that undo it.
     """
     modules = [unit.module for unit in runtime.units[1:]] or [runtime.root.module]
-    found = []
+    found = list[Callable[[], None]]()
     for module in modules:
         # Set on the instance, as PyTorch's documentation does to compile one method
         own = module.__dict__.get("forward")

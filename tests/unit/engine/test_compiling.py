@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepseek_zero.engine.compiling import compile_units, restore
+from deepseek_zero.engine.compiling import compile_units
 
 
 def forward_of(module: nn.Module) -> Any:
@@ -24,5 +24,6 @@ def test_compile_gives_back_the_forward_that_a_module_had(monkeypatch: pytest.Mo
     compiled = compile_units(SimpleNamespace(units=units), {})  # type: ignore[arg-type]
     assert all(forward_of(module) not in (None, own) for module in (plain, patched, later))
     later.forward = after = lambda x: x + 2  # type: ignore[method-assign]
-    restore(compiled)
+    for restore in compiled:
+        restore()
     assert (forward_of(plain), forward_of(patched), forward_of(later)) == (None, own, after)
