@@ -90,8 +90,7 @@ def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
             f"DeepSeekZeRO3: {_ZERO} = {shown(section)}", f"{_ZERO} is a section of keys.", fix
         )
     stage = config.pop("stage", None)
-    twice = stage is not None and "stage" in section
-    if twice and not (type(stage) is type(section["stage"]) is int and stage == section["stage"]):
+    if stage is not None and stage != section.get("stage", stage):
         raise UsageError(
             f"DeepSeekZeRO3 was given stage={shown(stage)} and {_ZERO}={{'stage': "
             f"{shown(section['stage'])}}}.",

@@ -29,7 +29,7 @@ from ..base.errors import NotBuiltError, UsageError
 from ..optim.param_groups import CUT_INTO
 from ..planner.rows import Rows, set_rows
 from ..sharding.sharded_parameter import owner_of, take_values
-from .tiled import run_tiles
+from .tiled import Put, boundaries, run_tiles
 from .zero_init import InitShard
 
 
@@ -217,7 +217,7 @@ class CutEmbedding(CutLayer, nn.Embedding):
             found = self.tiles[number](input[here] - low, use=use)
             if whole is None:
                 whole = found.new_empty((*input.shape, self.embedding_dim))
-            whole = _PutRows.apply(whole, found, here)  # type: ignore[no-untyped-call]
+            whole = Put.apply(whole, found, here, False)  # type: ignore[no-untyped-call]
         assert whole is not None
         return whole
 
@@ -231,30 +231,11 @@ def _look_up(index: Tensor, weight: Tensor, *, padding: int | None, scales: bool
     return functional.embedding(index, weight, padding, scale_grad_by_freq=scales)
 
 
-class _PutRows(torch.autograd.Function):
-    """Write a tile's entries into the whole output; every place is written once."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, found: Tensor, here: Tensor) -> Tensor:
-        ctx.save_for_backward(here)
-        whole[here] = found
-        ctx.mark_dirty(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (grad,), (here,) = grads, ctx.saved_tensors
-        return grad, grad[here], None
-
-
 KINDS: dict[type[nn.Module], type[CutLayer]] = {nn.Linear: CutLinear, nn.Embedding: CutEmbedding}
 
 
 def _places(name: str, shape: tuple[int, ...], limit: int, itemsize: int) -> tuple[int, ...]:
-    """Return the boundaries of as few tiles as the limit allows.
-
-    If the rows cannot be divided equally, the first tiles have one more row.
-    """
+    """Return the boundaries of as few tiles as the limit allows."""
     rows = shape[0]
     each = prod(shape[1:]) * itemsize
     if each > limit:
@@ -263,9 +244,7 @@ def _places(name: str, shape: tuple[int, ...], limit: int, itemsize: int) -> tup
             "Layers are cut between rows: output features, or entries of an embedding.",
             f"state at least {each}.",
         )
-    tiles = -(-rows // (limit // each))
-    size, larger = divmod(rows, tiles)
-    return tuple(number * size + min(number, larger) for number in range(tiles + 1))
+    return tuple(boundaries(rows, -(-rows // (limit // each))))
 
 
 def _tiles_of(cut: LayerCut) -> list[nn.Parameter]:

@@ -162,27 +162,28 @@ class Tile(nn.Linear):
             nn.init.uniform_(param, -bound, bound)
 
 
-class _Put(torch.autograd.Function):
-    """Write or add a tile's output to its range of the whole output.
+class Put(torch.autograd.Function):
+    """Write or add a tile's output to its places of the whole output.
 
     torch.cat would hold all tiles twice. With in-place assignment to slices, autograd would copy
-    the whole gradient for each of them. Every range has exactly one writer that does not add, and
+    the whole gradient for each of them. Every place has exactly one writer that does not add, and
     it comes first.
     """
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, tile: Tensor, start: int, add: bool) -> Tensor:
-        ctx.start = start
-        ctx.width = tile.shape[-1]
-        place = whole.narrow(-1, start, ctx.width)
-        place.add_(tile) if add else place.copy_(tile)
+    def forward(ctx: Any, whole: Tensor, tile: Tensor, places: Any, add: bool) -> Tensor:
+        ctx.places = places
+        if add:
+            whole[places].add_(tile)
+        else:
+            whole[places] = tile
         ctx.mark_dirty(whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (grad,) = grads
-        return grad, grad.narrow(-1, ctx.start, ctx.width), None, None
+        return grad, grad[ctx.places], None, None
 
 
 def run_tiles(
@@ -208,7 +209,8 @@ def run_tiles(
             if whole is None:
                 whole = found.new_empty((*found.shape[:-1], features))
             stop = start + found.shape[-1]
-            whole = _Put.apply(whole, found, start, number > 0)  # type: ignore[no-untyped-call]
+            places = (..., slice(start, stop))
+            whole = Put.apply(whole, found, places, number > 0)  # type: ignore[no-untyped-call]
             del found  # Free it before the next tile's output is made
         start = stop
     assert whole is not None
@@ -216,15 +218,20 @@ def run_tiles(
 
 
 def _cuts(side: str, features: int, splits: int) -> list[int]:
-    """Return the boundaries of the tiles; if needed, the first ones are one larger."""
+    """Return the boundaries of the tiles."""
     if not isinstance(splits, int) or not 1 <= splits <= features:
         raise UsageError(
             f"a TiledLinear of {side}_features={features} cannot have {side}_splits={splits}.",
             "Every tile has at least one feature.",
             f"choose {side}_splits between 1 and {features}.",
         )
-    size, larger = divmod(features, splits)
-    return [number * size + min(number, larger) for number in range(splits + 1)]
+    return boundaries(features, splits)
+
+
+def boundaries(rows: int, parts: int) -> list[int]:
+    """Return the boundaries of nearly equal parts; if needed, the first ones are one larger."""
+    size, larger = divmod(rows, parts)
+    return [number * size + min(number, larger) for number in range(parts + 1)]
 
 
 def _copy(
