@@ -555,7 +555,7 @@ class ZeroEngine(Engine):
             StorageError: The file cannot be written.
 
         Note:
-            Collective, between two steps.
+            Collective: every rank must call it, between two steps.
         """
         asked = (
             KINDS if include is None else [str(getattr(kind, "value", kind)) for kind in include]

@@ -122,7 +122,7 @@ class Integrity:
         self._reported: set[str] = set()
 
     def after_step(self, step: int) -> None:
-        """Compute the sums of states at rest, if the next step checks. Local.
+        """Compute the sums of states at rest, if the next step checks.
 
         Pending updates run first. If a disk fails on a rank, the error is sent to the other ranks.
         """

@@ -16,7 +16,7 @@ from .engine import Parts, plan_of
 
 
 def memory_report(parts: Parts) -> MemoryReport:
-    """Return the bytes on this rank by state. Local.
+    """Return the bytes on this rank by state.
 
     Offloaded activations are no state and are not counted. Messages of a pipeline have storage of
     their own.

@@ -98,7 +98,7 @@ def _axes_in(text: str) -> dict[str, int]:
 
 
 def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
-    """Return the mesh that the statements describe, for this rank of the world. Local.
+    """Return the mesh that the statements describe, for this rank of the world.
 
     Args:
         statements: The statements.

@@ -88,7 +88,7 @@ class Sample:
         return ""
 
     def chain_of(self, model: nn.Module) -> pipeline.Chain | None:
-        """Return the chain of blocks of a whole model, or None if it is unknown. Local."""
+        """Return the chain of blocks of a whole model, or None if it is unknown."""
         if self.micro is None:
             return None
         return pipeline.find_chain(model, self.micro.args, self.micro.kwargs)
@@ -316,7 +316,7 @@ def plans_of(
     shared: parallel.SequenceTraffic | None,
     sample: Sample,
 ) -> PiecePlans:
-    """Return the plans of one rank for the axes. Local.
+    """Return the plans of one rank for the axes.
 
     Args:
         config: The configuration.
@@ -390,7 +390,7 @@ def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
 def stages_of(
     settings: PipelineSettings, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh
 ) -> pipeline.StagedModel:
-    """Cut a model to one rank's stages (`pipeline.cut_model`). Local.
+    """Cut a model to one rank's stages (`pipeline.cut_model`).
 
     Args:
         settings: The settings of the pipeline.
@@ -437,7 +437,7 @@ def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
 def _shared_of(
     config: Config, model: nn.Module, mesh: Mesh, stated: parallel.SequenceSettings | None
 ) -> parallel.SequenceTraffic | None:
-    """Return the bytes that a rank sends for attention along "sp". Pure."""
+    """Return the bytes that a rank sends for attention along "sp"."""
     if mesh.sp == 1:
         return None
     policy = policy_of(config)
@@ -450,7 +450,7 @@ def _shared_of(
 def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool) -> nn.Module:
     """Return the model that the plan of a rank describes.
 
-    For a list of layers this is the rank's stage. Pure.
+    For a list of layers this is the rank's stage.
 
     Args:
         model: The model.

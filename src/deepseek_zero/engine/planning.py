@@ -182,7 +182,7 @@ def log_fixed_bits(config: Config, settings: PlanSettings) -> None:
 
 
 def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
-    """Measure how fast this rank encodes and decodes. Local.
+    """Measure how fast this rank encodes and decodes.
 
     This takes some milliseconds.
 

@@ -86,7 +86,7 @@ class Preemption:
                 signal.signal(number, self._before[number])
 
     def act(self, engine: Trainer) -> None:
-        """Save and end after a step if a rank received a signal. Collective in that case."""
+        """Save and end after a step if a rank received a signal. Then every rank must call it."""
         assert engine.optimizer is not None and engine.optimizer.last is not None
         number = int(max(asked for (asked,) in engine.optimizer.last.verdict.fields[FIELD]))
         if not number:

@@ -294,7 +294,7 @@ def _different_folders(comm: Comm, directory: Path) -> tuple[str, ...]:
 def _foreign_layout(
     engine: Trainer, contents: Contents, settings: SaveSettings, preferred: str
 ) -> EngineLayout | None:
-    """Return the layout to save in; None for our own. Collective.
+    """Return the layout to save in; None for our own. Every rank must call it.
 
     If the configuration names none, the preferred layout is used, unless something is saved that
     only our own can hold. Files of stage 0 have no parameter names in the optimizer's state, so
@@ -379,7 +379,7 @@ def load_checkpoint(
 
 
 def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
-    """Return the checkpoint to load. Collective, because rank 0 decides.
+    """Return the checkpoint to load. Rank 0 decides, and every rank must call it.
 
     Returns:
         The directory, the tag (empty if there is no checkpoint), and whether all its bytes have

@@ -102,7 +102,7 @@ def prepare_process(raw: RawConfig) -> None:
     """Make the settings that must precede the rendezvous and the start of CUDA.
 
     The section `network` sets the listening address, unless the launcher or the user has set it.
-    cuBLAS gets its fixed workspace if the configuration asks for deterministic algorithms. Local.
+    cuBLAS gets its fixed workspace if the configuration asks for deterministic algorithms.
 
     Raises:
         UsageError: This host does not have the interface that the section names.

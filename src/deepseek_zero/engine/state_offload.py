@@ -110,7 +110,7 @@ class StateOffload:
         """Restore all states of an engine that is destroyed, to keep its model readable.
 
         If there is no memory for the states, or their file cannot be read, they are dropped with a
-        warning, and every use of them raises. Local.
+        warning, and every use of them raises.
         """
         try:
             self._restore()

@@ -24,7 +24,7 @@ class StepFields:
     integrity: Integrity | None = None
 
     def update(self, optimizer: ShardedOptimizer, update: Callable[..., None], step: int) -> None:
-        """Update the weights; the norm's all-gather carries the fields. Collective.
+        """Update the weights; the norm's all-gather carries the fields. Every rank must call it.
 
         Args:
             optimizer: The optimizer.

@@ -214,7 +214,7 @@ class AdaptivePrecision(UpdatePolicy):
             names: The names of the units that compute in fp32.
 
         Note:
-            Collective. Every unit must be sharded.
+            Collective: every rank must call it. Every unit must be sharded.
         """
         for unit in self.runtime.units:
             if unit.name in names and not unit.is_promoted:

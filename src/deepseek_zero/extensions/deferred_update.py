@@ -31,7 +31,7 @@ class DeferredUpdate(UpdatePolicy):
         self._tiles = self._updater.prefetcher(())
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Keep the tiles until their states are read. Local.
+        """Keep the tiles until their states are read.
 
         Args:
             tiles: The tiles.
@@ -54,7 +54,7 @@ class DeferredUpdate(UpdatePolicy):
         return {group for group, count in self._tiles_left.items() if count}
 
     def flush(self) -> None:
-        """Run every deferred update. Local.
+        """Run every deferred update.
 
         Raises:
             UsageError: An earlier update failed.
@@ -66,7 +66,7 @@ class DeferredUpdate(UpdatePolicy):
             pass
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Run the deferred updates of the tiles up to this group's. Local."""
+        """Run the deferred updates of the tiles up to this group's."""
         self._updater.refuse_mixture()
         while self._tiles_left[group]:
             self._update_next()

@@ -90,7 +90,7 @@ class ErrorFeedback(GradReduction):
             self._errors.scale(factor)
 
     def ensure_errors(self) -> Errors:
-        """Return the error buffer. Local.
+        """Return the error buffer.
 
         It is allocated and filled with zeros on first use.
         """
@@ -137,7 +137,7 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._scale(rescale)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Restore the errors of one group from a checkpoint. Local."""
+        """Restore the errors of one group from a checkpoint."""
         group.gradient.reduction.restore(saved)
 
     def states_loaded(self, rescale: float) -> None:

@@ -191,7 +191,7 @@ class GatheredParameters:
             self._reshard(self.modifier_rank if kind is None else None)
 
     def discard(self) -> None:
-        """Leave the context as after an exception: changes are dropped. Local."""
+        """Leave the context as after an exception: changes are dropped."""
         self._reshard(None)
 
     def _take_over(self) -> None:
@@ -277,7 +277,7 @@ def take_changed(master: MasterWeight, changed: Tensor, weight: Tensor) -> None:
 
 
 def _take_replaced(group: ParamGroup, copy: Tensor) -> None:
-    """Copy members with replaced memory into the gathered copy. Local.
+    """Copy members with replaced memory into the gathered copy.
 
     `.data = ` and `set_` replace a parameter's memory.
     """
@@ -304,7 +304,7 @@ def _mark(group: ParamGroup, copy: Tensor) -> tuple[int, ...]:
 
 
 def set_full_values(group: ParamGroup, full: Tensor) -> None:
-    """Write a group's new values into this rank's weight and main weight. Local.
+    """Write a group's new values into this rank's weight and main weight.
 
     Unchanged elements of the main weight keep their bits.
 

@@ -18,7 +18,7 @@ from ..sharding.weight_gather import WeightGather
 
 
 def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
-    """Return the parts of the groups of a plan. Collective.
+    """Return the parts of the groups of a plan. Every rank must call it.
 
     Args:
         plan: The plan of the model.
@@ -39,7 +39,7 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
 
 
 def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> WeightGather:
-    """Return how a group's weight is gathered. Collective.
+    """Return how a group's weight is gathered. Every rank must call it.
 
     Args:
         inner: The context of the ranks among which second copies are cut; None without any.
@@ -65,7 +65,7 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
 
 
 def reduction_of(group: Group) -> GradReduction:
-    """Return how a group's gradients are summed. Local."""
+    """Return how a group's gradients are summed."""
     if group.comm_ctx.outer is not None:
         reduction: GradReduction = extensions.SumOverReplicas(group)
     else:
@@ -76,7 +76,7 @@ def reduction_of(group: Group) -> GradReduction:
 
 
 def kept_gradients_of(gradient: Gradient) -> dict[str, GradSum]:
-    """Return the gradients that are kept in addition to a group's own, by name. Local."""
+    """Return the gradients that are kept in addition to a group's own, by name."""
     if late_gradient_of(gradient.group.plan) is None:
         return {}
     return {extensions.DelayedGradient.name: extensions.DelayedGradient(gradient)}

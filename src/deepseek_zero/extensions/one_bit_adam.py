@@ -113,14 +113,14 @@ class MomentumSteps(UpdatePolicy):
         self._follow(is_forced=False)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Keep the states of one group from a checkpoint until `states_loaded`. Local."""
+        """Keep the states of one group from a checkpoint until `states_loaded`."""
         self._own_states[id(group)] = saved
 
     def states_loaded(self, rescale: float) -> None:
         self._follow(is_forced=True)
 
     def _follow(self, *, is_forced: bool) -> None:
-        """Start or end the exchange, depending on `freeze_step`. Collective.
+        """Start or end the exchange, depending on `freeze_step`. Every rank must call it.
 
         Args:
             is_forced: Start or end it in any case, because states have been loaded.

@@ -33,7 +33,7 @@ class PolicySettings:
 def policies_of(
     settings: PolicySettings, step: StepSettings, runtime: Runtime, cls: type[Optimizer]
 ) -> list[UpdatePolicy]:
-    """Return the policies of an optimizer, in the order of their hooks. Local.
+    """Return the policies of an optimizer, in the order of their hooks.
 
     Args:
         settings: The settings from which policies are chosen.

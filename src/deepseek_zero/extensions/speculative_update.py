@@ -123,7 +123,7 @@ class SpeculativeUpdate(UpdatePolicy):
         return Decision(1.0 / scale, self.updater.updates + 1, hypers_of(self.updater.inner))
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update the reduced units whose weight is no longer in use. Local."""
+        """Update the reduced units whose weight is no longer in use."""
         step = self.runtime.step
         if step.phase is not Phase.BACKWARD or not step.is_boundary:
             return  # a later micro-batch adds to the gradient

@@ -47,7 +47,7 @@ class Place:
 
 
 def refuse_owned(model: nn.Module, split: str | None = None) -> None:
-    """Check that no parameter belongs to an engine. Local.
+    """Check that no parameter belongs to an engine.
 
     Args:
         model: The model.
@@ -79,7 +79,7 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
     """Replace Parameters that are the same view of one memory by one Parameter.
 
     The first in the model's order stays. Parameters on the meta device share no memory. Errors are
-    raised before anything changes. Local.
+    raised before anything changes.
 
     Args:
         model: The model.

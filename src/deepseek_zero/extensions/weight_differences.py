@@ -54,7 +54,7 @@ class WeightDifferences(WeightGather):
         return super().refresh(what, is_update=is_update)
 
     def write(self, slot: Slot, values: Tensor | None, low: int = 0) -> None:
-        """Write values into this rank's part of a parameter of the weight. Local.
+        """Write values into this rank's part of a parameter of the weight.
 
         The next refresh that is not an update sends them to all ranks.
 

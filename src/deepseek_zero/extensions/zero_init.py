@@ -87,7 +87,7 @@ class InitShard(ModelBuilder):
     # -- GatheredParameters before there is an engine
 
     def pin_unsharded(self, param: nn.Parameter, watch: bool) -> None:
-        """Gather the parameter and keep it whole until `reshard`. Collective.
+        """Gather the parameter and keep it whole until `reshard`. Every rank must call it.
 
         Args:
             param: The parameter.
@@ -118,7 +118,7 @@ class InitShard(ModelBuilder):
         GatheredParameters(modifier_rank=r). Another initialization must have no effect on the other
         ranks: transformers marks initialized parameters on rank r only, and initializes them again
         elsewhere. On rank r, and for parameters that no rank has initialized like this, an
-        initialization is refused. Local.
+        initialization is refused.
 
         Returns:
             Whether temporary memory was provided; if not, the operation must be refused.
@@ -134,7 +134,7 @@ class InitShard(ModelBuilder):
         return True
 
     def convert(self, param: nn.Parameter, dtype: torch.dtype) -> None:
-        """Change the dtype of this rank's slice. Local.
+        """Change the dtype of this rank's slice.
 
         Args:
             param: The parameter; it must be sharded.
@@ -145,12 +145,12 @@ class InitShard(ModelBuilder):
             self.hide(param)
 
     def hide(self, param: nn.Parameter) -> None:
-        """Give the parameter its sharded form, in which it has no values. Local."""
+        """Give the parameter its sharded form, in which it has no values."""
         nothing = _nothing(self.slice.dtype, self.slice.device)
         reshard(param, nothing.expand(self.shape))
 
     def reshard(self, param: nn.Parameter, source: int | None) -> None:
-        """Shard the parameter again. Collective.
+        """Shard the parameter again. Every rank must call it.
 
         Args:
             param: The parameter.
@@ -189,12 +189,12 @@ class InitShard(ModelBuilder):
         return True
 
     def _show(self, param: nn.Parameter) -> None:
-        """Gather the values into the parameter. Collective."""
+        """Gather the values into the parameter. Every rank must call it."""
         self.unsharded = self.whole()
         unshard(param, self.param_class, self.unsharded.view(self.shape))
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Write this rank's slice of a whole value. Local.
+        """Write this rank's slice of a whole value.
 
         Args:
             param: The parameter.
@@ -420,7 +420,7 @@ class Init:
         self.own(param, type(param), mine)
 
     def own(self, param: nn.Parameter, kind: type[nn.Parameter], mine: Tensor) -> InitShard:
-        """Make a parameter own its slice while the model is built, and hide its values. Local.
+        """Make a parameter own its slice while the model is built, and hide its values.
 
         After the model is wrapped, the parameter's group owns the slice.
 
@@ -436,7 +436,7 @@ class Init:
         return shard
 
     def end_scratch(self) -> None:
-        """Drop the temporary memory of `InitShard.lend_scratch`. Local."""
+        """Drop the temporary memory of `InitShard.lend_scratch`."""
         param = self.scratch()
         self.scratch = lambda: None
         shard = owner_of(param) if param is not None else None
@@ -618,7 +618,7 @@ Reading = Callable[[int, int], Iterable[tuple[int, Tensor]]]
 
 
 def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
-    """Store this rank's slice of a value in a parameter under construction. Local.
+    """Store this rank's slice of a value in a parameter under construction.
 
     Args:
         param: A parameter on the meta device, or one that is sharded already.
