@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -105,11 +104,7 @@ def assemble(
     change_whole(model, comm, recomputing, sparse)
     stages, pieces = cut_along_axes(config, model, mesh, comm, example, sequence, layers)
     change_piece(model, comm, config)
-    settings = plan_settings_of(config, leaf_modules)
-    if stages is not None:
-        settings = replace(
-            settings, reduces_once=True, row_parts=stages.settings.row_parts(mesh.pp)
-        )
+    settings = plan_settings_of(config, leaf_modules, mesh.pp)
     with AllRanks(comm, "reading the model and its optimizer"):
         tp_rank = mesh.coordinates["tp"]
         chosen = optimizer_parts(

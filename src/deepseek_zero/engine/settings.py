@@ -65,14 +65,6 @@ class PipelineSettings:
     has_own_rows: bool = False
     recomputed: int = 0
 
-    def row_parts(self, stages: int) -> int:
-        """Return the number of micro-batches into which one call cuts its rows.
-
-        Args:
-            stages: Number of stages along "pp".
-        """
-        return (self.parts or 1) * (stages if self.has_own_rows else 1)
-
 
 # Ranks may differ in these: each may write, report and offload to a place of its own.
 OF_ONE_RANK = (
@@ -260,15 +252,22 @@ def is_open(config: Config, key: str) -> bool:
     )
 
 
-def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> PlanSettings:
+def plan_settings_of(
+    config: Config, leaf_modules: tuple[str, ...] = (), stages: int = 1
+) -> PlanSettings:
     """Return the settings of sharding and its schedule.
 
     Args:
         config: The configuration.
         leaf_modules: The full names of modules that are not divided into units, in addition to
             those of the configuration.
+        stages: The number of stages along "pp".
     """
     zero = config.zero_optimization
+    row_parts = 1
+    if stages > 1:
+        each_has_rows = config.pipeline.rows == "own"
+        row_parts = (config.pipeline.micro_batches or 1) * (stages if each_has_rows else 1)
     device_bytes = config.memory_budget.device
     if device_bytes is None:
         device_bytes = NO_LIMIT
@@ -282,6 +281,8 @@ def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> Plan
         keep_numel=zero.stage3_max_reuse_distance,
         ahead_numel=zero.stage3_prefetch_bucket_size,
         bucket_numel=zero.reduce_bucket_size,
+        reduces_once=stages > 1,
+        row_parts=row_parts,
         overlap=bool(zero.overlap_comm),
         mean=config.gradient_allreduce_op == "mean",
         prescale=config.prescale_gradients,

@@ -9,7 +9,6 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,7 +52,6 @@ from .pieces import (
 from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
 from .request import Request, parameters_of
 from .settings import (
-    pipeline_settings_of,
     placement_settings_of,
     plan_settings_of,
     step_settings_of,
@@ -247,21 +245,17 @@ def plan(
     whole_number("plan", "rank", rank, 0, ranks - 1)
     whole_number("plan", "hosts", hosts, 1, ranks)
     world = Mesh().on_world(ranks, rank, torch.device(device))
-    if config is None:
-        config = {}
-    source, origin = choose_source(config, None, None)
-    given = (
-        None
-        if model_parameters is None
-        else parameters_of("plan", "model_parameters", model_parameters)
-    )
+    source, origin = choose_source({} if config is None else config, None, None)
+    given = None
+    if model_parameters is not None:
+        given = parameters_of("plan", "model_parameters", model_parameters)
     request = Request(model, optimizer, given, call="plan")
     raw = load(source, origin=origin)
     axes = choose_mesh(statements_of(raw, mesh, launched=False), world)
     chosen = resolve(raw, facts_of(request, axes, has_bf16=True))
     refuse_changes_on(chosen, axes)
     refuse_auto_on(chosen, axes)
-    settings = plan_settings_of(chosen, tuple(leaf_modules))
+    settings = plan_settings_of(chosen, tuple(leaf_modules), axes.pp)
     placement = placement_settings_of(chosen)
     given_parameters = given is not None or isinstance(optimizer, Optimizer)
     model = stage_to_plan(model, axes, is_optimized_by_caller=given_parameters)
@@ -271,10 +265,6 @@ def plan(
     refuse_other_cuts(shape.cuts, axes.tp)
     pieces = PiecePlans()
     if axes.pp > 1 or axes.tp > 1 or axes.sp > 1:
-        parts_of_call = pipeline_settings_of(chosen).row_parts(axes.pp) if axes.pp > 1 else 1
-        settings = replace(
-            settings, reduces_once=settings.reduces_once or axes.pp > 1, row_parts=parts_of_call
-        )
         own, pieces = plan_pieces(chosen, model, axes, example)
         refuse_split_states(parts, own)
         shape = read_model(own, settings)
