@@ -6,9 +6,10 @@ of `Engine`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,14 @@ from .. import attention, checkpoint, engine, report
 from ..base.errors import NotBuiltError, UsageError
 from ..base.given import path_of, refuse, whole_number
 from ..base.log import log_once
-from ..base.mesh import Mesh
 from ..base.world import is_rank_zero
 from ..checkpoint.contents import SaveSettings
 from ..checkpoint.format import LATEST, LATEST_UNIVERSAL
-from ..checkpoint.hf_folder import MAX_SHARD_BYTES
 from ..checkpoint.piece import frozen_names
 from ..engine import saving
 from ..engine.data import ShardedLoader
-from ..engine.engine import Engine, Parts
+from ..engine.engine import Engine
+from ..engine.exporting import Exports
 from ..engine.memory import memory_report, traced
 from ..engine.micro_batches import change_accumulation
 from ..engine.state_offload import KINDS, StateOffload
@@ -35,14 +35,14 @@ from ..report.measure import MemoryReport
 from ..sharding.step_state import Phase
 
 if TYPE_CHECKING:  # as in engine/engine.py
-    from ..config import Config
+    pass
 
 
 class NoFolderError(UsageError, ValueError):
     """`save_checkpoint` was called without a folder. Also a ValueError, as in DeepSpeed."""
 
 
-class ZeroEngine(Engine):
+class ZeroEngine(Exports, Engine):
     """The training engine: a sharded model with its optimizer and schedule.
 
     `initialize` creates it. Attributes that the engine does not have are looked up in the model.
@@ -61,18 +61,11 @@ class ZeroEngine(Engine):
     """
 
     preferred_layout = ""  # layout of checkpoints if the configuration names none
+    _compiled_units: Sequence[Callable[[], None]] = ()
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        parts: Parts,
-        lr_scheduler: Any = None,
-        training_dataloader: Any = None,
-    ) -> None:
-        super().__init__(config, mesh, parts, lr_scheduler, training_dataloader)
-        self._states = StateOffload(parts.runtime, parts.optimizer)
-        self._compiled_units: list[Callable[[], None]] = []
+    @cached_property
+    def _states(self) -> StateOffload:
+        return StateOffload(self.runtime, self.parts.optimizer)
 
     # -- attributes of the optimizer, which Lightning reads from the engine
 
@@ -475,44 +468,6 @@ class ZeroEngine(Engine):
 
     save_fp16_model = save_16bit_model
 
-    def export(
-        self,
-        path: str | Path,
-        dtype: torch.dtype | str | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-        exclude_frozen: bool = False,
-    ) -> Path:
-        """Write the full weights, either for `from_pretrained` or as one file.
-
-        Args:
-            path: A folder of safetensors, or a file with the suffix .safetensors, .pth, .pt or
-                .bin.
-            dtype: "fp32", "bf16" or a torch.dtype. By default the dtype that the weights compute
-                in.
-            max_shard_bytes: Largest size of one file in a folder, in bytes.
-            exclude_frozen: Leave out parameters that no stage trains.
-
-        Returns:
-            The path.
-
-        Note:
-            Collective: every rank must call it with the same path.
-        """
-        return engine.export(self.runtime, path, dtype, max_shard_bytes, exclude_frozen)
-
-    def load_weights(self, path: str | Path, strict: bool = True) -> None:
-        """Load weights from safetensors; each rank reads only its shards.
-
-        Args:
-            path: A folder in the layout of Hugging Face, or one file.
-            strict: Raise if the files and the model have different parameters.
-
-        Note:
-            Collective: every rank must call it.
-        """
-        folder = path_of("load_weights", "path", path)
-        checkpoint.load_weights_into(self.runtime, folder, strict=strict)
-
     # -- memory and speed
 
     def empty_partition_cache(self) -> None:
@@ -768,7 +723,7 @@ class ZeroEngine(Engine):
             self._states.release()
         for restore in self._compiled_units:
             restore()
-        self._compiled_units = []
+        self._compiled_units = ()
         prints = self.config.steps_per_print and self.global_steps > 1
         if prints and not self.runtime.is_destroyed:
             steps = engine.lines_about_steps(self.runtime, self.optimizer)

@@ -11,17 +11,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import checkpoint
 from ..base.device import ScalesItself, default_device
 from ..base.errors import UsageError, shown
-from ..base.given import path_of, refuse
+from ..base.given import refuse
 from ..base.log import log_once
 from ..base.mesh import current_mesh
 from ..base.world import ALONE, size
@@ -31,7 +29,7 @@ from ..config.keywords import ZeroKeywords
 from ..config.load import load
 from ..engine.assemble import assemble
 from ..engine.engine import Parts
-from ..engine.exporting import export
+from ..engine.exporting import Exports
 from ..engine.mesh_statements import choose_mesh, statements_of
 from ..engine.module_wrapper import StandsForModule
 from ..engine.optimizer import adopting, client_states, forget_others
@@ -127,7 +125,7 @@ def _asks(stated: Any) -> bool:
 _CALL = "DeepSeekZeRO3"
 
 
-class DeepSeekZeRO3(StandsForModule):
+class DeepSeekZeRO3(Exports, StandsForModule):
     """Shard a model in place.
 
     The stage may be 0 to 3, in spite of the name. This object has the outputs and the attribute
@@ -195,39 +193,6 @@ class DeepSeekZeRO3(StandsForModule):
     def explain(self) -> str:
         """Return the schedule of gathers, uses, releases and reductions as text."""
         return str(self.runtime.executor.schedule)
-
-    def export(
-        self, path: str | Path, dtype: torch.dtype | str | None = None, **settings: Any
-    ) -> Path:
-        """Write the full weights, either for `from_pretrained` or as one file.
-
-        Args:
-            path: A folder of safetensors, or a file with the suffix .safetensors, .pth, .pt or
-                .bin.
-            dtype: "fp32", "bf16" or a torch.dtype. By default the dtype that the weights compute
-                in.
-            **settings: `max_shard_bytes` and `exclude_frozen`, as in `ZeroEngine.export`.
-
-        Returns:
-            The path.
-
-        Note:
-            Collective: every rank must call it with the same path.
-        """
-        return export(self.runtime, path, dtype, **settings)
-
-    def load_weights(self, path: str | Path, strict: bool = True) -> None:
-        """Load weights from safetensors; each rank reads only its shards.
-
-        Args:
-            path: A folder in the layout of Hugging Face, or one file.
-            strict: Raise if the files and the model have different parameters.
-
-        Note:
-            Collective: every rank must call it.
-        """
-        folder = path_of("load_weights", "path", path)
-        checkpoint.load_weights_into(self.runtime, folder, strict=strict)
 
     # -- without this override nn.Module would add a "module." prefix
 

@@ -12,7 +12,6 @@ from ..base.lazy import loads_on_first_use
 if TYPE_CHECKING:
     from .compiling import compile_units
     from .explaining import describe, lines_about_network, lines_about_steps
-    from .exporting import export
     from .integrity import Integrity
     from .preemption import Preemption
     from .whole_steps import evaluate, train_batch
@@ -23,7 +22,6 @@ __all__ = [
     "compile_units",
     "describe",
     "evaluate",
-    "export",
     "lines_about_network",
     "lines_about_steps",
     "train_batch",
@@ -35,7 +33,6 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every name
         {
             "compiling": "compile_units",
             "explaining": "describe lines_about_network lines_about_steps",
-            "exporting": "export",
             "integrity": "Integrity",
             "preemption": "Preemption",
             "whole_steps": "evaluate train_batch",

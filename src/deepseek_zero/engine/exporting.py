@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,38 +21,64 @@ from ..checkpoint.safetensors_file import dtype_of
 from ..sharding.runtime import Runtime
 
 
-def export(
-    runtime: Runtime,
-    path: str | Path,
-    dtype: torch.dtype | str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    exclude_frozen: bool = False,
-) -> Path:
-    """Write the whole weights for other programs.
+class HasRuntime(Protocol):
+    """An object around a sharded model."""
 
-    Args:
-        runtime: The runtime of the model.
-        path: A folder of safetensors as Hugging Face lays it out (with the model's config.json, if
-            it has one), or one file that ends in .safetensors, .pth, .pt or .bin. The same on every
-            rank.
-        dtype: The dtype of floating-point tensors; None for the dtype in which they compute.
-        max_shard_bytes: The most bytes of one file of a folder.
-        exclude_frozen: Leave out frozen parameters.
+    @property
+    def runtime(self) -> Runtime: ...
 
-    Note:
-        Collective: every rank must call it.
-    """
-    refuse_same_names(runtime.model)
-    target = path_of("export", "path", path)
-    largest = whole_number("export", "max_shard_bytes", max_shard_bytes, 1)
-    settings = checkpoint.ExportSettings(dtype_of(dtype), largest, exclude_frozen)
-    if target.suffix in checkpoint.FILE_SUFFIXES:
-        checkpoint.export_file(runtime, target, settings)
-    else:
-        checkpoint.export_safetensors(
-            runtime, target, settings, partial(_write_config, runtime, settings)
-        )
-    return target
+
+class Exports:
+    """Methods that write and read the full weights of a sharded model."""
+
+    def export(
+        self: HasRuntime,
+        path: str | Path,
+        dtype: torch.dtype | str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        exclude_frozen: bool = False,
+    ) -> Path:
+        """Write the full weights, either for `from_pretrained` or as one file.
+
+        Args:
+            path: A folder of safetensors, or a file with the suffix .safetensors, .pth, .pt or
+                .bin.
+            dtype: "fp32", "bf16" or a torch.dtype. By default the dtype that the weights compute
+                in.
+            max_shard_bytes: Largest size of one file in a folder, in bytes.
+            exclude_frozen: Leave out parameters that no stage trains.
+
+        Returns:
+            The path.
+
+        Note:
+            Collective: every rank must call it with the same path.
+        """
+        runtime = self.runtime
+        refuse_same_names(runtime.model)
+        target = path_of("export", "path", path)
+        largest = whole_number("export", "max_shard_bytes", max_shard_bytes, 1)
+        settings = checkpoint.ExportSettings(dtype_of(dtype), largest, exclude_frozen)
+        if target.suffix in checkpoint.FILE_SUFFIXES:
+            checkpoint.export_file(runtime, target, settings)
+        else:
+            checkpoint.export_safetensors(
+                runtime, target, settings, partial(_write_config, runtime, settings)
+            )
+        return target
+
+    def load_weights(self: HasRuntime, path: str | Path, strict: bool = True) -> None:
+        """Load weights from safetensors; each rank reads only its shards.
+
+        Args:
+            path: A folder in the layout of Hugging Face, or one file.
+            strict: Raise if the files and the model have different parameters.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        folder = path_of("load_weights", "path", path)
+        checkpoint.load_weights_into(self.runtime, folder, strict=strict)
 
 
 def _write_config(runtime: Runtime, settings: checkpoint.ExportSettings, folder: Path) -> None:
