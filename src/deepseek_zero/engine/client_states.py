@@ -98,16 +98,16 @@ class ClientStates:
         state = self._state_of(overlap)
         if state is None:
             return None
-        return tuple(self._counter(state, key, overlap) for key in state.values)
-
-    def _counter(self, state: WholeState, key: str, overlap: ParamOverlap) -> Hashable:
-        value = state.values[key]
-        number = self._number(state, key, value)
-        if isinstance(number, PLAIN):
-            return key, type(value), number
-        if type(value) in (Tensor, nn.Parameter) and _is_elementwise(state, key, overlap):
-            return key, value.dtype
-        return key, id(value)
+        found = list[Hashable]()
+        for key, value in state.values.items():
+            number = self._number(state, key, value)
+            if isinstance(number, PLAIN):
+                found.append((key, type(value), number))
+            elif type(value) in (Tensor, nn.Parameter) and _is_elementwise(state, key, overlap):
+                found.append((key, value.dtype))
+            else:
+                found.append((key, id(value)))
+        return tuple(found)
 
     def cut_for(self, shard: MasterShard) -> dict[str, Any]:
         """Return the state of a shard whose parameters agree in `counters`.
