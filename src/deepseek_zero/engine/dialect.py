@@ -1,4 +1,4 @@
-"""The decisions of an API about its engines, with the defaults of the core."""
+"""How an API builds its engines, with the defaults of the core."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _sharded_optimizer(inner: type[Optimizer], settings: PlanSettings) -> type[S
 
 @dataclass(frozen=True)
 class BuildRules:
-    """The decisions of an API about the parts of an engine, before they are built.
+    """Rules for the parts of an engine that an API sets before they are built.
 
     Attributes:
         model: The rules of the wrapped model.
@@ -52,7 +52,7 @@ class BuildRules:
 
 
 class EngineDialect(Generic[E]):
-    """The decisions that `start` leaves to an API, with the defaults of the core."""
+    """Builds engines of one class for `start`. An API overrides the methods that differ."""
 
     def __init__(self, engine_class: type[E]) -> None:
         self.engine_class = engine_class

@@ -285,7 +285,7 @@ class Engine(StandsForModule):
             self._end_step(self.optimizer.step, lr_kwargs or {})
 
     def step_now(self) -> None:
-        """Take a step now, with all gradients since the last one.
+        """Update the weights now, from all gradients since the last step.
 
         It may be called at any point of the accumulation. `engine.optimizer.step()` calls it.
         Counters and the learning rate change as in `step`.

@@ -51,7 +51,7 @@ class Losses:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Open a block in which the hook ignores backwards, as the engine runs them."""
+        """Return a context in which the hook ignores backwards, because the engine runs them."""
         before = self.is_paused
         self.is_paused = True
         try:

@@ -76,7 +76,7 @@ class MemoryAdvice:
 
     @contextmanager
     def explaining(self, call: str) -> Iterator[None]:
-        """Open a block in which the error of a failed allocation gets an explanation.
+        """Return a context that explains the error of a failed allocation.
 
         The error that leaves the block has the class of the original one, which is its cause. A
         program that looks for the class or for the text of the original error finds both.

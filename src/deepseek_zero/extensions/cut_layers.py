@@ -88,7 +88,7 @@ class CutChoice:
 def choose_cuts(
     model: nn.Module, limit: int, dtype_of: Callable[[torch.dtype], torch.dtype]
 ) -> CutChoice:
-    """Choose how layers above a limit are cut into tiles. Changes nothing.
+    """Choose how layers above a limit are cut into tiles, without changing the model.
 
     Subclasses of torch's layers, and layers with a replaced `forward`, are not cut. The choice
     depends neither on ranks nor on the stage, so every run of a model has the same tiles.

@@ -262,7 +262,7 @@ def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Paramet
 
 
 def take_changed(master: MasterWeight, changed: Tensor, weight: Tensor) -> None:
-    """Take the values of a changed weight over into its main weight.
+    """Copy the changed elements of a weight into its main weight.
 
     The caller changes the weight itself.
 

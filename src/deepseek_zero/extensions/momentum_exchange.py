@@ -177,7 +177,7 @@ class MomentumExchange(GradReduction):
         return comm.exchange(pieces, boxes, "reduce", what, add_mean).then(finish)
 
     def end_step(self, *, keep: bool) -> None:
-        """Replace the old momentum by the new one. Local; every rank must call it.
+        """Replace the old momentum by the new one. Every rank must call it.
 
         Args:
             keep: Keep the new momentum. If not, because the step is skipped, it is dropped and all
@@ -265,7 +265,7 @@ def exchange_momenta(
 
 
 def reduce_gradients(group: ParamGroup) -> None:
-    """Reduce gradients again, between two steps. Local; every rank must call it."""
+    """Reduce gradients again, between two steps. Every rank must call it."""
     exchange = group.gradient.reduction
     if isinstance(exchange, MomentumExchange):
         group.gradient.drop_buffers()
