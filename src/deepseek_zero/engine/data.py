@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -31,6 +32,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     return map_inputs(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
+@dataclass(eq=False)
 class StepOrder:
     """Yields the samples of this rank's micro-batches.
 
@@ -41,28 +43,18 @@ class StepOrder:
     the order, or dropped (`drop_last`). `step_samples` is a multiple of batch_size * shares.
     """
 
-    def __init__(
-        self,
-        length: int,
-        step_samples: int,
-        batch_size: int,
-        share: int,
-        shares: int,
-        drop_last: bool = False,
-        shuffles: bool = True,
-    ) -> None:
-        self.length = length
-        self.step_samples = step_samples
-        self.drop_last = drop_last
-        self.batch_size = batch_size
-        self.share = share
-        self.shares = shares
-        self.shuffles = shuffles
-        # Samples of the epoch that are done, including those that a resumed epoch skips without
-        # loading them
-        self.first = 0
-        self._epoch = 0
-        self._order = torch.empty(0, dtype=torch.int64)
+    length: int
+    step_samples: int
+    batch_size: int
+    share: int
+    shares: int
+    drop_last: bool = False
+    shuffles: bool = True
+    # Samples of the epoch that are done, including those that a resumed epoch skips without loading
+    # them
+    first: int = 0
+    _epoch: int = 0
+    _order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ def change_accumulation(
         set_grad_dtype(group, policy.grad_dtype(group.plan.weight.dtype, summands))
 
 
+@dataclass
 class HeldReductions:
     """Records whether a context that postpones the reduction of gradients is open.
 
@@ -123,8 +124,7 @@ class HeldReductions:
         name: The name of the open context, or an empty string.
     """
 
-    def __init__(self) -> None:
-        self.name = ""
+    name: str = ""
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:

@@ -109,8 +109,12 @@ class Preemption:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         before = self._before[number]
         forked = self._process not in (0, os.getpid())
-        if forked and self._rank_was_signalled():
-            return
+        if forked:
+            # Slurm signals every process of the job. If the rank got the signal too, the worker
+            # stays, because a rank that loses its data workers would not reach its next step.
+            time.sleep(FORKED_PATIENCE_SECONDS)
+            if self._is_signalled[0]:
+                return
         watches = bool(self._process) and not forked and not is_ending()
         if watches:
             self._signal_number = self._signal_number or number
@@ -120,12 +124,3 @@ class Preemption:
         elif not watches and before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _rank_was_signalled(self) -> bool:
-        """Return whether a signal to a forked worker was meant for the whole job.
-
-        Slurm signals every process. A rank that loses its data workers would not reach its next
-        step.
-        """
-        time.sleep(FORKED_PATIENCE_SECONDS)
-        return self._is_signalled[0] != 0

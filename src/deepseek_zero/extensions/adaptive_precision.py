@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ class PrecisionChange:
         return f"step {self.step}: '{self.unit}' computes in {now} from now on: {self.why}"
 
 
+@dataclass(eq=False)
 class AdaptivePrecision(UpdatePolicy):
     """A policy that promotes units to fp32 and demotes them between steps.
 
@@ -130,17 +131,16 @@ class AdaptivePrecision(UpdatePolicy):
     watches_overflows = True
     checkpoint_key = "precision"
 
-    def __init__(self, runtime: Runtime, window: int) -> None:
-        self.runtime = runtime
-        self.window = window
-        self.decisions: list[PrecisionChange] = []
-        self.changed = False
-        self._scaler: LossScaler | None = None
-        self._steps = 0  # Steps of the current window
-        self._histories = defaultdict[str, History](History)
-        # The unit that the latest skipped steps named, and how many in a row
-        self._suspect: tuple[str, int] = ("", 0)
-        self._seen: list[Evidence] | None = None  # Evidence of this step, by unit
+    runtime: Runtime
+    window: int
+    decisions: list[PrecisionChange] = field(default_factory=list)
+    changed: bool = False
+    _scaler: LossScaler | None = None
+    _steps: int = 0  # Steps of the current window
+    _histories: dict[str, History] = field(default_factory=lambda: defaultdict(History))
+    # The unit that the latest skipped steps named, and how many in a row
+    _suspect: tuple[str, int] = ("", 0)
+    _seen: list[Evidence] | None = None  # Evidence of this step, by unit
 
     def attach(self, optimizer: Stepping) -> None:
         self._scaler = optimizer.scaler

@@ -12,12 +12,12 @@ next step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.errors import UsageError
 from ..optim.update_policy import Stepping, UpdatePolicy
-from ..optim.updater import Decision, Updater
+from ..optim.updater import Decision
 from ..planner.extras import late_gradient_of
 from ..planner.spec import S, Spec
 from ..sharding.grad_sum import GradState, GradSum
@@ -113,6 +113,7 @@ def delayed_gradient(group: ParamGroup) -> DelayedGradient:
     return found
 
 
+@dataclass(eq=False)
 class DelayedUpdate(UpdatePolicy):
     """A policy that carries out the decision of each step in the next step.
 
@@ -126,11 +127,9 @@ class DelayedUpdate(UpdatePolicy):
     checkpoint_key = "owed"
     needs_moments = True
 
-    def __init__(self, groups: Sequence[ParamGroup], after: int) -> None:
-        self.groups = groups
-        self.after = after
-        self.deferred: Decision | None = None
-        self._updater: Updater
+    groups: Sequence[ParamGroup]
+    after: int
+    deferred: Decision | None = None
 
     def attach(self, optimizer: Stepping) -> None:
         self._updater = optimizer.updater

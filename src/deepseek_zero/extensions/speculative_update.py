@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -277,16 +278,17 @@ def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
     )
 
 
+@dataclass
 class UndoLog:
     """Copies of shards from before their updates, in the order of the updates."""
 
-    def __init__(self, inner: Optimizer, moments: Moments, scratch: Scratch) -> None:
-        self._inner = inner
-        self._moments = moments
-        self._scratch = scratch
-        self._entries: list[list[Callable[[], object]]] = []  # the functions that undo each update
-        self._memory: Tensor | None = None
-        self._used = 0
+    _inner: Optimizer
+    _moments: Moments
+    _scratch: Scratch
+    # For each update, the functions that undo it
+    _entries: list[list[Callable[[], object]]] = field(default_factory=list)
+    _memory: Tensor | None = None
+    _used: int = 0
 
     def bytes_of(self, shard: MasterShard) -> int:
         """Return how many bytes `note` needs for a shard."""

@@ -18,6 +18,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -198,21 +199,21 @@ class _Stages:
             state.pop(prefix + name, None)
 
 
+@dataclass
 class _Saver:
     """Gathers a unit while torch reads it, then replaces the views by copies.
 
     Weights that forward gathers as codes are gathered exactly here.
     """
 
-    def __init__(self, unit: Unit, mode: StateDicts) -> None:
-        self.unit = unit
-        self.woken = False
-        self.mode = mode
-        # The parameters that a local state dict shows as empty
-        self.resting: list[ParamInfo] | None = None
-        self.exact: GatheredParameters | None = None
-        # The module whose state dict is being made; hooks of inner modules do nothing
-        self.outermost: nn.Module | None = None
+    unit: Unit
+    mode: StateDicts
+    woken: bool = False
+    # The parameters that a local state dict shows as empty
+    resting: list[ParamInfo] | None = None
+    exact: GatheredParameters | None = None
+    # The module whose state dict is being made; hooks of inner modules do nothing
+    outermost: nn.Module | None = None
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.outermost is None and not self.mode.gathers:
@@ -290,15 +291,15 @@ def along_tp(unit: Unit) -> Comm | None:
     return found
 
 
+@dataclass
 class _Loader:
     """Shards a unit while torch copies values in.
 
     Each copy then reaches both the slice and the main weight (`sharded_parameter.py`).
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.outermost: nn.Module | None = None
+    unit: Unit
+    outermost: nn.Module | None = None
 
     def before(
         self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *details: Any
