@@ -131,7 +131,7 @@ class DeepSpeedNames(Dialect):
         kind: type[DeepSpeedEngine] = DeepSpeedEngine if layers is None else layers.engine_class
         engine = kind(config, mesh, parts, lr_scheduler, loader, request, is_dropin=self.is_dropin)
         _engines[engine.module] = weakref.ref(engine), engine.runtime.hooks
-        groups.tell_of(engine)
+        groups.use_mesh_of(engine)
         return engine
 
     def show_names(self, session: zero_init.Init) -> None:

@@ -10,7 +10,6 @@ The module can also be used as an mpu: `initialize(mpu=groups)`.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, ClassVar
 
 from ...base.errors import NotBuiltError, UsageError
@@ -30,14 +29,12 @@ class _Process:
     """State of this process.
 
     Attributes:
-        engine: The engine whose mesh is used.
-        stated: Default group at the time of `_init_tp_mesh_device`, the mesh, and its groups by
-            axes.
+        stated: The mesh of the last engine or of `_init_tp_mesh_device`: the default group at that
+            time, the mesh, and groups that exist already, by axes.
         world: Default group to which `made` belongs.
         made: torch's groups by ranks; None for groups without this rank.
     """
 
-    engine: ClassVar[weakref.ref[Engine] | None] = None
     stated: ClassVar[tuple[Any, Mesh, dict[tuple[str, ...], Any]] | None] = None
     world: ClassVar[Any] = None
     made: ClassVar[dict[tuple[int, ...], Any]] = {}
@@ -67,10 +64,9 @@ def _create_expert_and_data_parallel(
     """Do nothing: all ranks have all experts."""
 
 
-def tell_of(engine: Engine) -> None:
-    """Use the mesh of this engine as long as the engine exists. Local."""
-    _Process.engine = weakref.ref(engine)
-    _Process.stated = None
+def use_mesh_of(engine: Engine) -> None:
+    """Use the mesh of this engine until another mesh or default group is created."""
+    _Process.stated = get_world_group(), engine.mesh, {}
 
 
 def _init_tp_mesh_device(
@@ -104,7 +100,7 @@ def _init_tp_mesh_device(
 
 
 def _stated() -> tuple[Mesh, dict[tuple[str, ...], Any]] | None:
-    """Return the mesh and the groups of `_init_tp_mesh_device`, or None."""
+    """Return the current mesh and its existing groups, or None if there is none."""
     if _Process.stated is None or _Process.stated[0] is not get_world_group():
         return None
     return _Process.stated[1:]
@@ -116,9 +112,6 @@ def mesh() -> Mesh:
         return stated[0]
     is_distributed = dist.is_initialized()
     size = dist.get_world_size() if is_distributed else 1
-    engine = _Process.engine() if _Process.engine is not None else None
-    if engine is not None and engine.mesh.world_size == size:
-        return engine.mesh
     rank = dist.get_rank() if is_distributed else 0
     return Mesh().on_world(size, rank)
 

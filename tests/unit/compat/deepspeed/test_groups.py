@@ -53,7 +53,7 @@ class OneEngine:
 
 
 def test_groups_use_the_mesh_of_the_current_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups._Process, "engine", None)
+    monkeypatch.setattr(groups._Process, "stated", None)
     world = SimpleNamespace(
         is_initialized=lambda: True, get_world_size=lambda: 16, get_rank=lambda: 13
     )
@@ -62,7 +62,8 @@ def test_groups_use_the_mesh_of_the_current_engine(monkeypatch: pytest.MonkeyPat
     assert groups.get_model_parallel_world_size() == groups._get_sequence_parallel_world_size() == 1
     assert groups.get_tensor_model_parallel_src_rank() == 13
     engine: Any = OneEngine(Mesh(pp=2, sp=2, tp=2).on_world(16, 13))
-    groups.tell_of(engine)
+    groups.use_mesh_of(engine)
+    del engine  # programs that keep no engine go on to use its groups
     assert (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()) == (2, 1)
     assert (
         groups.get_tensor_model_parallel_world_size(),
@@ -82,5 +83,6 @@ def test_groups_use_the_mesh_of_the_current_engine(monkeypatch: pytest.MonkeyPat
     ) == (4, 2)
     assert groups._get_data_parallel_group_ranks() == [9, 13]
     assert groups.get_tensor_model_parallel_src_rank() == 12
-    del engine
-    assert groups.get_data_parallel_world_size() == 16
+    another = object()
+    monkeypatch.setattr(groups, "get_world_group", lambda: another)
+    assert groups.get_data_parallel_world_size() == 16, "another default group"
