@@ -120,7 +120,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
             "unit/engine/test_pieces.py": (
                 "test_ranks_of_one_data_coordinate_read_the_same_samples_and_others_read_others",
             ),
-            "ranks/test_axis_doors.py": ("test_ranks_of_one_layer_load_the_same_samples",),
+            "ranks/test_axis_apis.py": ("test_ranks_of_one_layer_load_the_same_samples",),
         },
     ),
     15: (

@@ -20,7 +20,7 @@ from deepseek_zero import DeepSeekZeRO3
 from deepseek_zero.optimizer import ZeroOptimizer
 from deepseek_zero.utils import safe_get_full_grad
 from tests.plain import here, world
-from tests.ranks.test_backward_ways import PRECISIONS, config, data, norm_of, one
+from tests.ranks.test_backward_calls import PRECISIONS, config, data, norm_of, one
 
 WIDTH = 64
 

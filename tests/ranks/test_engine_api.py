@@ -1,4 +1,4 @@
-"""DeepSpeed's door on two ranks: every way in, both ways backward, and the words around it."""
+"""DeepSpeed's API on two ranks: forms of the configuration, both kinds of backward, and the log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Each place that states axes starts the same ranks: configuration, arguments, the launcher, both
-doors.
-"""
+"""All places that state axes start the same ranks: configuration, arguments, launcher, APIs."""
 
 from __future__ import annotations
 
