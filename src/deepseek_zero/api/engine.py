@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from ..engine.micro_batches import change_accumulation
 from ..engine.state_offload import KINDS, StateOffload
 from ..report.measure import MemoryReport
 from ..sharding.step_state import Phase
-
-if TYPE_CHECKING:  # as in engine/engine.py
-    pass
 
 
 class NoFolderError(UsageError, ValueError):
