@@ -32,7 +32,7 @@ from .ids import WORLD_LANE, CollectiveId
 from .in_place import InPlaceGathers
 from .lanes import Lanes
 from .pending import Pending
-from .transports.base import SingleRank, Transport, Use, Wait
+from .transports.base import SingleRank, Transport, Use, Wait, leave_in_place
 from .transports.composed import HostStaged
 from .transports.nccl import Nccl, NcclGroups
 from .waits import Waits
@@ -393,7 +393,7 @@ class Comm:
         def start(cid: CollectiveId) -> Wait:
             if use is not None:
                 return transport.exchange(pieces, inbox, cid, timed)
-            wait = transport.exchange(pieces, inbox, cid, _do_nothing)
+            wait = transport.exchange(pieces, inbox, cid, leave_in_place)
             return _until_read(transport, wait, pieces)
 
         return self.lanes.issue(lane, f"reduce {what}", start)
@@ -426,7 +426,7 @@ class Comm:
             inbox[there] = box
         transport = self.lanes.transport
         return self.lanes.issue(
-            lane, what, lambda cid: transport.exchange(pieces, inbox, cid, _do_nothing)
+            lane, what, lambda cid: transport.exchange(pieces, inbox, cid, leave_in_place)
         )
 
     def all_gather_rows(self, row: Tensor, what: str) -> Tensor:
@@ -582,10 +582,6 @@ def _until_read(transport: Transport, wait: Wait, buffers: Sequence[Tensor]) -> 
             transport.wait_until_read(buffer)
 
     return both
-
-
-def _do_nothing(received: Sequence[Tensor]) -> None:
-    """Leave the received pieces in place."""
 
 
 # Writes elements [start, stop) of a piece into an fp32 tensor

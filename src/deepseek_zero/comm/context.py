@@ -271,8 +271,7 @@ class WorldContext:
         """Combine `far`, a transport to `count` ranks, with this host's shared memory."""
         if self._pages is None or count == len(ranks) - 1:
             return far
-        near = SharedMemory(ranks, self._pages)
-        return Hierarchical(near, far, near.rank) if count else near
+        return Hierarchical(ranks, self._pages, far) if count else SharedMemory(ranks, self._pages)
 
     def nccl_groups(self, partition: Partition) -> NcclGroups:
         """Return the NCCL groups of a partition, shared by all engines that use it."""

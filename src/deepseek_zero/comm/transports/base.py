@@ -7,15 +7,19 @@ know the order of lanes, and does not turn its errors into named ones (`lanes.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...base.memory import HUGE_PAGE, private_pages
+from ...base.device import CPU
+from ...base.memory import HUGE_PAGE, SegmentView, private_pages
 from ..ids import CollectiveId
+
+if TYPE_CHECKING:
+    from .shared_memory import SharedMemory
 
 # Default seconds after which a wait raises TimeoutError, so that its caller can check for failures
 POLL_SECONDS = 1.0
@@ -47,39 +51,35 @@ Wait = Callable[[], None]
 Use = Callable[[Sequence[Tensor]], None]
 
 
-class Transport(Protocol):
+class Transport:
     """The two operations that collectives are built from.
 
     Both return a function that waits until the data is here. It raises `ConnectionLost` if the data
     will never arrive, and `TimeoutError` after `poll_interval_of` the collective; then it may be
     called again. The operations themselves raise `TimeoutError` if there is no room to begin; then
     nothing has begun.
+
+    The defaults describe a transport that copies: a sent buffer is free at once, and nothing needs
+    `progress`.
+
+    Attributes:
+        description: A description of the transport, for people.
+        limitation: Why no faster transport is used; empty if there is nothing to report.
+        reads_in_place: Pieces are read in other ranks' memory, without an inbox.
+        reports_arrival: A collective records that its data is here before it is waited for.
+        device: The device of the tensors.
     """
 
-    @property
-    def reads_in_place(self) -> bool:
-        """Return whether pieces are read in other ranks' memory, without an inbox."""
-        ...
+    description = "copies"
+    limitation = ""
+    reads_in_place = False
+    reports_arrival = True
+    device = CPU
 
     @property
-    def description(self) -> str:
-        """A description of the transport, for people."""
-        ...
-
-    @property
-    def limitation(self) -> str:
-        """Why no faster transport is used; empty if there is nothing to report."""
-        ...
-
-    @property
-    def reports_arrival(self) -> bool:
-        """Whether a collective records that its data is here before it is waited for."""
-        ...
-
-    @property
-    def page_sharing(self) -> PageSharing | None:
-        """Allocates pages that all ranks of the group map; None if that is impossible."""
-        ...
+    def page_sharing(self) -> SharedMemory | None:
+        """This transport if it allocates pages that all ranks of the group map, else None."""
+        return None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate an uninitialized buffer in the memory that this transport prefers.
@@ -88,7 +88,10 @@ class Transport(Protocol):
             numel: Number of elements.
             dtype: Dtype of the elements.
         """
-        ...
+        if self.device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
+            # Buffers of a pool return to the system after each step and are allocated again
+            return private_pages(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
         """Fill every slice of `full` with the slice of its owner.
@@ -98,7 +101,7 @@ class Transport(Protocol):
                 slice)``. This rank's slice must be in place.
             cid: The identity of the collective.
         """
-        ...
+        raise NotImplementedError
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
@@ -113,14 +116,14 @@ class Transport(Protocol):
             use: Called once, when all pieces are here, at the latest before the wait returns. Its
                 argument has `inbox[r]` for rank r, or a view of the owner's memory if that is None.
         """
-        ...
+        raise NotImplementedError
 
     def is_read(self, tensor: Tensor) -> bool:
         """Return whether another rank may still read this buffer.
 
         The answer uses the messages that this rank has received so far.
         """
-        ...
+        return False
 
     def wait_until_read(self, tensor: Tensor) -> None:
         """Wait until no other rank reads this buffer.
@@ -128,20 +131,17 @@ class Transport(Protocol):
         Raises:
             TimeoutError: A rank still reads it; the call may be repeated.
         """
-        ...
 
     @property
     def expects(self) -> bool:
         """Return whether something is in flight that `progress` may complete."""
-        ...
+        return False
 
     def progress(self) -> None:
         """Receive and send what is possible without waiting."""
-        ...
 
     def end_engine(self, engine: str) -> None:
         """Free everything that was kept for the lanes of an engine that no longer exists."""
-        ...
 
 
 @dataclass(eq=False)
@@ -151,86 +151,59 @@ class SymmetricMemory:
     Attributes:
         own: Shape ``(slice,)``, which this rank writes.
         whole: Shape ``(ranks * slice,)``, which may be read when every rank has written.
+        mapping: The copy-on-write mapping of `whole`; None in a group of one rank.
     """
 
     own: Tensor
     whole: Tensor
+    mapping: SegmentView | None = None
 
     def release(self) -> None:
         """End the use of `whole`.
 
         In-place writes to `whole`, which no other rank sees, are discarded.
         """
+        if self.mapping is not None and self.mapping.was_written():
+            self.mapping.clear_written()
 
 
-class PageSharing(Protocol):
-    """Allocates pages of memory that all ranks of a group map."""
+class PointToPoint(Transport):
+    """Base of the transports that send a separate message to each rank.
 
-    def symmetric_memory(
-        self, numel: int, dtype: torch.dtype, cid: CollectiveId
-    ) -> Callable[[], SymmetricMemory]:
-        """Return a function that waits for memory with one slice per rank.
-
-        Args:
-            numel: Number of elements of all slices together.
-            dtype: Dtype of the elements.
-            cid: The identity of the collective.
-
-        Note:
-            Collective over the group.
-        """
-        ...
-
-    def barrier(self, cid: CollectiveId) -> Wait:
-        """Return a function that waits until every rank has called this method."""
-        ...
-
-
-class CopyingTransport:
-    """Base of the transports that copy.
-
-    A sent buffer is free at once, and nothing needs `progress`.
+    Args:
+        rank: This rank's index in `ranks`.
+        ranks: The members of the group, with the numbers that `start` uses.
+        peers: The indices of the ranks to exchange with.
     """
 
-    description = "copies"
-    limitation = ""
-    reads_in_place = False
-    reports_arrival = True
-    page_sharing: PageSharing | None = None
-    device = torch.device("cpu")
+    def __init__(self, rank: int, ranks: Sequence[int], peers: Sequence[int]) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.peers = peers
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized buffer in the memory that this transport prefers.
+    def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
+        """Send a tensor to each of these ranks, and receive one from each.
 
         Args:
-            numel: Number of elements.
-            dtype: Dtype of the elements.
+            messages: By rank, the outgoing and the incoming tensor. Empty tensors are not sent.
+            cid: The identity of the collective.
         """
-        if self.device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
-            # Buffers of a pool return to the system after each step and are allocated again
-            return private_pages(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        raise NotImplementedError
 
-    def is_read(self, tensor: Tensor) -> bool:
-        """Return False, because sent buffers are copied."""
-        return False
+    def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        slices = full.chunk(len(self.ranks))
+        own = slices[self.rank]
+        return self.start({self.ranks[peer]: (own, slices[peer]) for peer in self.peers}, cid)
 
-    @property
-    def expects(self) -> bool:
-        """Return False, because nothing needs `progress`."""
-        return False
-
-    def wait_until_read(self, tensor: Tensor) -> None:
-        """Return at once, because sent buffers are copied."""
-
-    def progress(self) -> None:
-        """Do nothing."""
-
-    def end_engine(self, engine: str) -> None:
-        """Do nothing."""
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
+        received = filled(inbox, pieces[self.rank], self.rank)
+        messages = {self.ranks[peer]: (pieces[peer], received[peer]) for peer in self.peers}
+        return once(self.start(messages, cid), lambda: use(received))
 
 
-class SingleRank(CopyingTransport):
+class SingleRank(Transport):
     """The transport of a world of one rank, which sends nothing."""
 
     description = "none: one rank"
@@ -239,31 +212,11 @@ class SingleRank(CopyingTransport):
         self.device = device
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
-
-        Args:
-            full: Shape ``(size * slice,)``, with this rank's slice in place.
-            cid: The identity of the collective.
-
-        Returns:
-            A function that waits for the data.
-        """
         return no_wait
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
-        """Exchange one piece with every other rank; see `Transport.exchange`.
-
-        Args:
-            pieces: The piece for each rank.
-            inbox: The output for each rank's piece.
-            cid: The identity of the collective.
-            use: Called once with the received pieces.
-
-        Returns:
-            A function that waits for the data.
-        """
         use(pieces)
         return no_wait
 
@@ -308,6 +261,10 @@ def once(wait: Wait, finish: Callable[[], object]) -> Wait:
         finish()
 
     return both
+
+
+def leave_in_place(received: object) -> None:
+    """Do nothing with received pieces."""
 
 
 def no_wait() -> None:

@@ -27,7 +27,7 @@ from ...base.errors import UsageError
 from ..ids import LANES, WORLD_LANE, CollectiveId, engine_of, lane_of
 from ..net.channel import end_with_the_host
 from . import base
-from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, first_line, once
+from .base import ConnectionLost, PointToPoint, Wait, first_line
 
 # 31 bits in all
 SLOT_BITS = 6
@@ -189,7 +189,7 @@ def _for_connections(files: Mapping[int, int], act: Callable[[socket.socket], No
 Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion", Callable[[], None]] | None]
 
 
-class Gloo(CopyingTransport):
+class Gloo(PointToPoint):
     """Point-to-point messages over gloo, matched by tag.
 
     An exchange sends half the bytes of gloo's reduce-scatter and is 2 to 4 times faster.
@@ -214,12 +214,9 @@ class Gloo(CopyingTransport):
         tags: Tags,
         limitation: str = "",
     ) -> None:
+        super().__init__(rank, ranks, peers)
         self.limitation = limitation
-        self.rank = rank
-        self.ranks = ranks
-        self.size = len(ranks)
         self.group = group
-        self.peers = peers
         self.tags = tags
         # A gloo wait with a timeout closes the connection when it expires, so waits without a
         # timeout run in threads. There is one thread per lane, because a message of one lane may
@@ -231,39 +228,9 @@ class Gloo(CopyingTransport):
         for lane in [lane for lane in list(self._jobs) if engine_of(lane) == engine]:
             self._jobs.pop(lane).put(None)
 
-    def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
-
-        Args:
-            full: Shape ``(size * slice,)``, with this rank's slice in place.
-            cid: The identity of the collective.
-
-        Returns:
-            A function that waits for the data.
-        """
-        slices = full.chunk(self.size)
-        return self._start({peer: (slices[self.rank], slices[peer]) for peer in self.peers}, cid)
-
-    def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
-    ) -> Wait:
-        """Exchange one piece with every other rank; see `Transport.exchange`.
-
-        Args:
-            pieces: The piece for each rank.
-            inbox: The output for each rank's piece.
-            cid: The identity of the collective.
-            use: Called once with the received pieces.
-
-        Returns:
-            A function that waits for the data.
-        """
-        received = filled(inbox, pieces[self.rank], self.rank)
-        wait = self._start({peer: (pieces[peer], received[peer]) for peer in self.peers}, cid)
-        return once(wait, lambda: use(received))
-
-    def _start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
+    def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
         works: list[dist.Work | None] = []
+        group = self.group
         tag = self.tags.begin(cid)
         completion = _Completion(cid)
         try:
@@ -272,14 +239,10 @@ class Gloo(CopyingTransport):
             # sends, and only one direction would be busy at a time.
             for peer, (_, incoming) in messages.items():
                 if incoming.numel():
-                    works.append(
-                        dist.irecv(incoming, group=self.group, group_src=self.ranks[peer], tag=tag)
-                    )
+                    works.append(dist.irecv(incoming, group=group, group_src=peer, tag=tag))
             for peer, (outgoing, _) in messages.items():
                 if outgoing.numel():
-                    works.append(
-                        dist.isend(outgoing, group=self.group, group_dst=self.ranks[peer], tag=tag)
-                    )
+                    works.append(dist.isend(outgoing, group=group, group_dst=peer, tag=tag))
         except RuntimeError as caught:
             raise _gloo_error(caught) from None
         finally:

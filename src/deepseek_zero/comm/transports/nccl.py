@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...base.mesh import PATIENCE
 from ..ids import CollectiveId, lane_of
-from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, first_line, once
+from .base import ConnectionLost, Transport, Use, Wait, filled, first_line, once
 
 BACKEND = "nccl"
 # One group each: within one group, a gather would wait for an earlier reduction
@@ -113,7 +113,7 @@ class NcclGroups:
             pair.engine = "" if pair.engine == user else pair.engine
 
 
-class Nccl(CopyingTransport):
+class Nccl(Transport):
     """NCCL collectives; `wait` orders streams and does not block the host.
 
     A collective starts when the caller's stream reaches it, so a pooled buffer is never overwritten
@@ -144,15 +144,6 @@ class Nccl(CopyingTransport):
         self.device = device
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
-
-        Args:
-            full: Shape ``(size * slice,)``, with this rank's slice in place.
-            cid: The identity of the collective.
-
-        Returns:
-            A function that waits for the data.
-        """
         group = self.groups[lane_of(cid.lane)]
         with _nccl_errors():
             work = dist.all_gather_into_tensor(
@@ -163,17 +154,6 @@ class Nccl(CopyingTransport):
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
-        """Exchange one piece with every other rank; see `Transport.exchange`.
-
-        Args:
-            pieces: The piece for each rank.
-            inbox: The output for each rank's piece.
-            cid: The identity of the collective.
-            use: Called once with the received pieces.
-
-        Returns:
-            A function that waits for the data.
-        """
         received = filled(inbox, pieces[self.rank], self.rank)
         outgoing = list(pieces)
         incoming = list(received)

@@ -2,7 +2,7 @@
 
 A rank reads a piece in its owner's memory. Buffers to send come from `empty`. An offer is a message
 with the position of a piece in its owner's segment, and the reader answers when it has read the
-piece. Sharded weights are in `SharedPages` that every rank maps whole, so gathering them copies
+piece. Sharded weights are in `SymmetricMemory` that every rank maps whole, so gathering them copies
 nothing. Other ranks' pages are mapped copy-on-write, so no in-place edit leaves its process.
 
 `LocalSockets` carries the messages, which provide ordering, file descriptors and notice of a dead
@@ -13,7 +13,6 @@ however it ends, so its end is known and not guessed.
 
 from __future__ import annotations
 
-import array
 import itertools
 import json
 import os
@@ -33,11 +32,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...base.memory import Segment, SegmentView
+from ...base.memory import Segment
 from ..bootstrap import Hosts, all_gather_text
 from ..ids import CollectiveId, engine_of, tag_of
 from . import base
-from .base import ConnectionLost, SymmetricMemory, Use, Wait
+from .base import (
+    ConnectionLost,
+    SymmetricMemory,
+    Transport,
+    Use,
+    Wait,
+    leave_in_place,
+    poll_interval_of,
+)
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 # A wait spins this long before it sleeps, because waking up costs about as much
@@ -99,21 +106,6 @@ class ImportedSegment:
 
     data: Tensor
     lane: str = ""
-
-
-@dataclass(eq=False)
-class SharedPages(SymmetricMemory):
-    """Pages that every rank of the host maps.
-
-    This rank's slice is shared with all ranks. The whole is mapped copy-on-write.
-    """
-
-    mapping: SegmentView
-
-    def release(self) -> None:
-        """Discard in-place writes to `whole`."""
-        if self.mapping.was_written():
-            self.mapping.clear_written()
 
 
 def _forget(
@@ -229,7 +221,7 @@ class HostPages:
                         self.sockets.send(peer, message)
 
         def wait() -> Segment:
-            self._until(lambda: tag in self._received_pages, lambda: {first})
+            self._until(lambda: tag in self._received_pages, lambda: {first}, base.POLL_SECONDS)
             return self._received_pages.pop(tag)
 
         return wait
@@ -267,11 +259,10 @@ class HostPages:
             self._take_messages()
 
         def wait() -> None:
-            poll_interval = None if cid.poll_interval is None else cid.poll_interval()
             self._until(
                 lambda: tag not in self._in_flight,
                 lambda: self._in_flight[tag].awaiting,
-                poll_interval,
+                poll_interval_of(cid),
             )
             if error := self._failed.pop(tag, None):
                 raise error
@@ -281,31 +272,28 @@ class HostPages:
     def _offer(self, peer: int, piece: Tensor, tag: int) -> None:
         nbytes = piece.nbytes
         if nbytes <= INLINE_BYTES:
-            self.sockets.send(
-                peer,
-                SharedMessage(MessageKind.INLINE, tag, payload=_bytes(piece).numpy().tobytes()),
-            )
+            payload = piece.contiguous().view(torch.uint8).numpy().tobytes()
+            self.sockets.send(peer, SharedMessage(MessageKind.INLINE, tag, payload=payload))
             return
         exported = self._exported.get(_address(piece))
         if exported is None:
-            copy = self.empty(piece.numel(), piece.dtype).copy_(piece)
-            self._staged.setdefault(tag, []).append(copy)
-            piece = copy
-            exported = self._exported[_address(copy)]
+            piece = self.empty(piece.numel(), piece.dtype).copy_(piece)
+            self._staged.setdefault(tag, []).append(piece)
+            exported = self._exported[_address(piece)]
         else:
             exported.tags.add(tag)
         if peer not in exported.known_by:
             exported.known_by.add(peer)
-            size = exported.segment.nbytes
-            descriptor = exported.segment.descriptor
-            self.sockets.send(
-                peer,
-                SharedMessage(
-                    MessageKind.SEGMENT, 0, exported.number, 0, size, descriptor=descriptor
-                ),
+            segment = exported.segment
+            message = SharedMessage(
+                MessageKind.SEGMENT,
+                segment=exported.number,
+                nbytes=segment.nbytes,
+                descriptor=segment.descriptor,
             )
+            self.sockets.send(peer, message)
             if len(exported.known_by) == len(self.peers):
-                exported.segment.close()
+                segment.close()
         self._readers.setdefault(tag, set()).add(peer)
         start = piece.data_ptr() - exported.address
         self.sockets.send(
@@ -335,7 +323,7 @@ class HostPages:
         """
         exported = self._exported.get(_address(tensor))
         if exported is not None and exported.tags:
-            self._until(lambda: not self._still_read(exported), set)
+            self._until(lambda: not self._still_read(exported), set, base.POLL_SECONDS)
 
     def _still_read(self, exported: ExportedSegment) -> bool:
         for tag in list(exported.tags):
@@ -349,7 +337,7 @@ class HostPages:
         self,
         done: Callable[[], bool],
         needed: Callable[[], set[int]],
-        poll_interval: float | None = None,
+        poll_interval: float,
     ) -> None:
         """Receive messages until `done`, and until all messages of this rank are sent.
 
@@ -357,7 +345,6 @@ class HostPages:
         a rank that is needed has exited, and TimeoutError after the poll interval.
         """
         began = time.perf_counter()
-        poll_interval = base.POLL_SECONDS if poll_interval is None else poll_interval
         while not (is_done := done()) or self.sockets.has_unsent:
             if not is_done and (ended := needed() & self.sockets.gone):
                 raise ConnectionLost(f"the process of rank {min(ended)} has ended", min(ended))
@@ -430,14 +417,12 @@ class HostPages:
             imported = self._imported[peer, offer.segment]
             imported.lane = receive.cid.lane
             return imported.data[offer.start : offer.start + offer.nbytes].view(dtype)
-        return (
-            torch.frombuffer(bytearray(offer.payload), dtype=dtype)
-            if offer.payload
-            else receive.like[:0]
-        )
+        if not offer.payload:  # `frombuffer` refuses an empty buffer
+            return receive.like[:0]
+        return torch.frombuffer(bytearray(offer.payload), dtype=dtype)
 
 
-class SharedMemory:
+class SharedMemory(Transport):
     """The transport between the ranks of a group that share a host.
 
     Ranks of other hosts are left to another transport.
@@ -448,33 +433,28 @@ class SharedMemory:
     """
 
     description = "shared memory"
-    limitation = ""
     reads_in_place = True
-    reports_arrival = True
 
     def __init__(self, ranks: Sequence[int], pages: HostPages) -> None:
         self.ranks = tuple(ranks)
         self.pages = pages
-        self.rank, self.size = self.ranks.index(pages.rank), len(self.ranks)
-        self.peers = tuple(index for index, rank in enumerate(self.ranks) if rank in pages.peers)
+        self.rank = self.ranks.index(pages.rank)
+        self.size = len(self.ranks)
+        # The indices of the other ranks of this host, by world rank
+        self.neighbours = {
+            rank: index for index, rank in enumerate(self.ranks) if rank in pages.peers
+        }
 
     @property
-    def page_sharing(self) -> SharedMemory:
-        """Return this transport, which can share pages."""
+    def page_sharing(self) -> SharedMemory | None:
         return self
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized buffer in the memory that this transport prefers.
-
-        Args:
-            numel: Number of elements.
-            dtype: Dtype of the elements.
-        """
         return self.pages.empty(numel, dtype)
 
     def symmetric_memory(
         self, numel: int, dtype: torch.dtype, cid: CollectiveId
-    ) -> Callable[[], SharedPages]:
+    ) -> Callable[[], SymmetricMemory]:
         """Return a function that waits for memory with one slice per rank of the group.
 
         Args:
@@ -488,91 +468,62 @@ class SharedMemory:
         nbytes = numel * dtype.itemsize
         pages = self.pages.share_pages(nbytes, self.ranks, cid)
 
-        def wait() -> SharedPages:
+        def wait() -> SymmetricMemory:
             segment = pages()
             mapping = segment.view(dtype)
             own = segment.map(self.rank * nbytes // self.size, numel // self.size, dtype)
             segment.close()
-            return SharedPages(own, mapping.tensor, mapping)
+            return SymmetricMemory(own, mapping.tensor, mapping)
 
         return wait
 
     def barrier(self, cid: CollectiveId) -> Wait:
         """Return a function that waits until every rank has called this method."""
-        peers = self._in_world(dict.fromkeys(self.peers, NO_BYTES))
-        return self.pages.start(peers, dict.fromkeys(peers), NO_BYTES, cid, _ignore)
+        pieces = dict.fromkeys(self.neighbours, NO_BYTES)
+        return self.pages.start(pieces, dict.fromkeys(pieces), NO_BYTES, cid, leave_in_place)
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
-
-        Args:
-            full: Shape ``(size * slice,)``, with this rank's slice in place.
-            cid: The identity of the collective.
-
-        Returns:
-            A function that waits for the data.
-        """
-        slices = list(full.chunk(self.size))
+        slices = full.chunk(self.size)
         own = slices[self.rank]
-        pieces = self._in_world(dict.fromkeys(self.peers, own))
-        boxes: dict[int, Tensor | None] = {self.ranks[peer]: slices[peer] for peer in self.peers}
-        return self.pages.start(pieces, boxes, own, cid, _ignore)
+        pieces = dict.fromkeys(self.neighbours, own)
+        boxes = {rank: slices[index] for rank, index in self.neighbours.items()}
+        return self.pages.start(pieces, boxes, own, cid, leave_in_place)
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
-        """Exchange one piece with every other rank; see `Transport.exchange`.
-
-        Args:
-            pieces: The piece for each rank.
-            inbox: The output for each rank's piece.
-            cid: The identity of the collective.
-            use: Called once with the received pieces.
-
-        Returns:
-            A function that waits for the data.
-        """
         own = pieces[self.rank]
-        boxes = {
-            self.ranks[peer]: inbox[peer]
-            for peer in self.peers
-            if (own if inbox[peer] is None else inbox[peer]).numel()  # type: ignore[union-attr]
-        }
+        sent = {}
+        boxes = {}
+        for rank, index in self.neighbours.items():
+            piece = pieces[index]
+            box = inbox[index]
+            if piece.numel():
+                sent[rank] = piece
+            if (own if box is None else box).numel():
+                boxes[rank] = box
 
         def land(found: Mapping[int, Tensor]) -> None:
             pieces_by_rank = {**found, self.pages.rank: own}
             use([pieces_by_rank.get(rank, own[:0]) for rank in self.ranks])
 
-        sent = self._in_world({peer: pieces[peer] for peer in self.peers if pieces[peer].numel()})
         return self.pages.start(sent, boxes, own, cid, land)
-
-    def _in_world(self, by_index: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        return {self.ranks[index]: value for index, value in by_index.items()}
 
     @property
     def expects(self) -> bool:
-        """Return whether something is in flight that `progress` may complete."""
         return self.pages.expects
 
     def progress(self) -> None:
-        """Receive and send what is possible without waiting."""
         self.pages.progress()
 
     def is_read(self, tensor: Tensor) -> bool:
-        """Return whether another rank may still read this buffer."""
         return self.pages.is_read(tensor)
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        """Wait until no other rank reads this buffer."""
         self.pages.wait_until_read(tensor)
 
     def end_engine(self, engine: str) -> None:
-        """Free what was kept for the lanes of an engine that no longer exists."""
         self.pages.end_engine(engine)
-
-
-def _ignore(found: Mapping[int, Tensor]) -> None:
-    """Leave gathered slices in place."""
 
 
 def _taken(message: SharedMessage) -> Segment:
@@ -581,10 +532,6 @@ def _taken(message: SharedMessage) -> Segment:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 class MessageKind(IntEnum):
@@ -638,7 +585,6 @@ class LocalSockets:
         self._sockets = sockets
         self._rank_of = {connection.fileno(): rank for rank, connection in sockets.items()}
         self._poll = select.poll()
-        self._buffer = bytearray(_HEADER.size + INLINE_BYTES)
         self._unsent: list[tuple[int, bytes, tuple[int, ...]]] = []
         self._is_flushing = False
         for connection in sockets.values():
@@ -662,14 +608,8 @@ class LocalSockets:
             message.kind, check, tag, message.segment, message.start, message.nbytes
         )
         descriptors = (os.dup(message.descriptor),) if message.descriptor >= 0 else ()
-        if (
-            self._unsent
-            or descriptors
-            or rank in self.gone
-            or not self._sent(rank, header + message.payload, ())
-        ):
-            self._unsent.append((rank, header + message.payload, descriptors))
-            self._flush()
+        self._unsent.append((rank, header + message.payload, descriptors))
+        self._flush()
 
     @property
     def has_unsent(self) -> bool:
@@ -731,25 +671,19 @@ class LocalSockets:
 
     def _next(self, rank: int) -> SharedMessage | None:
         try:
-            count, ancillary, _, _ = self._sockets[rank].recvmsg_into(
-                [self._buffer], socket.CMSG_SPACE(4)
+            data, descriptors, _, _ = socket.recv_fds(
+                self._sockets[rank], _HEADER.size + INLINE_BYTES, 1
             )
         except BlockingIOError:
             return None
         except ConnectionResetError:
             # It exited with unread messages in its queue; its last messages are still to be read
             return self._next(rank)
-        if count == 0:
+        if not data:
             self._lose(rank)
             return None
-        descriptors = array.array("i")
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors.frombytes(
-                    data[: len(data) // descriptors.itemsize * descriptors.itemsize]
-                )
-        kind, check, tag, segment, start, nbytes = _HEADER.unpack_from(self._buffer)
-        payload = bytes(self._buffer[_HEADER.size : count])
+        kind, check, tag, segment, start, nbytes = _HEADER.unpack_from(data)
+        payload = data[_HEADER.size :]
         descriptor = descriptors[0] if descriptors else -1
         return SharedMessage(
             MessageKind(kind), tag << 32 | check, segment, start, nbytes, payload, descriptor
@@ -856,11 +790,8 @@ def _connect(
         credentials = connection.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
-        hello = (
-            connection.recv(_HELLO.size)
-            if _CREDENTIALS.unpack(credentials)[1] == os.getuid()
-            else b""
-        )
+        _, user, _ = _CREDENTIALS.unpack(credentials)
+        hello = connection.recv(_HELLO.size) if user == os.getuid() else b""
         peer = _HELLO.unpack(hello)[0] if len(hello) == _HELLO.size else -1
         if peer in expected:
             found[peer] = connection

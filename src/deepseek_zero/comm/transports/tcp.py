@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from ..ids import CollectiveId
 from ..net.links import Links
-from .base import CopyingTransport, Use, Wait, filled, once
+from .base import PointToPoint, Wait
 
 
-class Tcp(CopyingTransport):
+class Tcp(PointToPoint):
     """Sends over this library's sockets to ranks that share no memory with this one.
 
     Args:
@@ -24,46 +24,11 @@ class Tcp(CopyingTransport):
     description = "our own sockets"
 
     def __init__(self, rank: int, ranks: Sequence[int], peers: Sequence[int], links: Links) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.peers = peers
+        super().__init__(rank, ranks, peers)
         self.links = links
 
     def end_engine(self, engine: str) -> None:
-        """Free what was kept for the lanes of an engine that no longer exists."""
         self.links.end_engine(engine)
 
-    def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        """Fill `full` with the slices of all ranks; see `Transport.all_gather`.
-
-        Args:
-            full: Shape ``(size * slice,)``, with this rank's slice in place.
-            cid: The identity of the collective.
-
-        Returns:
-            A function that waits for the data.
-        """
-        slices = full.chunk(self.size)
-        own = slices[self.rank]
-        return self.links.start({self.ranks[peer]: (own, slices[peer]) for peer in self.peers}, cid)
-
-    def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
-    ) -> Wait:
-        """Exchange one piece with every other rank; see `Transport.exchange`.
-
-        Args:
-            pieces: The piece for each rank.
-            inbox: The output for each rank's piece.
-            cid: The identity of the collective.
-            use: Called once with the received pieces.
-
-        Returns:
-            A function that waits for the data.
-        """
-        received = filled(inbox, pieces[self.rank], self.rank)
-        wait = self.links.start(
-            {self.ranks[peer]: (pieces[peer], received[peer]) for peer in self.peers}, cid
-        )
-        return once(wait, lambda: use(received))
+    def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
+        return self.links.start(messages, cid)
