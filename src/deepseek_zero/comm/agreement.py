@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError, shown
@@ -37,26 +38,13 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
     Note:
         Collective: every rank of `comm` must call it.
     """
-    if comm.size == 1:
-        return
-    digests = comm.all_gather_text(hashlib.sha256("\n".join(lines).encode()).hexdigest(), what)
-    if len(set(digests)) == 1:
-        return
-    everyone = [
-        json.loads(text)
-        for text in comm.all_gather_text(json.dumps(list(lines)), f"{what} in full")
-    ]
-    different = next(rank for rank, found in enumerate(digests) if found != digests[0])
-    first = everyone[0]
-    other = everyone[different]
-    at = next(
-        (k for k, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
-        min(len(first), len(other)),
-    )
-    a, b = (found[at] if at < len(found) else "nothing" for found in (first, other))
-    raise ModelMismatchError(
-        f"ranks differ in {what}: rank 0 has '{a}', rank {different} has '{b}'.", why, fix
-    )
+    everyone = _documents_that_differ(comm, list(lines), what)
+    for rank, other in enumerate(everyone):
+        for a, b in zip_longest(everyone[0], other, fillvalue="nothing"):
+            if a != b:
+                raise ModelMismatchError(
+                    f"ranks differ in {what}: rank 0 has '{a}', rank {rank} has '{b}'.", why, fix
+                )
 
 
 def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: str) -> None:
@@ -78,12 +66,11 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
     Note:
         Collective: every rank of `comm` must call it.
     """
-    if comm.size == 1:
+    everyone = _documents_that_differ(
+        comm, {key: shown(value) for key, value in values.items()}, what
+    )
+    if not everyone:
         return
-    document = json.dumps({key: shown(value) for key, value in values.items()})
-    if len(set(comm.all_gather_text(hashlib.sha256(document.encode()).hexdigest(), what))) == 1:
-        return
-    everyone = [json.loads(text) for text in comm.all_gather_text(document, f"{what} in full")]
     different = []
     for key in dict.fromkeys(key for found in everyone for key in found):
         said = [found.get(key, "nothing") for found in everyone]
@@ -94,6 +81,19 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
     raise ModelMismatchError(
         f"ranks differ in {what}: {'; '.join(different[:MOST_KEYS])}{more}.", why, fix
     )
+
+
+def _documents_that_differ(comm: Comm, document: Any, what: str) -> list[Any]:
+    """Return the documents of all ranks if two of them differ, else an empty list.
+
+    Only checksums are exchanged if all documents are equal. Every rank must call this.
+    """
+    if comm.size == 1:
+        return []
+    text = json.dumps(document)
+    if len(set(comm.all_gather_text(hashlib.sha256(text.encode()).hexdigest(), what))) == 1:
+        return []
+    return [json.loads(each) for each in comm.all_gather_text(text, f"{what} in full")]
 
 
 def values_in(value: Any, name: str) -> dict[str, Any]:
@@ -144,14 +144,7 @@ class AllRanks:
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
         # A rank that is asked to exit (not an `Exception`) is noticed by its exit
         if problem is None or isinstance(problem, Exception):
-            outcome = {"said": ""} if problem is None else _as_fields(problem)
-            _gather_outcomes(
-                self._comm,
-                self._what,
-                outcome,
-                PeerError,
-                problem,
-            )
+            _gather_outcomes(self._comm, self._what, "", PeerError, problem)
 
 
 def gather_outcomes(
@@ -181,36 +174,36 @@ def gather_outcomes(
         Collective: every rank of `comm` must call it.
     """
     problem: Exception | None = None
+    text = ""
     try:
         done = action()
-        answer = {"said": say(done)}
+        text = say(done)
     except Exception as error:  # Other ranks must be informed of any error
         problem = error
-        answer = _as_fields(error)
-    said = _gather_outcomes(comm, what, answer, failure, problem)
+    texts = _gather_outcomes(comm, what, text, failure, problem)
     if problem is not None:
         raise problem
-    return done, said
-
-
-def _as_fields(problem: BaseException) -> dict[str, str]:
-    known = isinstance(problem, DeepSeekZeroError)
-    return {"error": str(problem) if known else f"{type(problem).__name__}: {problem}"}
+    return done, texts
 
 
 def _gather_outcomes(
     comm: Comm,
     what: str,
-    answer: dict[str, str],
+    text: str,
     failure: type[DeepSeekZeroError],
     problem: BaseException | None,
 ) -> list[str]:
     """Exchange outcomes; raise `failure` if another rank failed.
 
     If this rank failed with an error that takes precedence, return and let the caller raise it.
-    Collective.
+    Every rank must call this.
     """
-    heard = [json.loads(text) for text in comm.all_gather_text(json.dumps(answer), what)]
+    outcome = {"said": text}
+    if isinstance(problem, DeepSeekZeroError):
+        outcome = {"error": str(problem)}
+    elif problem is not None:
+        outcome = {"error": f"{type(problem).__name__}: {problem}"}
+    heard = [json.loads(each) for each in comm.all_gather_text(json.dumps(outcome), what)]
     if problem is None or not (failure is PeerError or isinstance(problem, failure)):
         for rank, each in enumerate(heard):
             if "error" in each:

@@ -31,19 +31,15 @@ class Hosts:
     @property
     def local_ranks(self) -> list[int]:
         """Return the ranks on this host, including this rank."""
-        mine = self.keys[self.rank]
-        return [
-            rank
-            for rank, key in enumerate(self.keys)
-            if rank == self.rank or (mine and key == mine)
-        ]
+        return self._ranks_with(self.rank)
 
     def shared_with(self, rank: int) -> tuple[str, list[int]]:
         """Return the name of a rank's host and the ranks on that host."""
+        return self.names[rank], self._ranks_with(rank)
+
+    def _ranks_with(self, rank: int) -> list[int]:
         key = self.keys[rank]
-        return self.names[rank], [
-            at for at, other in enumerate(self.keys) if at == rank or (key and other == key)
-        ]
+        return [at for at, other in enumerate(self.keys) if at == rank or (key and other == key)]
 
     @property
     def is_one(self) -> bool:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -66,36 +67,6 @@ class Comm:
         Collective: every rank of the world must create it.
     """
 
-    def _begin(
-        self,
-        device: torch.device,
-        meter: Meter,
-        waits: Waits,
-        ranks: tuple[int, ...],
-        rank: int,
-    ) -> None:
-        """Initialize the communicator of these ranks, without connections.
-
-        `rank` is the index of this rank in `ranks`.
-        """
-        self.meter = meter
-        self.device = device
-        self.ranks = ranks
-        self.rank = rank
-        self.size = len(ranks)
-        self.waits = waits
-        self.hosts = Hosts(0, ("this host",))
-        self._whole: Comm | None = None  # Set by `lay_out`
-        self._shard: Comm | None = None
-        # The ranks that hold the same slices as this rank, if there are any
-        self.outer: Comm | None = None
-        self.along: dict[str, Comm] = {}  # By axis ("tp", "sp", "pp"), for axes with several ranks
-        self._owners: Partition | None = None
-        # For each piece of the model, the first world rank that holds it
-        self.pieces: tuple[int, ...] = (0,)
-        self.inter_node: frozenset[int] = frozenset()  # Group ranks on other hosts
-        self._use(Lanes(None, SingleRank(device), ranks, waits, meter))
-
     def __init__(
         self,
         device: torch.device,
@@ -104,21 +75,42 @@ class Comm:
         trains: bool = True,
         world: WorldContext | None = None,
     ) -> None:
+        self.device = device
+        self.meter = Meter()
+        self.waits = Waits()
         self.trains = trains
-        self._begin(device, Meter(), Waits(), (0,), 0)
+        self.hosts = Hosts(0, ("this host",))
+        # For each piece of the model, the first world rank that holds it
+        self.pieces: tuple[int, ...] = (0,)
+        self._set_ranks((0,), 0)
         self.transport_name = transport
         world = world or WorldContext.of_this_world_if_any()
         if world is not None:
             self.waits.world = world
             self.transport_name = _encrypting_transport(transport, world, device)
             self.hosts = world.hosts
-            self.rank = world.rank
-            self.size = world.size
-            self.ranks = world.ranks
+            self._set_ranks(world.ranks, world.rank)
             # The engine's name and slot are agreed on in the lane of the world
             self._use(Lanes(world, world.gloo, self.ranks, self.waits, self.meter, WORLD_LANE))
             self._join(world, (world.ranks,), self, "")
         self.threads = threads_for(ranks_of_this_host())
+
+    def _set_ranks(self, ranks: tuple[int, ...], rank: int) -> None:
+        """Make this a communicator of these ranks without connections.
+
+        `rank` is the index of this rank in `ranks`.
+        """
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self._whole: Comm | None = None  # Set by `lay_out`
+        self._shard: Comm | None = None
+        # The ranks that hold the same slices as this rank, if there are any
+        self.outer: Comm | None = None
+        self.along: dict[str, Comm] = {}  # By axis ("tp", "sp", "pp"), for axes with several ranks
+        self._owners: Partition | None = None
+        self.inter_node: frozenset[int] = frozenset()  # Group ranks on other hosts
+        self._use(Lanes(None, SingleRank(self.device), ranks, self.waits, self.meter))
 
     def _use(self, lanes: Lanes, host_transport: Transport | None = None) -> None:
         """Send through these lanes from now on.
@@ -131,14 +123,8 @@ class Comm:
 
     def _over(self, ranks: tuple[int, ...]) -> Comm:
         """Return a communicator of the same engine over some ranks, without connections."""
-        found = object.__new__(Comm)
-        rank = ranks.index(self.ranks[self.rank])
-        found._begin(self.device, self.meter, self.waits, ranks, rank)
-        found.trains = self.trains
-        found.threads = self.threads
-        found.transport_name = self.transport_name
-        found.hosts = self.hosts
-        found.pieces = self.pieces
+        found = copy(self)
+        found._set_ranks(ranks, ranks.index(self.ranks[self.rank]))
         return found
 
     @property
@@ -336,7 +322,7 @@ class Comm:
         Note:
             Collective within the lane.
         """
-        nbytes = full.numel() // self.size * full.element_size()
+        nbytes = full.nbytes // self.size
         self.meter.count(kind, nbytes * (self.size - 1), nbytes * len(self.inter_node))
 
         transport = self.lanes.transport
@@ -374,12 +360,8 @@ class Comm:
         Note:
             Collective within the lane.
         """
-        sent = sum(
-            piece.numel() * piece.element_size()
-            for rank, piece in enumerate(pieces)
-            if rank != self.rank
-        )
-        far = sum(pieces[rank].numel() * pieces[rank].element_size() for rank in self.inter_node)
+        sent = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
+        far = sum(pieces[rank].nbytes for rank in self.inter_node)
         self.meter.count(kind, sent, far)
 
         def timed(received: Sequence[Tensor]) -> None:
@@ -474,9 +456,8 @@ class Comm:
         payload = text.encode()
         lengths = self.all_gather_rows(torch.tensor([len(payload)]), what)[:, 0]
         padded = torch.zeros(int(lengths.max()) or 1, dtype=torch.uint8)
-        padded[: len(payload)] = (
-            torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else padded[:0]
-        )
+        if payload:  # `frombuffer` refuses an empty buffer
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         table = self.all_gather_rows(padded, what)
         return [
             bytes(table[rank, : int(lengths[rank])].tolist()).decode() for rank in range(self.size)

@@ -31,7 +31,7 @@ from .ids import engine_of
 from .net.channel import Listener
 from .net.key_value_store import listening_host, listening_ports, open_store
 from .outside_calls import watch_outside_calls
-from .transports.base import Transport
+from .transports.base import PointToPoint, Transport
 from .transports.composed import Hierarchical
 from .transports.gloo import Gloo, Tags, end_with_their_hosts, open_files, shut_down
 from .transports.nccl import NcclGroups
@@ -166,6 +166,11 @@ class WorldContext:
         weakref.finalize(found, store.close).atexit = False
         return found
 
+    @property
+    def _near(self) -> Sequence[int]:
+        """The other ranks that share memory with this one."""
+        return () if self._pages is None else self._pages.peers
+
     def gloo_over(self, ranks: Sequence[int], inter_node_only: bool = False) -> Gloo:
         """Return a gloo transport between these ranks, over the world's connections.
 
@@ -173,7 +178,7 @@ class WorldContext:
             ranks: World ranks, including this one.
             inter_node_only: Send only to ranks that share no memory with this one.
         """
-        near = self._pages.peers if self._pages is not None and inter_node_only else ()
+        near = self._near if inter_node_only else ()
         peers = [
             index for index, rank in enumerate(ranks) if rank != self.rank and rank not in near
         ]
@@ -210,36 +215,30 @@ class WorldContext:
         Note:
             Collective: every rank must call it.
         """
-        near = () if self._pages is None else self._pages.peers
-        listener = self._listener
         refusal = ""
         try:
-            if listener is None:
-                listener = self._listener = Listener(
-                    listening_host(self.hosts), self._secret, self.rank, listening_ports()
-                )
-                weakref.finalize(self, listener.close).atexit = False
+            if self._listener is None:
+                host = listening_host(self.hosts)
+                self._listener = Listener(host, self._secret, self.rank, listening_ports())
+                weakref.finalize(self, self._listener.close).atexit = False
         except (UsageError, OSError) as error:
             refusal = f"rank {self.rank} cannot listen: {error}"
-        rows = all_gather_text(
-            json.dumps([refusal, listener and listener.address]), self.size, self._gloo_group
-        )
-        everyone = [json.loads(row) for row in rows]
-        if said := next((said for said, _ in everyone if said), ""):
-            return said
+        listener = self._listener
+        said = json.dumps([refusal, listener and listener.address])
+        rows = all_gather_text(said, self.size, self._gloo_group)
+        addresses = {}
+        for rank, row in enumerate(rows):
+            refusal, address = json.loads(row)
+            if refusal:
+                return str(refusal)
+            if rank != self.rank and rank not in self._near:
+                addresses[rank] = (address[0], address[1])
         assert listener is not None
-        far = {
-            rank: (place[0], place[1])
-            for rank, (_, place) in enumerate(everyone)
-            if rank not in near
-        }
-        far.pop(self.rank)
-        links = net.Links(self.rank, self._secret, listener, far, self.hosts.names)
-        if said := next(
-            filter(None, all_gather_text(links.connect(), self.size, self._gloo_group)), ""
-        ):
+        links = net.Links(self.rank, self._secret, listener, addresses, self.hosts.names)
+        problems = all_gather_text(links.connect(), self.size, self._gloo_group)
+        if any(problems):
             links.hang_up()
-            return said
+            return next(filter(None, problems))
         self._links = links
         weakref.finalize(self, links.close).atexit = False
         return ""
@@ -248,14 +247,13 @@ class WorldContext:
         """Return shared memory within this host and this library's sockets between hosts."""
         assert self._links is not None
         peers = [index for index, rank in enumerate(ranks) if rank in self._links.links]
-        return self._with_intra_node(
-            ranks, transports.Tcp(ranks.index(self.rank), ranks, peers, self._links), len(peers)
-        )
+        far = transports.Tcp(ranks.index(self.rank), ranks, peers, self._links)
+        return self._with_intra_node(ranks, far)
 
     def fastest_over(self, ranks: Sequence[int]) -> Transport:
         """Return shared memory within this host and gloo between hosts."""
         far = self.gloo_over(ranks, inter_node_only=True)
-        return self._with_intra_node(ranks, far, len(far.peers))
+        return self._with_intra_node(ranks, far)
 
     def transport_over(self, name: str, ranks: Sequence[int]) -> Transport:
         """Return the transport of that name between these ranks.
@@ -267,11 +265,13 @@ class WorldContext:
         found = {"gloo": self.gloo_over, "tcp": self.tcp_over, "fastest": self.fastest_over}
         return found[name](ranks)
 
-    def _with_intra_node(self, ranks: Sequence[int], far: Transport, count: int) -> Transport:
-        """Combine `far`, a transport to `count` ranks, with this host's shared memory."""
-        if self._pages is None or count == len(ranks) - 1:
+    def _with_intra_node(self, ranks: Sequence[int], far: PointToPoint) -> Transport:
+        """Combine a transport to ranks of other hosts with this host's shared memory."""
+        if self._pages is None or len(far.peers) == len(ranks) - 1:
             return far
-        return Hierarchical(ranks, self._pages, far) if count else SharedMemory(ranks, self._pages)
+        if far.peers:
+            return Hierarchical(ranks, self._pages, far)
+        return SharedMemory(ranks, self._pages)
 
     def nccl_groups(self, partition: Partition) -> NcclGroups:
         """Return the NCCL groups of a partition, shared by all engines that use it."""

@@ -150,7 +150,7 @@ class FlightRecorder:
         self._looks = 0  # Consecutive checks with this suspicion
         # Seconds waited at the last log line, by collective and absent ranks
         self._logged_waits: dict[tuple[str, tuple[int, ...]], float] = {}
-        _post_end_at_exit(self)
+        atexit.register(_post_end, weakref.ref(self))
 
     def post(self, topic: str, text: str) -> None:
         """Write this rank's line under a topic; do nothing if the store is gone.
@@ -240,16 +240,12 @@ class FlightRecorder:
         for rank, seconds in silences.items():
             host = host_and_ranks(*self._hosts.shared_with(rank))
             found[host] = min(seconds, found.get(host, math.inf))
-        for host in {
-            host for host, seconds in found.items() if seconds > launch.TELL_AFTER
-        } - self.logged_silent:
+        silent = {host for host, seconds in found.items() if seconds > launch.TELL_AFTER}
+        for host in silent - self.logged_silent:
             logger.warning(f"{host} silent for {launch.TELL_AFTER:g} s")
-            self.logged_silent.add(host)
-        for host in {
-            host for host in self.logged_silent if found.get(host, 0.0) < launch.TELL_AFTER
-        }:
+        for host in self.logged_silent - silent:
             logger.warning(f"{host} answers again")
-            self.logged_silent.discard(host)
+        self.logged_silent = silent
         return silences
 
     def host_lost(self, silent: Sequence[int]) -> HostLost:
@@ -433,21 +429,17 @@ def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
         chain.append(blockers[0])
 
 
-def _post_end_at_exit(recorder: FlightRecorder) -> None:
-    reference = weakref.ref(recorder)
-
-    def post_end() -> None:
-        alive = reference()
-        if alive is None:
-            return
-        # The interpreter keeps the exception that ended the program here
-        uncaught = getattr(sys, "last_value", None)
-        if uncaught is not None:
-            alive.post("raised", f"{type(uncaught).__name__}: {uncaught}"[:300])
-            if alive.rank == 0:
-                alive.stay_for_others()
-        else:
-            alive.post("ended", "its program finished")
-        alive.send_farewell()
-
-    atexit.register(post_end)
+def _post_end(reference: weakref.ref[FlightRecorder]) -> None:
+    """Post why this process ends. `atexit` calls this."""
+    recorder = reference()
+    if recorder is None:
+        return
+    # The interpreter keeps the exception that ended the program here
+    uncaught = getattr(sys, "last_value", None)
+    if uncaught is None:
+        recorder.post("ended", "its program finished")
+    else:
+        recorder.post("raised", f"{type(uncaught).__name__}: {uncaught}"[:300])
+        if recorder.rank == 0:
+            recorder.stay_for_others()
+    recorder.send_farewell()
