@@ -8,15 +8,14 @@ storage is address space, and a chunk has pages only while it is used.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -31,7 +30,7 @@ from ..base.capabilities import Capability
 from ..base.errors import StorageError
 from ..base.memory import PAGE, private_pages, return_pages
 from ..base.quantities import format_bytes
-from .tier import COMPLETED, HostStorage, TransferEvent, TransferMeter, Work
+from .tier import COMPLETED, HostStorage, TierMemory, TransferEvent, Work
 
 # Offsets, lengths and addresses are multiples of PAGE, as O_DIRECT requires on common disks
 SECTOR = 512  # bytes of the smallest transfer of a disk
@@ -73,14 +72,13 @@ class DiskSettings:
     block_bytes: int = 8 << 20
 
 
-class Disk:
+class Disk(TierMemory):
     """The disk tier of one rank."""
 
     def __init__(self, directory: Path, settings: DiskSettings | None = None) -> None:
+        super().__init__()
         self.directory = directory
         self.settings = settings or DiskSettings()
-        self.reserved_bytes = 0
-        self.traffic = TransferMeter()
         self.lock = threading.Lock()
         self.descriptor, self.is_direct = _open_unnamed(directory)
         self.can_reserve = True  # whether the file system can reserve space (fallocate)
@@ -128,9 +126,8 @@ class Disk:
         The directory need not exist. The result is 0 if the disk cannot be queried.
         """
         try:
-            found = os.statvfs(
-                next(path for path in (directory, *directory.absolute().parents) if path.exists())
-            )
+            parents = (directory, *directory.absolute().parents)
+            found = os.statvfs(next(path for path in parents if path.exists()))
         except OSError:
             return 0  # opening a file there raises an error with the reason
         return found.f_bavail * found.f_frsize
@@ -160,9 +157,6 @@ class Disk:
         chunk = min(-(-chunk_numel * dtype.itemsize // PAGE) * PAGE, padded)
         return DiskStorage(self, numel, dtype, range(start, start + padded, chunk), what)
 
-    def commit(self, sharers: int) -> None:
-        """Do nothing: `reserve` has already allocated the file."""
-
     def close(self) -> None:
         """Wait for all transfers, and close the file."""
         self._pool.shutdown(wait=True)
@@ -186,9 +180,8 @@ class Disk:
     ) -> None:
         done = 0
         while done < len(memory):
-            moved = call(
-                self.descriptor, [memory[done : done + self.settings.block_bytes]], offset + done
-            )
+            block = memory[done : done + self.settings.block_bytes]
+            moved = call(self.descriptor, [block], offset + done)
             if moved <= 0:
                 raise OSError(errno.EIO, f"{done} of {len(memory)} bytes were there")
             done += moved
@@ -364,16 +357,10 @@ class DiskStorage(HostStorage):
         memory = private_pages(place.stop - place.start, torch.uint8)
         super().__init__(memory.view(dtype)[:numel])
         self._chunk_numel = place.step // dtype.itemsize
+        pieces = memory.split(place.step)
         self.chunks = [
-            Chunk(disk, memory[at - place.start :][: place.step], at, what) for at in place
+            Chunk(disk, piece, at, what) for piece, at in zip(pieces, place, strict=True)
         ]
-
-    @property
-    def here_bytes(self) -> int:
-        """Return the bytes of all chunks that may have pages in memory."""
-        return sum(
-            chunk.piece.nbytes for chunk in self.chunks if chunk.state is not ChunkState.AWAY
-        )
 
     def fetch(self, low: int, high: int) -> Work:
         return Transfer.of([chunk for chunk in self._of(low, high) if chunk.fetch()])
@@ -450,7 +437,7 @@ def _odd_numbers(count: int) -> npt.NDArray[np.uint64]:
 
 
 def _view(piece: Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * piece.nbytes).from_address(piece.data_ptr())).cast("B")
+    return memoryview(piece.numpy())  # type: ignore[arg-type]
 
 
 def _open_unnamed(directory: Path) -> tuple[int, bool]:
@@ -516,19 +503,15 @@ def _allocate(descriptor: int, offset: int, nbytes: int) -> bool:
     return True
 
 
-class _named:
+@contextmanager
+def _named(disk: Disk, what: str) -> Iterator[None]:
     """Convert an OSError of the disk to a `StorageError` that names the operation."""
-
-    def __init__(self, disk: Disk, what: str) -> None:
-        self.disk = disk
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise _refusal(error, self.disk.directory, self.what) from error
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise _refusal(error, disk.directory, what) from error
 
 
 ADVICE = {

@@ -22,7 +22,7 @@ from ..base.memory import PAGE, Slab, private_pages
 from ..base.progress import LongWork
 from ..base.quantities import format_bytes
 from ..kernels.compiler import bind_update_thread, threads_for
-from .tier import HostStorage, TransferMeter
+from .tier import HostStorage, TierMemory
 
 MOST_THREADS = 8  # threads that populate pages; more gain little
 
@@ -40,7 +40,7 @@ class HostPiece:
     is_copied: bool
 
 
-class HostMemory:
+class HostMemory(TierMemory):
     """The host tier of one rank.
 
     Args:
@@ -49,9 +49,8 @@ class HostMemory:
     """
 
     def __init__(self, *, pinned: bool = False, pieces: Sequence[HostPiece] = ()) -> None:
+        super().__init__()
         self.pinned = pinned
-        self.reserved_bytes = 0
-        self.traffic = TransferMeter()
         self._pieces = pieces
         # By whether the pages are locked; None before the memory is mapped
         self._slabs: dict[bool, Slab] | None = None
@@ -61,11 +60,8 @@ class HostMemory:
         if self.pinned or default_device().type != "cuda":
             how = "page-locked" if self.pinned else "in place"
             return [Capability(name, how)]
-        return [
-            Capability(
-                name, "pageable", '"pin_memory": true lets copies to and from the GPU run beside it'
-            )
-        ]
+        lacks = '"pin_memory": true lets copies to and from the GPU run beside it'
+        return [Capability(name, "pageable", lacks)]
 
     def check_space(self, nbytes: int, sharers: int) -> None:
         """Raise `OutOfMemoryError` if the host has no space for the states of all ranks.
@@ -148,9 +144,6 @@ class HostMemory:
         if True in slabs:
             with LongWork("page-locking host memory", slabs[True].nbytes) as work:
                 slabs[True].lock(work.advance)
-
-    def close(self) -> None:
-        """Do nothing: the memory is freed with its tensors."""
 
 
 def free_host_bytes() -> int:

@@ -313,7 +313,10 @@ class Storage:
             copy_engine: Copies between the device and this memory.
             add: Add the sum to the current values.
         """
-        return Landing(self.memory[low:high])
+        kept = self.memory[low:high]
+        if self.on_device or kept.device == pool.device:
+            return Landing(kept)
+        return StagedLanding(self, kept, numel, pool, copy_engine, add=add)
 
 
 class HostStorage(Storage):
@@ -328,21 +331,6 @@ class HostStorage(Storage):
     def read(self, low: int, high: int) -> Tensor:
         self.wait_for_copy()
         return self.memory[low:high]
-
-    def landing(
-        self,
-        low: int,
-        high: int,
-        numel: int,
-        pool: Lender,
-        copy_engine: CopyEngine,
-        *,
-        add: bool,
-    ) -> Landing:
-        kept = self.memory[low:high]
-        if kept.device == pool.device:
-            return Landing(kept)
-        return StagedLanding(self, kept, numel, pool, copy_engine, add=add)
 
 
 class Lender(Protocol):
@@ -376,7 +364,7 @@ class StagedLanding(Landing):
 
     def __init__(
         self,
-        storage: HostStorage,
+        storage: Storage,
         kept: Tensor,
         numel: int,
         pool: Lender,
@@ -409,14 +397,21 @@ class StagedLanding(Landing):
                 self.kept[part].copy_(self._sum[part], non_blocking=True)
 
 
-class TierMemory(Protocol):
-    """The memory of one tier for one rank."""
+class TierMemory:
+    """The memory of one tier for one rank.
 
-    traffic: TransferMeter
-    reserved_bytes: int
+    Attributes:
+        traffic: Counts the transfers of this memory.
+        reserved_bytes: Bytes of all storages.
+    """
+
+    def __init__(self) -> None:
+        self.traffic = TransferMeter()
+        self.reserved_bytes = 0
 
     def capabilities(self) -> list[Capability]:
         """Describe how bytes are transferred, and what a faster transfer would need."""
+        raise NotImplementedError
 
     def check_space(self, nbytes: int, sharers: int) -> None:
         """Raise if the memory cannot hold the states of all ranks of this host; reserve nothing.
@@ -425,6 +420,7 @@ class TierMemory(Protocol):
             nbytes: Bytes for each rank.
             sharers: Number of ranks on this host.
         """
+        raise NotImplementedError
 
     def reserve(
         self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
@@ -438,6 +434,7 @@ class TierMemory(Protocol):
             what: Name of the state for error messages.
             is_copied: The training device copies the storage, in either direction.
         """
+        raise NotImplementedError
 
     def commit(self, sharers: int) -> None:
         """Allocate the pages of planned memory.

@@ -429,6 +429,7 @@ def parse_ports(text: str) -> range:
 
 @dataclass
 class _Pending:
+    connection: socket.socket
     origin: str
     server_handshake: ServerHandshake
     until: float
@@ -462,11 +463,11 @@ class Listener:
         self._listener = _listen(host, ports)
         self.address: Address = self._listener.getsockname()[:2]
         self._admit: dict[Role, Callable[[socket.socket, int], None]] = {}
-        self._pending: dict[socket.socket, _Pending] = {}
+        # By descriptor, in the order of their deadlines
+        self._pending: dict[int, _Pending] = {}
         self._watched: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
         self.rejected = 0
         self._poll = select.poll()
-        self._sockets: dict[int, socket.socket] = {self._listener.fileno(): self._listener}
         self._wake, self._waker = socket.socketpair()
         self._calls: deque[Callable[[], None]] = deque()
         self._is_closing = False
@@ -539,14 +540,10 @@ class Listener:
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
-    def _connections(self) -> list[socket.socket]:
+    def connections(self) -> list[socket.socket]:
         """Return all sockets that the listener must close, here or in a child process."""
-        return [self._listener, *self._pending, *(watched for watched, _ in self._watched.values())]
-
-    def _close_in_child(self) -> None:
-        for connection in self._connections():
-            # An open copy in a child would make this rank seem to listen after it exited
-            connection.close()
+        pending = [each.connection for each in self._pending.values()]
+        return [self._listener, *pending, *(watched for watched, _ in self._watched.values())]
 
     def _serve(self) -> None:
         try:
@@ -555,14 +552,14 @@ class Listener:
                     self._look_at(descriptor)
                 self._close_overdue()
         finally:
-            for connection in (self._wake, self._waker, *self._connections()):
+            for connection in (self._wake, self._waker, *self.connections()):
                 connection.close()
 
     def _poll_timeout(self) -> float | None:
         """Return the milliseconds until the next connection is overdue."""
         if not self._pending:
             return None
-        first = next(iter(self._pending.values()))  # In the order of their deadlines
+        first = next(iter(self._pending.values()))
         return max(0.0, first.until - time.monotonic()) * 1000 + 1
 
     def _look_at(self, descriptor: int) -> None:
@@ -570,12 +567,12 @@ class Listener:
             self._wake.recv(1)
             while self._calls:
                 self._calls.popleft()()
+        elif descriptor == self._listener.fileno():
+            self._accept()
         elif (watched := self._watched.get(descriptor)) is not None:
             watched[1]()
-        elif (connection := self._sockets.get(descriptor)) is self._listener:
-            self._accept()
-        elif connection is not None:
-            self._continue_handshake(connection)
+        elif (pending := self._pending.get(descriptor)) is not None:
+            self._continue_handshake(pending)
 
     def _accept(self) -> None:
         try:
@@ -595,83 +592,71 @@ class Listener:
             connection = secured
             handshake = secured.do_handshake
         if len(self._pending) >= MOST_PENDING:
-            self._turn_away(next(iter(self._pending)), Refused("too many at once"))
+            self._turn_away(next(iter(self._pending.values())), Refused("too many at once"))
         server_handshake = ServerHandshake(self._secret, self._rank)
-        self._pending[connection] = _Pending(
-            origin, server_handshake, time.monotonic() + HANDSHAKE_SECONDS, handshake
+        until = time.monotonic() + HANDSHAKE_SECONDS
+        self._pending[connection.fileno()] = _Pending(
+            connection, origin, server_handshake, until, handshake
         )
-        self._sockets[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
 
-    def _continue_handshake(self, connection: socket.socket) -> None:
-        pending = self._pending[connection]
+    def _continue_handshake(self, pending: _Pending) -> None:
+        connection = pending.connection
+        server = pending.server_handshake
         try:
             if pending.handshake is not None:
                 pending.handshake()
                 pending.handshake = None
-            data = connection.recv(pending.server_handshake.needs - len(pending.came))
+            data = connection.recv(server.needs - len(pending.came))
             if not data:
                 raise Refused("it closed the connection before it authenticated")
             pending.came += data
-            if (
-                self._tls is None
-                and pending.server_handshake.is_first
-                and pending.came[:1] in _TLS_RECORDS
-            ):
+            if self._tls is None and server.is_first and pending.came[:1] in _TLS_RECORDS:
                 raise _OtherProtocol("it uses TLS, but this job does not")
-            if len(pending.came) == pending.server_handshake.needs:
-                answer = pending.server_handshake.take(bytes(pending.came))
+            if len(pending.came) == server.needs:
+                answer = server.take(bytes(pending.came))
                 pending.came = bytearray()
                 if answer and connection.send(answer) != len(answer):
                     raise Refused("it does not read")
         except BlockingIOError:
             return
         except OSError as error:
-            if (
-                pending.handshake is not None
-                and isinstance(error, ssl.SSLError)
-                and error.reason in _NO_TLS
-            ):
+            is_in_tls = pending.handshake is not None and isinstance(error, ssl.SSLError)
+            if is_in_tls and getattr(error, "reason", "") in _NO_TLS:
                 error = _OtherProtocol("it does not use TLS, but this job does")
-            self._turn_away(connection, error)
+            self._turn_away(pending, error)
             return
-        hello = pending.server_handshake.hello
-        if hello is not None:
-            self._forget(connection)
-            if (handler := self._admit.get(hello.role)) is None:
+        if server.hello is not None:
+            self._forget(pending)
+            handler = self._admit.get(server.hello.role)
+            if handler is None:
                 connection.close()
                 return
             _send_at_once(connection)
-            handler(connection, hello.rank)
+            handler(connection, server.hello.rank)
 
     def _close_overdue(self) -> None:
         now = time.monotonic()
-        while self._pending:
-            connection, pending = next(iter(self._pending.items()))
-            if pending.until > now:
-                return
-            self._turn_away(
-                connection, Refused(f"it did not authenticate within {HANDSHAKE_SECONDS:g} s")
-            )
+        refusal = Refused(f"it did not authenticate within {HANDSHAKE_SECONDS:g} s")
+        for pending in [each for each in self._pending.values() if each.until <= now]:
+            self._turn_away(pending, refusal)
 
-    def _forget(self, connection: socket.socket) -> None:
-        del self._pending[connection], self._sockets[connection.fileno()]
-        self._poll.unregister(connection)
+    def _forget(self, pending: _Pending) -> None:
+        del self._pending[pending.connection.fileno()]
+        self._poll.unregister(pending.connection)
 
-    def _turn_away(self, connection: socket.socket, reason: OSError) -> None:
-        origin = self._pending[connection].origin
-        self._forget(connection)
+    def _turn_away(self, pending: _Pending, reason: OSError) -> None:
+        self._forget(pending)
         self.rejected += 1
         if self.rejected == 1:
             logger.warning(
-                f"closed a connection from {origin} to this job: {reason} (later ones will be "
-                "closed "
-                "without a warning)"
+                f"closed a connection from {pending.origin} to this job: {reason} (later ones will "
+                "be closed without a warning)"
             )
         # The dialer may exit when it receives this, so send it after the log line
         if isinstance(reason, _OtherProtocol):
-            _send_protocol_alert(connection)
-        connection.close()
+            _send_protocol_alert(pending.connection)
+        pending.connection.close()
 
 
 class _OtherProtocol(Refused):
@@ -716,7 +701,9 @@ _OPEN: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     for listener in list(_OPEN):
-        listener._close_in_child()
+        # An open copy in a child would make this rank seem to listen after it exited
+        for connection in listener.connections():
+            connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

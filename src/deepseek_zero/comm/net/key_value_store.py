@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -124,7 +124,7 @@ class KeyValueStore:
         """Return the text under a key, or None."""
         return self._texts.get(key)
 
-    def ask(self, operation: Operation, key: str, value: str = "") -> Answer:
+    def request(self, operation: Operation, key: str, value: str = "") -> Answer:
         """Carry out a request.
 
         Args:
@@ -136,36 +136,34 @@ class KeyValueStore:
             ValueError: The value does not have this form.
         """
         with self._lock:
-            return Answer(_ACTIONS[operation](self, key, value))
+            return Answer(self._carry_out(operation, key, value))
 
-    def _set(self, key: str, value: str) -> str:
-        self._texts[key] = value
-        return ""
-
-    def _add(self, key: str, value: str) -> str:
-        who, number, amount = json.loads(value)
-        # Otherwise the request came twice, over two connections
-        if self._added.get(who, (-1, ""))[0] != int(number):
-            self._texts[key] = total = str(int(self._texts.get(key, "0")) + int(amount))
-            self._added[who] = int(number), total
-        return self._added[who][1]
-
-    def _swap(self, key: str, value: str) -> str | None:
-        """Compare and set, like torch's stores.
-
-        An absent key matches an expected "". Return the current value, or `expected` if there is
-        none.
-        """
-        expected, wanted = json.loads(value)
-        if self._texts.get(key, "") == expected:
-            self._texts[key] = str(wanted)
-        return self._texts.get(key, str(expected))
-
-    def _delete(self, key: str, _: str) -> str | None:
-        return self._texts.pop(key, None)
-
-    def _keys(self, _: str, __: str) -> str:
-        return json.dumps(list(self._texts))
+    def _carry_out(self, operation: Operation, key: str, value: str) -> str | None:
+        texts = self._texts
+        match operation:
+            case Operation.SET:
+                texts[key] = value
+                return ""
+            case Operation.GET:
+                return texts.get(key)
+            case Operation.ADD:
+                who, number, amount = json.loads(value)
+                # Otherwise the request came twice, over two connections
+                if self._added.get(who, (-1, ""))[0] != int(number):
+                    texts[key] = total = str(int(texts.get(key, "0")) + int(amount))
+                    self._added[who] = int(number), total
+                return self._added[who][1]
+            case Operation.SWAP:
+                # As in torch's stores, an absent key matches an expected "". The answer is the
+                # current value, or `expected` if there is none.
+                expected, wanted = json.loads(value)
+                if texts.get(key, "") == expected:
+                    texts[key] = str(wanted)
+                return texts.get(key, str(expected))
+            case Operation.DELETE:
+                return texts.pop(key, None)
+            case Operation.KEYS:
+                return json.dumps(list(texts))
 
     def silences(self) -> dict[int, float]:
         """Return the seconds since other hosts last answered, by rank."""
@@ -259,7 +257,7 @@ class _Reader:
         key = self._came[_REQUEST.size : _REQUEST.size + key_bytes].decode()
         value = self._came[_REQUEST.size + key_bytes : end].decode()
         del self._came[:end]
-        found = self._store.ask(Operation(operation), key, value).text
+        found = self._store.request(Operation(operation), key, value).text
         kind = _NOTHING if found is None else _TEXT
         _send(self._connection, kind, (found or "").encode())
         return True
@@ -269,16 +267,6 @@ def _send(connection: socket.socket, kind: int, payload: bytes) -> None:
     connection.settimeout(SEND_SECONDS)
     connection.sendall(_ANSWER.pack(kind, len(payload)) + payload)
     connection.setblocking(False)
-
-
-_ACTIONS: Mapping[Operation, Callable[[KeyValueStore, str, str], str | None]] = {
-    Operation.SET: KeyValueStore._set,
-    Operation.GET: lambda store, key, _: store.get(key),
-    Operation.ADD: KeyValueStore._add,
-    Operation.SWAP: KeyValueStore._swap,
-    Operation.DELETE: KeyValueStore._delete,
-    Operation.KEYS: KeyValueStore._keys,
-}
 
 
 class StoreClient:
@@ -343,7 +331,7 @@ class StoreClient:
         if self._has_farewell():
             return False
         try:
-            return self.ask(Operation.SET, key, value) is not None
+            return self.request(Operation.SET, key, value) is not None
         except RuntimeError:
             if self._farewell is None:  # Otherwise the farewell came in place of an answer
                 raise
@@ -357,7 +345,8 @@ class StoreClient:
         """
         if not self._has_farewell() and time.monotonic() >= self._quiet_until:
             try:
-                if (answer := self._ask(Operation.GET, key, "", HURRIED_SECONDS)) is not None:
+                answer = self.request(Operation.GET, key, seconds=HURRIED_SECONDS)
+                if answer is not None:
                     return answer.text
             except RuntimeError:
                 if self._farewell is None:
@@ -375,22 +364,6 @@ class StoreClient:
 
     def send_farewell(self) -> None:
         """Do nothing, because this process does not hold the table."""
-
-    def ask(self, operation: Operation, key: str, value: str = "") -> Answer | None:
-        """Send a request and wait for the answer.
-
-        Args:
-            operation: The request.
-            key: The key.
-            value: The value, in the form that the operation requires.
-
-        Returns:
-            The answer, or None if it is unknown whether the request was carried out.
-
-        Raises:
-            RuntimeError: Rank 0 is gone.
-        """
-        return self._ask(operation, key, value, ANSWER_SECONDS)
 
     def silences(self) -> dict[int, float]:
         """Return the seconds since rank 0's host last answered, by rank.
@@ -456,14 +429,30 @@ class StoreClient:
         self._unreachable_since = None
         return connection
 
-    def _ask(self, operation: Operation, key: str, value: str, seconds: float) -> Answer | None:
-        """Send a request, and repeat it once over a new connection if the old one broke.
+    def request(
+        self, operation: Operation, key: str, value: str = "", seconds: float | None = None
+    ) -> Answer | None:
+        """Send a request and wait for the answer.
 
-        Return None if there is no answer.
+        The request is repeated once over a new connection if the old one broke.
+
+        Args:
+            operation: The request.
+            key: The key.
+            value: The value, in the form that the operation requires.
+            seconds: Maximum time to wait for the answer; by default `ANSWER_SECONDS`.
+
+        Returns:
+            The answer, or None if it is unknown whether the request was carried out.
+
+        Raises:
+            RuntimeError: Rank 0 is gone.
         """
         name = key.encode()[:MOST_KEY]
         text = value.encode()[:MOST_TEXT]
         request = _REQUEST.pack(operation, len(name), len(text)) + name + text
+        if seconds is None:
+            seconds = ANSWER_SECONDS
         if time.monotonic() < self._quiet_until:
             seconds = HURRIED_SECONDS
         with self._lock:

@@ -18,13 +18,14 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 from ...base.errors import ModelMismatchError
-from ..ids import CollectiveId
-from ..transports.base import poll_interval_of
+from ..ids import lane_of_tag
+from ..transports.base import Completion
 from .channel import Address, Refused
 
 # An acknowledgement or a READY may have to wait for one piece that is being sent
@@ -51,44 +52,26 @@ class FrameKind(IntEnum):
 _NUMBERED = (FrameKind.EAGER, FrameKind.PIECE, FrameKind.READY)
 
 
-class Exchange:
+class Exchange(Completion):
     """The state of one collective on this rank.
 
     Attributes:
         left: Boxes that are not filled, and sent tensors that are not acknowledged.
-        event: Set when `left` is 0 or the collective failed.
-        error: The error of a failed collective.
     """
 
-    def __init__(self, cid: CollectiveId) -> None:
-        self._cid = cid
-        self.left = 0
-        self.event = threading.Event()
-        self.error: Exception | None = None
+    left = 0
 
     def end_one(self) -> None:
-        """Decrement `left`; set the event at 0."""
+        """Decrement `left`; end the collective at 0."""
         self.left -= 1
         if not self.left:
-            self._cid.arrived.append(time.perf_counter())
+            self.cid.arrived.append(time.perf_counter())
             self.event.set()
 
     def fail(self, error: Exception) -> None:
         """Fail the collective; the first error counts."""
         self.error = self.error or error
         self.event.set()
-
-    def wait(self) -> None:
-        """Wait until the collective has ended.
-
-        Raises:
-            TimeoutError: It has not ended within the poll interval; the call may be repeated.
-            Exception: The error of a failed collective.
-        """
-        if not self.event.wait(poll_interval_of(self._cid)):
-            raise TimeoutError
-        if self.error is not None:
-            raise self.error
 
 
 @dataclass(eq=False)
@@ -118,14 +101,9 @@ class Frame:
     def bytes_of_header(self) -> bytes:
         """Return the packed header."""
         if not self.header:
+            crc = zlib.crc32(self.payload)
             self.header = header_of(
-                self.kind,
-                self.number,
-                self.tag,
-                len(self.payload),
-                zlib.crc32(self.payload),
-                self.offset,
-                self.total,
+                self.kind, self.number, self.tag, len(self.payload), crc, self.offset, self.total
             )
         return self.header
 
@@ -172,8 +150,7 @@ class ReceiveBuffer:
     exchange: Exchange
 
 
-@dataclass(eq=False)
-class Offer:
+class Offer(NamedTuple):
     """A tensor that waits for READY.
 
     Attributes:
@@ -230,7 +207,7 @@ class Link:
     last_number: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)
     # Tags for which the other rank has a box and this rank has no tensor yet
-    ready: dict[int, bool] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
     # Tags of eager tensors that are not acknowledged yet
     eager: set[int] = field(default_factory=set)
     eager_sent: int = 0
@@ -252,7 +229,8 @@ class Link:
 
     def expect_header(self) -> None:
         """Read a header next."""
-        self.reads, self.into = None, memoryview(self.header)
+        self.reads = None
+        self.into = memoryview(self.header)
 
     def received_up_to(self, number: int) -> list[Exchange]:
         """Drop acknowledged messages, and return the exchanges to decrement for them.
@@ -276,10 +254,32 @@ class Link:
         waiting = self.queue if is_sent_again or not self.urgent else self.urgent
         return waiting.popleft() if waiting else None
 
-    @property
-    def unsent(self) -> int:
-        """Return the number of messages that wait to be sent."""
-        return len(self.urgent) + len(self.queue)
+    def drop_all(self) -> set[Exchange]:
+        """Drop all messages, and return the exchanges that waited for them."""
+        ended = {box.exchange for box in self.boxes.values()}
+        ended |= {offer.exchange for offer in self.offers.values()}
+        for frame in (*self.queue, *self.sent):
+            if frame.exchange is not None:
+                ended.add(frame.exchange)
+        for frames in (self.urgent, self.queue, self.sent):
+            frames.clear()
+        self.boxes.clear()
+        self.offers.clear()
+        self.early.clear()
+        self.ready.clear()
+        self.eager.clear()
+        return ended
+
+    def drop_lanes(self, lanes: Collection[int]) -> None:
+        """Drop the messages that these lanes still wait for."""
+        self.used += sum(
+            len(self.early.pop(tag)) for tag in list(self.early) if lane_of_tag(tag) in lanes
+        )
+        kept: tuple[dict[int, Any], ...] = (self.boxes, self.offers)
+        for tags in kept:
+            for tag in [tag for tag in tags if lane_of_tag(tag) in lanes]:
+                del tags[tag]
+        self.ready -= {tag for tag in self.ready if lane_of_tag(tag) in lanes}
 
     @property
     def has_unreceived(self) -> bool:
@@ -318,7 +318,8 @@ class Link:
             exchange: The exchange that waits until it was received.
         """
         size = len(view)
-        is_ready = self.ready.pop(tag, False)
+        is_ready = tag in self.ready
+        self.ready.discard(tag)
         if size <= EAGER_BYTES and self.eager_sent + size - self.eager_used <= EAGER_BUDGET:
             self.eager_sent += size
             self.eager.add(tag)
@@ -342,7 +343,7 @@ class Link:
 
     def gather(self) -> bool:
         """Move the next messages to `writing`; return whether there are any."""
-        if self.owes_receipt and (self.is_waited_for or self.unsent):
+        if self.owes_receipt and (self.is_waited_for or self.urgent or self.queue):
             self.owes_receipt = self.is_waited_for = False
             self.writing.append(header_of(FrameKind.RECEIVED, self.received, offset=self.used))
         size = 0
@@ -457,7 +458,7 @@ class Link:
         if offer is not None:
             self._queue_pieces(offer, tag)
         elif tag not in self.eager:
-            self.ready[tag] = True
+            self.ready.add(tag)
 
     def _take_receipt(self, kind: FrameKind, number: int, used: int) -> Sequence[Exchange]:
         self.eager_used = used

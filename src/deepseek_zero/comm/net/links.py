@@ -21,14 +21,13 @@ import time
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...base.launch import TELL_AFTER, dead_after
 from ...base.log import logger
-from ..ids import CollectiveId, engine_of, lane_of_tag, tag_of
+from ..ids import CollectiveId, engine_of, tag_of
 from ..transports.base import ConnectionLost, Wait
 from .channel import (
     Address,
@@ -176,11 +175,7 @@ class Links:
             names = [lane for lane in self._lanes if engine_of(lane) == engine]
             lanes = {self._lanes.pop(name) for name in names}
             for link in self.links.values():
-                kept: tuple[dict[int, Any], ...] = (link.boxes, link.offers, link.ready, link.early)
-                for tags in kept:
-                    for tag in [tag for tag in tags if lane_of_tag(tag) in lanes]:
-                        link.used += len(tags[tag]) if tags is link.early else 0
-                        del tags[tag]
+                link.drop_lanes(lanes)
 
     def close(self) -> None:
         """Close all connections and the listener."""
@@ -211,11 +206,11 @@ class Links:
 
     def _push(self, link: Link) -> None:
         """Send what is queued: small messages on this thread, others on the serving one."""
-        if not (link.unsent and link.resumed) or link.is_blocked:
+        unsent = len(link.urgent) + len(link.queue)
+        if not (unsent and link.resumed) or link.is_blocked:
             return
-        is_short = link.unsent <= GATHERED
         if (
-            is_short
+            unsent <= GATHERED
             and sum(len(frame.payload) for frame in (*link.urgent, *link.queue)) <= EAGER_BYTES
         ):
             self._write_or_break(link)
@@ -378,11 +373,9 @@ class Links:
                 connection.close()
                 return
             self._disconnect(link)
-            link.connection, link.generation, link.heard = (
-                connection,
-                link.generation + 1,
-                time.monotonic(),
-            )
+            link.connection = connection
+            link.generation += 1
+            link.heard = time.monotonic()
             link.writing.append(header_of(FrameKind.RESUME, link.received, offset=link.used))
             link.expect_header()
             self._of_descriptor[connection.fileno()] = link
@@ -428,24 +421,9 @@ class Links:
                 return
             link.gone = reason
             self._disconnect(link)
-            ended = {box.exchange for box in link.boxes.values()} | {
-                offer.exchange for offer in link.offers.values()
-            }
-            ended |= {
-                frame.exchange for frame in (*link.queue, *link.sent) if frame.exchange is not None
-            }
-            frames = link.urgent, link.queue, link.sent
-            for kept in (*frames, link.boxes, link.offers, link.early, link.ready, link.eager):
-                kept.clear()
-            for exchange in ended:
+            for exchange in link.drop_all():
                 exchange.fail(_lost(link))
             self._changed.notify_all()
-
-    def _close_in_child(self) -> None:
-        for link in self.links.values():
-            # An open copy in a child would make this rank seem alive after it exited
-            if link.connection is not None:
-                link.connection.close()
 
 
 class _Recovery:
@@ -572,7 +550,10 @@ _OPEN: weakref.WeakSet[Links] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     for links in list(_OPEN):
-        links._close_in_child()
+        for link in links.links.values():
+            # An open copy in a child would make this rank seem alive after it exited
+            if link.connection is not None:
+                link.connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

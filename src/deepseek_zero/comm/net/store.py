@@ -61,12 +61,12 @@ class RendezvousStore(Store):
             key: The key.
             value: Text or bytes.
         """
-        self._ask(Operation.SET, key, _text(value))
+        self._request(Operation.SET, key, _text(value))
 
     def get(self, key: str) -> bytes:
         """Wait until a key has a value, and return it."""
         self.wait([key])
-        return _bytes(self._ask(Operation.GET, key))
+        return _bytes(self._request(Operation.GET, key))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under a key, which is 0 at first.
@@ -78,10 +78,8 @@ class RendezvousStore(Store):
         Returns:
             The sum.
         """
-        return int(
-            self._ask(Operation.ADD, key, json.dumps([self._who, next(self._numbers), amount])).text
-            or 0
-        )
+        value = json.dumps([self._who, next(self._numbers), amount])
+        return int(self._request(Operation.ADD, key, value).text or 0)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write `desired` if the current value is `expected`.
@@ -96,11 +94,12 @@ class RendezvousStore(Store):
         Returns:
             The value after the call, or `expected` if there is none.
         """
-        return _bytes(self._ask(Operation.SWAP, key, json.dumps([_text(expected), _text(desired)])))
+        value = json.dumps([_text(expected), _text(desired)])
+        return _bytes(self._request(Operation.SWAP, key, value))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys have values."""
-        return all(self._ask(Operation.GET, key).text is not None for key in keys)
+        return all(self._request(Operation.GET, key).text is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all of these keys have values.
@@ -115,7 +114,7 @@ class RendezvousStore(Store):
         until = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause = SHORTEST_PAUSE
         for key in keys:
-            while self._ask(Operation.GET, key).text is None:
+            while self._request(Operation.GET, key).text is None:
                 if time.monotonic() > until:
                     raise DistStoreError(f"no rank wrote {key!r} in time")
                 time.sleep(pause)
@@ -123,11 +122,11 @@ class RendezvousStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Remove a value; return whether there was one."""
-        return self._ask(Operation.DELETE, key).text is not None
+        return self._request(Operation.DELETE, key).text is not None
 
     def list_keys(self) -> list[str]:
         """Return all keys."""
-        return [str(key) for key in json.loads(self._ask(Operation.KEYS, "").text or "[]")]
+        return [str(key) for key in json.loads(self._request(Operation.KEYS, "").text or "[]")]
 
     def num_keys(self) -> int:
         """Return the number of keys."""
@@ -162,10 +161,10 @@ class RendezvousStore(Store):
         """
         return self
 
-    def _ask(self, operation: Operation, key: str, value: str = "") -> Answer:
+    def _request(self, operation: Operation, key: str, value: str = "") -> Answer:
         """Repeat a request until it is answered; raise DistStoreError after the timeout."""
         until = time.monotonic() + self._timeout.total_seconds()
-        while (answer := self._store.ask(operation, key, value)) is None:
+        while (answer := self._store.request(operation, key, value)) is None:
             if time.monotonic() > until:
                 raise DistStoreError(f"the store has not answered for {self._timeout}")
             # With a silent host, requests return at once without an answer

@@ -7,6 +7,7 @@ know the order of lanes, and does not turn its errors into named ones (`lanes.py
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,6 +41,35 @@ class ConnectionLost(Exception):
         super().__init__(text)
         self.rank = rank
         self.is_silence = is_silence
+
+
+class Completion:
+    """The end of a collective that another thread completes.
+
+    Args:
+        cid: The identity of the collective.
+
+    Attributes:
+        event: Set when the collective has ended.
+        error: The error of a failed collective.
+    """
+
+    def __init__(self, cid: CollectiveId) -> None:
+        self.cid = cid
+        self.event = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        """Wait until the collective has ended.
+
+        Raises:
+            TimeoutError: It has not ended within the poll interval; the call may be repeated.
+            Exception: The error of a failed collective.
+        """
+        if not self.event.wait(poll_interval_of(self.cid)):
+            raise TimeoutError
+        if self.error is not None:
+            raise self.error
 
 
 def poll_interval_of(cid: CollectiveId) -> float:

@@ -27,7 +27,7 @@ from ...base.errors import UsageError
 from ..ids import LANES, WORLD_LANE, CollectiveId, engine_of, lane_of
 from ..net.channel import end_with_the_host
 from . import base
-from .base import ConnectionLost, PointToPoint, Wait, first_line
+from .base import Completion, ConnectionLost, PointToPoint, Wait, first_line
 
 # 31 bits in all
 SLOT_BITS = 6
@@ -186,7 +186,7 @@ def _for_connections(files: Mapping[int, int], act: Callable[[socket.socket], No
     return found
 
 
-Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion", Callable[[], None]] | None]
+Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], Completion, Callable[[], None]] | None]
 
 
 class Gloo(PointToPoint):
@@ -232,7 +232,7 @@ class Gloo(PointToPoint):
         works: list[dist.Work | None] = []
         group = self.group
         tag = self.tags.begin(cid)
-        completion = _Completion(cid)
+        completion = Completion(cid)
         try:
             # Post every receive before any send: gloo notifies a sender over the same connection
             # that the receiver is ready. That notice would wait for data that this rank already
@@ -257,29 +257,6 @@ class Gloo(PointToPoint):
         return self._jobs[lane]
 
 
-class _Completion:
-    """An event that the waiting thread sets.
-
-    `wait` times out regularly, so that its caller can read the flight recorder.
-    """
-
-    def __init__(self, cid: CollectiveId) -> None:
-        self._event = threading.Event()
-        self._cid = cid
-        self.error: Exception | None = None
-
-    def set(self, error: Exception | None) -> None:
-        self._cid.arrived.append(time.perf_counter())
-        self.error = error
-        self._event.set()
-
-    def wait(self) -> None:
-        if not self._event.wait(base.poll_interval_of(self._cid)):
-            raise TimeoutError
-        if self.error is not None:
-            raise self.error
-
-
 def _wait_for_each(jobs: Jobs) -> None:
     while (job := jobs.get()) is not None:
         works, completion, end = job
@@ -287,7 +264,9 @@ def _wait_for_each(jobs: Jobs) -> None:
         if error is None:
             # A failed collective keeps its tag, because some of its messages may still be in flight
             end()
-        completion.set(error)
+        completion.cid.arrived.append(time.perf_counter())
+        completion.error = error
+        completion.event.set()
         del job, works, completion, end, error
 
 

@@ -94,7 +94,7 @@ def test_a_store_is_polled_with_pauses(
     """
     _, _, far = stores
     asked: list[str] = []
-    monkeypatch.setattr(far._store, "ask", lambda operation, key, value: asked.append(key))
+    monkeypatch.setattr(far._store, "request", lambda operation, key, value: asked.append(key))
     far.set_timeout(timedelta(seconds=0.5))
     with pytest.raises(dist.DistStoreError, match="has not answered"):  # type: ignore[attr-defined]
         far.set("a", "b")
@@ -106,8 +106,8 @@ def test_a_repeated_add_request_over_a_second_connection_is_applied_once(
 ) -> None:
     table, near, far = stores
     again = json.dumps(["somebody", 7, 5])
-    assert [table.ask(Operation.ADD, "n", again).text for _ in range(2)] == ["5", "5"]
-    assert table.ask(Operation.ADD, "n", json.dumps(["somebody", 8, 5])).text == "10"
+    assert [table.request(Operation.ADD, "n", again).text for _ in range(2)] == ["5", "5"]
+    assert table.request(Operation.ADD, "n", json.dumps(["somebody", 8, 5])).text == "10"
     adders = [
         threading.Thread(target=lambda each=each: [each.add("n", 1) for _ in range(50)])
         for each in (near, far)
@@ -124,7 +124,7 @@ def test_an_invalid_request_closes_only_its_connection(
     stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore], value: str
 ) -> None:
     _, _, far = stores
-    assert far._store.ask(Operation.ADD, "n", value) is None
+    assert far._store.request(Operation.ADD, "n", value) is None
     far._store._quiet_until = 0.0  # type: ignore[union-attr]
     assert far.add("n", 2) == 2
 
