@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -38,10 +39,20 @@ def import_at_once(name: str) -> ModuleType:
     Importing creates almost no garbage. A collection visits about a million objects of torch and
     takes 0.1 s, and the import of several hundred modules would trigger one.
     """
+    with no_collection():
+        return import_module(name)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Disable Python's garbage collector in a block that creates thousands of objects.
+
+    One collection takes a third of a second after torch was imported.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return import_module(name)
+        yield
     finally:
         if was_enabled:
             gc.enable()

@@ -7,7 +7,6 @@ size of /dev/shm does not matter, and only a process with the descriptor can map
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import os
 import sys
@@ -16,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -72,21 +71,6 @@ def _heap_variables() -> list[str]:
     """Return the variables with which the user has configured the C library's heap."""
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     return [name for name in names if name in os.environ]
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Disable Python's garbage collector in a block that creates thousands of objects.
-
-    One collection takes a third of a second after torch was imported.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def capabilities(*, keeps_freed: bool) -> list[Capability]:
@@ -183,7 +167,7 @@ class _PrivatePages(mmap.mmap):
         error = cudart.cudaHostRegister(address, nbytes, 0)
         if int(error) != 0:
             _clear_cuda_error(cudart)
-            raise _lock_refusal(nbytes, int(error), _name_of_cuda_error(cudart, error))
+            raise _lock_refusal(nbytes, int(error), cudart.cudaGetErrorString(error))
         self.locked += (address,)
         self.process = os.getpid()
 
@@ -357,13 +341,6 @@ def _clear_cuda_error(cudart: Any) -> None:
         torch.ones(1, device="cuda")  # torch reads and raises the error after each launch
 
 
-def _name_of_cuda_error(cudart: Any, error: Any) -> str:
-    try:
-        return str(cudart.cudaGetErrorString(error))
-    except (AttributeError, TypeError):
-        return "no further description"
-
-
 def _lock_refusal(nbytes: int, error: int, name: str) -> OutOfMemoryError:
     what = f"{nbytes:,} bytes of host memory cannot be page-locked: CUDA error {error}, {name}."
     if error == _CUDA_OUT_OF_MEMORY:
@@ -466,18 +443,8 @@ def trim_heap() -> None:
     hole. glibc (2.36) never places a tensor of the same size there, because the alignment that
     torch requests does not fit. Nothing happens with other C libraries.
     """
-    if (trim := _malloc_trim()) is not None:
-        trim(KEPT_BYTES)
-
-
-@lru_cache(maxsize=1)
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None
-    trim.argtypes = [ctypes.c_size_t]
-    return trim
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(KEPT_BYTES))
 
 
 class Segment:
@@ -515,9 +482,8 @@ class Segment:
             numel: Number of elements.
             dtype: Their type.
         """
-        pages, skipped = self._pages(
-            start, numel * dtype.itemsize, mmap.MAP_SHARED | mmap.MAP_POPULATE
-        )
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        pages, skipped = self._pages(start, numel * dtype.itemsize, flags)
         return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped)
 
     def view(self, dtype: torch.dtype = torch.uint8) -> SegmentView:

@@ -91,14 +91,18 @@ class Mesh:
     device: torch.device = CPU
 
     def __post_init__(self) -> None:
-        for axis, size in zip(AXES, self.sizes, strict=True):
+        for axis, size in self._axes.items():
+            fix = "set it to a whole number of at least 1"
+            least = 1
+            if axis == "dp_shard":
+                fix += ", or leave it out"
+                least = REST
             is_size = isinstance(size, int) and not isinstance(size, bool)
-            if not is_size or (size < 1 and not (size == REST and axis == "dp_shard")):
+            if not is_size or size < least or size == 0:
                 raise UsageError(
                     f"mesh axis {axis} is {shown(size)}.",
                     "An axis has at least one rank.",
-                    "set it to a whole number of at least 1"
-                    + (", or leave it out." if axis == "dp_shard" else "."),
+                    f"{fix}.",
                 )
 
     def on_world(self, world_size: int, rank: int = 0, device: torch.device | None = None) -> Mesh:
@@ -117,14 +121,12 @@ class Mesh:
         found = replace(self, dp_shard=max(1, shard), rank=rank, device=device or self.device)
         if found.world_size != world_size:
             stated = ", ".join(
-                f"{axis}={size}"
-                for axis, size in zip(AXES, self.sizes, strict=True)
-                if size not in (1, REST)
+                f"{axis}={size}" for axis, size in self._axes.items() if size not in (1, REST)
             )
+            rule = ", which must divide the world" if self.dp_shard == REST else ""
             raise UsageError(
                 f"the mesh ({stated}) does not fit a world of {world_size} ranks.",
-                f"The product of the axes is {others}"
-                + (", which must divide the world." if self.dp_shard == REST else "."),
+                f"The product of the axes is {others}{rule}.",
                 "choose sizes whose product is the number of ranks, or leave dp_shard out.",
             )
         return found
@@ -134,7 +136,11 @@ class Mesh:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the size of each axis, in the order of `AXES`."""
-        return (self.pp, self.dp_replicate, self.dp_shard, self.sp, self.tp)
+        return tuple(self._axes.values())
+
+    @property
+    def _axes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @cached_property
     def world_size(self) -> int:
@@ -171,7 +177,7 @@ class Mesh:
         """Return this rank's index on each axis."""
         found = {}
         rest = self.rank
-        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+        for axis, size in reversed(self._axes.items()):
             rest, found[axis] = divmod(rest, size)
         return {axis: found[axis] for axis in AXES}
 
@@ -180,13 +186,11 @@ class Mesh:
 
         For example "pp=1, dp_shard=0, tp=1"; "" if only dp_shard has several.
         """
-        several = [axis for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        several = [axis for axis, size in self._axes.items() if size > 1]
+        if several in ([], ["dp_shard"]):
+            return ""
         here = replace(self, rank=rank).coordinates
-        return (
-            ""
-            if several in ([], ["dp_shard"])
-            else ", ".join(f"{axis}={here[axis]}" for axis in several)
-        )
+        return ", ".join(f"{axis}={here[axis]}" for axis in several)
 
     @property
     def data_index(self) -> int:
@@ -204,7 +208,7 @@ class Mesh:
         """Return the rank with the given coordinates; other coordinates are this rank's."""
         found = 0
         here = self.coordinates | coordinates
-        for axis, size in zip(AXES, self.sizes, strict=True):
+        for axis, size in self._axes.items():
             found = found * size + here[axis]
         return found
 
@@ -213,17 +217,21 @@ class Mesh:
 
         This rank is included.
         """
-        sizes = dict(zip(AXES, self.sizes, strict=True))
-        places = itertools.product(*(range(sizes[axis]) for axis in AXES if axis in axes))
-        names = [axis for axis in AXES if axis in axes]
-        return tuple(self.rank_at(**dict(zip(names, place, strict=True))) for place in places)
+        return next(ranks for ranks in self.groups_along(*axes) if self.rank in ranks)
 
     def groups_along(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return `ranks_along` of every rank: disjoint groups, ordered by first rank."""
-        found = {
-            replace(self, rank=rank).ranks_along(*axes): None for rank in range(self.world_size)
-        }
-        return tuple(found)
+        return self._grouped(lambda here: tuple(here[axis] for axis in AXES if axis not in axes))
+
+    def _grouped(
+        self, place_of: Callable[[dict[str, int]], tuple[int, ...]]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks whose coordinates have the same place."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            here = replace(self, rank=rank).coordinates
+            found.setdefault(place_of(here), []).append(rank)
+        return tuple(map(tuple, found.values()))
 
     def inner_groups(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Return runs of `size` neighbors among the ranks that share one state.
@@ -289,17 +297,12 @@ class Mesh:
         Each contains the replicas, and for each of them `neighbours` ranks along "tp" that share
         the layer, ascending.
         """
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            here = replace(self, rank=rank).coordinates
-            place = (here["pp"], here["dp_shard"], here["sp"], here["tp"] // neighbours)
-            found.setdefault(place, []).append(rank)
-        return tuple(map(tuple, found.values()))
+        return self._grouped(
+            lambda here: (here["pp"], here["dp_shard"], here["sp"], here["tp"] // neighbours)
+        )
 
     def __str__(self) -> str:
-        stated = [
-            f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size != 1
-        ]
+        stated = [f"{axis}={size}" for axis, size in self._axes.items() if size != 1]
         return " x ".join(stated) or "one rank"
 
 
@@ -329,7 +332,7 @@ def axes_of(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, Mesh):
-        return dict(zip(AXES, value.sizes, strict=True))
+        return dict(value._axes)
     if isinstance(value, Mapping):
         return _named({str(name): size for name, size in value.items()}, value)
     if (names := getattr(value, "mesh_dim_names", None)) is not None:
@@ -338,28 +341,24 @@ def axes_of(value: Any) -> dict[str, Any]:
             raise UsageError(
                 f"the device mesh has its ranks in the order {shown(ranks)}.",
                 "Ranks ascend along the axes, fastest along the last one.",
-                "build it with init_device_mesh, with its axes in the order "
-                + ", ".join(AXES)
-                + ".",
+                f"build it with init_device_mesh, with its axes in the order {', '.join(AXES)}.",
             )
         known = [_OTHER_NAMES.get(name, name) for name in names]
         if sorted(known, key=lambda name: AXES.index(name) if name in AXES else -1) != known:
             raise UsageError(
                 f"the device mesh has its axes in the order {', '.join(names)}.",
                 "The order determines which ranks are neighbours.",
-                "use the order " + ", ".join(AXES) + ".",
+                f"use the order {', '.join(AXES)}.",
             )
         return _named(dict(zip(names, value.mesh.shape, strict=True)), value)
     if hasattr(value, "dp_shard_size") and hasattr(value, "dp_replicate_size"):
-        found = {
-            axis: getattr(value, f"{axis}_size", 1)
-            for axis in ("dp_replicate", "dp_shard", "sp", "tp", "cp")
-        }
-        is_data_stated = found["dp_replicate"] != 1 or found["dp_shard"] != 1
-        keeps = ("dp_replicate", "dp_shard") if is_data_stated else ()
-        return _named(
-            {axis: size for axis, size in found.items() if axis in keeps or size != 1}, value
-        )
+        found = {}
+        for axis in ("dp_replicate", "dp_shard", "sp", "tp", "cp"):
+            found[axis] = getattr(value, f"{axis}_size", 1)
+        stated = {axis: size for axis, size in found.items() if size != 1}
+        if "dp_replicate" in stated or "dp_shard" in stated:
+            stated = {"dp_replicate": found["dp_replicate"], "dp_shard": found["dp_shard"]} | stated
+        return _named(stated, value)
     raise UsageError(
         f"mesh={shown(value)} is not a mesh.",
         "A mesh names axes and their sizes.",
@@ -372,9 +371,9 @@ def _named(sizes: Mapping[str, Any], value: Any) -> dict[str, Any]:
     known = [_OTHER_NAMES.get(name, name) for name in sizes]
     for name, axis in zip(sizes, known, strict=True):
         if axis not in AXES or known.count(axis) > 1:
+            states = "states twice" if axis in AXES else "names"
             raise UsageError(
-                f"mesh={shown(value)} {'names' if axis not in AXES else 'states twice'} the axis "
-                f"'{name}'.",
+                f"mesh={shown(value)} {states} the axis '{name}'.",
                 f"The axes are {', '.join(AXES)}.",
                 "use each of these names at most once.",
             )
@@ -463,9 +462,9 @@ def init_distributed(
         store = store_of() if "nccl" not in backend else None
         if store is None and backend not in ("fake", "mpi"):  # these need no store
             store = _met(found, timeout)
-        place = (
-            {} if store is None else {"store": store, "rank": found.rank, "world_size": found.size}
-        )
+        place = {}
+        if store is not None:
+            place = {"store": store, "rank": found.rank, "world_size": found.size}
         dist.init_process_group(
             backend, timeout=timeout, device_id=device_of_group(backend), **place
         )
@@ -487,11 +486,9 @@ def _met(found: World, timeout: timedelta) -> Any:
 
     A warning names the missing ranks after `TELL_SECONDS`.
     """
-    others = (
-        "rank 0, which listens there once it has started"
-        if found.rank
-        else f"{found.size - 1} more rank(s)"
-    )
+    others = f"{found.size - 1} more rank(s)"
+    if found.rank:
+        others = "rank 0, which listens there once it has started"
     waits = (
         f"rank {found.rank} has waited {TELL_SECONDS:.0f} s at {found.address}:{found.port} for "
         f"{others}"

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, UsageError
+from ..base.lazy import no_collection
 from ..base.log import log_first, log_once
-from ..base.memory import no_collection
 from ..base.mesh import AXES
 from ..planner.units import describe_states
 from . import files

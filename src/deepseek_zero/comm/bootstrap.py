@@ -98,7 +98,7 @@ def all_gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup | None)
     device = default_device() if dist.get_backend(group) == "nccl" else CPU
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(payload)], device=device), group=group)
-    row = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
+    row = torch.zeros(max(1, *map(int, lengths)), dtype=torch.uint8)
     if payload:
         row[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     row = row.to(device)

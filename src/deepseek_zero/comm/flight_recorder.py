@@ -17,14 +17,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
 
 from ..base import launch
 from ..base.errors import HostLost, PeerError, host_and_ranks
 from ..base.log import logger
 from ..base.mesh import Mesh
 from .bootstrap import Hosts
-from .net.key_value_store import GONE
+from .net.key_value_store import GONE, KeyValueStore, StoreClient
 
 # Rank 0 stays this long, so that others can read the cause of its failure from its store
 STAY_SECONDS = 2.0
@@ -91,37 +90,6 @@ class Position:
         return self.issued.get(other.lane, 0) > other.sequence
 
 
-class TextStore(Protocol):
-    """A table of texts shared by all ranks (`net/key_value_store.py`).
-
-    Methods raise RuntimeError if the process that holds the table is gone.
-    """
-
-    def set(self, key: str, value: str) -> bool:
-        """Write a text under a key.
-
-        Args:
-            key: The key.
-            value: The text.
-
-        Returns:
-            Whether it was stored.
-        """
-        ...
-
-    def get(self, key: str) -> str | None:
-        """Return the text under a key, or None if there is none or it is unknown."""
-        ...
-
-    def silences(self) -> dict[int, float]:
-        """Return the seconds since the last answer of other hosts, by rank."""
-        ...
-
-    def send_farewell(self) -> None:
-        """Send the table to the other ranks before this process, its holder, exits."""
-        ...
-
-
 class FlightRecorder:
     """Lines that ranks write for each other in a small key-value store.
 
@@ -133,7 +101,9 @@ class FlightRecorder:
         dead_after: Seconds of silence after which another host is lost.
     """
 
-    def __init__(self, hosts: Hosts, store: TextStore, dead_after: float = math.inf) -> None:
+    def __init__(
+        self, hosts: Hosts, store: KeyValueStore | StoreClient, dead_after: float = math.inf
+    ) -> None:
         self.rank = hosts.rank
         self.size = len(hosts.keys)
         self._hosts = hosts

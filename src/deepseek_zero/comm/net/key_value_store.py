@@ -580,7 +580,7 @@ def open_store(
     """
     said: dict[str, object] = {}
     listener = None
-    store = None
+    found: KeyValueStore | StoreClient | None = None
     secret = None
     dead_after = math.inf
     try:
@@ -592,16 +592,14 @@ def open_store(
             raise UsageError(
                 f"{launch.TLS} is set, but there is no secret.",
                 "The job's certificate is derived from its secret, and a secret created now would "
-                "be sent "
-                "unencrypted.",
+                "be sent unencrypted.",
                 f"create a file of {launch.SECRET_BYTES} random bytes, the same on every host, "
-                "and set "
-                f"{launch.SECRET_FILE} to its path.",
+                f"and set {launch.SECRET_FILE} to its path.",
             )
         if rank == 0:
             drawn = secrets.token_bytes(launch.SECRET_BYTES) if secret is None else b""
             listener = Listener(listening_host(hosts), secret or drawn, 0, listening_ports())
-            store = KeyValueStore(listener)  # Before the listener accepts a connection
+            found = KeyValueStore(listener)  # Before the listener accepts a connection
             said |= {"drawn": drawn.hex(), "address": listener.address}
         said["mark"] = fingerprint(secret) if secret is not None else ""
     except (UsageError, OSError) as error:
@@ -611,15 +609,14 @@ def open_store(
     everyone = [json.loads(text) for text in all_gather_text(json.dumps(said), size, group)]
     refusal = _refusal_of(everyone)
     if refusal is not None:
-        if store is not None:
-            store.close()
+        if found is not None:
+            found.close()
         raise refusal
     if secret is None:
         secret = bytes.fromhex(everyone[0]["drawn"])
         if listener is not None:
             warn_without_secret(listener.address, "ranks")
     host, port = everyone[0]["address"]
-    found: KeyValueStore | StoreClient | None = store
     problem = ""
     if found is None:
         watches = 0 not in hosts.local_ranks and not hosts.is_one

@@ -21,7 +21,7 @@ import importlib
 import os
 import ssl
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ...base.errors import UsageError
@@ -42,12 +42,30 @@ class Contexts(NamedTuple):
     dialer: ssl.SSLContext
 
 
+def _like_a_plain_socket(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that raises BlockingIOError where a plain socket does."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    return wrapped
+
+
 class TlsSocket(ssl.SSLSocket):
     """A TLS connection that behaves like a non-blocking plain socket.
 
     It raises BlockingIOError where a plain socket does, and writes several buffers at once.
     """
 
+    recv_into = _like_a_plain_socket(ssl.SSLSocket.recv_into)
+    send = _like_a_plain_socket(ssl.SSLSocket.send)
+    do_handshake = _like_a_plain_socket(ssl.SSLSocket.do_handshake)
+
+    @_like_a_plain_socket
     def recv(self, *args: Any) -> bytes:
         """Receive bytes; raise BlockingIOError if there are none.
 
@@ -60,24 +78,7 @@ class TlsSocket(ssl.SSLSocket):
         if self.version() is None:
             self.close()
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before TLS began")
-        try:
-            return super().recv(*args)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
-
-    def recv_into(self, *args: Any) -> int:
-        """Receive into a buffer; raise BlockingIOError if there are no bytes."""
-        try:
-            return super().recv_into(*args)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
-
-    def send(self, *args: Any) -> int:
-        """Send bytes; raise BlockingIOError if none can be sent."""
-        try:
-            return super().send(*args)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
+        return super().recv(*args)
 
     def sendmsg(self, buffers: Iterable[bytes | memoryview], *_: Any) -> int:  # type: ignore[override]
         """Send the first buffers that fit into one record; return the bytes accepted."""
@@ -89,14 +90,7 @@ class TlsSocket(ssl.SSLSocket):
             found.append(buffer)
             size += len(buffer)
         data = found[0] if len(found) == 1 else b"".join(found)
-        return self.send(data)
-
-    def do_handshake(self, block: bool = False) -> None:
-        """Continue the handshake; raise BlockingIOError if it must wait for the other end."""
-        try:
-            super().do_handshake(block)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
+        return int(self.send(data))
 
 
 def require_cryptography() -> None:
