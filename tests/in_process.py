@@ -224,7 +224,7 @@ class InProcess:
     description = "threads"
     limitation = ""
     reports_arrival = True
-    page_sharing = None
+    shares_pages = False
 
     def __init__(self, world: World, context: Context, ranks: Sequence[int]) -> None:
         self.world, self.context, self.ranks = world, context, tuple(ranks)

@@ -94,15 +94,12 @@ def _with_hooks(differentiate: Callable[..., Any]) -> Callable[..., Any]:
             return differentiate(*args, **kwargs)
         name = "outputs" if "outputs" in kwargs else "tensors"
         given = args[0] if args else kwargs.get(name)
-        roots = (
-            [given]
-            if isinstance(given, torch.Tensor)
-            else list(given)
-            if isinstance(given, list | tuple)
-            else []
-        )
-        if not roots or not all(isinstance(root, torch.Tensor) for root in roots):
+        roots = [given] if isinstance(given, torch.Tensor) else given
+        if not isinstance(roots, list | tuple) or not roots:
             return differentiate(*args, **kwargs)
+        if not all(isinstance(root, torch.Tensor) for root in roots):
+            return differentiate(*args, **kwargs)
+        roots = list(roots)
         afterwards = []
         for hook in _of_every_backward:
             roots, after = hook(roots)

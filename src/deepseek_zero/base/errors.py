@@ -192,9 +192,11 @@ def _pieces(value: Any, limit: int, depth: int) -> Iterator[str]:
         entries = ((key, ": ", inner) for key, inner in value.items())
         yield from _enclosed("{", entries, "}", limit, depth)
     elif isinstance(value, list | tuple) and depth:
-        opening, closing = (
-            ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
-        )
+        opening = "("
+        closing = ",)" if len(value) == 1 else ")"
+        if isinstance(value, list):
+            opening = "["
+            closing = "]"
         yield from _enclosed(opening, ((inner,) for inner in value), closing, limit, depth)
     elif isinstance(value, Mapping | list | tuple):
         yield "..."
@@ -212,7 +214,8 @@ def _enclosed(
     used = 0
     for entry in entries:
         yield separator
-        separator, used = ", ", used + len(separator)
+        used += len(separator)
+        separator = ", "
         for number, part in enumerate(entry):
             for piece in [part] if number % 2 else _pieces(part, limit, depth - 1):
                 used += len(piece)

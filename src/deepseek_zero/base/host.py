@@ -197,8 +197,10 @@ def format_cpus(cpus: Collection[int]) -> str:
     for stop in range(1, len(ordered) + 1):
         if stop < len(ordered) and ordered[stop] == ordered[stop - 1] + 1:
             continue
-        first, last = ordered[start], ordered[stop - 1]
-        parts.append(str(first) if first == last else f"{first}-{last}")
+        first = ordered[start]
+        last = ordered[stop - 1]
+        part = str(first) if first == last else f"{first}-{last}"
+        parts.append(part)
         start = stop
     return ",".join(parts)
 

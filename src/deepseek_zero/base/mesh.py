@@ -344,7 +344,8 @@ def axes_of(value: Any) -> dict[str, Any]:
                 f"build it with init_device_mesh, with its axes in the order {', '.join(AXES)}.",
             )
         known = [_OTHER_NAMES.get(name, name) for name in names]
-        if sorted(known, key=lambda name: AXES.index(name) if name in AXES else -1) != known:
+        order = {axis: place for place, axis in enumerate(AXES)}
+        if sorted(known, key=lambda name: order.get(name, -1)) != known:
             raise UsageError(
                 f"the device mesh has its axes in the order {', '.join(names)}.",
                 "The order determines which ranks are neighbours.",

@@ -85,11 +85,9 @@ def _attribute_names(value: Any) -> list[str]:
         return []
     if is_dataclass(value):
         return [item.name for item in fields(value)]
-    return (
-        list(vars(value))
-        if type(value).__module__ != "builtins" and hasattr(value, "__dict__")
-        else []
-    )
+    if type(value).__module__ == "builtins" or not hasattr(value, "__dict__"):
+        return []
+    return list(vars(value))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -141,9 +141,11 @@ def interface_of(address: str) -> str:
         if _own_address(name) == address:
             return name
     reason = "gloo, which connects the ranks at the start, needs the name of an interface"
+    if ":" in address:
+        reason += ", and only IPv4 addresses can be found"
     raise UsageError(
         f"no network interface of this host has the IPv4 address {address}.",
-        reason + (", and only IPv4 addresses can be found." if ":" in address else "."),
+        f"{reason}.",
         "name the interface instead.",
     )
 

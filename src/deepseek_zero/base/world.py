@@ -163,9 +163,8 @@ def discover(environ: Mapping[str, str]) -> World:
     """
     if environ.get(ALONE) == "1":
         return World(source=f"{ALONE}=1")
-    stated_rank, stated_size = (
-        _number(environ, name, least) for name, least in ((TORCHRUN.rank, 0), (TORCHRUN.size, 1))
-    )
+    stated_rank = _number(environ, TORCHRUN.rank, 0)
+    stated_size = _number(environ, TORCHRUN.size, 1)
     launcher = _launcher_of(environ)
     if launcher is None or (stated_rank is not None and stated_size is not None):
         if stated_size in (None, 1) and not any(name in environ for name in _COUNTED):
@@ -206,7 +205,7 @@ def _launcher_of(environ: Mapping[str, str]) -> Launcher | None:
 def _stated(environ: Mapping[str, str], rank: int | None, size: int | None) -> World:
     """Return the world that RANK and WORLD_SIZE describe."""
     if rank is None and size not in (None, 1):
-        raise _incomplete(environ, size or 1, [TORCHRUN.rank])
+        raise _incomplete(size or 1, [TORCHRUN.rank])
     if (rank or 0) >= (size or 1):
         world = f"WORLD_SIZE={size}" if size is not None else "WORLD_SIZE is not set"
         raise UsageError(
@@ -241,27 +240,26 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
         _tasks_here(environ) if launcher is SLURM else _number(environ, launcher.local_size, 1)
     )
     local_rank = _number(environ, launcher.local_rank, 0)
-    for name, value, limit in (
-        (launcher.local_size, local_size, size + 1),
-        (launcher.local_rank, local_rank, local_size or size),
+    for name, value, limit, stated in (
+        (launcher.local_size, local_size, size + 1, ""),
+        (
+            launcher.local_rank,
+            local_rank,
+            local_size or size,
+            f" and {launcher.local_size}={local_size}",
+        ),
     ):
         if value is not None and value >= limit:
             raise UsageError(
-                f"{name}={value}, but {launcher.size}={size}"
-                + (
-                    f" and {launcher.local_size}={local_size}."
-                    if name == launcher.local_rank
-                    else "."
-                ),
+                f"{name}={value}, but {launcher.size}={size}{stated}.",
                 "A host has at most all ranks, numbered from 0.",
                 f"unset {name}, or let the launcher set it.",
             )
     nodes = 1 if local_size == size else _number(environ, launcher.nodes, 1)
-    node = (
-        0
-        if nodes == 1
-        else next((_number(environ, name, 0) for name in launcher.node if name in environ), None)
-    )
+    node: int | None = 0
+    if nodes != 1:
+        stated_names = (name for name in launcher.node if name in environ)
+        node = next((_number(environ, name, 0) for name in stated_names), None)
     if nodes is not None and (node or 0) >= nodes:
         raise UsageError(
             f"this host is number {node} ({' or '.join(launcher.node)}), but "
@@ -283,19 +281,20 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
     )
 
 
+_MOST_NUMBER = 999_999_999
+
+
 def _number(
-    environ: Mapping[str, str], name: str, least: int, most: int | None = None
+    environ: Mapping[str, str], name: str, least: int, most: int = _MOST_NUMBER
 ) -> int | None:
     """Return a variable as a number, or None if it is not set."""
     text = environ.get(name)
     if text is None:
         return None
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= (
-        int(text) if most is None else most
-    ):
-        limits = f"a number of at least {least}"
-        if most is not None:
-            limits = f"a number from {least} to {most}"
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
+        limits = f"a number from {least} to {most}"
+        if most == _MOST_NUMBER:
+            limits = f"a number of at least {least}"
         raise UsageError(
             f"{name}={text[:80]!r} is not {limits}.",
             "It describes the position of this process among the ranks.",
@@ -406,10 +405,10 @@ def _port(environ: Mapping[str, str], launcher: Launcher) -> int | None:
 _STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
-def _incomplete(environ: Mapping[str, str], size: int, missing: list[str]) -> UsageError:
+def _incomplete(size: int, missing: list[str]) -> UsageError:
+    are = "is" if len(missing) == 1 else "are"
     return UsageError(
-        f"WORLD_SIZE={size} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
-        "set.",
+        f"WORLD_SIZE={size} but {', '.join(missing)} {are} not set.",
         "A world of several processes is described by RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT.",
         f"{TORCHRUN.fix}; {ALONE}=1 means one process on purpose.",
@@ -436,10 +435,11 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
         _refuse_foreign_address(environ, world)
         return world
     if world.source == TORCHRUN.source:
-        raise _incomplete(environ, world.size, missing)
+        raise _incomplete(world.size, missing)
+    are = "is" if len(missing) == 1 else "are"
     raise UsageError(
-        f"{world.source} started {world.size} processes, and {' and '.join(missing)} "
-        f"{'is' if len(missing) == 1 else 'are'} not set.",
+        f"{world.source} started {world.size} processes, and {' and '.join(missing)} {are} not "
+        "set.",
         "Its variables have no address for the rendezvous; each would train a separate model.",
         f"{world.fix}; {ALONE}=1 means {world.size} separate runs on purpose.",
     )
@@ -667,16 +667,16 @@ def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | N
         nodes = len(_task_counts(environ)) or None
     if nodes != tasks.size or launcher is not SLURM:
         why = "Each would start a separate run."
+        option = ""
         if launcher is SLURM:
             why = "It must be started once on each host."
+            option = "; or add --ntasks-per-node=1 to srun"
         raise UsageError(
             f"{launcher.source} started {tasks.size} copies of this launcher "
             f"({launcher.size}={tasks.size}).",
             why,
             "let it start the script itself (`srun python script.py`, `mpirun python script.py`), "
-            "which makes one "
-            f"world{'; or add --ntasks-per-node=1 to srun' if launcher is SLURM else ''}; "
-            f"{ALONE}=1 means separate runs.",
+            f"which makes one world{option}; {ALONE}=1 means separate runs.",
         )
     return Nodes(launcher.source, nodes, tasks.node, address=tasks.address, port=tasks.port)
 

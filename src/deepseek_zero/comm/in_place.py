@@ -32,16 +32,16 @@ class InPlaceGathers:
         Note:
             Collective within the lane "gather".
         """
-        pages = self._lanes.transport.page_sharing
+        transport = self._lanes.transport
         if self._size == 1:
-            own = self._lanes.transport.empty(numel, dtype).zero_()
+            own = transport.empty(numel, dtype).zero_()
             return SymmetricMemory(own, own)
-        if pages is None or not numel:
+        if not transport.shares_pages or not numel:
             return None
         found: list[SymmetricMemory] = []
 
         def start(cid: CollectiveId) -> Wait:
-            wait = pages.symmetric_memory(numel, dtype, cid)
+            wait = transport.symmetric_memory(numel, dtype, cid)
             return lambda: found.append(wait())
 
         self._lanes.issue("gather", f"pages of {what}", start).wait()
@@ -58,9 +58,9 @@ class InPlaceGathers:
         Note:
             Collective within the lane "gather".
         """
-        pages = self._lanes.transport.page_sharing
-        if pages is not None:
-            self._barrier = self._lanes.issue("gather", f"begin {what}", pages.barrier)
+        transport = self._lanes.transport
+        if transport.shares_pages:
+            self._barrier = self._lanes.issue("gather", f"begin {what}", transport.barrier)
 
     def end(self) -> None:
         """Allow slices to be written again.
@@ -84,10 +84,8 @@ class InPlaceGathers:
         if self._size == 1:
             return DONE
         full = memory.whole
-        pages = self._lanes.transport.page_sharing
-        nbytes = full.numel() // self._size * (self._size - 1) * full.element_size()
+        nbytes = full.nbytes // self._size * (self._size - 1)
         self._lanes.meter.count("all_gather", nbytes)
         if self._barrier is not None:
             return self._barrier
-        assert pages is not None
-        return self._lanes.issue("gather", f"gather {what}", pages.barrier)
+        return self._lanes.issue("gather", f"gather {what}", self._lanes.transport.barrier)

@@ -159,8 +159,6 @@ def line_of(comm: Comm) -> Line | None:
     except (OSError, ValueError, UsageError):
         return None
     ranks = hosts.local_size
-    return (
-        Line(megabits * 1e6 / 8 / ranks, f"{name} has for each of {ranks} ranks")
-        if megabits > 0
-        else None
-    )
+    if megabits <= 0:
+        return None
+    return Line(megabits * 1e6 / 8 / ranks, f"{name} has for each of {ranks} ranks")

@@ -171,11 +171,9 @@ class Waits:
                 error: PeerError | UsageError | None
                 if self.polls_often and now - looked < base.POLL_SECONDS:
                     reads_store = now - began > base.POLL_SECONDS
-                    error = (
-                        world.recorder.find_lost_host(reads_store=reads_store)
-                        if self.spans_hosts
-                        else None
-                    )
+                    error = None
+                    if self.spans_hosts:
+                        error = world.recorder.find_lost_host(reads_store=reads_store)
                     if error is None:
                         continue
                 else:

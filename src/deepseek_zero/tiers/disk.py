@@ -239,7 +239,8 @@ class Chunk:
         if self.state is ChunkState.ARRIVING:
             self.wait()
         if self.state is ChunkState.HERE:
-            self.is_changed, self._is_wanted = False, self._is_kept
+            self.is_changed = False
+            self._is_wanted = self._is_kept
             self._start(ChunkState.LEAVING)
         elif self.state is ChunkState.LEAVING and not self._is_kept:
             self._let_leave()
@@ -272,7 +273,8 @@ class Chunk:
         """Wait for the transfer in progress; raise `StorageError` if it failed."""
         if self._job is None:
             return
-        (job, event), self._job = self._job, None
+        job, event = self._job
+        self._job = None
         doing = "reading" if event.is_read else "writing"
         try:
             with self.disk.traffic.waiting(event), _named(self.disk, f"{doing} {self.what}"):

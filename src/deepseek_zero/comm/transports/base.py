@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from torch import Tensor
 from ...base.device import CPU
 from ...base.memory import HUGE_PAGE, SegmentView, private_pages
 from ..ids import CollectiveId
-
-if TYPE_CHECKING:
-    from .shared_memory import SharedMemory
 
 # Default seconds after which a wait raises TimeoutError, so that its caller can check for failures
 POLL_SECONDS = 1.0
@@ -95,6 +91,7 @@ class Transport:
     Attributes:
         description: A description of the transport, for people.
         limitation: Why no faster transport is used; empty if there is nothing to report.
+        shares_pages: `symmetric_memory` and `barrier` are implemented.
         reads_in_place: Pieces are read in other ranks' memory, without an inbox.
         reports_arrival: A collective records that its data is here before it is waited for.
         device: The device of the tensors.
@@ -102,14 +99,10 @@ class Transport:
 
     description = "copies"
     limitation = ""
+    shares_pages = False
     reads_in_place = False
     reports_arrival = True
     device = CPU
-
-    @property
-    def page_sharing(self) -> SharedMemory | None:
-        """This transport if it allocates pages that all ranks of the group map, else None."""
-        return None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate an uninitialized buffer in the memory that this transport prefers.
@@ -146,6 +139,25 @@ class Transport:
             use: Called once, when all pieces are here, at the latest before the wait returns. Its
                 argument has `inbox[r]` for rank r, or a view of the owner's memory if that is None.
         """
+        raise NotImplementedError
+
+    def symmetric_memory(
+        self, numel: int, dtype: torch.dtype, cid: CollectiveId
+    ) -> Callable[[], SymmetricMemory]:
+        """Return a function that waits for memory with one slice per rank of the group.
+
+        Args:
+            numel: Number of elements of all slices together.
+            dtype: Dtype of the elements.
+            cid: The identity of the collective.
+
+        Note:
+            Collective over the group.
+        """
+        raise NotImplementedError
+
+    def barrier(self, cid: CollectiveId) -> Wait:
+        """Return a function that waits until every rank has called this method."""
         raise NotImplementedError
 
     def is_read(self, tensor: Tensor) -> bool:

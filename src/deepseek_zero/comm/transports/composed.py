@@ -68,6 +68,7 @@ class Hierarchical(SharedMemory):
         inter_node: The transport to ranks of other hosts.
     """
 
+    shares_pages = False
     reads_in_place = False
 
     def __init__(self, ranks: Sequence[int], pages: HostPages, inter_node: Transport) -> None:
@@ -76,10 +77,6 @@ class Hierarchical(SharedMemory):
         self.description = (
             f"{self.description} within a host, {inter_node.description} between hosts"
         )
-
-    @property
-    def page_sharing(self) -> None:
-        return None
 
     def end_engine(self, engine: str) -> None:
         super().end_engine(engine)

@@ -292,11 +292,6 @@ def _gloo_error(error: RuntimeError) -> Exception:
     torch raises gloo's exceptions as RuntimeErrors that begin with the name of a gloo source file.
     """
     is_gloos = re.match(r"\[[^]]*gloo/transport/", str(error))
-    return (
-        ConnectionLost(first_line(error))
-        if is_gloos or isinstance(error, _NETWORK_ERRORS)
-        else error
-    )
-
-
-_NETWORK_ERRORS = (dist.DistNetworkError, dist.DistStoreError)
+    if is_gloos or isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return ConnectionLost(first_line(error))
+    return error

@@ -433,6 +433,7 @@ class SharedMemory(Transport):
     """
 
     description = "shared memory"
+    shares_pages = True
     reads_in_place = True
 
     def __init__(self, ranks: Sequence[int], pages: HostPages) -> None:
@@ -445,26 +446,12 @@ class SharedMemory(Transport):
             rank: index for index, rank in enumerate(self.ranks) if rank in pages.peers
         }
 
-    @property
-    def page_sharing(self) -> SharedMemory | None:
-        return self
-
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.pages.empty(numel, dtype)
 
     def symmetric_memory(
         self, numel: int, dtype: torch.dtype, cid: CollectiveId
     ) -> Callable[[], SymmetricMemory]:
-        """Return a function that waits for memory with one slice per rank of the group.
-
-        Args:
-            numel: Number of elements of all slices together.
-            dtype: Dtype of the elements.
-            cid: The identity of the collective.
-
-        Note:
-            Collective over the group.
-        """
         nbytes = numel * dtype.itemsize
         pages = self.pages.share_pages(nbytes, self.ranks, cid)
 
@@ -478,7 +465,6 @@ class SharedMemory(Transport):
         return wait
 
     def barrier(self, cid: CollectiveId) -> Wait:
-        """Return a function that waits until every rank has called this method."""
         pieces = dict.fromkeys(self.neighbours, NO_BYTES)
         return self.pages.start(pieces, dict.fromkeys(pieces), NO_BYTES, cid, leave_in_place)
 
