@@ -40,7 +40,10 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def speak() -> None:
-    """Install the handler unless the program has configured logging. Idempotent."""
+    """Install the handler unless the program has configured logging.
+
+    A second call has no effect.
+    """
     if not logger.hasHandlers():
         install()
 

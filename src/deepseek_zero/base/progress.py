@@ -70,7 +70,7 @@ class LongWork:
             self._show(now)
 
     def finish(self) -> None:
-        """Show the final amount, if anything was shown. Idempotent."""
+        """Show the final amount, if anything was shown; a second call has no effect."""
         if self._shown and self._shown != self.done:
             self._show(time.monotonic())
         if self._is_rewritten:
@@ -130,7 +130,7 @@ class FirstPasses:
             self._work.advance(numel)
 
     def finish(self) -> None:
-        """End the pass. Idempotent."""
+        """End the pass; a second call has no effect."""
         if self._work is not None:
             self._work.finish()
             self._work = None

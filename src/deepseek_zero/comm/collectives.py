@@ -93,6 +93,7 @@ class Comm:
             # The engine's name and slot are agreed on in the lane of the world
             self._use(Lanes(world, world.gloo, self.ranks, self.waits, self.meter, WORLD_LANE))
             self._join(world, (world.ranks,), self, "")
+        # Threads for sums and updates; counted once, because it reads files of the system
         self.threads = threads_for(ranks_of_this_host())
 
     def _set_ranks(self, ranks: tuple[int, ...], rank: int) -> None:
@@ -577,6 +578,7 @@ def ordered_sum(
     divisor: float = 1.0,
     add: bool = False,
     decode: Decode | None = None,
+    threads: int = 1,
 ) -> None:
     """Sum the pieces in order in fp32, divide, and round once.
 
@@ -591,9 +593,9 @@ def ordered_sum(
         divisor: Divides the sum.
         add: Add the result to `out` instead of overwriting it.
         decode: Decodes a range of a piece into an fp32 tensor.
+        threads: The largest number of threads (`Comm.threads`). It has no effect with `decode`.
     """
     if decode is None:
-        threads = threads_for(ranks_of_this_host())
         add_rows(pieces, out, scratch, divisor=divisor, add=add, threads=threads)
         return
     tile = scratch.numel() // 2

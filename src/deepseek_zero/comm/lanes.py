@@ -58,15 +58,21 @@ class Lanes:
         # A wait that ended in an error left its line for the other ranks
         if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
-        lane = self._lanes.get(kind) or self._first_use(world, kind)
+        lane = self._lanes.get(kind)
+        if lane is None:
+            lane = world.lane(f"{self.name}/{kind}", lane_number(self.number, kind))
+            self._lanes[kind] = lane
         issued = IssuedCollective(lane, kind, lane.issued, what, self.ranks, time.perf_counter())
         self.last = issued
         lane.log.append((lane.issued, what))
         lane.issued += 1
-        interval = self.waits.poll_interval if self.waits.polls_often else None
-        checksum = zlib.crc32(what.encode())
         cid = CollectiveId(
-            lane.name, lane.number, issued.sequence, checksum, issued.arrived, interval
+            lane.name,
+            lane.number,
+            issued.sequence,
+            zlib.crc32(what.encode()),
+            issued.arrived,
+            self.waits.poll_interval,
         )
         wait = self.waits.wait_or_raise(world, self.transport, issued, lambda: start(cid))
         is_here = None
@@ -78,11 +84,6 @@ class Lanes:
         """Wait until other ranks have finished with the buffers of the last collective."""
         if self.world is not None and self.last is not None:
             self._wait(self.world, wait, replace(self.last, arrived=[]))
-
-    def _first_use(self, world: WorldContext, kind: str) -> Lane:
-        lane = world.lane(f"{self.name}/{kind}", lane_number(self.number, kind))
-        self._lanes[kind] = lane
-        return lane
 
     def _wait(self, world: WorldContext, wait: Wait, issued: IssuedCollective) -> None:
         began = time.perf_counter()
@@ -96,7 +97,6 @@ class Lanes:
             )
         if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
-        if (
-            world.recorder.logged_silent
-        ):  # Log the recovery now: no later wait may be long enough to check
+        # Log the recovery now: no later wait may be long enough to check
+        if world.recorder.logged_silent:
             world.recorder.log_silences()

@@ -207,9 +207,10 @@ class _Sum:
         self._found = found
         into = found.view(-1)
         scratch = group._scratch
+        threads = group.comm.threads
 
         def use(received: Sequence[Tensor]) -> None:
-            ordered_sum(received, into, scratch)
+            ordered_sum(received, into, scratch, threads=threads)
 
         boxes = _boxes(group, pieces[group.index])
         self._pending = group.comm.exchange(pieces, boxes, "reduce", what, use, KIND)

@@ -142,7 +142,7 @@ class SequenceGroup:
             inbox = list(torch.empty_like(outgoing))
 
         def add_up(received: Sequence[Tensor]) -> None:
-            ordered_sum(received, found, self._scratch)
+            ordered_sum(received, found, self._scratch, threads=self.comm.threads)
 
         self.comm.exchange(list(outgoing), inbox, "reduce", what, add_up, KIND).wait()
         self._buffers.give_back(outgoing)

@@ -130,4 +130,5 @@ class Ties:
             if is_sharing:
                 inbox[comm.rank] = to_send
                 scratch = torch.empty(min(own.numel(), TILE_NUMEL), device=own.device)
-                ordered_sum([inbox[place] for place in places], own, scratch)
+                received = [inbox[place] for place in places]
+                ordered_sum(received, own, scratch, threads=comm.threads)

@@ -154,7 +154,8 @@ class Message:
             add: Add the sum to the values of `into`.
         """
         scratch = self.pool.take_scratch()
-        ordered_sum(received, into, scratch, divisor=divisor, add=add)
+        threads = self.pool.comm.threads
+        ordered_sum(received, into, scratch, divisor=divisor, add=add, threads=threads)
         self.pool.give(scratch)
 
     def arrived(self) -> None:
