@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -408,32 +409,13 @@ def is_cached(descriptor: int, start: int, stop: int) -> bool:
     """
     length = stop - start
     try:
-        libc = _mincore()
-        address = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, start)
-    except (OSError, AttributeError):  # no such functions in this C library
+        pages = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
+        address = np.frombuffer(pages, np.uint8).ctypes
+        there = np.zeros(-(-length // PAGE), np.uint8)
+        result = ctypes.CDLL(None).mincore(address, ctypes.c_size_t(length), there.ctypes)
+    except (OSError, ValueError, AttributeError):  # no such function in this C library
         return False
-    if address in (None, ctypes.c_void_p(-1).value):
-        return False
-    try:
-        there = (ctypes.c_ubyte * -(-length // PAGE))()
-        return libc.mincore(address, length, there) == 0 and all(each & 1 for each in bytes(there))
-    finally:
-        libc.munmap(address, length)
-
-
-@lru_cache(maxsize=1)
-def _mincore() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        *([ctypes.c_int] * 3),
-        ctypes.c_longlong,
-    ]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc
+    return result == 0 and bool((there & 1).all())
 
 
 def trim_heap() -> None:

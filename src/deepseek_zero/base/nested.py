@@ -41,22 +41,21 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], known: dict[int, Any]) 
     """
     if isinstance(value, Tensor):
         return change(value)
-    if id(value) in known:
-        return known[id(value)]
+    key = id(value)
+    if key in known:
+        return known[key]
+    known[key] = value
     if isinstance(value, Mapping):
-        known[id(value)] = value
-        known[id(value)] = _map_mapping(value, change, known)
+        known[key] = _map_mapping(value, change, known)
     elif isinstance(value, (list, tuple)):
-        known[id(value)] = value
-        known[id(value)] = _map_sequence(value, change, known)
-    elif names := _attribute_names(value):
-        known[id(value)] = value
-        for name in names:
+        known[key] = _map_sequence(value, change, known)
+    else:
+        for name in _attribute_names(value):
             old = getattr(value, name)
             new = _map(old, change, known)
             if new is not old:
                 object.__setattr__(value, name, new)
-    return known.get(id(value), value)
+    return known[key]
 
 
 def _map_mapping(

@@ -1,23 +1,19 @@
-"""Network addresses of this host: its interfaces, and where it listens.
-
-Standard library only.
-"""
+"""Network addresses of this host: its interfaces, and where it listens."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
+
+import psutil
 
 from .errors import UsageError
 from .launch import GLOO_INTERFACE, INTERFACE
 
 LOOPBACK = "127.0.0.1"
 _FAR = "192.0.2.1"  # reserved for documentation (RFC 5737): its route is the default route
-_SIOCGIFADDR = 0x8915
 
 
 def is_loopback(address: str) -> bool:
@@ -69,7 +65,7 @@ def reached_at(met_at: str | None) -> str:
             found = _address_towards(target)
             if not is_loopback(found):
                 return found
-    addresses = (_own_address(name) for _, name in socket.if_nameindex())
+    addresses = _own_addresses().values()
     own = {each for each in addresses if each is not None and not is_loopback(each)}
     if len(own) < 2:
         return own.pop() if own else LOOPBACK
@@ -121,14 +117,13 @@ def _has_far_name() -> bool:
         return False
 
 
-def _own_address(name: str) -> str | None:
-    """Return the IPv4 address of a network interface, or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(found[20:24])
+def _own_addresses() -> dict[str, str | None]:
+    """Return the IPv4 address of each network interface, or None, by the interface's name."""
+    found = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        of_ipv4 = (each.address for each in addresses if each.family == socket.AF_INET)
+        found[name] = next(of_ipv4, None)
+    return found
 
 
 def interface_of(address: str) -> str:
@@ -137,8 +132,8 @@ def interface_of(address: str) -> str:
     Raises:
         UsageError: No interface has it.
     """
-    for _, name in socket.if_nameindex():
-        if _own_address(name) == address:
+    for name, own in _own_addresses().items():
+        if own == address:
             return name
     reason = "gloo, which connects the ranks at the start, needs the name of an interface"
     if ":" in address:
@@ -159,8 +154,9 @@ def address_of(interface: str) -> str:
     Raises:
         UsageError: This host has no such interface or address.
     """
-    if interface in (name for _, name in socket.if_nameindex()):
-        if found := _own_address(interface):
+    addresses = _own_addresses()
+    if interface in addresses:
+        if found := addresses[interface]:
             return found
         reason = "It has no IPv4 address."
     else:
@@ -171,9 +167,8 @@ def address_of(interface: str) -> str:
                 return interface
         except OSError as error:
             reason = f"{error.strerror or error}."
-    names = ", ".join(name for _, name in socket.if_nameindex())
     raise UsageError(
         f"this host cannot listen at the interface {interface!r}.",
         reason,
-        f"name an interface ({names}) or an address of this host.",
+        f"name an interface ({', '.join(addresses)}) or an address of this host.",
     )

@@ -395,14 +395,10 @@ def _no_host_list(text: str) -> UsageError:
 def _port(environ: Mapping[str, str], launcher: Launcher) -> int | None:
     """Return a port that differs between jobs on one host, if the launcher allows it."""
     if launcher is SLURM:
-        job, step = (
-            int(text) if (text := environ.get(name, "")).isdecimal() else 0 for name in _STEP
-        )
+        job = max(0, _value_of(environ, "SLURM_JOB_ID"))
+        step = max(0, _value_of(environ, "SLURM_STEP_ID"))
         return 20000 + job % 20000 + step % 16
     return None if launcher is TORCHRUN else DEFAULT_PORT
-
-
-_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def _incomplete(size: int, missing: list[str]) -> UsageError:
@@ -600,8 +596,10 @@ def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
     if stated is not None and stated.num_nodes > 1:
         return stated
     found = _nodes_of_engine(environ)
-    if stated is None or found is None:
-        return found if stated is None else stated
+    if found is None:
+        return stated
+    if stated is None:
+        return found
     if PET.num_nodes in environ and found.num_nodes > 1:
         raise UsageError(
             f"{PET.num_nodes}={environ[PET.num_nodes][:80]}, but {found.source} has "

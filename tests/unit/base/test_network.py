@@ -24,8 +24,7 @@ def on_h0(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (MEANT.get(name, name), 0))]
     )
-    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(interfaces)))
-    monkeypatch.setattr(network, "_own_address", interfaces.get)
+    monkeypatch.setattr(network, "_own_addresses", lambda: interfaces)
     monkeypatch.setattr(network, "_address_towards", lambda target: MEANT.get(target, target))
     return interfaces
 

@@ -86,7 +86,6 @@ class Frame:
         total: The size of the tensor in bytes.
         exchange: The exchange whose `left` this message decrements when it is acknowledged.
         number: The number of the message; 0 until it is sent.
-        header: The packed header, once it was needed.
     """
 
     kind: FrameKind
@@ -96,16 +95,13 @@ class Frame:
     total: int = 0
     exchange: Exchange | None = None
     number: int = 0
-    header: bytes = b""
 
     def bytes_of_header(self) -> bytes:
         """Return the packed header."""
-        if not self.header:
-            crc = zlib.crc32(self.payload)
-            self.header = header_of(
-                self.kind, self.number, self.tag, len(self.payload), crc, self.offset, self.total
-            )
-        return self.header
+        crc = zlib.crc32(self.payload)
+        return header_of(
+            self.kind, self.number, self.tag, len(self.payload), crc, self.offset, self.total
+        )
 
 
 def header_of(

@@ -367,7 +367,7 @@ class Links:
             connection: The authenticated connection.
         """
         connection.setblocking(False)
-        _keep_little_unsent(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         with self._lock:
             if self.is_closing or link.gone:
                 connection.close()
@@ -510,12 +510,6 @@ class _Recovery:
             raise
         if not dials:
             connection.close()
-
-
-def _keep_little_unsent(connection: socket.socket) -> None:
-    """Limit the unsent bytes in the kernel, if the system supports it."""
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def _has_more(connection: socket.socket) -> bool:
