@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..base import world
 from ..base.device import CPU, default_device
@@ -98,13 +99,23 @@ def all_gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup | None)
     device = default_device() if dist.get_backend(group) == "nccl" else CPU
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(payload)], device=device), group=group)
-    row = torch.zeros(max(1, *map(int, lengths)), dtype=torch.uint8)
-    if payload:
-        row[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    row = row.to(device)
+    row = padded(payload, max(map(int, lengths))).to(device)
     rows = [torch.empty_like(row) for _ in range(size)]
     dist.all_gather(rows, row, group=group)
     return [
         each[: int(length)].cpu().numpy().tobytes()
         for each, length in zip(rows, lengths, strict=True)
     ]
+
+
+def padded(payload: bytes, length: int) -> Tensor:
+    """Return bytes as a uint8 tensor of at least one element, with zeros at the end.
+
+    Args:
+        payload: The bytes.
+        length: Number of elements.
+    """
+    row = torch.zeros(max(1, length), dtype=torch.uint8)
+    if payload:  # `frombuffer` refuses an empty buffer
+        row[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return row

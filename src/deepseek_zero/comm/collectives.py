@@ -27,7 +27,7 @@ from ..base.mesh import REDUCE_AXES, SHARD_AXES, Mesh, shares_gpu
 from ..base.meter import Meter
 from ..kernels.compiler import threads_for
 from ..kernels.sums import add_rows, scale_and_store
-from .bootstrap import Hosts
+from .bootstrap import Hosts, padded
 from .context import Partition, WorldContext, ranks_of_this_host
 from .ids import WORLD_LANE, CollectiveId
 from .in_place import InPlaceGathers
@@ -456,12 +456,10 @@ class Comm:
         """
         payload = text.encode()
         lengths = self.all_gather_rows(torch.tensor([len(payload)]), what)[:, 0]
-        padded = torch.zeros(int(lengths.max()) or 1, dtype=torch.uint8)
-        if payload:  # `frombuffer` refuses an empty buffer
-            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        table = self.all_gather_rows(padded, what)
+        table = self.all_gather_rows(padded(payload, int(lengths.max())), what)
         return [
-            bytes(table[rank, : int(lengths[rank])].tolist()).decode() for rank in range(self.size)
+            row[:length].numpy().tobytes().decode()
+            for row, length in zip(table, lengths.tolist(), strict=True)
         ]
 
 
