@@ -96,26 +96,23 @@ class Frame:
     exchange: Exchange | None = None
     number: int = 0
 
-    def bytes_of_header(self) -> bytes:
-        """Return the packed header."""
-        crc = zlib.crc32(self.payload)
-        return header_of(
-            self.kind, self.number, self.tag, len(self.payload), crc, self.offset, self.total
+    def header(self) -> Header:
+        """Return the header that is sent before the payload."""
+        return Header(
+            self.kind,
+            self.number,
+            self.tag,
+            len(self.payload),
+            zlib.crc32(self.payload),
+            self.offset,
+            self.total,
         )
 
 
-def header_of(
-    kind: FrameKind,
-    number: int,
-    tag: int = 0,
-    length: int = 0,
-    crc: int = 0,
-    offset: int = 0,
-    total: int = 0,
-) -> bytes:
-    """Return the packed header of a message, with a checksum.
+class Header(NamedTuple):
+    """What is sent before the payload of a message.
 
-    Args:
+    Attributes:
         kind: The kind of the message.
         number: The number of the message, or the last received number in an acknowledgement.
         tag: The tag of the collective.
@@ -125,10 +122,35 @@ def header_of(
             acknowledgement.
         total: The size of the tensor in bytes.
     """
-    line = tag >> _LINE_BITS
-    check = tag & ((1 << _LINE_BITS) - 1)
-    header = _HEADER.pack(kind, length, number, line, check, crc, offset, total)
-    return header + _CHECK.pack(zlib.crc32(header))
+
+    kind: FrameKind
+    number: int
+    tag: int = 0
+    length: int = 0
+    crc: int = 0
+    offset: int = 0
+    total: int = 0
+
+    def pack(self) -> bytes:
+        """Return the header as bytes, with a checksum at the end."""
+        kind, number, tag, length, crc, offset, total = self
+        line, check = divmod(tag, 1 << _LINE_BITS)
+        packed = _HEADER.pack(kind, length, number, line, check, crc, offset, total)
+        return packed + _CHECK.pack(zlib.crc32(packed))
+
+    @classmethod
+    def unpack(cls, data: bytearray) -> Header:
+        """Return the header that `pack` wrote.
+
+        Raises:
+            Refused: The header is damaged.
+        """
+        packed = data[: _HEADER.size]
+        kind, length, number, line, low, crc, offset, total = _HEADER.unpack(packed)
+        is_valid = _CHECK.pack(zlib.crc32(packed)) == data[_HEADER.size :]
+        if not is_valid or length > PIECE_BYTES or kind not in tuple(FrameKind):
+            raise Refused("a header is damaged")
+        return cls(FrameKind(kind), number, line << _LINE_BITS | low, length, crc, offset, total)
 
 
 @dataclass(eq=False)
@@ -218,8 +240,8 @@ class Link:
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
     # The unread rest of the current header or payload
     into: memoryview = field(default_factory=lambda: memoryview(b""))
-    # Of the current payload: kind, tag, length, total, checksum, place
-    reads: tuple[FrameKind, int, int, int, int, ReceiveBuffer | bytearray | None] | None = None
+    # The header of the current payload and the place of its bytes
+    reads: tuple[Header, ReceiveBuffer | bytearray | None] | None = None
     crc: int = 0
     wakes_at: int = 1  # Readable bytes after which the kernel wakes the reader
 
@@ -341,7 +363,8 @@ class Link:
         """Move the next messages to `writing`; return whether there are any."""
         if self.owes_receipt and (self.is_waited_for or self.urgent or self.queue):
             self.owes_receipt = self.is_waited_for = False
-            self.writing.append(header_of(FrameKind.RECEIVED, self.received, offset=self.used))
+            receipt = Header(FrameKind.RECEIVED, self.received, offset=self.used)
+            self.writing.append(receipt.pack())
         size = 0
         while self.resumed and size < PIECE_BYTES and len(self.writing) < 2 * GATHERED:
             if (frame := self.next_frame()) is None:
@@ -350,7 +373,7 @@ class Link:
                 self.last_number += 1
                 frame.number = self.last_number
             self.sent.append(frame)
-            self.writing.append(frame.bytes_of_header())
+            self.writing.append(frame.header().pack())
             if frame.payload:
                 self.writing.append(frame.payload)
             size += len(frame.payload)
@@ -362,41 +385,35 @@ class Link:
         Raises:
             Refused: The header is damaged or does not follow the protocol.
         """
-        plain = self.header[: _HEADER.size]
-        (check,) = _CHECK.unpack_from(self.header, _HEADER.size)
-        kind, length, number, line, low, crc, offset, total = _HEADER.unpack(plain)
-        if zlib.crc32(plain) != check or length > PIECE_BYTES or not 1 <= kind <= max(FrameKind):
-            raise Refused("a header is damaged")
-        tag = line << _LINE_BITS | low
+        header = Header.unpack(self.header)
+        kind, number, tag, length, _, offset, total = header
         self.expect_header()
         if kind not in _NUMBERED:
-            return self._take_receipt(FrameKind(kind), number, offset)
+            return self._take_receipt(kind, number, offset)
         if number != self.received + 1:
             raise Refused(f"message {number} arrived after message {self.received}")
-        if kind == FrameKind.READY:
+        if kind is FrameKind.READY:
             self._count()
             self._take_ready(tag)
             return ()
         if offset + length > total or not length:
             raise Refused("a message is longer than its header states")
         box = self.boxes.get(tag)
-        place = None
         if box is not None and len(box.view) != total:
             del self.boxes[tag]
             box.exchange.fail(_other_size(self, total, len(box.view)))
             box = None
+        place: ReceiveBuffer | bytearray | None = box
         if box is not None:
-            into = box.view[offset : offset + length]
-            place = box
-        elif kind == FrameKind.EAGER:
+            self.into = box.view[offset : offset + length]
+        elif kind is FrameKind.EAGER:
             if length > EAGER_BYTES or sum(map(len, self.early.values())) + length > EAGER_BUDGET:
                 raise Refused("more early messages arrived than the buffer can hold")
-            place = bytearray(length)  # type: ignore[assignment]
-            into = memoryview(place)  # type: ignore[arg-type]
+            place = bytearray(length)
+            self.into = memoryview(place)
         else:
-            into = self.scratch[:length]
-        self.reads = (FrameKind(kind), tag, length, total, crc, place)
-        self.into = into
+            self.into = self.scratch[:length]
+        self.reads = header, place
         self.crc = 0
         return ()
 
@@ -407,22 +424,22 @@ class Link:
             Refused: The payload is damaged.
         """
         assert self.reads is not None
-        kind, tag, length, _, crc, place = self.reads
+        header, place = self.reads
         self.expect_header()
-        if crc != self.crc:
+        if header.crc != self.crc:
             raise Refused("a message is damaged")
         self._count()
         if isinstance(place, bytearray):
-            return self._take_unasked(tag, place)
-        if kind == FrameKind.EAGER:
-            self.used += length
+            return self._take_unasked(header.tag, place)
+        if header.kind is FrameKind.EAGER:
+            self.used += header.length
         if place is None:
             return ()
-        place.left -= length
+        place.left -= header.length
         if place.left:
             return ()
-        self.is_waited_for = self.is_waited_for or kind is FrameKind.PIECE
-        self.boxes.pop(tag, None)
+        self.is_waited_for = self.is_waited_for or header.kind is FrameKind.PIECE
+        self.boxes.pop(header.tag, None)
         return (place.exchange,)
 
     def _take_unasked(self, tag: int, came: bytearray) -> Sequence[Exchange]:
@@ -432,13 +449,11 @@ class Link:
             self.early[tag] = bytes(came)
             return ()
         self.used += len(came)
-        asked = next(
-            (frame for frame in self.urgent if frame.tag == tag and frame.kind is FrameKind.READY),
-            None,
-        )
-        if asked is not None:
-            # The other rank would apply this READY to a tensor that it has already sent
-            self.urgent.remove(asked)
+        for frame in self.urgent:
+            if frame.tag == tag and frame.kind is FrameKind.READY:
+                # The other rank would apply this READY to a tensor that it has already sent
+                self.urgent.remove(frame)
+                break
         if len(came) != len(box.view):
             box.exchange.fail(_other_size(self, len(came), len(box.view)))
             return ()

@@ -46,8 +46,8 @@ from .link import (
     PIECE_BYTES,
     Exchange,
     FrameKind,
+    Header,
     Link,
-    header_of,
 )
 
 # Unsent bytes per connection that the kernel accepts: acknowledgements wait for those, too
@@ -376,7 +376,8 @@ class Links:
             link.connection = connection
             link.generation += 1
             link.heard = time.monotonic()
-            link.writing.append(header_of(FrameKind.RESUME, link.received, offset=link.used))
+            resume = Header(FrameKind.RESUME, link.received, offset=link.used)
+            link.writing.append(resume.pack())
             link.expect_header()
             self._of_descriptor[connection.fileno()] = link
             self._poll.register(connection, select.EPOLLIN)

@@ -28,8 +28,8 @@ from deepseek_zero.comm.net.link import (
     PIECE_BYTES,
     Frame,
     FrameKind,
+    Header,
     Link,
-    header_of,
 )
 from deepseek_zero.comm.net.links import Links
 from deepseek_zero.comm.transports.base import ConnectionLost, Wait
@@ -192,9 +192,9 @@ def test_a_receive_box_created_during_an_arrival_is_filled() -> None:
         link, tag, found = second.links[0], tag_of(cid(0)), torch.zeros_like(sent)
         payload = bytes(sent.tolist())
         with second._lock:  # as its thread does when the header and the payload come apart
-            link.header[:] = header_of(
+            link.header[:] = Header(
                 FrameKind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL
-            )
+            ).pack()
             link.take_header()
             link.urgent.append(Frame(FrameKind.READY, tag + 1))  # another tensor's
             link.resumed = False  # nothing leaves meanwhile
@@ -498,8 +498,8 @@ def test_a_peer_with_a_false_length_is_disconnected_before_memory_is_allocated()
     with two_ranks() as (first, second, _):
         with dial(first.listener.address, PATIENCE) as liar:
             introduce(liar, SECRET, Hello(Role.DATA, 1, 0))
-            liar.sendall(header_of(FrameKind.RESUME, 0))
-            liar.sendall(header_of(FrameKind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
+            liar.sendall(Header(FrameKind.RESUME, 0).pack())
+            liar.sendall(Header(FrameKind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30).pack())
             liar.settimeout(PATIENCE)
             with suppress(ConnectionError):
                 while liar.recv(1 << 16):
