@@ -768,9 +768,11 @@ def _connect(
             connection.connect(addresses[peer])
             connection.send(_HELLO.pack(rank))
             found[peer] = connection
-    expected = {peer for peer in others if peer > rank}
+    awaited = {peer for peer in others if peer > rank}
     deadline = time.monotonic() + CONNECT_SECONDS
-    while expected - found.keys() and time.monotonic() < deadline:
+    while awaited:
+        if time.monotonic() > deadline:
+            raise TimeoutError("a rank of this host did not connect")
         connection, _ = listener.accept()
         connection.settimeout(CONNECT_SECONDS)
         credentials = connection.getsockopt(
@@ -779,10 +781,9 @@ def _connect(
         _, user, _ = _CREDENTIALS.unpack(credentials)
         hello = connection.recv(_HELLO.size) if user == os.getuid() else b""
         peer = _HELLO.unpack(hello)[0] if len(hello) == _HELLO.size else -1
-        if peer in expected:
+        if peer in awaited:
+            awaited.remove(peer)
             found[peer] = connection
         else:
             connection.close()
-    if expected - found.keys():
-        raise TimeoutError("a rank of this host did not connect")
     return found
