@@ -120,9 +120,10 @@ class WorldContext:
         Note:
             The first call in a world is collective; later calls return the same object.
         """
-        if cls._current is None or cls._current.world is not dist.group.WORLD:
-            cls._current = cls._connect()
-        return cls._current
+        found = _connected()
+        if found is None:
+            found = cls._current = cls._connect()
+        return found
 
     @classmethod
     def of_this_world_if_any(cls) -> WorldContext | None:
@@ -323,15 +324,23 @@ class WorldContext:
         )
 
 
+def _connected() -> WorldContext | None:
+    """Return the connections of torch.distributed's current world, if there are any yet."""
+    found = WorldContext._current
+    if found is None or found.world is not dist.group.WORLD:
+        return None
+    return found
+
+
 def ranks_of_this_host() -> int:
     """Return the number of ranks of the world on this host.
 
     It is counted after the first engine was created. Before that it is the launcher's value, or the
     world size.
     """
-    links = WorldContext._current
-    if links is not None and links.world is dist.group.WORLD:
-        return links.hosts.local_size
+    connected = _connected()
+    if connected is not None:
+        return connected.hosts.local_size
     return world.local_size() or world.size()
 
 
@@ -341,11 +350,10 @@ def local_rank() -> int:
     It is the launcher's value if there is one. Otherwise it is counted after the first engine was
     created.
     """
-    links = WorldContext._current
-    said = world.stated_local_rank()
-    if said is not None or links is None or links.world is not dist.group.WORLD:
+    connected = _connected()
+    if connected is None or world.stated_local_rank() is not None:
         return world.local_rank()
-    return links.hosts.local_ranks.index(links.rank)
+    return connected.hosts.local_ranks.index(connected.rank)
 
 
 def hang_up() -> None:
