@@ -24,8 +24,9 @@ from deepseek_zero.base.launch import DEAD_AFTER, dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.context import WorldContext
+from deepseek_zero.comm.net.channel import end_with_the_host
 from deepseek_zero.comm.net.key_value_store import KeyValueStore, StoreClient
-from deepseek_zero.comm.transports.gloo import end_with_their_hosts, open_files
+from deepseek_zero.comm.transports.gloo import for_connections, open_files
 from tests.hosts import DEVICE
 
 NOTHING_LEAVES = f"tc qdisc replace dev {DEVICE} root tbf rate 8bit burst 10 limit 10"
@@ -96,7 +97,8 @@ def test_the_kernel_ends_the_connections_that_gloo_opens_with_a_group() -> None:
     before = open_files()
     group = dist.new_group(backend="gloo")
     opened = {number: file for number, file in open_files().items() if before.get(number) != file}
-    assert end_with_their_hosts(opened, 13.0) == 1, "one to the other rank"
+    found = for_connections(opened, lambda connection: end_with_the_host(connection, 13.0))
+    assert found == 1, "one to the other rank"
     limits = []
     for descriptor in opened:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import socket
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ from ..base.network import lead_gloo
 from .bootstrap import Hosts, all_gather_text
 from .flight_recorder import FlightRecorder, Position
 from .ids import engine_of
-from .net.channel import Listener
+from .net.channel import Listener, end_with_the_host
 from .net.key_value_store import listening_host, listening_ports, open_store
 from .net.links import Links
 from .outside_calls import watch_outside_calls
 from .transports.base import PointToPoint, Transport
 from .transports.composed import Hierarchical
-from .transports.gloo import Gloo, Tags, end_with_their_hosts, open_files, shut_down
+from .transports.gloo import Gloo, Tags, for_connections, open_files
 from .transports.nccl import NcclGroups
 from .transports.shared_memory import HostPages, SharedMemory, connect_local
 from .transports.tcp import Tcp
@@ -159,7 +160,10 @@ class WorldContext:
         hosts, sockets, no_sharing_reason = connect_local(rank, size, group)
         store, secret, listener = open_store(rank, size, hosts, group)
         if not hosts.is_one:
-            end_with_their_hosts(gloo_files, dead_after() + AFTER_WORD_SECONDS)
+            # Otherwise gloo would notice a silent host only after a quarter of an hour, when its
+            # kernel gives up retransmitting, and never while it only waits
+            seconds = dead_after() + AFTER_WORD_SECONDS
+            for_connections(gloo_files, lambda each: end_with_the_host(each, seconds))
         recorder = FlightRecorder(hosts, store, dead_after())
         watch_outside_calls(recorder)
         pages = HostPages(rank, sockets) if sockets is not None else None
@@ -278,8 +282,7 @@ class WorldContext:
     def nccl_groups(self, partition: Partition) -> NcclGroups:
         """Return the NCCL groups of a partition, shared by all engines that use it."""
         if partition not in self._nccl_groups:
-            groups = None if partition == (self.ranks,) else partition
-            self._nccl_groups[partition] = NcclGroups(groups)
+            self._nccl_groups[partition] = NcclGroups(partition)
         return self._nccl_groups[partition]
 
     def lane(self, name: str, number: int) -> Lane:
@@ -367,6 +370,6 @@ def hang_up() -> None:
     if world is None:
         return
     if world.tags.is_any_under_way():
-        shut_down(world._gloo_files)
+        for_connections(world._gloo_files, lambda each: each.shutdown(socket.SHUT_RDWR))
     if world._links is not None:
         world._links.close()

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ...base.errors import UsageError
 from ..ids import LANES, WORLD_LANE, CollectiveId, engine_of, lane_of
-from ..net.channel import end_with_the_host
 from . import base
 from .base import Completion, ConnectionLost, PointToPoint, Wait, first_line
 
@@ -135,40 +134,15 @@ def open_files() -> dict[int, int]:
     return found
 
 
-def end_with_their_hosts(files: Mapping[int, int], seconds: float) -> int:
-    """Make the kernel close gloo's connections to a host that stopped answering.
-
-    Without this, gloo notices a silent host only when its kernel gives up retransmitting, after a
-    quarter of an hour, and never while it only waits.
+def for_connections(files: Mapping[int, int], act: Callable[[socket.socket], None]) -> int:
+    """Call a function for each of gloo's connections to another rank that is still open.
 
     Args:
         files: The descriptors that gloo opened, as returned by `open_files`.
-        seconds: Seconds without an answer after which a connection is closed.
+        act: The function.
 
     Returns:
         The number of connections.
-    """
-    return _for_connections(files, lambda connection: end_with_the_host(connection, seconds))
-
-
-def shut_down(files: Mapping[int, int]) -> int:
-    """Shut down gloo's connections, so that every wait for a message over them fails.
-
-    Data that was sent still arrives.
-
-    Args:
-        files: The descriptors that gloo opened, as returned by `open_files`.
-
-    Returns:
-        The number of connections.
-    """
-    return _for_connections(files, lambda connection: connection.shutdown(socket.SHUT_RDWR))
-
-
-def _for_connections(files: Mapping[int, int], act: Callable[[socket.socket], None]) -> int:
-    """Call `act` for each connection to another rank that still has the same inode.
-
-    Return their number.
     """
     found = 0
     for descriptor, inode in files.items():

@@ -46,10 +46,10 @@ class NcclGroups:
 
     Args:
         partition: The ranks of each group. torch requires that every rank creates all groups in the
-            same order. None: one group of the whole world.
+            same order.
     """
 
-    def __init__(self, partition: Sequence[tuple[int, ...]] | None = None) -> None:
+    def __init__(self, partition: Sequence[tuple[int, ...]]) -> None:
         self._partition = partition
         self._made: dict[int, LanePair] = {}
 
@@ -95,9 +95,6 @@ class NcclGroups:
         return pair.groups
 
     def _new_group(self) -> dist.ProcessGroup:
-        if self._partition is None:
-            whole: dist.ProcessGroup = dist.new_group(backend=BACKEND, timeout=PATIENCE)
-            return whole
         here = dist.get_rank()
         found: dist.ProcessGroup | None = None
         for ranks in self._partition:
