@@ -108,19 +108,26 @@ class ParkedStorages:
     def _write(self, values: Tensor) -> None:
         with _describing(self._folder):
             if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
             for part in values.split(_AT_ONCE):
-                self._file.write(part.cpu().numpy().data)
-            self._file.flush()
+                data = memoryview(part.cpu().numpy().data)
+                written = 0
+                while written < len(data):
+                    written += self._file.write(data[written:])
 
     def _read(self, values: Tensor) -> None:
         assert self._file is not None
         for part in values.split(_AT_ONCE):
-            near = part
-            if part.device.type != "cpu":
-                near = torch.empty(part.numel(), dtype=torch.uint8)
-            if self._file.readinto(near.numpy().data) != near.numel():  # type: ignore[attr-defined]
-                raise OSError("the file ended too early")
+            near = (
+                part if part.device.type == "cpu" else torch.empty(part.numel(), dtype=torch.uint8)
+            )
+            data = memoryview(near.numpy().data)
+            read = 0
+            while read < len(data):
+                count = self._file.readinto(data[read:])  # type: ignore[attr-defined]
+                if not count:
+                    raise OSError("the file ended too early")
+                read += count
             if near is not part:
                 part.copy_(near)
 
