@@ -175,10 +175,12 @@ class Mesh:
     @property
     def coordinates(self) -> dict[str, int]:
         """Return this rank's index on each axis."""
+        return self._coordinates_of(self.rank)
+
+    def _coordinates_of(self, rank: int) -> dict[str, int]:
         found = {}
-        rest = self.rank
         for axis, size in reversed(self._axes.items()):
-            rest, found[axis] = divmod(rest, size)
+            rank, found[axis] = divmod(rank, size)
         return {axis: found[axis] for axis in AXES}
 
     def place_of(self, rank: int) -> str:
@@ -189,7 +191,7 @@ class Mesh:
         several = [axis for axis, size in self._axes.items() if size > 1]
         if several in ([], ["dp_shard"]):
             return ""
-        here = replace(self, rank=rank).coordinates
+        here = self._coordinates_of(rank)
         return ", ".join(f"{axis}={here[axis]}" for axis in several)
 
     @property
@@ -217,7 +219,9 @@ class Mesh:
 
         This rank is included.
         """
-        return next(ranks for ranks in self.groups_along(*axes) if self.rank in ranks)
+        names = [axis for axis in AXES if axis in axes]
+        places = itertools.product(*(range(getattr(self, axis)) for axis in names))
+        return tuple(self.rank_at(**dict(zip(names, place, strict=True))) for place in places)
 
     def groups_along(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return `ranks_along` of every rank: disjoint groups, ordered by first rank."""
@@ -229,8 +233,8 @@ class Mesh:
         """Return the groups of ranks whose coordinates have the same place."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            here = replace(self, rank=rank).coordinates
-            found.setdefault(place_of(here), []).append(rank)
+            place = place_of(self._coordinates_of(rank))
+            found.setdefault(place, []).append(rank)
         return tuple(map(tuple, found.values()))
 
     def inner_groups(self, size: int) -> tuple[tuple[int, ...], ...]:
