@@ -103,7 +103,7 @@ def test_two_hosts_of_two_ranks_give_the_bits_of_gloo(stage: int, dtype: str) ->
     with hosts(lambda rank: f"host {rank // 2}"):
         comm = Comm(CPU)
         assert isinstance(comm.lanes.transport, Hierarchical)
-        assert comm.lanes.transport.intra_node.peers == (dist.get_rank() ^ 1,)
+        assert list(comm.lanes.transport.neighbours) == [dist.get_rank() ^ 1]
         assert_same(trained(run), expected)
 
 
