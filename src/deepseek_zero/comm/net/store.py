@@ -136,24 +136,6 @@ class RendezvousStore(Store):
     deleteKey = delete_key
     getNumKeys = num_keys
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until all of these keys have values, and return them."""
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write several values.
-
-        Args:
-            keys: The keys.
-            values: One value per key.
-        """
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        """Return False: torch must not use `append`, `multi_get` and `multi_set`."""
-        return False
-
     def clone(self) -> RendezvousStore:
         """Return this store.
 
