@@ -395,10 +395,15 @@ def _no_host_list(text: str) -> UsageError:
 def _port(environ: Mapping[str, str], launcher: Launcher) -> int | None:
     """Return a port that differs between jobs on one host, if the launcher allows it."""
     if launcher is SLURM:
-        job = max(0, _value_of(environ, "SLURM_JOB_ID"))
-        step = max(0, _value_of(environ, "SLURM_STEP_ID"))
+        # An interactive step has a number of ten digits
+        job, step = (
+            int(text) if (text := environ.get(name, "")).isdecimal() else 0 for name in _STEP
+        )
         return 20000 + job % 20000 + step % 16
     return None if launcher is TORCHRUN else DEFAULT_PORT
+
+
+_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def _incomplete(size: int, missing: list[str]) -> UsageError:
