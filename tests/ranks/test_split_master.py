@@ -286,7 +286,7 @@ def test_a_promoted_unit_has_the_main_weights_values_and_continues_training(stag
     engine, _ = trained(run, steps=2)
     before = everything(engine)
     for unit in engine.runtime.units:
-        engine.runtime.promote_to_fp32(unit)
+        engine.runtime.promote(unit, to_fp32=True)
     after = everything(engine)
     assert (after["master"], after["moment"]) == (before["master"], before["moment"])
     assert after["weight"] == before["master"]

@@ -217,10 +217,9 @@ class AdaptivePrecision(UpdatePolicy):
             Collective: every rank must call it. Every unit must be sharded.
         """
         for unit in self.runtime.units:
-            if unit.name in names and not unit.is_promoted:
-                self.runtime.promote_to_fp32(unit)
-            elif unit.is_promoted and unit.name not in names:
-                self.runtime.demote(unit)
+            to_fp32 = unit.name in names
+            if to_fp32 != unit.is_promoted:
+                self.runtime.promote(unit, to_fp32=to_fp32)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which the next decisions depend, as plain values."""
@@ -294,9 +293,7 @@ class AdaptivePrecision(UpdatePolicy):
             history.times += 1
             if history.times > 1:
                 history.patience *= 2
-            self.runtime.promote_to_fp32(unit)
-        else:
-            self.runtime.demote(unit)
+        self.runtime.promote(unit, to_fp32=is_promoted)
         self.changed = True
         decision = PrecisionChange(step, unit.name, is_promoted, why)
         self.decisions.append(decision)

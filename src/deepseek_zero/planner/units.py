@@ -249,6 +249,8 @@ class GroupPlan:
 
     def promoted(self) -> GroupPlan:
         """Return the same group with an fp32 weight and gradient."""
+        if self.plan.weight.dtype == torch.float32:
+            return self
         return replace(self, plan=self.plan.promoted(), low=self.plan)
 
     def demoted(self) -> GroupPlan:

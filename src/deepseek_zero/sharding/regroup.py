@@ -26,7 +26,6 @@ from ..planner.plan import Plan
 from ..planner.plan_settings import Compression, PlanSettings
 from ..planner.spec import ShardPlan
 from ..planner.units import plan_group
-from .buffer import FlatBuffer
 from .comm_context import CommContext
 from .executor import Executor
 from .grad_reduction import GradReduction
@@ -150,7 +149,7 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
         unit.set_groups(groups)
         for group in fresh:
             if group.trainable and unit.is_promoted:
-                promote_to_fp32(group, unit.name)
+                promote(group, unit.name, to_fp32=True)
             runtime.add_group(unit, group)
         new += fresh
     runtime.replan()
@@ -209,51 +208,24 @@ def relayout(group: ParamGroup, granularity: str) -> None:
     build_states(group)
 
 
-def promote_to_fp32(group: ParamGroup, what: str) -> None:
-    """Store weight and gradient in fp32 from now on, made from the main weight.
+def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
+    """Store weight and gradient in fp32 from now on, or undo that, from the main weight.
 
     Gradients are dropped.
 
     Args:
         group: The group.
         what: The name of the unit, for messages.
+        to_fp32: Use fp32; False for the dtypes of the original plan.
 
     Note:
         Collective: every rank that shares the group's slices must call it.
     """
-    if group.master is None or group.plan.weight.dtype == torch.float32:
+    planned = group.planned.promoted() if to_fp32 else group.planned.demoted()
+    if group.master is None or planned is group.planned:
         return
     values = group.master.values()
-    group.planned = group.planned.promoted()
-    _store_again(group, values, what)
-
-
-def demote(group: ParamGroup, what: str) -> None:
-    """Undo `promote_to_fp32`, with the current values of the main weight.
-
-    Gradients are dropped.
-
-    Args:
-        group: The group.
-        what: The name of the unit, for messages.
-
-    Note:
-        Collective: every rank that shares the group's slices must call it.
-    """
-    if group.master is None or group.planned.low is None:
-        return
-    values = group.master.values()
-    group.planned = group.planned.demoted()
-    _store_again(group, values, what)
-
-
-def _store_again(group: ParamGroup, values: FlatBuffer, what: str) -> None:
-    """Store the weight as now planned, made from these main weights.
-
-    Note:
-        Collective: every rank that shares the group's slices must call it.
-    """
-    assert group.master is not None
+    group.planned = planned
     allocate_weight(group, what)
     if group.plan.master_is_split:
         group.master = build_master(group.weight, group.plan, group.comm_ctx)

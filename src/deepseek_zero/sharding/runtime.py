@@ -23,7 +23,7 @@ from .forward import Forward
 from .loss_factor import LossFactor
 from .model_changes import ModelRules, Structure
 from .param_group import ParamGroup
-from .regroup import demote, promote_to_fp32
+from .regroup import promote
 from .step_state import Phase, StepState
 from .unit import Unit
 
@@ -140,32 +140,19 @@ class Runtime:
         self.executor.replan()
         self.structure.follow(self.groups)
 
-    def promote_to_fp32(self, unit: Unit) -> None:
-        """Compute a sharded unit in fp32 from now on.
+    def promote(self, unit: Unit, *, to_fp32: bool) -> None:
+        """Compute a sharded unit in fp32 from now on, or in its original dtype again.
 
         Args:
             unit: The unit, the same on every rank.
+            to_fp32: Use fp32.
 
         Note:
             Collective: every rank must call it.
         """
-        unit.is_promoted = True
+        unit.is_promoted = to_fp32
         for group in unit.trained:
-            promote_to_fp32(group, unit.name)
-        self.forward.any_promoted = True
-
-    def demote(self, unit: Unit) -> None:
-        """Compute a promoted, sharded unit in 16 bits again.
-
-        Args:
-            unit: The unit, the same on every rank.
-
-        Note:
-            Collective: every rank must call it.
-        """
-        unit.is_promoted = False
-        for group in unit.trained:
-            demote(group, unit.name)
+            promote(group, unit.name, to_fp32=to_fp32)
         self.forward.any_promoted = any(each.is_promoted for each in self.units)
 
     @property

@@ -51,13 +51,9 @@ class Run:
     def _unit(name: str) -> Any:
         return SimpleNamespace(name=name, trained=[None], is_promoted=False, explain=list)
 
-    def promote_to_fp32(self, unit: Any) -> None:
-        assert not unit.is_promoted
-        unit.is_promoted = True
-
-    def demote(self, unit: Any) -> None:
-        assert unit.is_promoted
-        unit.is_promoted = False
+    def promote(self, unit: Any, *, to_fp32: bool) -> None:
+        assert unit.is_promoted != to_fp32
+        unit.is_promoted = to_fp32
 
     def play(
         self, windows: Sequence[Evidence], *, root: Evidence = FINE, named: bool = False

@@ -219,7 +219,7 @@ def test_it_follows_groups_that_are_divided_and_units_that_are_promoted() -> Non
             if step == 1:
                 model.blocks[0].up.requires_grad_(True)
             if step == 2:
-                runtime.promote_to_fp32(runtime.units[2])
+                runtime.promote(runtime.units[2], to_fp32=True)
             found.append(micro_step(runtime, step, 0, rank.index))
             optimizer.step()
             found.append(evaluate(runtime))

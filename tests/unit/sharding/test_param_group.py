@@ -18,7 +18,7 @@ from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.group_build import restore_params
 from deepseek_zero.sharding.move import move
 from deepseek_zero.sharding.param_group import ParamGroup
-from deepseek_zero.sharding.regroup import demote, promote_to_fp32, relayout
+from deepseek_zero.sharding.regroup import promote, relayout
 from deepseek_zero.sharding.sharded_parameter import ShardedParameter
 from tests.in_process import CPU, Rank, build_one, run_ranks
 from tests.models import Odd
@@ -246,7 +246,7 @@ def test_a_group_that_is_promoted_computes_in_fp32_from_its_masters(stage: int, 
             each.dtype is torch.bfloat16
             for each in (gathered(group) if stage == 3 else shown(group)).values()
         )
-        promote_to_fp32(group, "it")
+        promote(group, "it", to_fp32=True)
         assert same(gathered(group) if stage == 3 else shown(group), FIRST)
         assert torch.equal(masters(group), flat(FIRST))
 
@@ -262,12 +262,12 @@ def test_a_demoted_group_equals_its_original_state(policy: Policy, stage: int, s
     def body(rank: Rank) -> None:
         group = built(rank, stage, policy)
         planned, before = group.planned, gathered(group) if stage == 3 else shown(group)
-        promote_to_fp32(group, "it")
-        demote(group, "it")
+        promote(group, "it", to_fp32=True)
+        promote(group, "it", to_fp32=False)
         assert group.planned == planned
         assert same(gathered(group) if stage == 3 else shown(group), before)
         assert torch.equal(masters(group), flat(FIRST))
-        demote(group, "it")
+        promote(group, "it", to_fp32=False)
         assert group.planned == planned
 
     run_ranks(size, body)
