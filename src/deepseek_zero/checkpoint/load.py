@@ -279,28 +279,28 @@ def check(
         CheckpointError: Names, shapes or the optimizer do not match.
     """
     piece = ModelPiece.of(contents.runtime)
-    shapes = []
-    missing = []
+    shapes: dict[str, str] = {}
+    missing: dict[str, None] = {}
     for group in contents.runtime.groups:
         for member in group.members:
             name = piece.name(member)
             shape = list(piece.shape(member))
             saved = manifest.parameters.get(name)
             if saved is not None and saved["shape"] != shape:
-                shapes.append(
+                shapes[name] = (
                     f"'{name}' is {saved['shape']} in the checkpoint and {shape} in the model"
                 )
             if saved is None or (group.trainable and name in manifest.excluded):
-                missing.append(name)
+                missing[name] = None
     if shapes:
         raise CheckpointError(
-            f"{len(shapes)} shape(s) differ: {first_few(shapes)}.",
+            f"{len(shapes)} shape(s) differ: {first_few([*shapes.values()])}.",
             fix="build the model with the sizes it was saved with.",
         )
     unexpected = [name for name in manifest.parameters if name not in names]
     if settings.strict and (missing or unexpected):
         raise CheckpointError(
-            f"the checkpoint lacks {first_few(missing) or 'nothing'} and has "
+            f"the checkpoint lacks {first_few([*missing]) or 'nothing'} and has "
             f"{first_few(unexpected) or 'nothing'} too many.",
             "load_module_strict wants the same names on both sides.",
             "load into the model that was saved, or pass load_module_strict=False.",
