@@ -154,7 +154,8 @@ def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[Checkpoi
     found = []
     for tag in tags_in(directory):
         with suppress(FileNotFoundError):  # removed in the meantime
-            found.append(info_of(directory, tag, reads_headers=reads_headers))
+            path = tag_folder(directory, tag)
+            found.append(info_at(path, tag, reads_headers=reads_headers))
     return sorted(
         found, key=lambda info: (info.manifest is None, info.step, info.saved_at), reverse=True
     )
@@ -176,17 +177,6 @@ def latest_tag(directory: Path) -> str | None:
             "It is the text file that names the checkpoint to load.",
             f'remove or mend it, name the tag yourself, or load tag="{NEWEST}".',
         ) from error
-
-
-def info_of(directory: Path, tag: str, *, reads_headers: bool = True) -> CheckpointInfo:
-    """Describe the checkpoint of an existing tag.
-
-    Args:
-        directory: The directory.
-        tag: The tag.
-        reads_headers: Also check the headers of the files.
-    """
-    return info_at(tag_folder(directory, tag), tag, reads_headers=reads_headers)
 
 
 def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointInfo:
@@ -286,19 +276,17 @@ def near_directories(directory: Path) -> list[Path]:
     """List directories of checkpoints that the user may have meant.
 
     They are subdirectories of `directory`, or have a similar name. Names are compared at the first
-    path component that does not exist, and at the last one.
+    path component that does not exist, or else at the last one.
     """
     missing = directory.absolute()
     found = _subdirectories(missing)
     rest: tuple[str, ...] = ()
-    while missing.parent != missing:
-        siblings = {path.name: path for path in _subdirectories(missing.parent)}
-        for name in get_close_matches(missing.name, siblings, cutoff=0.6):
-            found.append(siblings[name].joinpath(*rest))
-        if missing.parent.is_dir():
-            break
+    while not missing.parent.is_dir():
         rest = (missing.name, *rest)
         missing = missing.parent
+    siblings = {path.name: path for path in _subdirectories(missing.parent)}
+    for name in get_close_matches(missing.name, siblings, cutoff=0.6):
+        found.append(siblings[name].joinpath(*rest))
     return [path for path in found if path != directory.absolute() and tags_in(path)][:MOST_NAMED]
 
 

@@ -211,17 +211,6 @@ class Manifest:
         """Return how many ranks are summed first; 1 means plain rank order."""
         return self.extra.get("ranks_per_host") or 1
 
-    @property
-    def codes(self) -> dict[str, tuple[int, int] | None]:
-        """Return the codecs that were chosen by measurement, as (bits, block) by state.
-
-        None means that the state is sent uncompressed.
-        """
-        return {
-            state: (codec[0], codec[1]) if codec else None
-            for state, codec in self.extra.get("codes", {}).items()
-        }
-
     def text(self) -> str:
         """Return the manifest as JSON, including its own checksum."""
         document = asdict(replace(self, chunks=[]))
@@ -288,7 +277,8 @@ def checked_tag(tag: Any) -> str:
     Raises:
         CheckpointError: It is not.
     """
-    text = str(tag) if _is_plain(tag) else ""
+    is_plain = isinstance(tag, (str, int, float, os.PathLike)) and not isinstance(tag, bool)
+    text = str(tag) if is_plain else ""
     if not text or text.startswith(".") or Path(text).name != text:
         why = "A tag is the name of one folder."
         fix = "use letters, digits, '_' and '-'."
@@ -322,10 +312,6 @@ def tag_to_save(tag: Any) -> str:
             "leave it out.",
         )
     return text
-
-
-def _is_plain(tag: Any) -> bool:
-    return isinstance(tag, (str, int, float, os.PathLike)) and not isinstance(tag, bool)
 
 
 def _invalid_tag(tag: Any, why: str, fix: str) -> CheckpointError:

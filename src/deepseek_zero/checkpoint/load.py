@@ -158,7 +158,7 @@ def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
     here = runtime.settings.compression
     chosen: dict[str, Any] = {
         state: Blocks(*codec) if codec is not None else None
-        for state, codec in manifest.codes.items()
+        for state, codec in manifest.extra.get("codes", {}).items()
         if state in here.left_open
     }
     found = replace(here, **chosen)

@@ -20,14 +20,11 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
     version, words, gauss = random.getstate()
-    found["python"] = torch.tensor(
-        [version, *words, gauss is not None, _float_bits(gauss or 0.0)], dtype=torch.int64
-    )
+    found["python"] = _pack([version, *words], gauss)
     name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     if name == "MT19937":
-        found["numpy"] = torch.tensor(
-            [*map(int, keys), place, has_gauss, _float_bits(float(cached))], dtype=torch.int64
-        )
+        gauss = float(cached) if has_gauss else None
+        found["numpy"] = _pack([*map(int, keys), int(place)], gauss)
     return found
 
 
@@ -43,19 +40,21 @@ def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
     if "python" in states:
-        version, *words, has_gauss, bits = states["python"].tolist()
-        gauss = _float_of_bits(bits) if has_gauss else None
+        (version, *words), gauss = _unpack(states["python"])
         random.setstate((version, tuple(words), gauss))
     if "numpy" in states:
-        *keys, place, has_gauss, bits = states["numpy"].tolist()
-        np.random.set_state(
-            ("MT19937", np.array(keys, dtype=np.uint32), place, has_gauss, _float_of_bits(bits))
-        )
+        (*keys, place), gauss = _unpack(states["numpy"])
+        numpy_words = np.array(keys, dtype=np.uint32)
+        np.random.set_state(("MT19937", numpy_words, place, int(gauss is not None), gauss or 0.0))
 
 
-def _float_bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+def _pack(numbers: list[int], gauss: float | None) -> Tensor:
+    """Return the words of a generator and its cached normal value, if any, as one tensor."""
+    bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
+    return torch.tensor([*numbers, gauss is not None, bits], dtype=torch.int64)
 
 
-def _float_of_bits(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+def _unpack(packed: Tensor) -> tuple[list[int], float | None]:
+    *numbers, has_gauss, bits = packed.tolist()
+    gauss = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return numbers, gauss if has_gauss else None

@@ -251,10 +251,7 @@ class PendingSave:
         """Complete a folder other than rank 0's; it contains only files of ranks."""
         if self._comm.rank == self._sharers[0] != 0:
             self._refuse_missing()
-            with files.describing_errors(f"completing '{self.final}'"):
-                self._staged.finish()
-                publish(self.hidden, self.final, latest=False)
-            self._staged.unlock()
+            self._publish(latest=False)
 
     def _refuse_missing(self) -> None:
         """Raise CheckpointError if this rank does not see all files of its folder."""
@@ -292,8 +289,12 @@ class PendingSave:
         manifest.plain = self._plain
         with files.describing_errors(f"completing '{self.final}'"):
             files.write_text(self.hidden / MANIFEST, manifest.text())
+        self._publish(latest=self.settings.latest)
+
+    def _publish(self, *, latest: bool) -> None:
+        with files.describing_errors(f"completing '{self.final}'"):
             self._staged.finish()
-            publish(self.hidden, self.final, latest=self.settings.latest)
+            publish(self.hidden, self.final, latest=latest)
         self._staged.unlock()
 
 

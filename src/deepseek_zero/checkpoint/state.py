@@ -119,15 +119,13 @@ def write_groups(
         assert optimizer is not None
         return optimizer.moments.read(shard, key).reshape(-1)
 
-    shards_by_group: dict[int, list[MasterShard]] = {}
-    for shard in optimizer.shards() if optimizer is not None else ():
-        shards_by_group.setdefault(id(shard.group), []).append(shard)
+    shards = optimizer.shards() if optimizer is not None else []
     for group in runtime.groups:
         if group.trainable or not skip_frozen:
             yield _weight_items(group, chunks)
-        for shard in shards_by_group.get(id(group), ()):
-            assert optimizer is not None
-            yield _moment_items(optimizer, shard, chunks, read_moment)
+        for shard in shards:
+            if optimizer is not None and shard.group is group:
+                yield _moment_items(optimizer, shard, chunks, read_moment)
         for kept in group.gradient.kept.values() if group.trainable else ():
             yield _kept_gradient_items(group, kept, chunks)
 
