@@ -21,6 +21,7 @@ import json
 import math
 import os
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, brief
-from .boxes import ParamPart
+from .boxes import ParamPart, PlacedValues
 from .numpy_values import ARRAY, from_plain, is_storable, to_plain
 from .safetensors_file import dtype_named
 
@@ -146,6 +147,66 @@ class SavedChunk(StateRange):
     def tensor_name(self) -> str:
         """Return the name of the chunk's tensor in its file."""
         return f"{self.kind}|{self.key}|{self.start}|{self.name}"
+
+
+class StateReader(ABC):
+    """Read ranges of a checkpoint's states by kind, parameter name and optimizer key."""
+
+    @abstractmethod
+    def has(self, kind: str, name: str, key: str = "") -> bool:
+        """Return whether the checkpoint contains any elements of a state.
+
+        Args:
+            kind: Kind of state, such as `WEIGHT` or `MOMENT`.
+            name: Name of the parameter or buffer.
+            key: The optimizer's name of the state; empty for other kinds.
+        """
+
+    def keys(self, kind: str, name: str) -> list[str]:
+        """Return the optimizer's names of the states of one parameter.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+        """
+        return []
+
+    @abstractmethod
+    def read(self, wanted: StateRange) -> PlacedValues:
+        """Yield the elements of a range, in order.
+
+        Args:
+            wanted: The range.
+
+        Yields:
+            Pairs of position and flat values; each is valid until the next one is requested.
+
+        Raises:
+            CheckpointError: Elements are missing or cannot be read.
+        """
+
+    def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
+        """Read an optimizer state that has a shape different from its parameter.
+
+        Args:
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            part: The part of the parameter that the state belongs to; None means all of it.
+
+        Raises:
+            CheckpointError: The checkpoint does not contain the state for this part.
+        """
+        raise CheckpointError(f"'{name}' has no state '{key}' with another shape.")
+
+    @abstractmethod
+    def of_rank(self, name: str, rank: int) -> Tensor:
+        """Read the buffer that a rank saved, as a flat tensor.
+
+        Args:
+            name: Name of the buffer.
+            rank: The rank that saved it. If that rank saved no value, that of the first rank that
+                did is returned.
+        """
 
 
 @dataclass

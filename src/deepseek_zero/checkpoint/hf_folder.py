@@ -19,9 +19,8 @@ from torch import Tensor
 from ..base.errors import CheckpointError, brief
 from . import files
 from .boxes import ParamPart, PlacedValues, assemble
-from .format import WEIGHT, StateRange
+from .format import WEIGHT, StateRange, StateReader
 from .safetensors_file import RUN_KEY, SafetensorsReader, TensorInfo, TensorLocation
-from .state_reader import StateReader
 
 STEM = "model"
 INDEX = "model.safetensors.index.json"

@@ -20,10 +20,9 @@ from typing import Any
 from ..base.errors import CheckpointError
 from ..base.plugins import CHECKPOINT_LAYOUTS, contributions
 from .contents import Contents, Loaded, LoadSettings, SaveSettings
-from .format import MANIFEST, FileRecord, Manifest
+from .format import MANIFEST, FileRecord, Manifest, StateReader
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
 from .safetensors_file import read_header
-from .state_reader import StateReader
 from .torch_file import parameter_facts, read_state_dict, torch_records
 
 

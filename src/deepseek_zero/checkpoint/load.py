@@ -49,6 +49,7 @@ from .format import (
     WHOLE,
     Manifest,
     StateRange,
+    StateReader,
 )
 from .lockstep import run_on_all
 from .piece import ModelPiece, names_of_all, persistent_buffers, predecessor
@@ -56,7 +57,6 @@ from .read import CheckpointReader, client_of_rank, plain_values, tensors_of_ran
 from .rng import restore_rng
 from .safetensors_file import dtype_name, dtype_named
 from .state import exact_storages, package_of, place_of
-from .state_reader import StateReader
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"

@@ -21,9 +21,8 @@ from ..planner.split import split_of
 from ..sharding.group import ParamInfo
 from ..sharding.runtime import Runtime
 from .boxes import ParamPart, PlacedValues
-from .format import Manifest, StateRange
+from .format import Manifest, StateRange, StateReader
 from .lockstep import run_and_gather_values
-from .state_reader import StateReader
 
 WHOLE_NAMES = "_zero_whole_names"
 OWN_NAMES = "_zero_own_names"

@@ -32,6 +32,7 @@ from .format import (
     Manifest,
     SavedChunk,
     StateRange,
+    StateReader,
     checked_tag,
     decode,
 )
@@ -45,7 +46,6 @@ from .safetensors_file import (
     damaged_file,
     dtype_named,
 )
-from .state_reader import StateReader
 from .verify import compare_checksum, raise_faults, verify
 
 ChunksByPart = dict[ParamPart | None, list[SavedChunk]]

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
 from .boxes import ParamPart, PlacedValues, assemble
-from .format import BUFFER, WEIGHT, FileRecord, Manifest, StateRange
+from .format import BUFFER, WEIGHT, FileRecord, Manifest, StateRange, StateReader
 from .safetensors_file import dtype_name
-from .state_reader import StateReader
 
 
 def torch_records(path: Path) -> list[FileRecord]:
