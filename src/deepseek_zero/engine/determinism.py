@@ -50,7 +50,14 @@ class Determinism:
     _before: ClassVar[_Switches] = _Switches()
 
     def __init__(self, device: torch.device) -> None:
-        _check_workspace(device)
+        if device.type == "cuda" and WORKSPACE not in os.environ:
+            raise UsageError(
+                f"deterministic is true, but CUDA has started without {WORKSPACE}.",
+                "cuBLAS reads it once, when it starts; without it matrix products may differ from "
+                "run to run.",
+                f"set {WORKSPACE}={WORKSPACE_SIZE} before the program starts, or build the model "
+                "on the CPU and the engine before anything touches the GPU.",
+            )
         if not Determinism._holds:
             Determinism._before = _Switches.now()
         Determinism._holds += 1
@@ -77,14 +84,3 @@ def fix_workspace(device: torch.device) -> None:
     """
     if device.type == "cuda" and not torch.cuda.is_initialized():
         os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
-
-
-def _check_workspace(device: torch.device) -> None:
-    if device.type == "cuda" and WORKSPACE not in os.environ:
-        raise UsageError(
-            f"deterministic is true, but CUDA has started without {WORKSPACE}.",
-            "cuBLAS reads it once, when it starts; without it matrix products may differ from run "
-            "to run.",
-            f"set {WORKSPACE}={WORKSPACE_SIZE} before the program starts, or build the model on "
-            "the CPU and the engine before anything touches the GPU.",
-        )

@@ -25,14 +25,6 @@ if TYPE_CHECKING:  # as in engine.py
 E = TypeVar("E", bound=Engine)
 
 
-def _same_settings(settings: LossScaleSettings) -> LossScaleSettings:
-    return settings
-
-
-def _sharded_optimizer(inner: type[Optimizer], settings: PlanSettings) -> type[ShardedOptimizer]:
-    return ShardedOptimizer
-
-
 @dataclass(frozen=True)
 class BuildRules:
     """Rules for the parts of an engine that an API sets before they are built.
@@ -46,9 +38,9 @@ class BuildRules:
 
     model: ModelRules = field(default_factory=ModelRules)
     optimizer_class: Callable[[type[Optimizer], PlanSettings], type[ShardedOptimizer]] = (
-        _sharded_optimizer
+        lambda inner, settings: ShardedOptimizer
     )
-    loss_scale: Callable[[LossScaleSettings], LossScaleSettings] = _same_settings
+    loss_scale: Callable[[LossScaleSettings], LossScaleSettings] = lambda settings: settings
 
 
 class EngineDialect(Generic[E]):

@@ -44,7 +44,7 @@ from ..comm.context import Partition
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_message import Fields, StepMessage
 from ..planner.spec import Placement
-from ..sharding.buffer import FlatBuffer, StateGuard
+from ..sharding.buffer import StateGuard
 from ..sharding.main_weight import is_exposed
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
@@ -235,7 +235,11 @@ class Integrity:
         """
         for unit in self._runtime.units:
             for group in unit.groups:
-                for what, buffer, is_guarded in _buffers(group):
+                is_at_rest = not is_exposed(group.plan, group.comm_ctx)
+                buffers = [("weight", group.weight, is_at_rest)]
+                if group.master is not None and not group.plan.master_is_weight:
+                    buffers.append(("master", group.master.buffer, True))
+                for what, buffer, is_guarded in buffers:
                     if not buffer.storage.is_offloaded:
                         yield _state(
                             what, group, buffer.memory, buffer.spec.placement, is_guarded=is_guarded
@@ -266,13 +270,6 @@ def _note_gathered(found: dict[str, tuple[State, Tensor]], unit: Unit) -> None:
             state, _ = _state("gathered weight", group, values, Placement.REPLICATE)
             if state.key not in found:
                 found[state.key] = state, block_sums(values)
-
-
-def _buffers(group: ParamGroup) -> Iterator[tuple[str, FlatBuffer, bool]]:
-    """Yield the buffers of a group between steps, and whether each is at rest."""
-    yield "weight", group.weight, not is_exposed(group.plan, group.comm_ctx)
-    if group.master is not None and not group.plan.master_is_weight:
-        yield "master", group.master.buffer, True
 
 
 def _state(

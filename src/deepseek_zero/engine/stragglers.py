@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ..base.log import log_once
 from ..base.mesh import Mesh
@@ -42,25 +43,26 @@ WAITS = "seconds of waiting"
 ALL = "its own work"
 
 
+@dataclass
 class Stragglers:
     """Compares the ranks of one engine.
 
-    Args:
+    Attributes:
         meter: The meter of this rank.
         hosts: The names of the hosts.
+        link: The line about the link between hosts, while steps wait for it.
     """
 
-    def __init__(self, meter: Meter, hosts: Sequence[str]) -> None:
-        self._meter = meter
-        self._hosts = hosts
-        # In total, and in each step of this window
-        self._waited = 0.0
-        self._waits = [0.0] * WINDOW
-        self._windows_on_the_link = 0
-        self.link = ""  # the line about the link, while steps wait for it
-        self._before = [0.0] * len(OWN)
-        self._since = time.perf_counter()
-        self._in_a_row: Counter[tuple[int, str]] = Counter()
+    meter: Meter
+    hosts: Sequence[str]
+    link: str = ""
+    # In total, and in each step of this window
+    _waited: float = 0.0
+    _waits: list[float] = field(default_factory=lambda: [0.0] * WINDOW)
+    _windows_on_the_link: int = 0
+    _before: list[float] = field(default_factory=lambda: [0.0] * len(OWN))
+    _since: float = field(default_factory=lambda: time.perf_counter())
+    _in_a_row: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def add_to(self, message: StepMessage, step: int) -> None:
         """Add this rank's timings to the message of every seventh step.
@@ -72,12 +74,12 @@ class Stragglers:
             message: The message of the step.
             step: The number of the step.
         """
-        waited = sum(self._meter.wait_seconds.values())
+        waited = sum(self.meter.wait_seconds.values())
         self._waits[(step - 1) % WINDOW] = max(0.0, waited - self._waited)
         self._waited = waited
         if step % WINDOW:
             return
-        parts = seconds_by_part(self._meter)
+        parts = seconds_by_part(self.meter)
         now = [parts.get(part, 0.0) for part in OWN]
         # Negative if the meter was reset in between.
         message.add(
@@ -129,7 +131,7 @@ class Stragglers:
         self.link = ""
         if self._windows_on_the_link >= WINDOWS:
             self.link = (
-                f"steps wait for the link between {' and '.join(self._hosts)}: all ranks waited at "
+                f"steps wait for the link between {' and '.join(self.hosts)}: all ranks waited at "
                 f"once for {together / seconds:.0%} of the time of {WINDOW} steps"
             )
         if self._windows_on_the_link == WINDOWS:
