@@ -55,7 +55,7 @@ def settings_classes() -> tuple[type, ...]:
     return tuple(found)
 
 
-SETTINGS = ("Policy", "Keep")
+SETTINGS = ("Policy", "Retention")
 
 
 @cache
