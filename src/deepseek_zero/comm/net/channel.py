@@ -322,11 +322,17 @@ def enable_keep_alive(connection: socket.socket) -> None:
     the caller decides how long a silence may last, and a connection that stays open shows when the
     host answers again.
     """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        times = {"KEEPIDLE": BEAT_SECONDS, "KEEPINTVL": BEAT_SECONDS, "USER_TIMEOUT": NEVER}
-        for option, value in times.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+        _probe(connection, KEEPIDLE=BEAT_SECONDS, KEEPINTVL=BEAT_SECONDS, USER_TIMEOUT=NEVER)
+    else:
+        _probe(connection)
+
+
+def _probe(connection: socket.socket, **options: int) -> None:
+    """Enable keep-alive probes with these options of TCP, which are named without "TCP_"."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
 def end_with_the_host(connection: socket.socket, seconds: float) -> None:
@@ -338,16 +344,9 @@ def end_with_the_host(connection: socket.socket, seconds: float) -> None:
         connection: The connection.
         seconds: Seconds without an answer; inf means never.
     """
-    if sys.platform != "linux" or not math.isfinite(seconds):
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, 2),
-        (socket.TCP_KEEPINTVL, 2),
-        (socket.TCP_KEEPCNT, 4),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    if sys.platform == "linux" and math.isfinite(seconds):
+        milliseconds = int(seconds * 1000)
+        _probe(connection, KEEPIDLE=2, KEEPINTVL=2, KEEPCNT=4, USER_TIMEOUT=milliseconds)
 
 
 def silence_of(connection: socket.socket) -> float | None:
