@@ -239,7 +239,7 @@ class _Loop:
         inside, place = places(targets, self.ranks.first, values.shape[1])
         target = values.gather(1, place[:, None])[:, 0].masked_fill_(~inside, 0.0)
         values.sub_(highest[:, None]).exp_()
-        lse, target, _ = joined(self.ranks.told(torch.stack([highest, values.sum(1), target], 1)))
+        lse, target = joined(self.ranks.told(torch.stack([highest, values.sum(1), target], 1)))
         if self.gx is not None or self.gw is not None or self.gb is not None:
             values.mul_((torch.exp(highest - lse) * counts * self.factor)[:, None])
             values.scatter_add_(

@@ -20,7 +20,7 @@ from .plans import ParallelPlan, ParallelSettings, choose
 from .proof import prove, watch
 from .streams import Streams
 from .token_shards import shard_tokens
-from .virtual import VirtualAxis, repeat, run_in_passes, share_tokens
+from .virtual import Attention, Repeated, TokenShare, VirtualAxis
 
 KINDS = {
     "column": Column,
@@ -114,9 +114,9 @@ def virtual(
             for (of, attribute), local in plan.attributes.items()
             if of == name
         }
-        run_in_passes(model.get_submodule(holder), axis, counts)
+        become(model.get_submodule(holder), Attention, axis=axis, counts=counts)
     for name in summed:
-        repeat(model.get_submodule(name), axis)
+        become(model.get_submodule(name), Repeated, axis=axis)
     if plan.stretch is not None:
         if has_dropout(model):
             raise NotBuiltError(
@@ -125,7 +125,7 @@ def virtual(
                 "set the model's dropout to 0, or tensor_parallel.sequence to false.",
             )
         for name in plan.stretch.norms:
-            share_tokens(model.get_submodule(name), axis)
+            become(model.get_submodule(name), TokenShare, axis=axis)
     _become(model, plan, axis)
     if settings.loss == "split":
         _split_loss(model, plan, axis)
@@ -160,7 +160,7 @@ def _summed_modules(model: nn.Module, plan: ParallelPlan) -> list[str]:
 def _become(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
     for choice in plan.choices:
         if choice.part is not None:
-            become(choice.module, KINDS[choice.style], axis, choice.part)
+            become(choice.module, KINDS[choice.style], axis=axis, part=choice.part)
 
 
 def _split_loss(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:

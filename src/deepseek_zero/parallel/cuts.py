@@ -7,15 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import ordered_sum
 from ..planner.messages import SUM_TILE_NUMEL
 from ..planner.split import Ranges, Split, laid_out
+from .autograd import with_backward
 
 
 def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
@@ -39,8 +38,12 @@ def blocks(whole: Tensor, split: Split) -> tuple[Tensor, ...]:
         whole: The whole tensor.
         split: How it is split.
     """
-    found: tuple[Tensor, ...] = _Blocks.apply(whole, split)  # type: ignore[no-untyped-call]
-    return found
+    dim = _dim(split)
+    return with_backward(
+        lambda whole: tuple(taken(whole, dim, ranges) for ranges in split.ranges),
+        lambda *grads: (put_together(grads, split, dim),),
+        whole,
+    )
 
 
 def join(parts: tuple[Tensor, ...], split: Split) -> Tensor:
@@ -50,8 +53,12 @@ def join(parts: tuple[Tensor, ...], split: Split) -> Tensor:
         parts: The parts, by coordinate.
         split: How the whole is split.
     """
-    whole: Tensor = _Join.apply(split, *parts)  # type: ignore[no-untyped-call]
-    return whole
+    dim = _dim(split)
+    return with_backward(
+        lambda *parts: put_together(parts, split, dim),
+        lambda grad: tuple(taken(grad, dim, ranges) for ranges in split.ranges),
+        *parts,
+    )
 
 
 def ordered(parts: tuple[Tensor, ...]) -> Tensor:
@@ -126,29 +133,3 @@ def put_together(parts: Sequence[Tensor], split: Split, dim: int) -> Tensor:
             whole.narrow(dim, start, stop - start).copy_(source.narrow(dim, offset, stop - start))
             offset += stop - start
     return whole
-
-
-class _Blocks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, split: Split) -> tuple[Tensor, ...]:
-        ctx.split = split
-        ctx.dim = _dim(split)
-        return tuple(taken(whole, ctx.dim, ranges) for ranges in split.ranges)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return put_together(grads, ctx.split, ctx.dim), None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, split: Split, *parts: Tensor) -> Tensor:
-        ctx.split = split
-        ctx.dim = _dim(split)
-        return put_together(parts, split, ctx.dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(taken(grad, ctx.dim, ranges) for ranges in ctx.split.ranges)

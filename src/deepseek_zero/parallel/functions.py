@@ -16,8 +16,8 @@ product. The last one starts the sum before it computes the gradient of its weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from ..base.errors import NotBuiltError
 from ..planner.split import Split
+from .autograd import with_backward
 from .cuts import put_together, taken
-from .group import Sum, TensorGroup
+from .group import TensorGroup
 
 # -- products: (rows, in) x weight, which is (out, in), or (in, out) if `transposed`
 
@@ -68,39 +69,28 @@ def flat(x: Tensor) -> Tensor:
 # -- entering
 
 
-class Partials(Protocol):
-    """Accumulates the gradients for one entered tensor on one rank."""
-
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a buffer for the accumulated gradient.
-
-        Args:
-            shape: The shape.
-            dtype: The dtype.
-        """
-        ...
-
-    def complete(self, partial: Tensor) -> None:
-        """Receive the accumulated gradient of all layers."""
-        ...
-
-
 class Entry:
     """A tensor that column layers read, with the buffer of their gradients for it.
 
     `readers` counts the layers that have read it in forward. When all of them have added their
-    gradient, `partials` receives the buffer.
+    gradient, `start` receives the buffer.
 
     Args:
-        partials: Provides and receives the buffer.
+        new: Returns an uninitialized buffer of a shape and a dtype.
+        start: Called with the accumulated gradient of all layers.
     """
 
-    def __init__(self, partials: Partials) -> None:
-        self.readers = self._heard = 0
-        self._partials = partials
-        self._buffer = None
-
-    _buffer: Tensor | None
+    def __init__(
+        self,
+        new: Callable[[Sequence[int], torch.dtype], Tensor],
+        start: Callable[[Tensor], Any],
+    ) -> None:
+        self.readers = 0
+        self._new = new
+        self._start = start
+        self._added = 0
+        self._buffer: Tensor | None = None
+        self._started: Any = None
 
     def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
         """Add one layer's gradient for the input.
@@ -112,82 +102,50 @@ class Entry:
         """
         left = weight.t() if transposed else weight
         if self._buffer is None:
-            self._buffer = self._partials.buffer((grad.shape[0], left.shape[1]), grad.dtype)
+            self._buffer = self._new((grad.shape[0], left.shape[1]), grad.dtype)
             torch.mm(grad, left, out=self._buffer)
         else:
             self._buffer.addmm_(grad, left)
-        self._heard += 1
-        if self._heard == self.readers:
-            self.close()
+        self._added += 1
+        if self._added == self.readers:
+            self._close()
 
-    def close(self) -> None:
-        """Pass on the accumulated gradient, if there is any. No layer will add to it."""
-        if self._buffer is not None:
-            buffer = self._buffer
-            self._buffer = None
-            self._heard = 0
-            self._partials.complete(buffer)
+    def finish(self) -> Any:
+        """Return the result of `start`, or None if no layer has added a gradient.
 
-
-class GroupPartials:
-    """Sums gradients over the ranks of a group.
-
-    Args:
-        group: The group.
-        what: The name of the sum, for messages.
-        tokens: The shape (batch, tokens, width) if only this rank's tokens are summed.
-    """
-
-    def __init__(self, group: TensorGroup, what: str, tokens: Sequence[int] | None = None) -> None:
-        self._group = group
-        self._what = what
-        self._tokens = tokens
-        self._sum: Sum | None = None
-
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a buffer of the group.
-
-        Args:
-            shape: The shape.
-            dtype: The dtype.
+        No layer will add to it. If some layers have not added theirs, it calls `start`.
         """
-        return self._group.take(shape, dtype)
+        self._close()
+        found = self._started
+        self._started = None
+        return found
 
-    def complete(self, partial: Tensor) -> None:
-        """Start the sum over the ranks."""
-        if self._tokens is None:
-            self._sum = self._group.sum(partial, self._what)
-        else:
-            self._sum = self._group.sum_own_tokens(partial.view(*self._tokens), self._what)
-
-    def wait(self) -> Tensor | None:
-        """Return the sum, or None if none was started."""
-        found = self._sum
-        self._sum = None
-        return None if found is None else found.wait()
+    def _close(self) -> None:
+        if self._buffer is not None:
+            self._started = self._start(self._buffer)
+            self._buffer = None
+            self._added = 0
 
 
 class _Enter(torch.autograd.Function):
     """Column layers return no gradient for the entered tensor (`Entry.add`).
 
-    This node runs after all of them.
+    This node runs after all of them. `whole` is `x`, or all tokens of a sharded `x`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entry: Entry, partials: GroupPartials) -> Tensor:
+    def forward(ctx: Any, x: Tensor, whole: Tensor, entry: Entry) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.entry = entry
-        ctx.partials = partials
         ctx.shape = x.shape
-        return x.view_as(x)
+        return whole.view_as(whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
         assert grad is None, "only column layers read an entered tensor"
-        ctx.entry.close()
-        total = ctx.partials.wait()
-        return None if total is None else total.view(ctx.shape), None, None
+        total = ctx.entry.finish()
+        return None if total is None else total.wait().view(ctx.shape), None, None
 
 
 def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
@@ -203,31 +161,9 @@ def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | Non
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, None
-    partials = GroupPartials(group, f"the gradient into {what}")
-    entry = Entry(partials)
-    return _Enter.apply(x, entry, partials), entry  # type: ignore[no-untyped-call]
-
-
-class _EnterTokens(torch.autograd.Function):
-    """`_Enter` for a tensor that is sharded over tokens."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, whole: Tensor, entry: Entry, partials: GroupPartials
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.entry = entry
-        ctx.partials = partials
-        ctx.shape = x.shape
-        return whole.view_as(whole)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        assert grad is None, "only column layers read an entered tensor"
-        ctx.entry.close()
-        total = ctx.partials.wait()
-        return None if total is None else total.view(ctx.shape), None, None, None
+    name = f"the gradient into {what}"
+    entry = Entry(group.take, lambda partial: group.sum(partial, name))
+    return _Enter.apply(x, x, entry), entry  # type: ignore[no-untyped-call]
 
 
 def enter_tokens(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
@@ -256,9 +192,10 @@ def enter_tokens(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entr
     whole = group.gather_tokens(x.detach(), f"tokens of {what}")
     if not (torch.is_grad_enabled() and x.requires_grad):
         return whole, None
-    partials = GroupPartials(group, f"the gradient into {what}", whole.shape)
-    entry = Entry(partials)
-    return _EnterTokens.apply(x, whole, entry, partials), entry  # type: ignore[no-untyped-call]
+    name = f"the gradient into {what}"
+    shape = whole.shape
+    entry = Entry(group.take, lambda partial: group.sum_own_tokens(partial.view(shape), name))
+    return _Enter.apply(x, whole, entry), entry  # type: ignore[no-untyped-call]
 
 
 # -- layers
@@ -299,7 +236,7 @@ class _Column(torch.autograd.Function):
 def column(
     x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry | None, transposed: bool
 ) -> Tensor:
-    """Return this rank's outputs of a column layer. Local.
+    """Return this rank's outputs of a column layer.
 
     Args:
         x: The entered tensor, shape (..., in).
@@ -313,53 +250,66 @@ def column(
 
 
 class _Row(torch.autograd.Function):
+    """A row product: `new` allocates it, `finish` makes the output of it.
+
+    `restore` makes the gradient of the product from that of the output.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        group: TensorGroup,
         transposed: bool,
-        what: str,
-        shards_tokens: bool,
+        adds_bias: bool,
+        new: Callable[[Sequence[int], torch.dtype], Tensor],
+        finish: Callable[[Tensor], Tensor],
+        restore: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed = transposed
-        ctx.tokens = (group, what) if shards_tokens else None
+        ctx.restore = restore
         outputs = weight.shape[1 if transposed else 0]
-        part = group.take((*x.shape[:-1], outputs), x.dtype)
-        own_bias = bias if group.index == 0 else None
+        part = new((*x.shape[:-1], outputs), x.dtype)
+        own_bias = bias if adds_bias else None
         product(flat(x), weight, own_bias, transposed, part.view(-1, outputs))
-        if not shards_tokens:
-            return group.sum(part, what).wait()
-        return group.sum_own_tokens(part, what).wait()
+        return finish(part)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if ctx.tokens is not None:
-            group, what = ctx.tokens
-            grad = group.gather_tokens(grad, f"the gradient of {what}")
-        return *row_gradients(ctx, grad), None, None, None, None
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        rows = flat(ctx.restore(grad))
+        x_grad = None
+        if needs[0]:
+            right = weight.t() if ctx.transposed else weight
+            x_grad = torch.mm(rows, right).view(x.shape)
+        weight_grad = weight_gradient(rows, flat(x), ctx.transposed) if needs[1] else None
+        bias_grad = rows.sum(0) if needs[2] else None
+        return x_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
-def row_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of a row product's input, weight and bias. Local.
+def row_part(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Return one rank's summand of a row layer's outputs.
 
     Args:
-        ctx: The autograd context of the product.
-        grad: The gradient of the output.
+        x: The rank's inputs, shape (..., in).
+        weight: The rank's weight.
+        bias: The bias to add, or None.
+        transposed: Whether the weight is (in, out).
     """
-    x, weight = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    rows = flat(grad)
-    x_grad = None
-    if needs[0]:
-        right = weight.t() if ctx.transposed else weight
-        x_grad = torch.mm(rows, right).view(x.shape)
-    weight_grad = weight_gradient(rows, flat(x), ctx.transposed) if needs[1] else None
-    return x_grad, weight_grad, rows.sum(0) if needs[2] else None
+
+    def new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return x.new_empty(shape, dtype=dtype)
+
+    found: Tensor = _Row.apply(x, weight, bias, transposed, True, new, _same, _same)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def row(
@@ -389,21 +339,18 @@ def row(
     Note:
         Collective and blocking: every rank must call it.
     """
+
+    def finish(part: Tensor) -> Tensor:
+        total = group.sum_own_tokens(part, what) if shards_tokens else group.sum(part, what)
+        return total.wait()
+
+    def restore(grad: Tensor) -> Tensor:
+        return group.gather_tokens(grad, f"the gradient of {what}") if shards_tokens else grad
+
     found: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, group, transposed, what, shards_tokens
+        x, weight, bias, transposed, group.index == 0, group.take, finish, restore
     )
     return found
-
-
-class _Exit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, what: str) -> Tensor:
-        return group.sum(group.take(x.shape, x.dtype).copy_(x), what).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
 
 
 def leave(x: Tensor, group: TensorGroup, what: str) -> Tensor:
@@ -417,24 +364,13 @@ def leave(x: Tensor, group: TensorGroup, what: str) -> Tensor:
     Note:
         Collective and blocking: every rank must call it.
     """
-    found: Tensor = _Exit.apply(x, group, what)  # type: ignore[no-untyped-call]
-    return found
+    return with_backward(
+        lambda x: group.sum(group.take(x.shape, x.dtype).copy_(x), what).wait(), _unchanged, x
+    )
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
-        ctx.own = columns.ranges[group.index]
-        widths = [sum(stop - start for start, stop in ranges) for ranges in columns.ranges]
-        parts = group.all_gather(flat(x), widths, what)
-        in_order = all(len(ranges) == 1 for ranges in columns.ranges)
-        whole = torch.cat(parts, 1) if in_order else put_together(parts, columns, 1)
-        return whole.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return taken(grad, -1, ctx.own), None, None, None
+def _unchanged(grad: Tensor) -> tuple[Tensor]:
+    return (grad,)
 
 
 def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
@@ -449,25 +385,16 @@ def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
     Note:
         Collective and blocking: every rank must call it.
     """
-    found: Tensor = _Gather.apply(x, group, columns, what)  # type: ignore[no-untyped-call]
-    return found
+    own = columns.ranges[group.index]
+    widths = [sum(stop - start for start, stop in ranges) for ranges in columns.ranges]
+    in_order = all(len(ranges) == 1 for ranges in columns.ranges)
 
+    def forward(x: Tensor) -> Tensor:
+        parts = group.all_gather(flat(x), widths, what)
+        whole = torch.cat(parts, 1) if in_order else put_together(parts, columns, 1)
+        return whole.view(*x.shape[:-1], -1)
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: TensorGroup, widths: Sequence[int], what: str
-    ) -> Tensor:
-        ctx.group = group
-        ctx.widths = widths
-        ctx.what = what
-        return x.narrow(-1, sum(widths[: group.index]), widths[group.index]).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        parts = ctx.group.all_gather(flat(grad), ctx.widths, ctx.what)
-        return torch.cat(parts, 1).view(*grad.shape[:-1], -1), None, None, None
+    return with_backward(forward, lambda grad: (taken(grad, -1, own),), x)
 
 
 def scatter(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
@@ -482,21 +409,15 @@ def scatter(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> 
     Note:
         Backward gathers: it is collective and blocking.
     """
-    found: Tensor = _Scatter.apply(x, group, widths, what)  # type: ignore[no-untyped-call]
-    return found
 
+    def forward(x: Tensor) -> Tensor:
+        return x.narrow(-1, sum(widths[: group.index]), widths[group.index]).contiguous()
 
-class _Shard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, what: str) -> Tensor:
-        ctx.group = group
-        ctx.what = what
-        return own_tokens(x, group)
+    def backward(grad: Tensor) -> tuple[Tensor]:
+        parts = group.all_gather(flat(grad), widths, what)
+        return (torch.cat(parts, 1).view(*grad.shape[:-1], -1),)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.gather_tokens(grad, f"the gradient into {ctx.what}"), None, None
+    return with_backward(forward, backward, x)
 
 
 def own_tokens(x: Tensor, group: TensorGroup) -> Tensor:
@@ -521,20 +442,10 @@ def shard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
     Note:
         Backward gathers: it is collective and blocking.
     """
-    found: Tensor = _Shard.apply(x, group, what)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, what: str) -> Tensor:
-        ctx.group = group
-        return group.gather_tokens(x, f"tokens of {what}")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return own_tokens(grad, ctx.group), None, None
+    name = f"the gradient into {what}"
+    return with_backward(
+        lambda x: own_tokens(x, group), lambda grad: (group.gather_tokens(grad, name),), x
+    )
 
 
 def unshard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
@@ -549,5 +460,8 @@ def unshard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
     Note:
         Collective and blocking: every rank must call it.
     """
-    found: Tensor = _Unshard.apply(x, group, what)  # type: ignore[no-untyped-call]
-    return found
+    return with_backward(
+        lambda x: group.gather_tokens(x, f"tokens of {what}"),
+        lambda grad: (own_tokens(grad, group),),
+        x,
+    )

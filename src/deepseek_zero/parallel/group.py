@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,18 +18,6 @@ from ..planner.messages import SUM_TILE_NUMEL
 
 KIND = "tp"  # kind of these bytes in the meter
 LEAST_BUFFERS = 3  # created before a buffer that is still read is waited for
-
-
-class Sum(Protocol):
-    """A sum in progress."""
-
-    def wait(self) -> Tensor:
-        """Return the sum over the ranks.
-
-        Raises:
-            PeerError: Another rank failed or issued a different collective.
-        """
-        ...
 
 
 class TensorGroup:
@@ -49,7 +36,7 @@ class TensorGroup:
         self._free: list[Tensor] = []  # least recently used first
         self._lent: dict[int, Tensor] = {}  # by address
         self._made = 0
-        self._scratch = torch.empty(
+        self.scratch = torch.empty(
             SUM_TILE_NUMEL.on(comm.device), dtype=torch.float32, device=comm.device
         )
 
@@ -58,7 +45,7 @@ class TensorGroup:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized buffer for this rank's part of a sum.
 
-        `sum` takes it back. It waits if other ranks still read every buffer. Local.
+        `sum` takes it back. It waits if other ranks still read every buffer.
 
         Args:
             shape: The shape.
@@ -85,7 +72,7 @@ class TensorGroup:
 
     def buffers(self) -> list[Tensor]:
         """Return the memory that is kept for sums."""
-        return [self._scratch, *self._free]
+        return [self.scratch, *self._free]
 
     def sum(self, part: Tensor, what: str) -> Sum:
         """Start the sum of every rank's part, in rank order, in fp32, rounded once.
@@ -99,7 +86,7 @@ class TensorGroup:
             Collective: every rank must call it.
         """
         flat = part.view(-1)
-        return _Sum(self, part, [flat] * self.size, torch.empty_like(part), what)
+        return Sum(self, part, [flat] * self.size, torch.empty_like(part), what)
 
     def sum_own_tokens(self, part: Tensor, what: str) -> Sum:
         """Start the sum of every rank's part for this rank's tokens.
@@ -122,10 +109,10 @@ class TensorGroup:
             self.give_back(part)
             part = page
         found = torch.empty((batch, own, width), dtype=part.dtype, device=part.device)
-        return _Sum(self, part, part.view(-1).chunk(self.size), found, what)
+        return Sum(self, part, part.view(-1).chunk(self.size), found, what)
 
     def give_back(self, part: Tensor) -> None:
-        """Take back a buffer of `take`, which other ranks may still read. Local."""
+        """Take back a buffer of `take`, which other ranks may still read."""
         self._free.append(self._lent.pop(part.data_ptr()))
 
     # -- movements
@@ -149,7 +136,7 @@ class TensorGroup:
         outgoing = self.take(part.shape, part.dtype).copy_(part)
         boxes = [box.view(-1) for box in found]
         self.comm.exchange(
-            [outgoing.view(-1)] * self.size, boxes, "reduce", what, _nothing, KIND
+            [outgoing.view(-1)] * self.size, boxes, "reduce", what, keep_in_place, KIND
         ).wait()
         self.give_back(outgoing)
         return found
@@ -188,7 +175,7 @@ def _boxes(group: TensorGroup, own: Tensor) -> list[Tensor | None]:
     return [own if rank == group.index else torch.empty_like(own) for rank in range(group.size)]
 
 
-class _Sum:
+class Sum:
     """A sum that a group started.
 
     Args:
@@ -206,7 +193,7 @@ class _Sum:
         self._part = part
         self._found = found
         into = found.view(-1)
-        scratch = group._scratch
+        scratch = group.scratch
         threads = group.comm.threads
 
         def use(received: Sequence[Tensor]) -> None:
@@ -216,10 +203,15 @@ class _Sum:
         self._pending = group.comm.exchange(pieces, boxes, "reduce", what, use, KIND)
 
     def wait(self) -> Tensor:
+        """Return the sum over the ranks.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
+        """
         self._pending.wait()
         self._group.give_back(self._part)
         return self._found
 
 
-def _nothing(received: Sequence[Tensor]) -> None:
+def keep_in_place(received: Sequence[Tensor]) -> None:
     """Leave the received pieces in place."""

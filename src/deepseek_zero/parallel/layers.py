@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -141,25 +141,22 @@ class Vocabulary(nn.Embedding, Layer):
         return self.axis.look_up(self, ids)
 
 
-def become(module: nn.Module, kind: type[Layer], axis: Axis, part: LayerPart) -> None:
-    """Make a module a part by changing its class.
+def become(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
+    """Change the class of a module into a subclass of a kind and of its class.
 
     Args:
         module: The module.
-        kind: `Column`, `Row` or `Vocabulary`.
-        axis: The axis that computes it.
-        part: How it is split.
+        kind: The kind, for example `Column`, `Row` or `Vocabulary`.
+        **attributes: Attributes of the kind, for example `axis` and `part`.
     """
     module.__class__ = _mixed(type(module), kind)
-    layer = cast(Layer, module)
-    layer.axis = axis
-    layer.part = part
+    vars(module).update(attributes)
 
 
 _mixes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-def _mixed(base: type[nn.Module], kind: type[Layer]) -> type[nn.Module]:
+def _mixed(base: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class for a part whose class was `base`; one for each pair."""
     if issubclass(kind, base):
         return kind

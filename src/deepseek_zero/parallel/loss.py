@@ -1,8 +1,8 @@
 """Cross entropy of logits that are split over the vocabulary.
 
 For each token, a rank sends three numbers about its columns: the maximum of the logits, the sum of
-their exponentials, and the target's logit if it has it. Label smoothing needs a fourth. No rank has
-a whole row, and backward sends nothing.
+their exponentials, and the target's logit if it has it. No rank has a whole row, and backward sends
+nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,30 +20,15 @@ from torch.autograd.function import once_differentiable
 from ..base.errors import UsageError
 from .layers import Axis, LayerPart
 
-Reduction = Literal["mean", "sum", "none"]
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The terms of the loss, named as in `torch.nn.functional.cross_entropy`.
-
-    Attributes:
-        weight: The weight of each word of the vocabulary, whole on every rank.
-        ignore_index: The target of tokens that do not count.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: The share of the loss that is spread over all words.
-        z_loss: Factor of the squared logarithm of each token's sum of exponentials.
-    """
-
-    weight: Tensor | None = None
-    ignore_index: int = -100
-    reduction: Reduction = "mean"
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-
 
 def split_cross_entropy(
-    logits: Tensor, targets: Tensor, axis: Axis, part: LayerPart, terms: Terms | None = None
+    logits: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    part: LayerPart,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
     """Return the cross entropy of split logits in fp32, equal on every rank.
 
@@ -56,25 +40,27 @@ def split_cross_entropy(
         targets: Words of the whole vocabulary or `ignore_index`, shape (...).
         axis: The axis.
         part: The layer that computed the logits.
-        terms: The terms of the loss; by default `Terms()`.
+        ignore_index: The target of tokens that do not count.
+        reduction: "mean" or "sum", over the tokens that count.
 
     Note:
         Collective and blocking: every rank must call it.
     """
-    terms = terms or Terms()
     rows = axis.own_columns(logits.reshape(-1, logits.shape[-1]), part)
     starts = [start for start, _ in rows]
+    flat = targets.reshape(-1)
+    counts = flat != ignore_index
     found: Tensor = _SplitCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        axis, starts, part.outputs.shape[0], targets.reshape(-1), terms, *(each for _, each in rows)
+        axis, starts, flat, counts, reduction == "mean", *(each for _, each in rows)
     )
-    return found.view(targets.shape) if terms.reduction == "none" else found
+    return found
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
     """The autograd function.
 
     `logits` has one tensor of shape (tokens, words) for each rank that computes in this process.
-    `starts` are the indices of their first words.
+    `starts` are the indices of their first words. `counts` are the tokens that count.
     """
 
     @staticmethod
@@ -82,52 +68,25 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx: Any,
         axis: Axis,
         starts: list[int],
-        words: int,
         targets: Tensor,
-        terms: Terms,
+        counts: Tensor,
+        is_mean: bool,
         *logits: Tensor,
     ) -> Tensor:
-        own = [
-            _tell(each, targets, start, terms) for each, start in zip(logits, starts, strict=True)
-        ]
-        lse, target, weighted = joined(axis.all_gather(own, "the loss"))
-        counts = targets != terms.ignore_index
+        own = [_tell(each, targets, start) for each, start in zip(logits, starts, strict=True)]
+        lse, target = joined(axis.all_gather(own, "the loss"))
         weights = counts.float()
-        if terms.weight is not None:
-            weights = weights * terms.weight.float()[targets.masked_fill(~counts, 0)]
-        smoothing = terms.label_smoothing
-        all_weights = float(words) if terms.weight is None else float(terms.weight.float().sum())
-        loss = (1.0 - smoothing) * weights * (lse - target)
-        if smoothing:
-            loss = loss + smoothing / words * counts * (all_weights * lse - weighted)
-        divisor = torch.ones((), device=lse.device)
-        z_scale = torch.full((), terms.z_loss, device=lse.device)
-        if terms.reduction == "mean":
-            divisor = weights.sum()
-            z_scale = z_scale * divisor / counts.sum()
-        if terms.z_loss:
-            loss = loss + z_scale * counts * lse.square()
-        # d loss / d logit = per_row * softmax - own * [token is the target] - even * weight of the
-        # token
-        per_row = (
-            (1.0 - smoothing) * weights
-            + smoothing / words * all_weights * counts
-            + 2 * z_scale * counts * lse
-        )
-        ctx.save_for_backward(
-            targets, lse, per_row / divisor, (1.0 - smoothing) * weights / divisor, *logits
-        )
+        divisor = weights.sum() if is_mean else torch.ones((), device=lse.device)
+        ctx.save_for_backward(targets, lse, weights / divisor, *logits)
         ctx.starts = starts
-        ctx.terms = terms
-        ctx.even = smoothing / words * counts / divisor if smoothing else None
-        if terms.reduction == "none":
-            return loss
-        return loss.sum() / divisor if terms.reduction == "mean" else loss.sum()
+        return (weights * (lse - target)).sum() / divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        targets, lse, per_row, own, *logits = ctx.saved_tensors
+        targets, lse, weights, *logits = ctx.saved_tensors
+        # d loss / d logit = weight of the token * (softmax - [token is the target])
+        per_row = weights * grad
         found = []
         for each, start in zip(logits, ctx.starts, strict=True):
             # No variable keeps the argument of exp, because it is as large as the logits
@@ -135,16 +94,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
                 slope = torch.exp(each.float().sub_(lse[:, None]))
             else:
                 slope = torch.exp(each - lse[:, None])
-            slope.mul_((per_row * grad)[:, None])
+            slope.mul_(per_row[:, None])
             inside, place = places(targets, start, each.shape[1])
-            slope.scatter_add_(1, place[:, None], (-own * grad * inside)[:, None])
-            if ctx.even is not None:
-                even = ctx.even[:, None] * (grad[:, None] if grad.dim() else grad)
-                weight = ctx.terms.weight
-                if weight is None:
-                    slope.sub_(even)
-                else:
-                    slope.sub_(even * weight.float()[start : start + each.shape[1]])
+            slope.scatter_add_(1, place[:, None], (-per_row * inside)[:, None])
             found.append(slope.to(each.dtype))
         return None, None, None, None, None, *found
 
@@ -165,10 +117,10 @@ def places(targets: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
     return inside, place.masked_fill(~inside, 0)
 
 
-def _tell(logits: Tensor, targets: Tensor, start: int, terms: Terms) -> Tensor:
-    """Return a rank's values for each token, of shape (tokens, 3 or 4).
+def _tell(logits: Tensor, targets: Tensor, start: int) -> Tensor:
+    """Return a rank's values for each token, of shape (tokens, 3).
 
-    They are the maximum, the sum of exponentials, the target's logit, and the sum of the logits.
+    They are the maximum, the sum of exponentials, and the target's logit.
     """
     values = logits.float()
     highest = values.amax(1)
@@ -176,32 +128,27 @@ def _tell(logits: Tensor, targets: Tensor, start: int, terms: Terms) -> Tensor:
     total = torch.exp(values - shift[:, None]).sum(1)
     inside, place = places(targets, start, logits.shape[1])
     target = values.gather(1, place[:, None])[:, 0].masked_fill(~inside, 0.0)
-    said = [highest, total, target]
-    if terms.label_smoothing:
-        weight = terms.weight
-        own = values if weight is None else values * weight.float()[start : start + logits.shape[1]]
-        said.append(own.sum(1))
-    return torch.stack(said, 1)
+    return torch.stack([highest, total, target], 1)
 
 
-def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Combine the values of all ranks for each token.
 
+    Args:
+        said: For each rank, the maximum, the sum of exponentials and the target's logit, of shape
+            (tokens, 3).
+
     Returns:
-        The logarithm of the sum of exponentials, the target's logit, and the weighted sum of
-        logits.
+        The logarithm of the sum of exponentials, and the target's logit.
     """
     highest = torch.stack([each[:, 0] for each in said]).amax(0)
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
     total = torch.zeros_like(highest)
     target = torch.zeros_like(highest)
-    weighted = torch.zeros_like(highest)
     for each in said:
         total += each[:, 1] * torch.exp(each[:, 0] - shift)
         target += each[:, 2]
-        if each.shape[1] == 4:
-            weighted += each[:, 3]
-    return total.log() + shift, target, weighted
+    return total.log() + shift, target
 
 
 # -- a model that computes its loss through `loss_function`
@@ -250,9 +197,14 @@ class SplitLoss:
         targets = labels if shift_labels is None else shift_labels
         if self.is_causal and shift_labels is None:
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction: Reduction = "mean" if num_items_in_batch is None else "sum"
-        terms = Terms(ignore_index=ignore_index, reduction=reduction)
-        loss = split_cross_entropy(logits, targets.to(logits.device), self.axis, self.part, terms)
+        loss = split_cross_entropy(
+            logits,
+            targets.to(logits.device),
+            self.axis,
+            self.part,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 

@@ -17,12 +17,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, ordered_sum
-from ..planner.messages import SUM_TILE_NUMEL
-from .group import TensorGroup
+from .autograd import with_backward
+from .group import TensorGroup, keep_in_place
 
 KIND = "sp"  # kind of these bytes in the meter
 
@@ -64,10 +63,7 @@ class SequenceGroup:
         self.comm = comm
         self.size = comm.size
         self.index = comm.rank
-        self._buffers = TensorGroup(comm)
-        self._scratch = torch.empty(
-            SUM_TILE_NUMEL.on(comm.device), dtype=torch.float32, device=comm.device
-        )
+        self._group = TensorGroup(comm)
 
     def exchange(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
         """Exchange pieces as `SequenceRanks.exchange`.
@@ -79,19 +75,12 @@ class SequenceGroup:
         Note:
             Collective and blocking: every rank must call it.
         """
-        widths = [piece.numel() // self.size for piece in pieces]
-        dtype = pieces[0].dtype
-        outgoing = self._buffers.take((self.size, sum(widths)), dtype)
-        found = torch.empty(self.size, sum(widths), dtype=dtype, device=pieces[0].device)
-        for part, piece in zip(outgoing.split(widths, 1), pieces, strict=True):
-            part.unflatten(1, piece.shape[1:]).copy_(piece)
+        outgoing = self._packed(pieces)
+        found = torch.empty_like(outgoing)
         found[self.index] = outgoing[self.index]
-        self.comm.exchange(list(outgoing), list(found), "reduce", what, _nothing, KIND).wait()
-        self._buffers.give_back(outgoing)
-        parts = found.split(widths, 1)
-        return [
-            part.unflatten(1, piece.shape[1:]) for part, piece in zip(parts, pieces, strict=True)
-        ]
+        self.comm.exchange(list(outgoing), list(found), "reduce", what, keep_in_place, KIND).wait()
+        self._group.give_back(outgoing)
+        return _unpacked(found, pieces)
 
     def all_gather(self, parts: Sequence[Tensor], what: str) -> list[Tensor]:
         """Return every rank's parts, each of shape (size, ...).
@@ -104,20 +93,14 @@ class SequenceGroup:
         Note:
             Collective and blocking: every rank must call it.
         """
-        widths = [part.numel() for part in parts]
-        outgoing = self._buffers.take((sum(widths),), parts[0].dtype)
-        found = outgoing.new_empty(self.size, sum(widths))
-        for box, part in zip(outgoing.split(widths), parts, strict=True):
-            box.view(part.shape).copy_(part)
-        found[self.index] = outgoing
-        self.comm.exchange(
-            [outgoing] * self.size, list(found), "reduce", what, _nothing, KIND
-        ).wait()
-        self._buffers.give_back(outgoing)
-        return [
-            box.unflatten(1, part.shape)
-            for box, part in zip(found.split(widths, 1), parts, strict=True)
-        ]
+        pieces = [part[None] for part in parts]
+        outgoing = self._packed(pieces)
+        found = outgoing.new_empty(self.size, outgoing.shape[1])
+        found[self.index] = outgoing[0]
+        sent = [outgoing[0]] * self.size
+        self.comm.exchange(sent, list(found), "reduce", what, keep_in_place, KIND).wait()
+        self._group.give_back(outgoing)
+        return _unpacked(found, pieces)
 
     def sum_scatter(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
         """Return the sums of every rank's pieces[k][own].
@@ -132,47 +115,36 @@ class SequenceGroup:
         Note:
             Collective and blocking: every rank must call it.
         """
-        widths = [piece.numel() // self.size for piece in pieces]
-        outgoing = self._buffers.take((self.size, sum(widths)), pieces[0].dtype)
-        for box, piece in zip(outgoing.split(widths, 1), pieces, strict=True):
-            box.unflatten(1, piece.shape[1:]).copy_(piece)
-        found = outgoing.new_empty(sum(widths))
+        outgoing = self._packed(pieces)
+        found = outgoing.new_empty(outgoing.shape[1])
         inbox: list[Tensor | None] = [None] * self.size
         if not self.comm.reads_in_place:
             inbox = list(torch.empty_like(outgoing))
 
         def add_up(received: Sequence[Tensor]) -> None:
-            ordered_sum(received, found, self._scratch, threads=self.comm.threads)
+            ordered_sum(received, found, self._group.scratch, threads=self.comm.threads)
 
         self.comm.exchange(list(outgoing), inbox, "reduce", what, add_up, KIND).wait()
-        self._buffers.give_back(outgoing)
-        return [
-            box.view(piece.shape[1:])
-            for box, piece in zip(found.split(widths), pieces, strict=True)
-        ]
+        self._group.give_back(outgoing)
+        return [each[0] for each in _unpacked(found[None], pieces)]
+
+    def _packed(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return a buffer of the group with the rows of all pieces next to each other."""
+        rows = pieces[0].shape[0]
+        numel = sum(piece.numel() for piece in pieces)
+        outgoing = self._group.take((rows, numel // rows), pieces[0].dtype)
+        for box, piece in zip(_unpacked(outgoing, pieces), pieces, strict=True):
+            box.copy_(piece)
+        return outgoing
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, ranks: SequenceRanks, split: int, join: int, what: str, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.ranks = ranks
-        ctx.split = split
-        ctx.join = join
-        ctx.what = what
-        return _moved(ranks, split, join, what, tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (
-            None,
-            None,
-            None,
-            None,
-            *_moved(ctx.ranks, ctx.join, ctx.split, f"the gradient of {ctx.what}", grads),
-        )
+def _unpacked(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of packed rows, each with the shape of one of `like` but for the rows."""
+    widths = [piece.shape[1:].numel() for piece in like]
+    return [
+        box.unflatten(1, piece.shape[1:])
+        for box, piece in zip(rows.split(widths, 1), like, strict=True)
+    ]
 
 
 def _moved(
@@ -222,8 +194,11 @@ def exchange(
             exchange(ranks, split, join, f"{what}, {place}", each)[0]
             for place, each in enumerate(tensors)
         )
-    found: tuple[Tensor, ...] = _Exchange.apply(ranks, split, join, what, *tensors)  # type: ignore[no-untyped-call]
-    return found
+    return with_backward(
+        lambda *tensors: _moved(ranks, split, join, what, tensors),
+        lambda *grads: _moved(ranks, join, split, f"the gradient of {what}", grads),
+        *tensors,
+    )
 
 
 def spread(heads: Tensor, ranks: int, dim: int) -> Tensor:
@@ -266,7 +241,3 @@ class SequenceAttention(nn.Module):
         super().__init__()
         self.local_attn = local_attn
         self.ranks = ranks
-
-
-def _nothing(received: Sequence[Tensor]) -> None:
-    """Leave the received pieces in place."""

@@ -13,13 +13,12 @@ rank's share of their gradients is then summed on the rank that owns them, in ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from .autograd import with_backward
 from .sequence import SequenceGroup
 
 # (query, key, value, mask) -> (samples, tokens, heads, width). The mask is (query tokens, key
@@ -64,37 +63,20 @@ def attend_gathered(
     Note:
         Collective and blocking: every rank must call it.
     """
+
+    def blocks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = _gather(group, key, value)
+        chunk = query.shape[2] // 2
+        found = []
+        for place, own in zip(zigzag(group.index, group.size), query.split(chunk, 2), strict=True):
+            seen, mask = block_of(place, chunk, key.shape[2], is_causal, window, query.device)
+            found.append(kernel(own, key[:, :, seen], value[:, :, seen], mask))
+        return torch.cat(found, 1)
+
     found: Tensor = checkpoint(
-        _blocks,
-        group,
-        kernel,
-        query,
-        key,
-        value,
-        is_causal,
-        window,
-        use_reentrant=False,
-        preserve_rng_state=False,
+        blocks, query, key, value, use_reentrant=False, preserve_rng_state=False
     )
     return found
-
-
-def _blocks(
-    group: SequenceGroup,
-    kernel: AttentionKernel,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    window: int | None,
-) -> Tensor:
-    key, value = _Gather.apply(group, key, value)  # type: ignore[no-untyped-call]
-    chunk = query.shape[2] // 2
-    found = []
-    for place, own in zip(zigzag(group.index, group.size), query.split(chunk, 2), strict=True):
-        seen, mask = block_of(place, chunk, key.shape[2], is_causal, window, query.device)
-        found.append(kernel(own, key[:, :, seen], value[:, :, seen], mask))
-    return torch.cat(found, 1)
 
 
 def block_of(
@@ -124,23 +106,20 @@ def block_of(
     return slice(start, first + chunk), mask if window is None else mask & (behind < window)
 
 
-class _Gather(torch.autograd.Function):
-    """Keys and values of all tokens in the order of the sequence, from the ranks' chunks."""
+def _gather(group: SequenceGroup, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Return keys and values of all tokens in the order of the sequence."""
 
-    @staticmethod
-    def forward(ctx: Any, group: SequenceGroup, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        # The name contains the shapes: ranks with other numbers of tokens then get an error instead
-        # of a partner.
-        name = f"key and value {[list(key.shape), list(value.shape)]}"
-        return tuple(map(_in_order, group.all_gather([key, value], name)))
+    # The names contain the shapes: ranks with other numbers of tokens then get an error instead of
+    # a partner.
+    def forward(*parts: Tensor) -> tuple[Tensor, ...]:
+        name = f"key and value {[list(each.shape) for each in parts]}"
+        return tuple(map(_in_order, group.all_gather(parts, name)))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(*grads: Tensor) -> tuple[Tensor, ...]:
         name = f"the gradients of key and value {[list(each.shape) for each in grads]}"
-        key, value = ctx.group.sum_scatter([_by_rank(each, ctx.group.size) for each in grads], name)
-        return None, key, value
+        return tuple(group.sum_scatter([_by_rank(each, group.size) for each in grads], name))
+
+    return with_backward(forward, backward, key, value)
 
 
 def _in_order(parts: Tensor) -> Tensor:

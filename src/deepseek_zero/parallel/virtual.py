@@ -17,83 +17,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..planner.split import Split
+from .autograd import with_backward
 from .cuts import blocks, join, ordered
-from .functions import Entry, column, flat, product, row_gradients
+from .functions import Entry, column, row_part
 from .layers import Layer, LayerPart, Row, _cast, _Entered, _version, cast_for_autocast, look_up
 from .streams import Streams
 
 
-class LocalPartials:
-    """Stores the accumulated gradient of one virtual rank for an entered tensor."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self.found: Tensor | None = None
-
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a buffer for the accumulated gradient.
-
-        Args:
-            shape: The shape.
-            dtype: The dtype.
-        """
-        return self._like.new_empty(shape, dtype=dtype)
-
-    def complete(self, partial: Tensor) -> None:
-        """Store the accumulated gradient."""
-        self.found = partial
-
-
 class _EnterAll(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, entries: list[Entry], partials: list[LocalPartials]
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, entries: list[Entry]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.entries = entries
-        ctx.partials = partials
         ctx.shape = x.shape
         return tuple(x.clone() for _ in entries)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         assert all(grad is None for grad in grads), "only column layers read an entered tensor"
-        for entry in ctx.entries:
-            entry.close()
-        found = [each.found for each in ctx.partials]
-        if found[0] is None:
-            return None, None, None
-        for each in ctx.partials:
-            each.found = None
-        return ordered(tuple(found)).view(ctx.shape), None, None
-
-
-class _RowPart(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.transposed = transposed
-        return product(flat(x), weight, bias, transposed).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *row_gradients(ctx, grad), None
-
-
-class _SumAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.ranks = len(parts)
-        return ordered(parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(grad for _ in range(ctx.ranks))
+        found = tuple(entry.finish() for entry in ctx.entries)
+        return None if found[0] is None else ordered(found).view(ctx.shape), None
 
 
 class VirtualAxis:
@@ -157,17 +101,14 @@ class VirtualAxis:
             rank = passes.rank
             if self._streams:
                 self._streams[rank].leave()
-            passes.parts.append(_row_part(x, weights[rank], biases[rank], part.transposed))
+            passes.parts.append(row_part(x, weights[rank], biases[rank], part.transposed))
             if rank < self.size - 1:
                 raise _NextPass
             return _sum(passes.parts)
         self._entered = []
         inputs = blocks(x, part.side)
         return _sum(
-            [
-                _row_part(*each, part.transposed)
-                for each in zip(inputs, weights, biases, strict=True)
-            ]
+            [row_part(*each, part.transposed) for each in zip(inputs, weights, biases, strict=True)]
         )
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
@@ -242,10 +183,7 @@ class VirtualAxis:
         if passes is None:
             return None
         if id(layer) not in passes.alike:
-            passes.alike[id(layer)] = {
-                name: _Alike.apply(each, self.size)  # type: ignore[no-untyped-call]
-                for name, each in layer.named_parameters(recurse=False)
-            }
+            passes.alike[id(layer)] = _for_each_rank(layer, self.size)
         return {name: each[passes.rank] for name, each in passes.alike[id(layer)].items()}
 
     def _weights(
@@ -276,9 +214,12 @@ class VirtualAxis:
             return known[0]
         read = cast_for_autocast(x)
         if torch.is_grad_enabled() and read.requires_grad:
-            partials = [LocalPartials(read) for _ in range(self.size)]
-            entries = [Entry(each) for each in partials]
-            reads = _EnterAll.apply(read, entries, partials)  # type: ignore[no-untyped-call]
+
+            def new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+                return read.new_empty(shape, dtype=dtype)
+
+            entries = [Entry(new, lambda partial: partial) for _ in range(self.size)]
+            reads = _EnterAll.apply(read, entries)  # type: ignore[no-untyped-call]
             found = [
                 _Entered(x, _version(x), own, entry)
                 for own, entry in zip(reads, entries, strict=True)
@@ -304,19 +245,6 @@ class VirtualAxis:
             passes.has_drawn.append(True)
 
 
-class _Alike(torch.autograd.Function):
-    """A whole parameter for each rank; gradients are summed in rank order."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: int) -> tuple[Tensor, ...]:
-        return tuple(whole.clone() for _ in range(ranks))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ordered(grads), None
-
-
 class Repeated(nn.Module):
     """A layer that every rank holds whole and applies to its own heads.
 
@@ -325,7 +253,7 @@ class Repeated(nn.Module):
     """
 
     axis: VirtualAxis
-    is_inside: bool
+    is_inside = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with the parameters of the rank whose pass is in progress."""
@@ -339,20 +267,6 @@ class Repeated(nn.Module):
             self.is_inside = False
 
 
-def repeat(module: nn.Module, axis: VirtualAxis) -> None:
-    """Give each rank its own gradient for a layer in an attention.
-
-    Args:
-        module: The layer.
-        axis: The axis.
-    """
-    base = type(module)
-    module.__class__ = type(f"Repeated{base.__name__}", (Repeated, base), {"__module__": __name__})
-    layer = cast(Repeated, module)
-    layer.axis = axis
-    layer.is_inside = False
-
-
 class TokenShare(nn.Module):
     """A layer that every rank holds whole and applies to its own tokens.
 
@@ -361,17 +275,14 @@ class TokenShare(nn.Module):
     """
 
     axis: VirtualAxis
-    is_inside: bool
+    is_inside = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the layer once per rank, on that rank's tokens, and join the outputs."""
         if self.is_inside or not self.training:
             return cast(Tensor, super().forward(x))
         split = Split.even(tuple(x.shape), 1, self.axis.size)
-        parameters = {
-            name: _Alike.apply(each, self.axis.size)  # type: ignore[no-untyped-call]
-            for name, each in self.named_parameters(recurse=False)
-        }
+        parameters = _for_each_rank(self, self.axis.size)
         self.is_inside = True
         try:
             found = [
@@ -383,22 +294,6 @@ class TokenShare(nn.Module):
         finally:
             self.is_inside = False
         return join(tuple(found), split)
-
-
-def share_tokens(module: nn.Module, axis: VirtualAxis) -> None:
-    """Apply a layer to the tokens of each rank separately.
-
-    Args:
-        module: The layer.
-        axis: The axis.
-    """
-    base = type(module)
-    module.__class__ = type(
-        f"TokenShare{base.__name__}", (TokenShare, base), {"__module__": __name__}
-    )
-    layer = cast(TokenShare, module)
-    layer.axis = axis
-    layer.is_inside = False
 
 
 class _NextPass(Exception):
@@ -447,28 +342,17 @@ class Attention(nn.Module):
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-def run_in_passes(
-    module: nn.Module, axis: VirtualAxis, counts: dict[tuple[nn.Module, str], tuple[int, ...]]
-) -> None:
-    """Make the module of an attention run once per rank.
-
-    Args:
-        module: The module.
-        axis: The axis.
-        counts: The head counts of each rank, by (module, attribute).
-    """
-    base = type(module)
-    module.__class__ = type(f"Virtual{base.__name__}", (Attention, base), {"__module__": __name__})
-    attention = cast(Attention, module)
-    attention.axis = axis
-    attention.counts = counts
-
-
-def _row_part(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    found: Tensor = _RowPart.apply(x, weight, bias, transposed)  # type: ignore[no-untyped-call]
-    return found
-
-
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    found: Tensor = _SumAll.apply(*parts)  # type: ignore[no-untyped-call]
-    return found
+    return with_backward(lambda *parts: ordered(parts), lambda grad: (grad,) * len(parts), *parts)
+
+
+def _for_each_rank(layer: nn.Module, ranks: int) -> dict[str, tuple[Tensor, ...]]:
+    """Return copies of a layer's parameters, one per rank; gradients are summed in rank order."""
+    return {
+        name: with_backward(
+            lambda whole: tuple(whole.clone() for _ in range(ranks)),
+            lambda *grads: (ordered(grads),),
+            each,
+        )
+        for name, each in layer.named_parameters(recurse=False)
+    }
