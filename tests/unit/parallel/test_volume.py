@@ -9,7 +9,7 @@ import torch
 
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.plans import ParallelSettings, choose
-from deepseek_zero.parallel.volume import sent_bytes
+from deepseek_zero.parallel.volume import traffic_of
 from tests.in_process import Rank, run_ranks
 from tests.unit.parallel.tiny import BATCH, EIGHT, LENGTH, batch, step, tiny
 
@@ -52,23 +52,19 @@ def assert_metered(
     name: str, dtype: torch.dtype, tp: int, loss: str, *, recomputes: bool, sequence: bool = False
 ) -> None:
     model, settings = tiny(name, dtype), ParallelSettings(loss=loss, sequence=sequence)  # type: ignore[arg-type]
-    splits_loss = loss == "split" and name != "bert"
     plan = choose(model, tp, settings)
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
 
     def body(rank: Rank) -> int:
         own = copy.deepcopy(model)
-        if recomputes:
-            own.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         parallelize(own, rank.comm, settings)
         before = rank.comm.meter.sent_bytes["tp"]
         step(own, batch())
         return rank.comm.meter.sent_bytes["tp"] - before
 
-    tokens = BATCH * LENGTH
-    expected = [
-        sent_bytes(
-            plan, rank, tokens, dtype.itemsize, splits_loss=splits_loss, recomputes=recomputes
-        )
-        for rank in range(tp)
-    ]
+    expected = []
+    for rank in range(tp):
+        nbytes = sum(region.nbytes for region in traffic_of(model, plan, settings, rank))
+        expected.append(nbytes * BATCH * LENGTH // tp)
     assert run_ranks(tp, body) == expected
