@@ -89,17 +89,41 @@ def _attribute_names(value: Any) -> list[str]:
     return list(vars(value))
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return every tensor that requires a gradient in a module's output."""
+def all_tensors(value: Any, *, visits_objects: bool = True) -> list[Tensor]:
+    """Return every tensor in a module's arguments or output, in order.
+
+    Args:
+        value: A tensor, or containers of tensors.
+        visits_objects: Visit the attributes of other objects too, as `map_tensors` does.
+    """
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
+        found.append(tensor)
         return tensor
 
-    map_tensors(value, look)
+    if visits_objects:
+        map_tensors(value, look)
+    else:
+        map_inputs(value, look)
     return found
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return every tensor that requires a gradient in a module's output."""
+    return [tensor for tensor in all_tensors(value) if tensor.requires_grad]
+
+
+def once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function that calls `change` once for each tensor, and keeps its results."""
+    known: dict[int, Tensor] = {}
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = change(tensor)
+        return known[id(tensor)]
+
+    return changed
 
 
 def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:

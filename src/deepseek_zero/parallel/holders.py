@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..base.device import CPU, clear_hooks, fake_tensors
 from ..base.errors import NotBuiltError, brief
-from ..base.nested import map_inputs, on_meta
+from ..base.nested import all_tensors, map_inputs, on_meta, once
 from ..planner.split import Ranges, Split
 from .plans import ADAPTED, Choice, ParallelPlan, adapted_common, head_dim_of, parent_of
 
@@ -66,7 +66,7 @@ class RegionHolder:
     ranks: int
     device: torch.device
     dtype: torch.dtype
-    vectors: Mapping[str, Tensor]  # values of parameters with fewer than two dimensions
+    vectors: Mapping[str, Tensor]
 
     @property
     def is_named(self) -> bool:
@@ -92,12 +92,12 @@ class RegionHolder:
         choice = self.members.get(name) or self.given.get(name)
         return None if choice is not None and choice.style == "row" and leaf == "bias" else choice
 
-    def ranges_of(self, layer: str, style: str, rank: int | None) -> Ranges | None:
+    def ranges_of(self, layer: str, style: str | None, rank: int | None) -> Ranges | None:
         """Return a rank's part of the outputs or inputs of a layer.
 
         Args:
             layer: The name of the layer.
-            style: "column" for outputs, "row" for inputs.
+            style: "column" for outputs, "row" for inputs, None for what no layer computes.
             rank: The rank, or None for the whole module.
 
         Returns:
@@ -392,24 +392,12 @@ def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
         args: Positional arguments.
         kwargs: Keyword arguments.
     """
-    given: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        given.append(tensor)
-        return tensor
-
-    map_inputs((args, kwargs), look)
+    given = all_tensors((args, kwargs), visits_objects=False)
     hidden = next((each for each in given if each.is_floating_point() and each.dim() >= 2), None)
     if hidden is None:
         return ModuleCall(args, kwargs)
     tokens = hidden.shape[-2]
     rows = hidden.shape[0] if hidden.dim() > 2 else 0
-    made: dict[int, Tensor] = {}
-
-    def less(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = narrowed(tensor)
-        return made[id(tensor)]
 
     def narrowed(tensor: Tensor) -> Tensor:
         requires_grad = tensor.requires_grad
@@ -421,4 +409,4 @@ def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
                 tensor = tensor.narrow(dim, 0, MOST_TOKENS)
         return tensor.requires_grad_(requires_grad)
 
-    return ModuleCall(*map_inputs((args, kwargs), less))
+    return ModuleCall(*map_inputs((args, kwargs), once(narrowed)))

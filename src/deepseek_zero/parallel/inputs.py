@@ -9,10 +9,10 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..base.errors import BatchMismatchError
-from ..base.nested import map_inputs
+from ..base.nested import all_tensors
 from ..comm.collectives import Comm
 
 
@@ -20,8 +20,7 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
     """Make the model's first forward compare its inputs across tensor-parallel ranks.
 
     That forward raises BatchMismatchError on each rank if their tensors differ, because each rank
-    would compute its part of another batch. The message contains DeepSpeed's text. This call is
-    local.
+    would compute its part of another batch. The message contains DeepSpeed's text.
 
     Args:
         model: The model.
@@ -64,14 +63,10 @@ def difference(batch: Any, comm: Comm) -> str | None:
 def _fingerprint(batch: Any) -> str:
     """Return the shapes, dtypes and a digest of the tensors of a batch."""
     digest = hashlib.sha256()
-    shapes = list[str]()
-
-    def look(tensor: Tensor) -> Tensor:
+    shapes = []
+    for tensor in all_tensors(batch, visits_objects=False):
         shapes.append(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
         if tensor.layout is torch.strided and not tensor.is_meta:
             plain = tensor.detach().cpu().contiguous()
             digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return tensor
-
-    map_inputs(batch, look)
     return f"{', '.join(shapes) or 'no tensors'} (sha256 {digest.hexdigest()[:12]})"

@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ from torch import Tensor, nn
 from ..base.device import CPU, has_no_values
 from ..base.errors import NotBuiltError, brief
 from ..base.log import log_once
-from ..base.nested import map_inputs, map_tensors
+from ..base.nested import all_tensors, map_inputs, once
 from ..planner.split import Split
 from .cuts import cut, taken
 from .holders import (
@@ -55,7 +54,6 @@ from .holders import (
 )
 from .plans import Choice, ParallelPlan
 
-T = TypeVar("T")
 MOST_WAYS = 16  # ways of splitting a module's own parameters
 SMALL = 1e-2  # gradients below this times the tolerance count as zero
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -79,7 +77,7 @@ def prove(model: nn.Module, plan: ParallelPlan) -> None:
 
     This sets the splits of the modules' own parameters. Modules that cannot be run here, because
     their arguments are unknown, are added to `plan.unproven`; `watch` examines them in the first
-    forward. Local; the model is not changed.
+    forward. The model is not changed.
 
     Args:
         model: The whole model, before anything is split.
@@ -165,36 +163,40 @@ class _Boundary:
     gradient: Tensor  # gradient of the input
 
 
-@dataclass
-class _Seen:
-    """The results of one run.
+class _Key(NamedTuple):
+    """What a result of a run is.
 
     Attributes:
-        reads: Inputs, by (layer, number of the call).
-        output: The output.
-        grads: Gradients of outputs, by (layer, number of the call).
-        args: Gradients of the arguments.
-        own: Gradients of the module's own parameters.
-        kept: Tensors in attributes, which a loss may use.
+        kind: "read" (input of a split layer), "output", "attribute" (a tensor in an attribute,
+            which a loss may use), or the gradient of what a split layer has "given", of an
+            "argument" or of an "own" parameter.
+        name: The layer, attribute or parameter.
+        number: The number of the call of the layer, or of the argument.
     """
 
-    reads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    output: Tensor | None = None
-    grads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    args: list[Tensor] = field(default_factory=list)
-    own: dict[str, Tensor] = field(default_factory=dict)
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    kind: str
+    name: str = ""
+    number: int = 0
 
-    def is_finite(self) -> bool:
-        output = [] if self.output is None else [self.output]
-        found = [
-            *self.reads.values(),
-            *output,
-            *self.grads.values(),
-            *self.args,
-            *self.own.values(),
-        ]
-        return all(bool(each.isfinite().all()) for each in found)
+
+_Results = dict[_Key, Tensor]
+
+# What differs, by kind of the result
+_DIFFERENCES = {
+    "read": "layer '{}' reads another tensor",
+    "output": "its output is another one",
+    "attribute": "attribute '{}', which a loss may use, is another one",
+    "given": "the gradient of what layer '{}' gives is another one",
+    "argument": "the gradient of what it is given is another one",
+}
+# The style of the layers of which a rank has a part of the result
+_CUT_BY = {"read": "row", "given": "column"}
+
+
+def _is_finite(results: _Results) -> bool:
+    return all(
+        bool(each.isfinite().all()) for key, each in results.items() if key.kind != "attribute"
+    )
 
 
 class _Bench:
@@ -213,12 +215,11 @@ class _Bench:
         self._own = {
             name: self._value(name, param) for name, param in holder.own_parameters().items()
         }
-        self._arguments: dict[int, Tensor] = {}
         self._has_hidden = False
         self._inputs = {
             widths_of(each)[1] for each in holder.members.values() if each.style == "column"
         }
-        self._call = ModuleCall(*map_inputs((call.args, call.kwargs), self._argument))
+        self._call = ModuleCall(*map_inputs((call.args, call.kwargs), once(self._made)))
         self._call = ModuleCall(*without_caches((self._call.args, self._call.kwargs)))
 
     def random(self, shape: Sequence[int]) -> Tensor:
@@ -235,12 +236,6 @@ class _Bench:
         mean = torch.ones(param.shape) if near is None else near.float().cpu()
         spread = 1 + 0.3 * torch.rand(param.shape, generator=self._generator)
         return (mean * spread).to(self.device, self.dtype) + 0.1 * self.random(param.shape)
-
-    def _argument(self, tensor: Tensor) -> Tensor:
-        """Return a real tensor for an argument, the same one each time."""
-        if id(tensor) not in self._arguments:
-            self._arguments[id(tensor)] = self._made(tensor)
-        return self._arguments[id(tensor)]
 
     def _made(self, tensor: Tensor) -> Tensor:
         """Return a copy of an argument, or random values if it has none."""
@@ -262,7 +257,7 @@ class _Bench:
             made.requires_grad_()
         return made
 
-    def run(self, rank: int | None, cuts: Mapping[str, Split], poisoned: Sequence[str]) -> _Seen:
+    def run(self, rank: int | None, cuts: Mapping[str, Split], poisoned: Sequence[str]) -> _Results:
         """Run the module forward and backward.
 
         Args:
@@ -271,47 +266,40 @@ class _Bench:
             poisoned: Split layers whose parameters are NaN; those of the others are zero.
         """
         module, own = self._module(rank, cuts, poisoned)
-        seen = _Seen()
+        results: _Results = {}
         losses = list[Tensor]()
-        leaves = dict[tuple[str, int], Tensor]()
+        leaves: dict[_Key, Tensor] = {}
         for name in (*self.holder.members, *self.holder.given):
             layer = module.get_submodule(name)
-            layer.forward = self._forward_of(name, rank, seen, losses, leaves)
-        args = list[Tensor]()
-        copies: dict[int, Tensor] = {}
+            layer.forward = self._forward_of(name, rank, results, losses, leaves)
+        arguments: dict[_Key, Tensor] = {}
 
         def given(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                leaf = tensor.detach().clone()
-                if tensor.requires_grad:
-                    args.append(leaf.requires_grad_())
-                copies[id(tensor)] = leaf.clone()
-            return copies[id(tensor)]
+            leaf = tensor.detach().clone()
+            if tensor.requires_grad:
+                arguments[_Key("argument", number=len(arguments))] = leaf.requires_grad_()
+            return leaf.clone()
 
-        call_args, call_kwargs = map_inputs((self._call.args, self._call.kwargs), given)
+        call_args, call_kwargs = map_inputs((self._call.args, self._call.kwargs), once(given))
         with self._same_draws():
-            output = _first_float(module(*call_args, **call_kwargs))
-        seen.kept = _kept_in(module)
+            found = module(*call_args, **call_kwargs)
+        output = next((each for each in all_tensors(found) if each.is_floating_point()), None)
         if output is not None:
-            seen.output = output.detach().clone()
+            results[_Key("output")] = output.detach().clone()
             if rank is None:
                 self.cotangent = self.random(output.shape)
             if self.cotangent is None or self.cotangent.shape != output.shape:
                 raise _Differs("it returns a tensor of another shape")
             losses.append((output * self.cotangent).sum())
-        inputs = [*leaves.values(), *args, *own.values()]
+        results |= _kept_in(module)
+        inputs = leaves | arguments | {_Key("own", name): param for name, param in own.items()}
         total = sum(loss.float() for loss in losses if loss.requires_grad)
         grads: Sequence[Tensor | None] = [None] * len(inputs)
         if isinstance(total, Tensor):
-            grads = torch.autograd.grad(total, inputs, allow_unused=True)
-        filled = [
-            torch.zeros_like(leaf) if grad is None else grad
-            for leaf, grad in zip(inputs, grads, strict=True)
-        ]
-        seen.grads = dict(zip(leaves, filled, strict=False))
-        seen.args = filled[len(leaves) : len(leaves) + len(args)]
-        seen.own = dict(zip(own, filled[len(leaves) + len(args) :], strict=True))
-        return seen
+            grads = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
+        for (key, leaf), grad in zip(inputs.items(), grads, strict=True):
+            results[key] = torch.zeros_like(leaf) if grad is None else grad
+        return results
 
     @contextmanager
     def _same_draws(self) -> Iterator[None]:
@@ -366,20 +354,18 @@ class _Bench:
         if rank is not None:
             split = choice.part.weight if param.dim() > 1 else choice.part.side
             shape = split.local_shape(rank)
-        is_floating = param.is_floating_point()
-        fill = float("nan") if is_poisoned and is_floating else 0
-        value = torch.full((), fill, dtype=self.dtype)
-        if not is_floating:
-            value = torch.zeros((), dtype=param.dtype)
+        value = torch.zeros((), dtype=param.dtype)
+        if param.is_floating_point():
+            value = torch.full((), float("nan") if is_poisoned else 0.0, dtype=self.dtype)
         return nn.Parameter(value.to(self.device).expand(shape), requires_grad=False)
 
     def _forward_of(
         self,
         name: str,
         rank: int | None,
-        seen: _Seen,
+        results: _Results,
         losses: list[Tensor],
-        leaves: dict[tuple[str, int], Tensor],
+        leaves: dict[_Key, Tensor],
     ) -> Callable[..., Tensor]:
         """Return the replacement of a split layer's forward."""
         holder = self.holder
@@ -388,7 +374,8 @@ class _Bench:
         incoming = holder.ranges_of(name, "row", rank)
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            key = (name, sum(1 for layer, _ in leaves if layer == name))
+            number = sum(1 for key in leaves if key.name == name)
+            key = (name, number)
             if rank is None:
                 output = self.random((*x.shape[:-1], outputs))
                 self.boundaries[key] = _Boundary(x.detach().clone(), output, self.random(x.shape))
@@ -405,10 +392,10 @@ class _Bench:
                 raise _Differs(
                     f"layer '{name}' reads {_features(x)} where its part has {_features(gradient)}"
                 )
-            seen.reads[key] = x.detach().clone()
+            results[_Key("read", name, number)] = x.detach().clone()
             losses.append((x * gradient).sum())
-            leaves[key] = output.clone().requires_grad_()
-            return leaves[key].clone()
+            leaf = leaves[_Key("given", name, number)] = output.clone().requires_grad_()
+            return leaf.clone()
 
         return forward
 
@@ -417,26 +404,14 @@ def _features(x: Tensor) -> str:
     return f"a tensor of shape {tuple(x.shape)}"
 
 
-def _kept_in(module: nn.Module) -> dict[str, Tensor]:
-    """Return tensors with a gradient function in a module's attributes, by name."""
-    found: dict[str, Tensor] = {}
+def _kept_in(module: nn.Module) -> _Results:
+    """Return tensors with a gradient function in a module's attributes."""
+    found: _Results = {}
     for name, each in module.named_modules():
         for key, value in vars(each).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
-                found[joined(name, key)] = value.detach().clone()
+                found[_Key("attribute", joined(name, key))] = value.detach().clone()
     return found
-
-
-def _first_float(output: Any) -> Tensor | None:
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    map_tensors(output, look)
-    return found[0] if found else None
 
 
 # -- the proof
@@ -445,7 +420,7 @@ def _first_float(output: Any) -> Tensor | None:
 def examine(
     holder: RegionHolder, call: ModuleCall, splits: Mapping[str, Split]
 ) -> dict[str, Split]:
-    """Return how a module's own parameters are split along the axis. Local.
+    """Return how a module's own parameters are split along the axis.
 
     Args:
         holder: The module.
@@ -465,29 +440,12 @@ def examine(
     )
     for device, dtype in attempts:
         try:
-            return _in_thread(partial(_examine_on, holder, call, splits, device, dtype))
+            # A new thread has none of the caller's autograd modes and hooks
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(_examine_on, holder, call, splits, device, dtype).result()
         except Unproven as error:
             tried.append(str(error))
     raise Unproven(tried[0])
-
-
-def _in_thread(work: Callable[[], T]) -> T:
-    """Run a function in a new thread, without the caller's autograd modes and hooks."""
-    found: list[T] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
 
 
 def _examine_on(
@@ -506,10 +464,9 @@ def _examine_on(
             for rank in range(holder.ranks):
                 _compare(bench, whole, seen, rank)
             return {
-                name: _kind(
-                    bench, holder, name, grad, [each.own[name] for each in seen], cuts, splits
-                )
-                for name, grad in whole.own.items()
+                key.name: _kind(bench, key.name, grad, [each[key] for each in seen], cuts, splits)
+                for key, grad in whole.items()
+                if key.kind == "own"
             }
         except _Differs as failure:
             if first_failure is None or isinstance(first_failure, _Fails):
@@ -521,13 +478,13 @@ def _examine_on(
     )
 
 
-def _run_whole(bench: _Bench) -> _Seen:
+def _run_whole(bench: _Bench) -> _Results:
     members = list(bench.holder.members)
     try:
         whole = bench.run(None, {}, members)
     except Exception as error:
         raise Unproven(brief(error)) from error
-    called = {name for name, _ in whole.reads}
+    called = {key.name for key in whole if key.kind == "read"}
     missing = [
         name
         for name, each in bench.holder.members.items()
@@ -535,11 +492,12 @@ def _run_whole(bench: _Bench) -> _Seen:
     ]
     if missing:
         raise Unproven(f"its forward does not call layer '{missing[0]}'")
-    if whole.is_finite():
+    if _is_finite(whole):
         return whole
     for name in members:
         bench.boundaries.clear()
-        if bench.run(None, {}, []).is_finite() and not bench.run(None, {}, [name]).is_finite():
+        without = bench.run(None, {}, [])
+        if _is_finite(without) and not _is_finite(bench.run(None, {}, [name])):
             raise _refused(
                 bench.holder,
                 f"It computes with the weight of layer '{name}' itself, which is split",
@@ -547,7 +505,7 @@ def _run_whole(bench: _Bench) -> _Seen:
     raise Unproven("what it computes from random inputs is not finite")
 
 
-def _run_rank(bench: _Bench, rank: int, cuts: Mapping[str, Split]) -> _Seen:
+def _run_rank(bench: _Bench, rank: int, cuts: Mapping[str, Split]) -> _Results:
     try:
         return bench.run(rank, cuts, list(bench.holder.members))
     except _Differs:
@@ -576,41 +534,31 @@ def _ways(holder: RegionHolder) -> Iterator[dict[str, Split]]:
         yield {name: able[name] for name in chosen}
 
 
-def _compare(bench: _Bench, whole: _Seen, seen: Sequence[_Seen], rank: int) -> None:
+def _compare(bench: _Bench, whole: _Results, seen: Sequence[_Results], rank: int) -> None:
     """Compare one rank's run with the whole one."""
     own = seen[rank]
-    if own.reads.keys() != whole.reads.keys():
-        name, _ = next(iter(whole.reads.keys() ^ own.reads.keys()))
-        raise _Differs(f"it calls layer '{name}' another number of times")
-    holder = bench.holder
-    for (name, number), expected in whole.reads.items():
-        what = f"layer '{name}' reads another tensor"
-        if (ranges := holder.ranges_of(name, "row", rank)) is not None:
+    for key in whole.keys() ^ own.keys():
+        if key.kind == "read":
+            raise _Differs(f"it calls layer '{key.name}' another number of times")
+    for key, expected in whole.items():
+        if key.kind == "own" or key not in own:
+            continue
+        found = own[key]
+        what = _DIFFERENCES[key.kind].format(key.name)
+        ranges = bench.holder.ranges_of(key.name, _CUT_BY.get(key.kind), rank)
+        if ranges is not None:
             expected = taken(expected, -1, ranges)
-            what = f"layer '{name}' does not read its part of what the whole layer reads"
-        _same(bench, own.reads[name, number], expected, what)
-    if whole.output is not None and own.output is not None:
-        _same(bench, own.output, whole.output, "its output is another one")
-    for name, expected in whole.kept.items():
-        if name in own.kept:
-            _same(
-                bench,
-                own.kept[name],
-                expected,
-                f"attribute '{name}', which a loss may use, is another one",
-            )
-    for (name, number), expected in whole.grads.items():
-        found = own.grads[name, number]
-        if (ranges := holder.ranges_of(name, "column", rank)) is not None:
-            part = holder.members[name].part
-            assert part is not None
-            expected = taken(expected, -1, ranges)
-            found = torch.stack(
-                [seen[other].grads[name, number] for other in part.weight.sharers(rank)]
-            ).sum(0)
-        _same(bench, found, expected, f"the gradient of what layer '{name}' gives is another one")
-    for found, expected in zip(own.args, whole.args, strict=True):
-        _same(bench, found, expected, "the gradient of what it is given is another one")
+            if key.kind == "read":
+                what = f"layer '{key.name}' does not read its part of what the whole layer reads"
+            else:
+                part = bench.holder.members[key.name].part
+                assert part is not None
+                found = _sum([seen[other][key] for other in part.weight.sharers(rank)])
+        _same(bench, found, expected, what)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(0)
 
 
 def _same(bench: _Bench, found: Tensor, expected: Tensor, what: str) -> None:
@@ -629,7 +577,6 @@ def _is_near(bench: _Bench, found: Tensor, expected: Tensor) -> bool:
 
 def _kind(
     bench: _Bench,
-    holder: RegionHolder,
     name: str,
     whole: Tensor,
     parts: Sequence[Tensor],
@@ -637,16 +584,13 @@ def _kind(
     splits: Mapping[str, Split],
 ) -> Split:
     """Return how one of the module's own parameters is split, from its gradients."""
+    holder = bench.holder
     if name in cuts:
         split = cuts[name]
+        what = f"the gradient of '{name}' is not its part of the whole one"
         for rank in range(holder.ranks):
-            found = torch.stack([parts[other] for other in split.sharers(rank)]).sum(0)
-            _same(
-                bench,
-                found,
-                cut(whole, split, rank),
-                f"the gradient of '{name}' is not its part of the whole one",
-            )
+            found = _sum([parts[other] for other in split.sharers(rank)])
+            _same(bench, found, cut(whole, split, rank), what)
         return split
     planned = splits[joined(holder.names[0], name)]
     if all(_is_near(bench, each, torch.zeros_like(whole)) for each in (whole, *parts)):
@@ -654,12 +598,8 @@ def _kind(
     shape = tuple(whole.shape)
     if all(_is_near(bench, each, whole) for each in parts):
         return Split.whole("equal", shape, holder.ranks)
-    _same(
-        bench,
-        torch.stack(list(parts)).sum(0),
-        whole,
-        f"the gradient of parameter '{name}' is neither the whole one nor a summand of it",
-    )
+    what = f"the gradient of parameter '{name}' is neither the whole one nor a summand of it"
+    _same(bench, _sum(parts), whole, what)
     return Split.whole("partial", shape, holder.ranks)
 
 

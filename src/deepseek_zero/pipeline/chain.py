@@ -27,8 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base.device import default_device, fake_tensors, version_of
 from ..base.errors import UsageError, brief
-from ..base.nested import map_inputs, map_tensors
-from .origins import BETWEEN, Origins, Sources, ValueSource, all_tensors
+from ..base.nested import all_tensors, map_inputs, map_tensors
+from .origins import BETWEEN, Origins, Sources, ValueSource
 
 
 class ChainError(UsageError):
@@ -372,14 +372,7 @@ class _FakeRun(TorchFunctionMode):
         return ValueSource(part)
 
     def _sources_in(self, value: Any) -> Sources:
-        tensors: list[Tensor] = []
-
-        def found(tensor: Tensor) -> Tensor:
-            tensors.append(tensor)
-            return tensor
-
-        map_tensors(value, found)
-        return self.origins.of(tensors)
+        return self.origins.of(all_tensors(value))
 
     def _used(self, sources: Sources) -> None:
         """Raise ChainError if the current part uses a value of another part."""
@@ -410,9 +403,9 @@ class _FakeRun(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         # Reading a shape or dtype does not count as a use
-        if func is Tensor.requires_grad_ or next(all_tensors(output), None) is None:
+        if func is Tensor.requires_grad_ or not all_tensors(output, visits_objects=False):
             return output
-        for tensor in all_tensors(*args, *(kwargs or {}).values()):
+        for tensor in all_tensors((args, kwargs), visits_objects=False):
             if (name := self.names.get(id(tensor))) is not None:
                 self.parts[self.now].params[name] = tensor.numel()
                 if not self.is_inside and 0 < self.now < len(self.parts) - 1:

@@ -7,13 +7,14 @@ is divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..base.device import dispatch_mode, written_by
+from ..base.nested import all_tensors
 
 # Operators that use only the shape, dtype and device of a tensor.
 _SHAPE_ONLY = {
@@ -118,10 +119,11 @@ class Origins:
     def _call(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = operator(*args, **kwargs)
         if str(getattr(operator, "overloadpacket", operator)) not in _SHAPE_ONLY:
-            given = list(all_tensors(*args, *kwargs.values()))
-            written = list(all_tensors(*written_by(operator, args, kwargs)))
+            given = all_tensors((args, kwargs), visits_objects=False)
+            written = all_tensors(written_by(operator, args, kwargs), visits_objects=False)
             is_random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
-            self._follow(given, list(all_tensors(output)), written, is_random=is_random)
+            results = all_tensors(output, visits_objects=False)
+            self._follow(given, results, written, is_random=is_random)
         return output
 
     def _follow(
@@ -156,12 +158,3 @@ class Origins:
         storage = tensor.untyped_storage()
         self._kept[id(storage)] = storage
         return id(storage)
-
-
-def all_tensors(*values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an operator's arguments or results."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from all_tensors(*value)

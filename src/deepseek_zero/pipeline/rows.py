@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import UsageError
-from ..base.nested import map_inputs
+from ..base.nested import all_tensors, map_inputs
 from .stage import MicroBatch
 
 
@@ -19,15 +19,8 @@ def rows_of(micro: MicroBatch) -> int | None:
 
     It is the first dimension of the first tensor that has one; None if there is no such tensor.
     """
-    found: list[int] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.dim():
-            found.append(tensor.shape[0])
-        return tensor
-
-    map_inputs((micro.args, dict(micro.kwargs)), look)
-    return found[0] if found else None
+    tensors = all_tensors((micro.args, dict(micro.kwargs)), visits_objects=False)
+    return next((each.shape[0] for each in tensors if each.dim()), None)
 
 
 def cut_rows(micro: MicroBatch, parts: int) -> list[MicroBatch]:
