@@ -11,41 +11,39 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..activations.offload import mark_held
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, propagate_errors
+from ..parallel.autograd import with_backward
 from .messages import Forms, Inbox, MessageForm, Outbox, StageLinks, form_of
-from .schedule import RECEIVES, SENDS, PipelineSchedule, Program, StageAction, StageActionKind
+from .schedule import RECEIVES, PipelineSchedule, Program, StageAction, StageActionKind
 from .stage import Received, Stage
 
-MESSAGES = SENDS | RECEIVES
 AHEAD = 2  # receives posted ahead in each lane
 
 
-class States(Protocol):
-    """Interface to the weights, gradients and moments of a rank's stages.
+class States:
+    """The weights, gradients and moments of a rank's stages.
 
-    The executor calls it when the schedule requires.
+    The executor calls it when the schedule requires. This class is for plain parameters, which are
+    always available and not shared.
     """
 
     def gather(self, stage: int) -> None:
         """Gather the weights of a stage for its next computations."""
-        ...
 
     def release(self, stage: int) -> None:
         """Release the gathered weights of a stage."""
-        ...
 
     def forward(self, stage: int) -> AbstractContextManager[None]:
         """Return the context manager in which one forward of a stage runs."""
-        ...
+        return nullcontext()
 
     def backward(
         self, stage: int, *, ends_step: bool, is_carried: bool
@@ -58,14 +56,13 @@ class States(Protocol):
             is_carried: Whether the gradients come from a later stage, which has already applied the
                 factor of the loss.
         """
-        ...
+        return nullcontext()
 
     def reduce(self, stage: int) -> None:
         """Reduce a stage's gradients over the ranks with the same stage.
 
         All gradients of the step are available.
         """
-        ...
 
     def tie(self, stage: int) -> None:
         """Sum the gradients of tied weights in the order of the stages.
@@ -73,24 +70,6 @@ class States(Protocol):
         Note:
             Collective: every rank with a tied weight must call it.
         """
-        ...
-
-
-class NoStates:
-    """States of plain parameters, which are always available and not shared."""
-
-    def gather(self, stage: int) -> None: ...
-    def release(self, stage: int) -> None: ...
-    def forward(self, stage: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward(
-        self, stage: int, *, ends_step: bool, is_carried: bool
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def reduce(self, stage: int) -> None: ...
-    def tie(self, stage: int) -> None: ...
 
 
 @dataclass
@@ -129,7 +108,7 @@ class PipelineExecutor:
     Args:
         links: Communicators of a schedule with the same edges.
         stages: This rank's virtual stages.
-        states: Gathers, releases, reduces and ties; None for plain parameters.
+        states: The states of the stages; None for plain parameters.
     """
 
     def __init__(
@@ -138,7 +117,7 @@ class PipelineExecutor:
         self.links = links
         self.rank = links.rank
         self.stages = {stage.index: stage for stage in stages}
-        self.states = states if states is not None else NoStates()
+        self.states = states if states is not None else States()
         self.forms = Forms()
         self._lanes: dict[tuple[int, int, str], _Lane] = {}
 
@@ -176,11 +155,8 @@ class PipelineExecutor:
                 "Every rank of a pipeline runs the same number.",
                 f"pass {many} micro-batches.",
             )
-        factors = (
-            [1.0 / many if scale is None else scale] * many
-            if not isinstance(scale, Sequence)
-            else scale
-        )
+        scale = 1.0 / many if scale is None else scale
+        factors = scale if isinstance(scale, Sequence) else [scale] * many
         step = _Step(self, schedule, micro_batches, keys or [None] * many, factors, keeps_outputs)
         with propagate_errors(self.links.world):
             try:
@@ -275,19 +251,14 @@ class _Step:
     def run(self) -> None:
         """Run the program."""
         for action in self.program:
-            if action.kind in MESSAGES and (action.stage, action.kind) not in self._lanes:
-                self._lanes[action.stage, action.kind] = self._lane_of(action)
-        receiving = {
-            self._lanes[action.stage, action.kind]: None
-            for action in self.program
-            if action.kind in RECEIVES
-        }
-        for lane in receiving:
-            lane.to_post = [
-                action
-                for action in reversed(self.program)
-                if action.kind in RECEIVES and self._lanes[action.stage, action.kind] is lane
-            ]
+            place = (action.stage, action.kind)
+            if action.is_message and place not in self._lanes:
+                self._lanes[place] = self._lane_of(action)
+                self._lanes[place].to_post = []
+        for action in reversed(self.program):
+            if action.kind in RECEIVES:
+                self._lanes[action.stage, action.kind].to_post.append(action)
+        for lane in self._lanes.values():
             self._post_ahead(lane)
         with torch.set_grad_enabled(self.trains):
             for stage, kind, micro in self.program:
@@ -352,22 +323,20 @@ class _Step:
     def _differentiate(self, held: _Held, stage: int, micro: int) -> None:
         if held.loss is not None:
             if held.loss.requires_grad:
-                factor = self.factors[micro]
-                torch.autograd.backward(held.loss, torch.full_like(held.loss, factor))
-        else:
-            grads = self._arrived.pop((stage, micro, StageActionKind.RECV_B))
-            differentiated = [
-                edge
-                for edge, form in zip(held.edges, held.form, strict=True)
-                if form.is_differentiated
-            ]
-            pairs = [
-                (edge, grad)
-                for edge, grad in zip(differentiated, grads, strict=True)
-                if edge is not None
-            ]
-            if pairs:
-                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+                factor = torch.full_like(held.loss, self.factors[micro])
+                torch.autograd.backward(held.loss, factor)
+            return
+        grads = iter(self._arrived.pop((stage, micro, StageActionKind.RECV_B)))
+        edges = []
+        differentiated = []
+        for edge, form in zip(held.edges, held.form, strict=True):
+            if form.is_differentiated:
+                grad = next(grads)
+                if edge is not None:
+                    edges.append(edge)
+                    differentiated.append(grad)
+        if edges:
+            torch.autograd.backward(edges, differentiated)
 
     # -- messages
 
@@ -375,10 +344,10 @@ class _Step:
         return self.schedule.placement[stage] == self.executor.rank
 
     def _lane_of(self, action: StageAction) -> _Lane:
-        stage, kind, _ = action
-        lower = stage if kind in (StageActionKind.SEND_F, StageActionKind.RECV_B) else stage - 1
+        source, target = action.ends
+        lower = min(source, target)
         edge = self.schedule.placement[lower], self.schedule.placement[lower + 1]
-        name = "gather" if kind in (StageActionKind.SEND_F, StageActionKind.RECV_F) else "reduce"
+        name = "gather" if source < target else "reduce"
         return self.executor.lane(edge, name, self.schedule.in_flight[self.executor.rank])
 
     def _send_output(self, stage: int, micro: int) -> None:
@@ -440,26 +409,15 @@ class _Step:
             )
 
 
-class _Enter(torch.autograd.Function):
+def _entered(received: Tensor) -> Tensor:
     """Make a received tensor part of the stage's graph.
 
     A leaf that requires a gradient cannot be written in place.
     """
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor) -> Tensor:
-        return received.data  # not a view for autograd
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def _entered(received: Tensor) -> Tensor:
     if not received.requires_grad:
         return received
-    found: Tensor = _Enter.apply(received)  # type: ignore[no-untyped-call]
+    # `data` is not a view for autograd
+    found = with_backward(lambda received: received.data, lambda grad: (grad,), received)
     mark_held(found)  # `_Held` keeps it until the backward
     return found
 

@@ -47,9 +47,21 @@ class StageActionKind(Enum):
     __hash__ = object.__hash__
 
 
-COMPUTES = frozenset({StageActionKind.FORWARD, StageActionKind.BACKWARD})
-SENDS = frozenset({StageActionKind.SEND_F, StageActionKind.SEND_B})
-RECEIVES = frozenset({StageActionKind.RECV_F, StageActionKind.RECV_B})
+# By kind of computation: the receive of its input and the send of its result
+MESSAGES = {
+    StageActionKind.FORWARD: (StageActionKind.RECV_F, StageActionKind.SEND_F),
+    StageActionKind.BACKWARD: (StageActionKind.RECV_B, StageActionKind.SEND_B),
+}
+COMPUTES = frozenset(MESSAGES)
+RECEIVES = frozenset(receive for receive, _ in MESSAGES.values())
+SENDS = frozenset(send for _, send in MESSAGES.values())
+# By kind of message: the sending and the receiving stage, relative to the action's stage
+_ENDS = {
+    StageActionKind.SEND_F: (0, 1),
+    StageActionKind.RECV_F: (-1, 0),
+    StageActionKind.SEND_B: (0, -1),
+    StageActionKind.RECV_B: (1, 0),
+}
 
 
 class StageAction(NamedTuple):
@@ -61,6 +73,17 @@ class StageAction(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{'' if self.micro is None else self.micro}"
+
+    @property
+    def is_message(self) -> bool:
+        """Return whether it is a send or a receive."""
+        return self.kind in _ENDS
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Return the sending and the receiving stage of a message."""
+        source, target = _ENDS[self.kind]
+        return self.stage + source, self.stage + target
 
 
 Program = tuple[StageAction, ...]
@@ -124,130 +147,7 @@ class PipelineSchedule:
 # -- generators
 
 
-def one_f_one_b(ranks: int, micro_batches: int, *, tied: Sequence[int] = ()) -> PipelineSchedule:
-    """Return a 1F1B schedule.
-
-    Rank s starts with P - s - 1 forwards, then alternates a forward and a backward. At most min(P -
-    s, m) micro-batches are in flight. Weights stay gathered for the whole step.
-
-    Args:
-        ranks: Number of pipeline ranks P.
-        micro_batches: Number of micro-batches m.
-        tied: Stages that share a weight.
-    """
-    compute = [
-        _warm_up_then_alternate(ranks - rank - 1, [(0, micro_batches)], ranks, rank, 1)
-        for rank in range(ranks)
-    ]
-    in_flight = [min(ranks - rank, micro_batches) for rank in range(ranks)]
-    return lower("1f1b", micro_batches, _loop(ranks, 1), compute, in_flight, tied=tied)
-
-
-def interleaved(
-    ranks: int, virtual: int, micro_batches: int, *, tied: Sequence[int] = ()
-) -> PipelineSchedule:
-    """Return an interleaved 1F1B schedule with several stages per rank.
-
-    A rank runs a group of P micro-batches in one stage before its next stage. At most min(2(P - s -
-    1) + (v - 1)P + 1, v m) micro-batches are in flight. An incomplete last group is planned as a
-    full one without the missing micro-batches.
-
-    Args:
-        ranks: Number of pipeline ranks P.
-        virtual: Number of stages v per rank.
-        micro_batches: Number of micro-batches m.
-        tied: Stages that share a weight.
-    """
-    if virtual == 1:
-        return one_f_one_b(ranks, micro_batches, tied=tied)
-    compute = _grouped(ranks, virtual, micro_batches, ranks)
-    in_flight = [
-        min(2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1, virtual * micro_batches)
-        for rank in range(ranks)
-    ]
-    return lower("interleaved", micro_batches, _loop(ranks, virtual), compute, in_flight, tied=tied)
-
-
-def breadth_first(
-    ranks: int,
-    virtual: int,
-    micro_batches: int,
-    group: int | None = None,
-    *,
-    tied: Sequence[int] = (),
-) -> PipelineSchedule:
-    """Return a breadth-first schedule.
-
-    A stage runs `group` micro-batches before the next stage of the rank. The weights of a virtual
-    stage are gathered for each group, with the default twice a step, for forward and for backward.
-    At most two virtual stages of a rank are gathered at a time. Up to v m micro-batches are in
-    flight; with a smaller group k, v k and the warm-up.
-
-    Args:
-        ranks: Number of pipeline ranks P.
-        virtual: Number of stages v per rank.
-        micro_batches: Number of micro-batches m.
-        group: Size of a group, from P to m; None means m.
-        tied: Stages that share a weight.
-
-    Raises:
-        UsageError: There are several stages per rank, and the group is smaller than the number of
-            ranks.
-    """
-    size = micro_batches if group is None else min(group, micro_batches)
-    if size < min(ranks, micro_batches) and virtual > 1:
-        raise UsageError(
-            f"breadth_first in groups of {size} micro-batches over {ranks} pipeline ranks.",
-            "With a group smaller than the number of ranks, ranks wait until its first "
-            "micro-batch returns to them.",
-            f"take a group of {ranks} at least.",
-        )
-    if size == micro_batches:
-        compute = []
-        for rank in range(ranks):
-            own = range(rank, ranks * virtual, ranks)
-            forward = _for_each(own, StageActionKind.FORWARD, range(micro_batches))
-            backward = _for_each(reversed(own), StageActionKind.BACKWARD, range(micro_batches))
-            compute.append(forward + backward)
-        in_flight = [virtual * micro_batches] * ranks
-    else:
-        compute = _grouped(ranks, virtual, micro_batches, size)
-        in_flight = [
-            min(2 * (ranks - rank - 1) + (virtual - 1) * size + 1, virtual * micro_batches)
-            for rank in range(ranks)
-        ]
-    placement = _loop(ranks, virtual)
-    return lower(
-        "breadth_first",
-        micro_batches,
-        placement,
-        compute,
-        in_flight,
-        gathers_runs_of=size,
-        tied=tied,
-    )
-
-
-def forward_only(ranks: int, virtual: int, micro_batches: int) -> PipelineSchedule:
-    """Return a schedule with only forwards, for evaluation.
-
-    Args:
-        ranks: Number of pipeline ranks P.
-        virtual: Number of stages per rank.
-        micro_batches: Number of micro-batches, run in groups of P.
-    """
-    compute = [
-        [action for action in program if action.kind is StageActionKind.FORWARD]
-        for program in _grouped(ranks, virtual, micro_batches, ranks)
-    ]
-    # Nothing is kept for a backward; the slots limit how far a rank runs ahead
-    in_flight = [virtual * micro_batches] * ranks
-    return lower(
-        "forward_only", micro_batches, _loop(ranks, virtual), compute, in_flight, trains=False
-    )
-
-
-GENERATORS = ("1f1b", "interleaved", "breadth_first")
+SCHEDULES = ("1f1b", "interleaved", "breadth_first")
 
 
 def make_schedule(
@@ -261,12 +161,25 @@ def make_schedule(
 ) -> PipelineSchedule:
     """Return the schedule with the given name.
 
+    A rank runs a group of micro-batches in one stage before its next stage. It starts with some
+    forwards, then alternates a forward and a backward.
+
+    - "1f1b" has one stage per rank. Rank s starts with P - s - 1 forwards.
+    - "interleaved" has several stages per rank and groups of P micro-batches. Rank s starts with
+      2(P - s - 1) + (v - 1)P forwards.
+    - "breadth_first" gathers the weights of a stage for each group instead of once per step. With
+      the default group it runs all forwards first, and gathers twice a step. At most two stages of
+      a rank are gathered at a time.
+
+    One more micro-batch than a rank starts with is in flight. An incomplete last group is planned
+    as a full one without the missing micro-batches.
+
     Args:
-        name: One of `GENERATORS`.
-        ranks: Number of pipeline ranks.
-        virtual: Number of stages per rank.
-        micro_batches: Number of micro-batches.
-        group: Size of a group, for "breadth_first".
+        name: One of `SCHEDULES`.
+        ranks: Number of pipeline ranks P.
+        virtual: Number of stages v per rank.
+        micro_batches: Number of micro-batches m.
+        group: Size of a group for "breadth_first", from P to m; None means m.
         tied: Stages that share a weight.
 
     Raises:
@@ -279,68 +192,95 @@ def make_schedule(
             "Each is at least 1.",
             "give whole numbers from 1 on.",
         )
-    if name == "1f1b":
-        if virtual > 1:
-            raise UsageError(
-                f"schedule 1f1b with {virtual} virtual stages on each rank.",
-                "1f1b has one stage on each rank.",
-                'take "interleaved" or "breadth_first", or virtual 1.',
-            )
-        return one_f_one_b(ranks, micro_batches, tied=tied)
-    if name == "interleaved":
-        return interleaved(ranks, virtual, micro_batches, tied=tied)
-    if name == "breadth_first":
-        return breadth_first(ranks, virtual, micro_batches, group, tied=tied)
-    raise UsageError(
-        f"pipeline schedule {shown(name)} is unknown.", "", f"take one of {', '.join(GENERATORS)}."
+    if name not in SCHEDULES:
+        raise UsageError(
+            f"pipeline schedule {shown(name)} is unknown.",
+            "",
+            f"take one of {', '.join(SCHEDULES)}.",
+        )
+    if name == "1f1b" and virtual > 1:
+        raise UsageError(
+            f"schedule 1f1b with {virtual} virtual stages on each rank.",
+            "1f1b has one stage on each rank.",
+            'take "interleaved" or "breadth_first", or virtual 1.',
+        )
+    size = ranks
+    is_breadth_first = name == "breadth_first"
+    if is_breadth_first:
+        size = micro_batches if group is None else min(group, micro_batches)
+    if size < min(ranks, micro_batches) and virtual > 1:
+        raise UsageError(
+            f"breadth_first in groups of {size} micro-batches over {ranks} pipeline ranks.",
+            "With a group smaller than the number of ranks, ranks wait until its first "
+            "micro-batch returns to them.",
+            f"take a group of {ranks} at least.",
+        )
+    if virtual == 1 and not is_breadth_first:
+        name = "1f1b"
+    many = virtual * micro_batches
+    compute = []
+    in_flight = []
+    for rank in range(ranks):
+        behind = ranks - rank - 1
+        ahead = behind if virtual == 1 else 2 * behind + (virtual - 1) * size
+        if is_breadth_first and size == micro_batches:
+            ahead = many
+        compute.append(_computations(ranks, rank, virtual, micro_batches, size, ahead))
+        in_flight.append(min(ahead + 1, many))
+    return lower(
+        name,
+        micro_batches,
+        tuple(range(ranks)) * virtual,
+        compute,
+        in_flight,
+        gathers_runs_of=size if is_breadth_first else None,
+        tied=tied,
     )
 
 
-def _loop(ranks: int, virtual: int) -> tuple[int, ...]:
-    return tuple(range(ranks)) * virtual
+def forward_only(ranks: int, virtual: int, micro_batches: int) -> PipelineSchedule:
+    """Return a schedule with only forwards, for evaluation.
+
+    Args:
+        ranks: Number of pipeline ranks P.
+        virtual: Number of stages per rank.
+        micro_batches: Number of micro-batches, run in groups of P.
+    """
+    many = virtual * micro_batches
+    compute = []
+    for rank in range(ranks):
+        actions = _computations(ranks, rank, virtual, micro_batches, ranks, many)
+        compute.append([each for each in actions if each.kind is StageActionKind.FORWARD])
+    # Nothing is kept for a backward; the slots limit how far a rank runs ahead
+    return lower(
+        "forward_only",
+        micro_batches,
+        tuple(range(ranks)) * virtual,
+        compute,
+        [many] * ranks,
+        trains=False,
+    )
 
 
-def _grouped(ranks: int, virtual: int, micro_batches: int, group: int) -> list[list[StageAction]]:
-    """Return for each rank the computations of interleaved 1F1B with groups of a size.
+def _computations(
+    ranks: int, rank: int, virtual: int, micro_batches: int, group: int, ahead: int
+) -> list[StageAction]:
+    """Return `ahead` forwards of a rank, then forwards and backwards in turn, then backwards.
 
     Full groups are planned. Omitting all actions of some micro-batches removes waits and adds none.
-    """
-    whole = -(-micro_batches // group) * group
-    groups = [(first, first + group) for first in range(0, whole, group)]
-    found = []
-    for rank in range(ranks):
-        warm_up = (
-            2 * (ranks - rank - 1) + (virtual - 1) * group if virtual > 1 else ranks - rank - 1
-        )
-        planned = _warm_up_then_alternate(warm_up, groups, ranks, rank, virtual)
-        found.append(
-            [
-                action
-                for action in planned
-                if action.micro is not None and action.micro < micro_batches
-            ]
-        )
-    return found
-
-
-def _warm_up_then_alternate(
-    warm_up: int, groups: Iterable[tuple[int, int]], ranks: int, rank: int, virtual: int
-) -> list[StageAction]:
-    """Return `warm_up` forwards, then forwards and backwards in turn, then backwards.
-
-    `groups` are the [first, last) micro-batches that a stage of the rank runs before the next one.
     """
     own = range(rank, ranks * virtual, ranks)
     forward: list[StageAction] = []
     backward: list[StageAction] = []
-    for first, last in groups:
-        forward += _for_each(own, StageActionKind.FORWARD, range(first, last))
-        backward += _for_each(reversed(own), StageActionKind.BACKWARD, range(first, last))
-    ahead = min(warm_up, len(forward))
+    for first in range(0, micro_batches, group):
+        micros = range(first, first + group)
+        forward += _for_each(own, StageActionKind.FORWARD, micros)
+        backward += _for_each(reversed(own), StageActionKind.BACKWARD, micros)
     found = forward[:ahead]
     for later, earlier in zip(forward[ahead:], backward, strict=False):
         found += (later, earlier)
-    return found + backward[len(forward) - ahead :]
+    found += backward[max(len(forward) - ahead, 0) :]
+    return [action for action in found if action.micro in range(micro_batches)]
 
 
 def _for_each(
@@ -405,23 +345,22 @@ def lower(
 
 def _with_messages(action: StageAction, placement: Sequence[int]) -> list[StageAction]:
     """Add the receive and the send of a computation, if the neighbour is another rank."""
-    stage, kind, micro = action
-    here = placement[stage]
-    last = len(placement) - 1
-    from_below = stage > 0 and placement[stage - 1] != here
-    from_above = stage < last and placement[stage + 1] != here
-    found = [action]
-    if kind is StageActionKind.FORWARD:
-        if from_below:
-            found.insert(0, StageAction(stage, StageActionKind.RECV_F, micro))
-        if from_above:
-            found.append(StageAction(stage, StageActionKind.SEND_F, micro))
-    elif kind is StageActionKind.BACKWARD:
-        if from_above:
-            found.insert(0, StageAction(stage, StageActionKind.RECV_B, micro))
-        if from_below:
-            found.append(StageAction(stage, StageActionKind.SEND_B, micro))
-    return found
+    receive, send = (action._replace(kind=kind) for kind in MESSAGES[action.kind])
+    before = [receive] if crosses_ranks(receive, placement) else []
+    behind = [send] if crosses_ranks(send, placement) else []
+    return [*before, action, *behind]
+
+
+def crosses_ranks(message: StageAction, placement: Sequence[int]) -> bool:
+    """Return whether a send or receive has two stages, and they are on different ranks.
+
+    Args:
+        message: The send or receive.
+        placement: The pipeline rank of each virtual stage.
+    """
+    source, target = message.ends
+    is_inside = min(source, target) >= 0 and max(source, target) < len(placement)
+    return is_inside and placement[source] != placement[target]
 
 
 def _gathers_and_releases(

@@ -13,14 +13,12 @@ from contextlib import contextmanager, nullcontext
 
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
+from .executor import States
 from .ties import Ties
 
 
-class ShardedStates:
-    """The states of one rank's stages, in the runtime of the wrapped model.
-
-    It implements `States` of executor.py.
-    """
+class ShardedStates(States):
+    """The states of one rank's stages, in the runtime of the wrapped model."""
 
     def __init__(
         self,

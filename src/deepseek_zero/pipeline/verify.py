@@ -3,17 +3,25 @@
 All ranks' programs are executed together, without processes. A verified schedule cannot deadlock or
 use missing values. Messages are received in the order in which they are sent, and no ranks wait for
 each other in a cycle. Weights are gathered while they are used, and each gradient is reduced once,
-after it is complete. `simulate` does the same with a clock.
+after it is complete.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from ..base.errors import DeepSeekZeroError
-from .schedule import COMPUTES, SENDS, PipelineSchedule, StageAction, StageActionKind
+from .schedule import (
+    COMPUTES,
+    MESSAGES,
+    SENDS,
+    PipelineSchedule,
+    StageAction,
+    StageActionKind,
+    crosses_ranks,
+)
 
 
 class ScheduleError(DeepSeekZeroError):
@@ -30,21 +38,17 @@ class TimedAction:
     end: float
 
 
-@dataclass(frozen=True)
-class ScheduleTimes:
-    """The result of a simulation.
+@dataclass
+class _Lane:
+    """The messages of one kind from one rank to another.
 
     Attributes:
-        spans: All computations.
-        seconds: Duration of the step.
-        bubble: Idle time divided by useful time, for the busiest rank.
-        most_gathered: For each rank, the maximum number of virtual stages with gathered weights.
+        sent: Stage, micro-batch and time of each message.
+        received: The time at which each was received.
     """
 
-    spans: tuple[TimedAction, ...]
-    seconds: float
-    bubble: float
-    most_gathered: tuple[int, ...]
+    sent: list[tuple[int, int | None, float]] = field(default_factory=list)
+    received: list[float] = field(default_factory=list)
 
 
 def verify(schedule: PipelineSchedule) -> None:
@@ -60,248 +64,33 @@ def verify(schedule: PipelineSchedule) -> None:
     )
     for rank, program in enumerate(schedule.programs):
         _check_program(schedule, rank, program, trains=trains)
-    _check_messages(schedule)
-    _walk(schedule, 0.0, 0.0, 0.0, None)
+    simulate(schedule, 0.0, 0.0)
 
 
 def simulate(
-    schedule: PipelineSchedule,
-    forward: float | Sequence[float] = 1.0,
-    backward: float | Sequence[float] = 2.0,
-    transfer: float = 0.0,
-) -> ScheduleTimes:
-    """Compute when each computation runs.
-
-    Args:
-        schedule: The schedule.
-        forward: Seconds of a micro-batch's forward, for all stages or for each stage.
-        backward: Seconds of a micro-batch's backward, for all stages or for each stage.
-        transfer: Seconds of a message.
-
-    Raises:
-        ScheduleError: The ranks deadlock.
-    """
-    spans: list[TimedAction] = []
-    seconds = _walk(schedule, forward, backward, transfer, spans)
-    busy = [0.0] * schedule.ranks
-    for span in spans:
-        busy[span.rank] += span.end - span.start
-    useful = max(busy)
-    gathered = tuple(_most_gathered(program) for program in schedule.programs)
-    bubble = seconds / useful - 1 if useful else 0.0
-    return ScheduleTimes(tuple(spans), seconds, bubble, gathered)
-
-
-def _fail(what: str, why: str) -> ScheduleError:
-    return ScheduleError(
-        what, why, "take another schedule, and report this one: its generator is wrong."
-    )
-
-
-def _check_program(
-    schedule: PipelineSchedule, rank: int, program: Sequence[StageAction], *, trains: bool
-) -> None:
-    """Check the order within one rank: each action follows those that it needs."""
-    placement = schedule.placement
-    many = schedule.micro_batches
-    last_stage = len(placement) - 1
-    own = set(schedule.stages_of(rank))
-    forwards = dict.fromkeys(own, 0)
-    backwards = dict.fromkeys(own, 0)
-    done: set[StageAction] = set()
-    gathered = set[int]()
-    reduced = set[int]()
-    in_flight = 0
-    is_tied = False
-    uses_gathers = any(action.kind is StageActionKind.GATHER for action in program)
-
-    def needs(here: StageAction, *before: StageAction) -> None:
-        for each in before:
-            if each not in done:
-                raise _fail(
-                    f"pipeline rank {rank}: {here} stands before {each}.",
-                    f"{here} uses what {each} makes.",
-                )
-
-    for action in program:
-        stage, kind, micro = action
-        if stage not in own:
-            raise _fail(
-                f"pipeline rank {rank}: {action} is of a stage of another rank.",
-                "A stage has one rank.",
-            )
-        if micro is not None and micro >= many:
-            raise _fail(
-                f"pipeline rank {rank}: {action} of {many} micro-batches.",
-                "They are numbered from 0 on.",
-            )
-        if action in done and kind not in (StageActionKind.GATHER, StageActionKind.RELEASE):
-            raise _fail(
-                f"pipeline rank {rank}: {action} stands there twice.", "Each action runs once."
-            )
-        if kind in COMPUTES:
-            assert micro is not None
-            if uses_gathers and stage not in gathered:
-                raise _fail(
-                    f"pipeline rank {rank}: {action} runs while stage {stage} is not gathered.", ""
-                )
-            if kind is StageActionKind.FORWARD:
-                if stage:
-                    source = StageAction(stage - 1, kind, micro)
-                    if placement[stage - 1] != rank:
-                        source = StageAction(stage, StageActionKind.RECV_F, micro)
-                    needs(action, source)
-                forwards[stage] += 1
-                in_flight += trains
-                if in_flight > schedule.in_flight[rank]:
-                    raise _fail(
-                        f"pipeline rank {rank}: {action} makes {in_flight} in flight.",
-                        f"The schedule declares {schedule.in_flight[rank]}.",
-                    )
-            else:
-                needs(action, StageAction(stage, StageActionKind.FORWARD, micro))
-                if stage < last_stage:
-                    source = StageAction(stage + 1, kind, micro)
-                    if placement[stage + 1] != rank:
-                        source = StageAction(stage, StageActionKind.RECV_B, micro)
-                    needs(action, source)
-                if micro != backwards[stage]:
-                    raise _fail(
-                        f"pipeline rank {rank}: {action} follows {backwards[stage]} backwards of "
-                        "its stage.",
-                        "Gradients are added up ascending in the micro-batch, so that every "
-                        "schedule gives the same.",
-                    )
-                backwards[stage] += 1
-                in_flight -= 1
-        elif kind is StageActionKind.SEND_F:
-            needs(action, StageAction(stage, StageActionKind.FORWARD, micro))
-        elif kind is StageActionKind.SEND_B:
-            needs(action, StageAction(stage, StageActionKind.BACKWARD, micro))
-        elif kind is StageActionKind.GATHER:
-            gathered.add(stage)
-        elif kind is StageActionKind.RELEASE:
-            if stage not in gathered:
-                raise _fail(f"pipeline rank {rank}: {action} of a stage that is not gathered.", "")
-            gathered.discard(stage)
-        elif kind is StageActionKind.TIE or kind is StageActionKind.REDUCE:
-            if backwards[stage] != many:
-                raise _fail(
-                    f"pipeline rank {rank}: {action} after {backwards[stage]} of {many} backwards.",
-                    "",
-                )
-            if kind is StageActionKind.REDUCE:
-                if stage in schedule.tied and not is_tied:
-                    raise _fail(
-                        f"pipeline rank {rank}: {action} before the tied gradients are added up.",
-                        "",
-                    )
-                reduced.add(stage)
-            else:
-                for each in own & set(schedule.tied):
-                    if backwards[each] != many:
-                        raise _fail(
-                            f"pipeline rank {rank}: {action} before the backwards of stage {each}.",
-                            "",
-                        )
-                is_tied = True
-        done.add(action)
-    for stage in own:
-        if forwards[stage] != many or (trains and backwards[stage] != many):
-            raise _fail(
-                f"pipeline rank {rank}: stage {stage} has {forwards[stage]} forwards and "
-                f"{backwards[stage]} backwards.",
-                f"A step has {many} micro-batches.",
-            )
-    if gathered:
-        raise _fail(
-            f"pipeline rank {rank}: stage {min(gathered)} stays gathered after the step.", ""
-        )
-    if trains and reduced != own:
-        missing = ", ".join(map(str, sorted(own - reduced)))
-        raise _fail(
-            f"pipeline rank {rank}: stage {missing} is not reduced in the step.",
-            "The optimizer would use only the gradients of this rank.",
-        )
-
-
-def _check_messages(schedule: PipelineSchedule) -> None:
-    """Check that messages of each lane are received in the order of the sends."""
-    sent: dict[tuple[int, int, StageActionKind], list[tuple[int, int | None]]] = {}
-    received: dict[tuple[int, int, StageActionKind], list[tuple[int, int | None]]] = {}
-    for rank, program in enumerate(schedule.programs):
-        for action in program:
-            if (place := _lane(schedule, rank, action)) is not None:
-                (sent if action.kind in SENDS else received).setdefault(place[0], []).append(
-                    place[1]
-                )
-    for lane in sent.keys() | received.keys():
-        out = sent.get(lane, [])
-        into = received.get(lane, [])
-        if out == into:
-            continue
-        source, target, kind = lane
-        first = next(
-            (n for n, pair in enumerate(zip(out, into, strict=False)) if pair[0] != pair[1]), None
-        )
-        what = (
-            f"{len(out)} messages are sent and {len(into)} received"
-            if first is None
-            else f"message {first} is sent for stage {out[first][0]}, micro-batch {out[first][1]}, "
-            f"and received as stage {into[first][0]}, micro-batch {into[first][1]}"
-        )
-        lane_name = "activations" if kind is StageActionKind.SEND_F else "gradients"
-        raise _fail(
-            f"{lane_name} from pipeline rank {source} to {target}: {what}.", "A lane has one order."
-        )
-
-
-def _lane(
-    schedule: PipelineSchedule, rank: int, action: StageAction
-) -> tuple[tuple[int, int, StageActionKind], tuple[int, int | None]] | None:
-    """Return the lane of a message and its identity in the lane.
-
-    The lane is (source rank, target rank, kind of the send), the identity is (sending stage,
-    micro-batch).
-    """
-    stage, kind, micro = action
-    placement = schedule.placement
-    if kind is StageActionKind.SEND_F:
-        return (rank, placement[stage + 1], kind), (stage, micro)
-    if kind is StageActionKind.RECV_F:
-        return (placement[stage - 1], rank, StageActionKind.SEND_F), (stage - 1, micro)
-    if kind is StageActionKind.SEND_B:
-        return (rank, placement[stage - 1], kind), (stage, micro)
-    if kind is StageActionKind.RECV_B:
-        return (placement[stage + 1], rank, StageActionKind.SEND_B), (stage + 1, micro)
-    return None
-
-
-def _walk(
-    schedule: PipelineSchedule,
-    forward: float | Sequence[float],
-    backward: float | Sequence[float],
-    transfer: float,
-    spans: list[TimedAction] | None,
-) -> float:
-    """Execute all programs together and return the end time.
+    schedule: PipelineSchedule, forward: float, backward: float
+) -> tuple[list[TimedAction], float]:
+    """Return all computations of a step, and its duration in seconds.
 
     A receive waits for its send. A send waits while all slots of its lane contain messages that are
     not received; a rank has as many slots to a neighbour as micro-batches in flight. A tie waits
-    for the other ranks with tied stages. Raises ScheduleError if the ranks deadlock.
+    for the other ranks with tied stages. A message takes no time.
+
+    Args:
+        schedule: The schedule.
+        forward: Seconds of a micro-batch's forward in a stage.
+        backward: Seconds of a micro-batch's backward in a stage.
+
+    Raises:
+        ScheduleError: The ranks deadlock, or receive messages in another order than they are sent.
     """
     programs = schedule.programs
     tied = len({schedule.placement[stage] for stage in schedule.tied})
-    cost = {
-        StageActionKind.FORWARD: _by_stage(forward, schedule.stages),
-        StageActionKind.BACKWARD: _by_stage(backward, schedule.stages),
-    }
+    cost = {StageActionKind.FORWARD: forward, StageActionKind.BACKWARD: backward}
+    spans: list[TimedAction] = []
     places = [0] * len(programs)
     clocks = [0.0] * len(programs)
-    # By lane: arrival time of each message
-    arrived: dict[tuple[int, int, StageActionKind], list[float]] = {}
-    # by lane: time at which each message was received
-    taken: dict[tuple[int, int, StageActionKind], list[float]] = {}
+    lanes: dict[tuple[int, int, bool], _Lane] = {}
     at_tie: dict[int, float] = {}
     ready = deque(range(len(programs)))
     waiting: set[int] = set()
@@ -314,9 +103,8 @@ def _walk(
             action = program[place]
             kind = action.kind
             if kind in COMPUTES:
-                end = now + cost[kind][action.stage]
-                if spans is not None:
-                    spans.append(TimedAction(rank, action, now, end))
+                end = now + cost[kind]
+                spans.append(TimedAction(rank, action, now, end))
                 now = end
             elif kind is StageActionKind.TIE:
                 at_tie.setdefault(action.stage, now)
@@ -326,26 +114,37 @@ def _walk(
                 now = max(now, *at_tie.values())
                 ready += waiting
                 waiting.clear()
-            elif (lane := _lane(schedule, rank, action)) is not None:
-                messages = arrived.setdefault(lane[0], [])
-                receipts = taken.setdefault(lane[0], [])
-                source, target, _ = lane[0]
+            elif action.is_message:
+                stage, other = action.ends
+                source = schedule.placement[stage]
+                target = schedule.placement[other]
+                lane = lanes.setdefault((source, target, stage < other), _Lane())
                 if kind in SENDS:
                     slots = schedule.in_flight[source]
-                    if len(messages) - len(receipts) >= slots:
+                    if len(lane.sent) - len(lane.received) >= slots:
                         break
-                    if len(messages) >= slots:
-                        now = max(now, receipts[len(messages) - slots])
-                    messages.append(now + transfer)
+                    if len(lane.sent) >= slots:
+                        now = max(now, lane.received[len(lane.sent) - slots])
+                    lane.sent.append((stage, action.micro, now))
                     ready.append(target)
                 else:
-                    if len(receipts) == len(messages):
+                    number = len(lane.received)
+                    if number == len(lane.sent):
                         break
-                    now = max(now, messages[len(receipts)])
-                    receipts.append(now)
+                    sent_stage, micro, arrived = lane.sent[number]
+                    if (sent_stage, micro) != (stage, action.micro):
+                        raise _fail(
+                            f"from pipeline rank {source} to {target}, message {number} is sent "
+                            f"for stage {sent_stage}, micro-batch {micro}, and received as stage "
+                            f"{stage}, micro-batch {action.micro}.",
+                            "A lane has one order.",
+                        )
+                    now = max(now, arrived)
+                    lane.received.append(now)
                     ready.append(source)
             place += 1
-        places[rank], clocks[rank] = place, now
+        places[rank] = place
+        clocks[rank] = now
     stuck = [
         f"rank {rank} at {program[place]}"
         for rank, (program, place) in enumerate(zip(programs, places, strict=True))
@@ -356,16 +155,108 @@ def _walk(
             f"the schedule hangs: pipeline {', '.join(stuck[:8])}.",
             "Each waits for one of the others.",
         )
-    return max(clocks, default=0.0)
+    for (source, target, _), lane in lanes.items():
+        if len(lane.sent) > len(lane.received):
+            raise _fail(
+                f"{len(lane.sent)} messages are sent from pipeline rank {source} to {target}, and "
+                f"{len(lane.received)} received.",
+                "",
+            )
+    return spans, max(clocks, default=0.0)
 
 
-def _by_stage(seconds: float | Sequence[float], stages: int) -> Sequence[float]:
-    return [float(seconds)] * stages if isinstance(seconds, int | float) else seconds
+def _fail(what: str, why: str) -> ScheduleError:
+    return ScheduleError(
+        what, why, "take another schedule, and report this one: its generator is wrong."
+    )
 
 
-def _most_gathered(program: Sequence[StageAction]) -> int:
-    most = now = 0
+def _check_program(
+    schedule: PipelineSchedule, rank: int, program: Sequence[StageAction], *, trains: bool
+) -> None:
+    """Check one rank's program: it has all actions of a step, and each follows those it needs."""
+    due = set(_due(schedule, rank, trains=trains))
+    done: set[StageAction] = set()
+    gathered = set[int]()
+    in_flight = 0
+    uses_gathers = any(action.kind is StageActionKind.GATHER for action in program)
+
+    def fail(what: str, why: str = "") -> ScheduleError:
+        return _fail(f"pipeline rank {rank}: {what}", why)
+
     for action in program:
-        now += (action.kind is StageActionKind.GATHER) - (action.kind is StageActionKind.RELEASE)
-        most = max(most, now)
-    return most
+        stage, kind, _ = action
+        if kind in COMPUTES and action not in due:
+            raise fail(f"{action} is of another rank or step.", "A stage has one rank.")
+        if action in done and kind not in (StageActionKind.GATHER, StageActionKind.RELEASE):
+            raise fail(f"{action} stands there twice.", "Each action runs once.")
+        for each in _needs(schedule, rank, action):
+            if each not in done:
+                raise fail(f"{action} stands before {each}.", f"{action} uses what {each} makes.")
+        is_gathered = stage in gathered
+        if kind in COMPUTES and uses_gathers and not is_gathered:
+            raise fail(f"{action} runs while stage {stage} is not gathered.")
+        if kind is StageActionKind.FORWARD:
+            in_flight += trains
+            if in_flight > schedule.in_flight[rank]:
+                raise fail(
+                    f"{action} makes {in_flight} in flight.",
+                    f"The schedule declares {schedule.in_flight[rank]}.",
+                )
+        elif kind is StageActionKind.BACKWARD:
+            in_flight -= 1
+        elif kind is StageActionKind.GATHER:
+            gathered.add(stage)
+        elif kind is StageActionKind.RELEASE:
+            if not is_gathered:
+                raise fail(f"{action} of a stage that is not gathered.")
+            gathered.discard(stage)
+        done.add(action)
+    if gathered:
+        raise fail(f"stage {min(gathered)} stays gathered after the step.")
+    if missing := sorted(map(str, due - done)):
+        raise fail(
+            f"{', '.join(missing[:8])} is missing.",
+            f"A step runs {schedule.micro_batches} micro-batches in each stage and reduces its "
+            "gradients; otherwise the optimizer would use only those of this rank.",
+        )
+
+
+def _due(schedule: PipelineSchedule, rank: int, *, trains: bool) -> Iterator[StageAction]:
+    """Yield the computations and reductions of a rank in a step."""
+    for stage in schedule.stages_of(rank):
+        for micro in range(schedule.micro_batches):
+            yield StageAction(stage, StageActionKind.FORWARD, micro)
+            if trains:
+                yield StageAction(stage, StageActionKind.BACKWARD, micro)
+        if trains:
+            yield StageAction(stage, StageActionKind.REDUCE)
+
+
+def _needs(schedule: PipelineSchedule, rank: int, action: StageAction) -> Iterator[StageAction]:
+    """Yield the actions of the same rank that must precede an action."""
+    stage, kind, micro = action
+    tied = [each for each in schedule.stages_of(rank) if each in schedule.tied]
+    last_micro = schedule.micro_batches - 1
+    if kind in COMPUTES:
+        receive = action._replace(kind=MESSAGES[kind][0])
+        source, _ = receive.ends
+        if crosses_ranks(receive, schedule.placement):
+            yield receive
+        elif 0 <= source < schedule.stages:
+            yield action._replace(stage=source)
+    if kind is StageActionKind.BACKWARD:
+        yield action._replace(kind=StageActionKind.FORWARD)
+        if micro:  # gradients have one order in every schedule
+            yield action._replace(micro=micro - 1)
+    elif kind is StageActionKind.SEND_F:
+        yield action._replace(kind=StageActionKind.FORWARD)
+    elif kind is StageActionKind.SEND_B:
+        yield action._replace(kind=StageActionKind.BACKWARD)
+    elif kind is StageActionKind.REDUCE:
+        yield StageAction(stage, StageActionKind.BACKWARD, last_micro)
+        if stage in tied:
+            yield StageAction(tied[0], StageActionKind.TIE)
+    elif kind is StageActionKind.TIE:
+        for each in tied:
+            yield StageAction(each, StageActionKind.BACKWARD, last_micro)

@@ -192,7 +192,7 @@ def bars_of(plan: PipelinePlan) -> tuple[list[Bar], float, float]:
     A forward of all stages of a rank takes 1 and a backward 2; messages take no time.
     """
     table = pipeline.schedule_of(plan)
-    line = pipeline.simulate(table, 1.0 / plan.virtual, BACKWARD_FORWARDS / plan.virtual)
+    spans, seconds = pipeline.simulate(table, 1.0 / plan.virtual, BACKWARD_FORWARDS / plan.virtual)
     found = [
         Bar(
             span.rank,
@@ -202,10 +202,10 @@ def bars_of(plan: PipelinePlan) -> tuple[list[Bar], float, float]:
             span.start,
             span.end - span.start,
         )
-        for span in line.spans
+        for span in spans
     ]
     busy = sum(bar.length for bar in found)
-    return found, line.seconds, 1.0 - busy / (line.seconds * plan.ranks)
+    return found, seconds, 1.0 - busy / (seconds * plan.ranks)
 
 
 def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:

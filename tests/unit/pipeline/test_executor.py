@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.pipeline.chain import find_chain
-from deepseek_zero.pipeline.executor import NoStates, PipelineExecutor
+from deepseek_zero.pipeline.executor import PipelineExecutor, States
 from deepseek_zero.pipeline.messages import StageLinks, matchings
 from deepseek_zero.pipeline.schedule import PipelineSchedule, forward_only, make_schedule
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
@@ -304,7 +304,7 @@ def test_tied_weights_are_summed_in_the_order_of_stages(
         stages = take_stages(model, cut, schedule.stages_of(rank.index))
         ties = Ties(rank.comm, mesh, schedule.placement, cut.ties)
 
-        class Summing(NoStates):
+        class Summing(States):
             def tie(self, stage: int) -> None:
                 ties.add_up(
                     {
