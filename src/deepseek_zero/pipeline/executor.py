@@ -417,7 +417,7 @@ def _entered(received: Tensor) -> Tensor:
     if not received.requires_grad:
         return received
     # `data` is not a view for autograd
-    found = with_backward(lambda received: received.data, lambda grad: (grad,), received)
+    found: Tensor = with_backward(lambda received: received.data, lambda grad: (grad,), received)
     mark_held(found)  # `_Held` keeps it until the backward
     return found
 

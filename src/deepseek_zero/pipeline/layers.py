@@ -330,12 +330,10 @@ class LayersStage:
 
     Args:
         layers: The layers.
-        model: Computes the layers, for example an engine; None calls them directly.
     """
 
-    def __init__(self, layers: LayerStages, model: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, layers: LayerStages) -> None:
         self.layers = layers
-        self.model = model or layers
         self.index = layers.index
 
     def forward(self, micro: Labelled, received: Received = ()) -> Any:
@@ -350,7 +348,7 @@ class LayersStage:
         """
         self.layers.received = received[0] if len(received) == 1 else received
         given = micro.inputs if self.layers.is_first else RECEIVED
-        output = self.model(given)
+        output = self.layers(given)
         if self.layers.is_last:
             return output
         outputs = output if isinstance(output, tuple) else (output,)

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..base.device import call_instead, call_plainly
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.nested import tensors_in
 from ..comm.collectives import Comm, propagate_errors
+from ..parallel.autograd import with_backward
 from .handed import hand_out, hand_to_all
 from .pipeline import Pipeline
 from .rows import cut_rows, join_rows, rows_of
@@ -81,8 +81,8 @@ class _Call:
         self.factor = factor
         self.scale = scale
 
-    def take(self, grad: Tensor) -> None:
-        """Receive the gradient of the loss."""
+    def take(self, grad: Tensor) -> tuple[None]:
+        """Receive the gradient of the loss; return that of the anchor, which is None."""
         loop = self._loop()
         if loop is None:
             raise UsageError(
@@ -91,23 +91,7 @@ class _Call:
                 "keep the engine while its losses are used.",
             )
         loop.take(self, float(grad))
-
-
-class _Loss(torch.autograd.Function):
-    """A loss whose gradients have already been computed, possibly on other ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, call: _Call) -> Tensor:
-        """Return the loss; `anchor` is a leaf that makes it require a gradient."""
-        ctx.call = call
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        """Pass the gradient to the call."""
-        ctx.call.take(grad)
-        return None, None, None
+        return (None,)
 
 
 class _DirectCall:
@@ -235,8 +219,9 @@ class PlainLoop:
         call = _Call(self, factor, scale)
         self._open.append(call)
         self._added += 1
+        # A leaf that makes the loss require a gradient, which has been computed already
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        node: Tensor = _Loss.apply(anchor, loss, call)  # type: ignore[no-untyped-call]
+        node = with_backward(lambda anchor: loss.clone(), call.take, anchor)
         return node if kind == _BARE else StageOutput(loss=node)
 
     def _batches(self, micro: MicroBatch) -> list[MicroBatch]:

@@ -93,17 +93,27 @@ class StageLinks:
         self.rank = mesh.coordinates["pp"]
         self.pairs: dict[tuple[int, int], Comm] = {}
         for number, matching in enumerate(matchings(schedule.edges)):
-            groups: list[tuple[int, ...]] = []
-            for rank in range(mesh.world_size):
-                here = replace(mesh, rank=rank)
-                at = here.coordinates["pp"]
-                pair = next((edge for edge in matching if at in edge), (at,))
-                ranks = tuple(sorted(here.rank_at(pp=each) for each in pair))
-                if ranks not in groups:
-                    groups.append(ranks)
+            groups = [tuple(sorted(ranks)) for ranks in groups_along_pp(mesh, matching)]
             found = world.split(tuple(groups), f"pp {number}", is_new=True)
             if (own := next((edge for edge in matching if self.rank in edge), None)) is not None:
                 self.pairs[own] = found
+
+
+def groups_along_pp(mesh: Mesh, lots: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return groups of world ranks that differ in the coordinate along "pp" only.
+
+    Args:
+        mesh: The mesh.
+        lots: Disjoint lists of coordinates along "pp". The ranks with coordinates of one list are
+            in one group; a rank whose coordinate is in no list is alone.
+    """
+    groups: dict[tuple[int, ...], None] = {}
+    for rank in range(mesh.world_size):
+        here = replace(mesh, rank=rank)
+        at = here.coordinates["pp"]
+        own = next((lot for lot in lots if at in lot), [at])
+        groups[tuple(here.rank_at(pp=each) for each in own)] = None
+    return tuple(groups)
 
 
 def matchings(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -152,19 +162,15 @@ class Outbox:
         pending = self._under_way[slot]
         buffers = self._slots[slot]
         if header is not None:
-            pending.append(
-                self.comm.pass_on(
-                    _packed(header, self.comm.device), None, self.lane, f"form of {what}"
-                )
-            )
+            packed = _packed(header, self.comm.device)
+            pending.append(self.comm.pass_on(packed, None, self.lane, f"form of {what}"))
         for number, tensor in enumerate(tensors):
             if not tensor.numel():
                 continue
             while number >= len(buffers):
                 buffers.append(self.comm.empty(0, torch.uint8))
-            nbytes = tensor.numel() * tensor.element_size()
-            if buffers[number].numel() != nbytes:
-                buffers[number] = self.comm.empty(nbytes, torch.uint8)
+            if buffers[number].numel() != tensor.nbytes:
+                buffers[number] = self.comm.empty(tensor.nbytes, torch.uint8)
             buffers[number].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
             pending.append(self.comm.pass_on(buffers[number], None, self.lane, what))
 
@@ -179,8 +185,7 @@ class Outbox:
 
     def _free(self, slot: int) -> None:
         if self._under_way[slot]:
-            for each in self._under_way[slot]:
-                each.wait()
+            _wait(self._under_way[slot])
             self._under_way[slot] = []
             for buffer in self._slots[slot]:
                 self.comm.wait_until_read(buffer)
@@ -236,14 +241,12 @@ class Inbox:
         The tensors are not written by any later message.
         """
         what, form, header, boxes, pending = self._posted.popleft()
-        for each in pending:
-            each.wait()
+        _wait(pending)
         if form is None:
             assert header is not None
             form = _unpacked(header)
             boxes, pending = self._start(form, what)
-            for each in pending:
-                each.wait()
+            _wait(pending)
         return form, tuple(
             box.view(each.dtype).view(each.shape) for box, each in zip(boxes, form, strict=True)
         )
@@ -335,6 +338,11 @@ class Forms:
         self._seen.clear()
 
 
+def _wait(pending: Sequence[Pending]) -> None:
+    for each in pending:
+        each.wait()
+
+
 def _shown(form: MessageForm) -> str:
     return ", ".join(
         f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in form
@@ -351,9 +359,9 @@ def _packed(form: MessageForm, device: torch.device) -> Tensor:
             f"Their description has at most {HEADER_NUMEL} numbers.",
             "pass fewer tensors between stages: pack them into one.",
         )
-    return torch.tensor(
-        [*numbers, *[0] * (HEADER_NUMEL - len(numbers))], dtype=torch.int64, device=device
-    )
+    header = torch.zeros(HEADER_NUMEL, dtype=torch.int64)
+    header[: len(numbers)] = torch.tensor(numbers)
+    return header.to(device)
 
 
 def _unpacked(header: Tensor) -> MessageForm:

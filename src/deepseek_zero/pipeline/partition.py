@@ -113,9 +113,7 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
         stages: Number of stages.
     """
     bounds = [*accumulate(weights, initial=0)]
-    found = _cut_to_fit(bounds, stages, _smallest_bottleneck(bounds, stages))
-    assert found is not None
-    return found
+    return _cut_to_fit(bounds, stages, _smallest_bottleneck(bounds, stages))
 
 
 def _smallest_bottleneck(bounds: Sequence[float], stages: int) -> float:
@@ -143,8 +141,8 @@ def _smallest_bottleneck(bounds: Sequence[float], stages: int) -> float:
     return best[layers]
 
 
-def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int, ...] | None:
-    """Return a division in which no stage weighs more than `most`, or None.
+def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int, ...]:
+    """Return a division in which no stage weighs more than `most`, if there is one.
 
     Each stage is as close as possible to the mean of the remaining weight.
     """
@@ -157,8 +155,6 @@ def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int,
         while start > 0 and bounds[end] - bounds[start - 1] <= most:
             start -= 1
         earliest.append(min(start, layers - stage))
-    if earliest[stages] > 0:
-        return None
     found = [0]
     for stage in range(stages - 1):
         left = stages - stage
@@ -166,8 +162,6 @@ def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int,
         low = max(start + 1, earliest[left - 1])
         high = layers - (left - 1)
         fitting = [cut for cut in range(low, high + 1) if bounds[cut] - bounds[start] <= most]
-        if not fitting:
-            return None
         ideal = (bounds[layers] - bounds[start]) / left
         found.append(min(fitting, key=lambda cut: (abs(bounds[cut] - bounds[start] - ideal), cut)))
     return (*found, layers)

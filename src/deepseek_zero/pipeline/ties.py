@@ -8,13 +8,13 @@ so equal updates keep the copies equal. Norms count only the first stage's copy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm, ordered_sum
+from .messages import groups_along_pp
 
 TILE_NUMEL = 1 << 16  # elements of the fp32 scratch buffer of a sum
 
@@ -52,14 +52,8 @@ class Ties:
         self._index = {rank: place for place, rank in enumerate(sharing)}
         self.comm: Comm | None = None
         if sharing:
-            groups: dict[tuple[int, ...], None] = {}
-            for rank in range(mesh.world_size):
-                here = replace(mesh, rank=rank)
-                at = here.coordinates["pp"]
-                groups[
-                    tuple(here.rank_at(pp=each) for each in (sharing if at in sharing else [at]))
-                ] = None
-            found = world.split(tuple(groups), "pp ties", is_new=True)
+            groups = groups_along_pp(mesh, [sharing])
+            found = world.split(groups, "pp ties", is_new=True)
             self.comm = found if self.rank in sharing else None
 
     @property
@@ -80,20 +74,14 @@ class Ties:
         Note:
             Collective: every rank that shares a weight must call it.
         """
-        comm = self.comm
-        if comm is None:
+        if self.comm is None:
             return
-        for name, ranks in self.ranks.items():
-            first, *others = (self._index[rank] for rank in ranks)
-            own = (
-                values[name].view(-1) if self.rank in ranks else torch.empty(0, device=comm.device)
-            )
-            nothing = own[:0]
-            sends = comm.rank == first
-            receives = comm.rank in others
-            pieces = [own if sends and place in others else nothing for place in range(comm.size)]
-            inbox = [own if receives and place == first else nothing for place in range(comm.size)]
-            comm.exchange(pieces, inbox, "gather", f"values of {name}", kind="tie").wait()
+        for name in self.ranks:
+            first, *others = self._places(name)
+            own = values[name].view(-1) if self._shares(name) else self._nothing()
+            to = others if self.comm.rank == first else []
+            inbox = {first: own} if self.comm.rank in others else {}
+            self._exchange(own, to, inbox, "gather", f"values of {name}")
 
     def add_up(self, grads: Mapping[str, Tensor]) -> None:
         """Sum the gradients of tied weights over the ranks that share them, in place.
@@ -108,27 +96,38 @@ class Ties:
         comm = self.comm
         if comm is None:
             return
-        for name, ranks in self.ranks.items():
-            places = [self._index[rank] for rank in ranks]
-            grad = grads.get(name)
-            is_sharing = comm.rank in places and grad is not None
-            own = (
-                grad.view(-1)
-                if is_sharing and grad is not None
-                else torch.empty(0, device=comm.device)
-            )
-            nothing = own[:0]
-            to_send = comm.empty(own.numel(), own.dtype).copy_(own) if is_sharing else nothing
-            pieces = [
-                to_send if is_sharing and place in places else nothing for place in range(comm.size)
-            ]
-            inbox = [
-                torch.empty_like(own) if is_sharing and place in places else nothing
-                for place in range(comm.size)
-            ]
-            comm.exchange(pieces, inbox, "reduce", f"tied {name}", kind="tie").wait()
-            if is_sharing:
-                inbox[comm.rank] = to_send
-                scratch = torch.empty(min(own.numel(), TILE_NUMEL), device=own.device)
-                received = [inbox[place] for place in places]
-                ordered_sum(received, own, scratch, threads=comm.threads)
+        for name in self.ranks:
+            if not self._shares(name) or name not in grads:
+                self._exchange(self._nothing(), [], {}, "reduce", f"tied {name}")
+                continue
+            places = self._places(name)
+            own = grads[name].view(-1)
+            to_send = comm.empty(own.numel(), own.dtype).copy_(own)
+            inbox = {place: torch.empty_like(own) for place in places}
+            self._exchange(to_send, places, inbox, "reduce", f"tied {name}")
+            inbox[comm.rank] = to_send
+            scratch = torch.empty(min(own.numel(), TILE_NUMEL), device=own.device)
+            received = [inbox[place] for place in places]
+            ordered_sum(received, own, scratch, threads=comm.threads)
+
+    def _shares(self, name: str) -> bool:
+        return self.rank in self.ranks[name]
+
+    def _places(self, name: str) -> list[int]:
+        """Return the ranks of the communicator that share a weight, in the order of the stages."""
+        return [self._index[rank] for rank in self.ranks[name]]
+
+    def _nothing(self) -> Tensor:
+        assert self.comm is not None
+        return torch.empty(0, device=self.comm.device)
+
+    def _exchange(
+        self, own: Tensor, to: Sequence[int], inbox: Mapping[int, Tensor], lane: str, what: str
+    ) -> None:
+        """Send a tensor to some ranks of the communicator, and receive from those in `inbox`."""
+        comm = self.comm
+        assert comm is not None
+        nothing = own[:0]
+        pieces = [own if place in to else nothing for place in range(comm.size)]
+        boxes = [inbox.get(place, nothing) for place in range(comm.size)]
+        comm.exchange(pieces, boxes, lane, what, kind="tie").wait()
