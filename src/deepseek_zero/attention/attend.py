@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..base.device import has_no_values
 from ..base.errors import UsageError
 from .flex import attend_flex, is_usable
-from .plan import AttentionShape, HeadGroup, Pattern, best_plan
+from .plan import AttentionShape, Pattern, best_plan
 from .rows import Bias, attend_by_plan
 
 
@@ -24,7 +24,6 @@ def attend(
     scale: float | None = None,
     biases: Sequence[Bias] = (),
     first_head: int = 0,
-    tile: int | None = None,
 ) -> Tensor:
     """Compute softmax(query key^T scale + biases) value over the keys of a pattern.
 
@@ -43,7 +42,6 @@ def attend(
             dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be
             a `BiasRule`.
         first_head: The number in the whole model of this tensor's first head.
-        tile: Maximum number of queries that are computed together; None to choose one.
 
     Returns:
         A tensor of shape ``(samples, heads, queries, value_width)``.
@@ -55,12 +53,10 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if has_no_values(query):
         return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+    run = _attend
     if torch.compiler.is_compiling():  # A compiler must not unroll the loop over tiles
-        run: Tensor = torch.compiler.disable(_attend)(
-            query, key, value, pattern, scale, biases, first_head, tile
-        )
-        return run
-    return _attend(query, key, value, pattern, scale, biases, first_head, tile)
+        run = torch.compiler.disable(_attend)
+    return run(query, key, value, pattern, scale, biases, first_head)
 
 
 def _attend(
@@ -71,35 +67,12 @@ def _attend(
     scale: float,
     biases: Sequence[Bias],
     first_head: int,
-    tile: int | None,
 ) -> Tensor:
     if is_usable(query, value):
         return attend_flex(query, key, value, pattern, scale, biases, first_head)
-    groups = plan_for(query, key, pattern, biases, first_head, tile)
+    shape = AttentionShape.of(query, key, first_head)
+    groups = best_plan(pattern, shape, _tiles_for(pattern, query, biases))
     return attend_by_plan(query, key, value, groups, scale, biases)
-
-
-def plan_for(
-    query: Tensor,
-    key: Tensor,
-    pattern: Pattern,
-    biases: Sequence[Bias] = (),
-    first_head: int = 0,
-    tile: int | None = None,
-) -> tuple[HeadGroup, ...]:
-    """Return the plan by which `attend` computes these inputs on a CPU.
-
-    Args:
-        query: As for `attend`.
-        key: As for `attend`.
-        pattern: The keys that each query sees.
-        biases: As for `attend`.
-        first_head: The number in the whole model of this tensor's first head.
-        tile: Maximum number of queries per tile; None to choose one.
-    """
-    shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
-    sizes = (tile,) if tile else _tiles_for(pattern, query, biases)
-    return best_plan(pattern, shape, sizes)
 
 
 def _tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[int, ...]:

@@ -45,8 +45,6 @@ def attend_flex(
     scale: float,
     biases: Sequence[Bias],
     first_head: int,
-    *,
-    compiled: bool = True,
 ) -> Tensor:
     """Compute attention with FlexAttention.
 
@@ -58,13 +56,10 @@ def attend_flex(
         scale: Factor of the scores.
         biases: As for `attend`.
         first_head: The number in the whole model of this tensor's first head.
-        compiled: False runs FlexAttention without compilation, which is slow and holds all scores;
-            for tests.
     """
-    shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
+    shape = AttentionShape.of(query, key, first_head)
     blocks = _blocks_of(pattern, shape, query.device)
-    run: Callable[..., Any] = _compiled() if compiled else _torchs().flex_attention
-    found: Tensor = run(
+    found: Tensor = compiled()(
         query,
         key,
         value,
@@ -82,7 +77,8 @@ def _torchs() -> Any:
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def compiled() -> Callable[..., Any]:
+    """Return the compiled function. Without compilation it is slow and holds all scores."""
     return torch.compile(_torchs().flex_attention, dynamic=False)
 
 

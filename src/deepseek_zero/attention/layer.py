@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..base.log import log_first
 from .attend import attend
 from .layouts import BlockLayout
-from .plan import AttentionShape, Pattern, whole_mask
+from .plan import AttentionShape, Pattern, added, whole_mask
 from .rows import Bias, BiasRule
 
 
@@ -85,13 +85,8 @@ class SparseAttention:
             "are computed, with a mask. For the sparse one set the model's attention dropout to 0.",
             logging.WARNING,
         )
-        shape = AttentionShape(
-            query.shape[1], key.shape[1], query.shape[2], key.shape[2], self._first(query)
-        )
-        seen = whole_mask(pattern, shape).to(query.device)[None]
-        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(
-            ~seen, -torch.inf
-        )
+        shape = AttentionShape.of(query, key, self._first(query))
+        mask = added(whole_mask(pattern, shape).to(query.device)[None], query.dtype)
         for each in biases:
             part = each if isinstance(each, Tensor) else _ask(each, query, key)
             mask = mask.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else mask + part

@@ -61,12 +61,11 @@ class Pattern:
             reach: A query sees only keys at most this many tokens away.
         """
         is_causal |= layout is not None and layout.is_causal
-        back = [
-            each for each in (None if window is None else window - 1, reach) if each is not None
-        ]
-        least_reach = 0 if is_causal else reach
+        behind = reach
+        if window is not None:
+            behind = window - 1 if reach is None else min(window - 1, reach)
         blocks = None if isinstance(layout, Dense) else layout
-        return cls(blocks, min(back, default=None), least_reach)
+        return cls(blocks, behind, 0 if is_causal else reach)
 
     def variant(self, head: int) -> int:
         """Return the number that identifies the layout of a head."""
@@ -149,20 +148,17 @@ class _Masks:
         self._bytes = 0
 
     def of(self, mask: Mask, dtype: torch.dtype) -> Tensor:
-        key = (mask, dtype)
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+            if (found := self._kept.get((mask, dtype))) is not None:
+                self._kept.move_to_end((mask, dtype))
+                return found
         made = added(mask.seen(), dtype)
-        if made.nbytes > _KEPT_BYTES // 4:
-            return made
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = made
-                self._bytes += made.nbytes
-            while self._bytes > _KEPT_BYTES:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        if made.nbytes <= _KEPT_BYTES // 4:
+            with self._lock:
+                if self._kept.setdefault((mask, dtype), made) is made:
+                    self._bytes += made.nbytes
+                while self._bytes > _KEPT_BYTES:
+                    self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return made
 
 
@@ -263,6 +259,11 @@ class AttentionShape:
     keys: int
     first_head: int = 0
 
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, first_head: int = 0) -> AttentionShape:
+        """Return the sizes of queries and keys of shape ``(samples, heads, tokens, width)``."""
+        return cls(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
+
 
 def groups_of(
     pattern: Pattern, shape: AttentionShape, tile: int, samples: slice = slice(None)
@@ -290,9 +291,6 @@ def groups_of(
                 read = heads if shared == 1 else slice(own.start // shared, own.start // shared + 1)
                 found.append(HeadGroup(heads, read, tiles[variant], samples))
     return tuple(found)
-
-
-plan_of = lru_cache(maxsize=32)(groups_of)
 
 
 @lru_cache(maxsize=32)
@@ -348,22 +346,17 @@ def _merged(tiles: Sequence[AttentionTile]) -> Iterator[AttentionTile]:
 def _follows(last: AttentionTile, tile: AttentionTile) -> bool:
     by = last.count * last.queries
     moved = tuple((start + by, stop + by) for start, stop in last.spans)
-    place = (last.start + by, last.stop + by, moved)
-    return len(moved) == 1 and (tile.start, tile.stop, tile.spans) == place and _alike(last, tile)
-
-
-def _alike(last: AttentionTile, tile: AttentionTile) -> bool:
-    return (last.mask, last.is_square) == (tile.mask, tile.is_square)
+    following = replace(last, start=last.start + by, stop=last.stop + by, spans=moved, count=1)
+    return len(moved) == 1 and tile == following
 
 
 def _tiles(pattern: Pattern, variant: int, shape: AttentionShape, size: int) -> list[AttentionTile]:
     offset = shape.keys - shape.queries
     found = list[AttentionTile]()
     edges = [*range(offset - offset % size, shape.keys, size), shape.keys]
-    for start, stop in pairwise(edges):
-        found += _best(
-            _Rows.of(pattern, variant, shape, max(start, offset), stop), max(start, offset), stop
-        )
+    for edge, stop in pairwise(edges):
+        start = max(edge, offset)
+        found += _best(_Rows.of(pattern, variant, shape, start, stop), start, stop)
     return found
 
 
@@ -428,19 +421,16 @@ def _tile(rows: _Rows, start: int, stop: int) -> tuple[AttentionTile, float]:
     layout = pattern.layout
     if layout is not None:
         bits, spans = _blocks(rows, layout, (start, stop), (first, last))
-        seen = bits.double().mean().item() if bits.numel() else 1.0
-        share, bits = (1.0, None) if seen == 1.0 else (seen, bits)
+        share = bits.double().mean().item() if bits.numel() else 1.0
+        bits = None if share == 1.0 else bits
     offset = shape.keys - shape.queries
     place = (start - offset, stop - offset)
     near = [_is_near(pattern, span, start, stop) for span in spans]
     if bits is None and all(near):
         return AttentionTile(*place, spans), share
-    if (
-        bits is None
-        and pattern.ahead == 0
-        and spans == ((start, stop),)
-        and _is_within(pattern, stop - start)
-    ):
+    is_own = spans == ((start, stop),)
+    is_within = pattern.behind is None or pattern.behind >= stop - start - 1
+    if bits is None and pattern.ahead == 0 and is_own and is_within:
         return AttentionTile(*place, spans, is_square=True), share
     parts = tuple(
         (b - a, None if fits else a - start) for (a, b), fits in zip(spans, near, strict=True)
@@ -491,10 +481,6 @@ def _is_near(pattern: Pattern, span: BlockSpan, start: int, stop: int) -> bool:
     """Return whether all queries at [start, stop) are near enough to all keys."""
     is_past = pattern.ahead is None or span[1] - 1 <= start + pattern.ahead
     return is_past and (pattern.behind is None or span[0] >= stop - 1 - pattern.behind)
-
-
-def _is_within(pattern: Pattern, queries: int) -> bool:
-    return pattern.behind is None or pattern.behind >= queries - 1
 
 
 def whole_mask(pattern: Pattern, shape: AttentionShape) -> Tensor:

@@ -39,8 +39,6 @@ def attend_by_plan(
     groups: Sequence[HeadGroup],
     scale: float,
     biases: Sequence[Bias] = (),
-    *,
-    kernel: bool = True,
 ) -> Tensor:
     """Compute attention by a plan.
 
@@ -55,14 +53,13 @@ def attend_by_plan(
         biases: Numbers to add to the scores, or bools of the keys that are seen. They have four
             dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be
             a `BiasRule`, which is called for each tile.
-        kernel: False never uses torch's kernel.
 
     Returns:
         A tensor of shape ``(samples, heads, queries, value_width)``, with the memory layout of
         `query`.
     """
     apply: Any = _ByPlan.apply
-    found: Tensor = apply(query, key, value, tuple(groups), scale, kernel, *biases)
+    found: Tensor = apply(query, key, value, tuple(groups), scale, *biases)
     return found
 
 
@@ -75,19 +72,15 @@ class _ByPlan(torch.autograd.Function):
         value: Tensor,
         groups: tuple[HeadGroup, ...],
         scale: float,
-        kernel: bool,
         *biases: Bias,
     ) -> Tensor:
-        fits = kernel and _fits_kernel(query, key, value) and not any(ctx.needs_input_grad[6:])
+        fits = _fits_kernel(query, key, value) and not any(ctx.needs_input_grad[5:])
         ctx.groups = groups
         ctx.scale = scale
         ctx.kernel = fits
-        one_width = query.shape[-1] == value.shape[-1]
-        out = (
-            torch.zeros_like(query)
-            if one_width
-            else value.new_zeros(*query.shape[:-1], value.shape[-1])
-        )
+        out = torch.zeros_like(query)
+        if query.shape[-1] != value.shape[-1]:
+            out = value.new_zeros(*query.shape[:-1], value.shape[-1])
         sums = torch.zeros(query.shape[:-1], dtype=_sum_dtype(query), device=query.device)
         forward = _kernel_forward if fits else _plain_forward
         for call in _calls(groups, query, key, biases):
@@ -112,7 +105,7 @@ class _ByPlan(torch.autograd.Function):
             grad = grad.contiguous()  # For example an expanded gradient, as from sum()
         of_query = torch.zeros_like(query)
         of_key, of_value = (torch.zeros_like(each, dtype=_sum_dtype(each)) for each in (key, value))
-        wanted = ctx.needs_input_grad[6:]
+        wanted = ctx.needs_input_grad[5:]
         of_biases = [
             torch.zeros_like(each) if need else None
             for each, need in zip(biases, wanted, strict=True)
@@ -129,15 +122,8 @@ class _ByPlan(torch.autograd.Function):
             call.add_keys(of_value, values)
             if scores is not None and any(wanted):
                 call.add_scores(of_biases, scores)
-        return (
-            of_query,
-            of_key.to(key.dtype),
-            of_value.to(value.dtype),
-            None,
-            None,
-            None,
-            *of_biases,
-        )
+        of_keys = of_key.to(key.dtype), of_value.to(value.dtype)
+        return of_query, *of_keys, None, None, *of_biases
 
 
 def _fits_kernel(*tensors: Tensor) -> bool:

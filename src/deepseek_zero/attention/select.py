@@ -50,7 +50,7 @@ def attend_selected(
         UsageError: The sizes do not fit.
     """
     table = select_blocks(query, key, block=block, blocks=blocks, tile=tile, chosen_by=chosen_by)
-    shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2])
+    shape = AttentionShape.of(query, key)
     sharing = query.shape[1] // table.shape[1]
     groups = list[HeadGroup]()
     for sample, seen in enumerate(table):

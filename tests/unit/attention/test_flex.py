@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepseek_zero.attention import flex
 from deepseek_zero.attention.flex import SIDE, attend_flex
 from deepseek_zero.attention.layouts import BSLongformer, Fixed, LocalSlidingWindow
 from deepseek_zero.attention.plan import Pattern
@@ -16,6 +17,13 @@ from tests.unit.attention.dense import apart, dense, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 UNI: dict[str, Any] = {"attention": "unidirectional"}
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(flex, "compiled", lambda: flex_attention)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +42,7 @@ def test_a_block_mask_shows_what_the_pattern_does(pattern: Pattern) -> None:
     )
     kept = (torch.arange(260) < torch.tensor([[260], [240]]))[:, None, None]
     for biases in ([], [kept, torch.randn(1, 4, 140, 260)]):
-        found = attend_flex(query, key, value, pattern, 0.25, biases, 0, compiled=False)
+        found = attend_flex(query, key, value, pattern, 0.25, biases, 0)
         assert apart([found], [dense(query, key, value, pattern, biases, 0.25)]) < 5e-6, len(biases)
 
 
@@ -46,7 +54,7 @@ def test_a_mask_rule_is_evaluated_only_for_blocks_that_are_partly_visible() -> N
     def same_half(sample: Any, query: Any, key: Any) -> Any:
         return (query < 100) == (key < 100)
 
-    found = attend_flex(query, key, value, Pattern(ahead=0), 0.25, [same_half], 0, compiled=False)
+    found = attend_flex(query, key, value, Pattern(ahead=0), 0.25, [same_half], 0)
     place = torch.arange(256)
     halves = same_half(None, place[:, None], place[None])[None, None]
     assert apart([found], [dense(query, key, value, Pattern(ahead=0), [halves], 0.25)]) < 5e-6

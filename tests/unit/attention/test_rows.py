@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepseek_zero.attention import rows
 from deepseek_zero.attention.attend import attend
 from deepseek_zero.attention.layouts import (
     BigBird,
@@ -25,7 +26,6 @@ from deepseek_zero.attention.plan import (
     Pattern,
     best_plan,
     groups_of,
-    plan_of,
     whole_mask,
 )
 from deepseek_zero.attention.rows import attend_by_plan
@@ -58,10 +58,11 @@ def by_tiles(
     given: list[Tensor], pattern: Pattern, biases: Any = (), tile: int = 32, *, kernel: bool = True
 ) -> Tensor:
     query, key, value, _ = given
-    groups = plan_of(
-        pattern, AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2]), tile
-    )
-    return attend_by_plan(query, key, value, groups, query.shape[-1] ** -0.5, biases, kernel=kernel)
+    groups = groups_of(pattern, AttentionShape.of(query, key), tile)
+    with pytest.MonkeyPatch.context() as patch:
+        if not kernel:
+            patch.setattr(rows, "_fits_kernel", lambda *tensors: False)
+        return attend_by_plan(query, key, value, groups, query.shape[-1] ** -0.5, biases)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -114,7 +115,7 @@ def exact_of(given: list[Tensor]) -> list[Tensor]:
 def test_windows_go_as_batches_of_tiles(window: int, key_heads: int) -> None:
     given = tensors(2, 4, key_heads, 300, 300, 8)
     pattern = Pattern.of(None, is_causal=True, window=window)
-    tiles = plan_of(pattern, AttentionShape(4, key_heads, 300, 300), 32)[0].tiles
+    tiles = groups_of(pattern, AttentionShape(4, key_heads, 300, 300), 32)[0].tiles
     assert max(tile.count for tile in tiles) >= (7 if window < 100 else 1)
     expected = with_gradients(dense(*given[:3], pattern), given)
     assert apart(with_gradients(by_tiles(given, pattern), given), expected) < 1e-12
@@ -219,9 +220,9 @@ def test_65536_tokens_with_a_window_take_128_mib_beyond_the_inputs() -> None:
 
 def test_plans_are_shared_by_equal_layouts_and_by_no_others() -> None:
     shape = AttentionShape(4, 4, 256, 256)
-    first = plan_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64)
-    assert plan_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64) is first
-    assert plan_of(Pattern.of(Variable(local_window_blocks=(3, 2))), shape, 64) is not first
+    first = groups_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64)
+    assert groups_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64) is first
+    assert groups_of(Pattern.of(Variable(local_window_blocks=(3, 2))), shape, 64) is not first
     assert whole_mask(Pattern.of(LAYOUTS[7]), shape).equal(
         seen_of(Pattern.of(LAYOUTS[7]), 4, 256, 256)
     )
