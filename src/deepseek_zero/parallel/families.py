@@ -7,7 +7,9 @@ support another family, add a row.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 Style = Literal[
@@ -102,3 +104,9 @@ NAMES: tuple[StyleRule, ...] = (
     StyleRule(r"(up|gate|up_proj|gate_proj|fc1|w1|w3|wi|wi_0|wi_1)", "column"),
     StyleRule(r"(o|o_proj|out_proj|wo|down|down_proj|fc2|w2)", "row"),
 )
+
+
+def common_path(names: Iterable[str]) -> list[str]:
+    """Return the parts of the longest dotted path with which all names begin."""
+    paths = zip(*(name.split(".") for name in names), strict=False)
+    return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, paths)]

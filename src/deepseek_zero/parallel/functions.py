@@ -29,6 +29,9 @@ from .autograd import with_backward
 from .cuts import put_together, taken
 from .group import TensorGroup
 
+# Returns an uninitialized buffer of a shape and a dtype
+NewBuffer = Callable[[Sequence[int], torch.dtype], Tensor]
+
 # -- products: (rows, in) x weight, which is (out, in), or (in, out) if `transposed`
 
 
@@ -80,11 +83,7 @@ class Entry:
         start: Called with the accumulated gradient of all layers.
     """
 
-    def __init__(
-        self,
-        new: Callable[[Sequence[int], torch.dtype], Tensor],
-        start: Callable[[Tensor], Any],
-    ) -> None:
+    def __init__(self, new: NewBuffer, start: Callable[[Tensor], Any]) -> None:
         self.readers = 0
         self._new = new
         self._start = start
@@ -263,7 +262,7 @@ class _Row(torch.autograd.Function):
         bias: Tensor | None,
         transposed: bool,
         adds_bias: bool,
-        new: Callable[[Sequence[int], torch.dtype], Tensor],
+        new: NewBuffer,
         finish: Callable[[Tensor], Tensor],
         restore: Callable[[Tensor], Tensor],
     ) -> Tensor:

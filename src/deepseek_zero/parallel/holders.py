@@ -15,7 +15,7 @@ from ..base.device import CPU, clear_hooks, fake_tensors
 from ..base.errors import NotBuiltError, brief
 from ..base.nested import all_tensors, map_inputs, on_meta, once
 from ..planner.split import Ranges, Split
-from .plans import ADAPTED, Choice, ParallelPlan, adapted_common, head_dim_of, parent_of
+from .plans import ADAPTED, Choice, ParallelPlan, adapted_common, parent_of
 
 ROWS = 2  # rows of generated inputs
 TOKENS = 6
@@ -121,23 +121,23 @@ def holders_of(model: nn.Module, plan: ParallelPlan) -> list[RegionHolder]:
         plan: Its plan.
     """
     named: dict[str, nn.Module] = dict(model.named_modules())
-    found: dict[str, list[tuple[list[Choice], Choice]]] = {}
+    columns: dict[str, list[Choice]] = {}
+    for choice in plan.choices:
+        if choice.style == "column" and choice.region:
+            columns.setdefault(choice.region, []).append(choice)
+    found: dict[str, list[Choice]] = {}
     for row in plan.choices:
-        columns = [
-            each for each in plan.choices if each.style == "column" and each.region == row.name
-        ]
-        if row.style == "row" and columns:
-            found.setdefault(_callable(named, adapted_common([*columns, row])), []).append(
-                (columns, row)
-            )
+        if row.style == "row" and row.name in columns:
+            region = [row, *columns[row.name]]
+            found.setdefault(_callable(named, adapted_common(region)), []).extend(region)
     kinds: dict[Any, RegionHolder] = {}
-    for name, regions in found.items():
+    for name, choices in found.items():
         inside = tuple(each for each in found if is_inside(each, name))
         key = _kind_of(named[name], _layers_in(plan, name))
         if key in kinds:
             kinds[key].names.append(name)
         else:
-            kinds[key] = _holder(model, plan, name, regions, inside)
+            kinds[key] = _holder(model, plan, name, choices, inside)
     return list(kinds.values())
 
 
@@ -214,56 +214,45 @@ def _holder(
     model: nn.Module,
     plan: ParallelPlan,
     name: str,
-    regions: Sequence[tuple[list[Choice], Choice]],
+    choices: Sequence[Choice],
     inside: tuple[str, ...],
 ) -> RegionHolder:
     module = model.get_submodule(name)
     prefix = f"{name}." if name else ""
-    parents = {parent_of(each) for columns, _ in regions for each in columns}
+    parents = {parent_of(each) for each in choices if each.style == "column"}
     attributes = {
         (of.removeprefix(prefix) if of != name else "", attribute): local
         for (of, attribute), local in plan.attributes.items()
         if of in parents
     }
-    wrappers = [
-        each.name.removesuffix(ADAPTED) for columns, row in regions for each in (*columns, row)
-    ]
-    layers = _layers_in(plan, name)
-    members = {
-        inner: each
-        for inner, each in layers.items()
-        if any(each.name == wrapper or each.name.startswith(f"{wrapper}.") for wrapper in wrappers)
-    }
+    wrappers = [each.name.removesuffix(ADAPTED) for each in choices]
+    members: dict[str, Choice] = {}
+    given: dict[str, Choice] = {}
+    for inner, each in _layers_in(plan, name).items():
+        is_member = any(f"{each.name}.".startswith(f"{wrapper}.") for wrapper in wrappers)
+        (members if is_member else given)[inner] = each
     widths: dict[int, tuple[Ranges, ...]] = {}
-    for columns, row in regions:
-        head_dim = head_dim_of(model, columns, row)
-        if head_dim is None:
-            continue
-        for choice in (row, *(each for each in columns if each.fused is None)):
-            assert choice.part is not None
-            _note_width(widths, choice.part.side, head_dim)
-    floating = [param for param in module.parameters() if param.is_floating_point()]
-    is_meta = not floating or floating[0].is_meta
+    for each in choices:
+        is_one_projection = each.fused is None or each.style == "row"
+        if each.head_dim is not None and is_one_projection and each.part is not None:
+            _note_width(widths, each.part.side, each.head_dim)
+    floating = next((param for param in module.parameters() if param.is_floating_point()), None)
     vectors = {
-        key: param.detach()
+        key: param.detach().clone()
         for key, param in module.named_parameters()
         if param.dim() < 2 and not param.is_meta
     }
-    template = _template(name, module)
-    vectors = {key: value.clone() for key, value in vectors.items()}
-    device = CPU if is_meta else floating[0].device
-    dtype = floating[0].dtype if floating else torch.float32
     return RegionHolder(
         [name],
-        template,
+        _template(name, module),
         members,
-        {inner: each for inner, each in layers.items() if inner not in members},
+        given,
         tuple(each.removeprefix(prefix) for each in inside),
         attributes,
         widths,
         plan.ranks,
-        device,
-        dtype,
+        CPU if floating is None or floating.is_meta else floating.device,
+        torch.float32 if floating is None else floating.dtype,
         vectors,
     )
 

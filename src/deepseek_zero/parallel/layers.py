@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,11 @@ from .cuts import activations
 from .functions import Entry, column, enter, enter_tokens, gather, leave, row, scatter
 from .group import TensorGroup
 from .streams import Streams, align_generators
+
+if TYPE_CHECKING:
+    from .virtual import VirtualAxis
+
+Axis: TypeAlias = "TensorAxis | VirtualAxis"
 
 
 @dataclass(frozen=True)
@@ -61,47 +66,6 @@ class LayerPart:
     def outputs(self) -> Split:
         """Return how the outputs of a column layer are split (`activations`)."""
         return activations(self.weight)
-
-
-class Axis(Protocol):
-    """Computes layers that are parts.
-
-    Attributes:
-        splits_loss: Whether the loss reads split logits in the current forward (loss.py).
-    """
-
-    splits_loss: bool
-
-    def column(self, layer: Layer, x: Tensor) -> Tensor: ...
-
-    def row(self, layer: Layer, x: Tensor) -> Tensor: ...
-
-    def look_up(self, layer: Layer, ids: Tensor) -> Tensor: ...
-
-    def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
-        """Return this process's columns of split logits.
-
-        Args:
-            logits: The logits.
-            part: The layer that computed them.
-
-        Returns:
-            For each rank that computes in this process: the index of its first word, and its
-                columns.
-        """
-        ...
-
-    def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return every rank's rows, by rank.
-
-        Args:
-            rows: One tensor of shape (n, width) for each rank that computes in this process.
-            what: The name of the collective, for messages.
-
-        Note:
-            Collective: every rank must call it.
-        """
-        ...
 
 
 class Layer(nn.Module):
@@ -176,6 +140,9 @@ class TensorAxis:
     Args:
         group: The group.
         streams: The random streams, if the model draws random numbers.
+
+    Attributes:
+        splits_loss: Whether the loss reads split logits in the current forward (loss.py).
     """
 
     def __init__(self, group: TensorGroup, streams: Streams | None = None) -> None:
@@ -209,11 +176,14 @@ class TensorAxis:
         return found
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
-        """Compute a row layer; see `row` in functions.py. Collective.
+        """Compute a row layer; see `row` in functions.py.
 
         Args:
             layer: The layer.
             x: Its input.
+
+        Note:
+            Collective: every rank must call it.
         """
         part = layer.part
         shards_tokens = part.shards_tokens and layer.training
@@ -231,30 +201,40 @@ class TensorAxis:
         )
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
-        """Compute an embedding. Collective.
+        """Compute an embedding.
 
         Args:
             layer: The layer.
             ids: Indices into the whole table.
+
+        Note:
+            Collective: every rank must call it.
         """
         found = look_up(layer.weight, layer.part, self.group.index, ids, layer.padding_idx)
         return leave(found, self.group, layer.part.name)
 
     def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
-        """Return this rank's columns, as `Axis.own_columns`.
+        """Return this process's columns of split logits.
 
         Args:
             logits: This rank's logits.
             part: The layer that computed them.
+
+        Returns:
+            For each rank that computes in this process: the index of its first word, and its
+                columns.
         """
         return [(sum(part.widths[: self.group.index]), logits)]
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return every rank's rows, as `Axis.all_gather`. Collective.
+        """Return every rank's rows, by rank.
 
         Args:
-            rows: This rank's rows.
+            rows: One tensor of shape (n, width) for each rank that computes in this process.
             what: The name of the collective, for messages.
+
+        Note:
+            Collective: every rank must call it.
         """
         (own,) = rows
         return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)

@@ -165,7 +165,12 @@ class SplitLoss:
     """
 
     def __init__(
-        self, axis: Axis, part: LayerPart, whole: Callable[..., Tensor], *, is_causal: bool
+        self,
+        axis: Axis,
+        part: LayerPart,
+        whole: Callable[..., Tensor],
+        *,
+        is_causal: bool,
     ) -> None:
         self.axis = axis
         self.part = part

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, shown
-from ..planner.split import Ranges, Split, came_cut, refuse_other_cuts
-from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style
+from ..planner.split import Ranges, Split, came_cut, laid_out, refuse_other_cuts
+from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style, StyleRule, common_path
 from .layers import LayerPart
 from .token_shards import ShardedBlocks, find_stretch
 
@@ -106,6 +106,7 @@ class Choice:
         fused: How several projections are stored in it, if it is fused.
         part: How it is split, once that is known.
         region: A name that column layers with the same input share.
+        head_dim: The size of a head if it belongs to an attention.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Choice:
     fused: Fused | None = None
     part: LayerPart | None = None
     region: str = ""
+    head_dim: int | None = None
 
     @property
     def is_wished(self) -> bool:
@@ -126,6 +128,11 @@ class Choice:
         """Return the layer's outputs and inputs."""
         first, second = weight_of(self.module).shape
         return (second, first) if is_transposed(self.module) else (first, second)
+
+    @property
+    def width(self) -> int:
+        """Return the outputs of one of the projections that are stored in the layer."""
+        return self.widths[0] // (self.fused.parts if self.fused else 1)
 
 
 @dataclass
@@ -159,28 +166,19 @@ class ParallelPlan:
 
     def table(self) -> str:
         """Return the plan as text: a line per kind of layer, with block numbers as `*`."""
-        lines: dict[tuple[str, ...], int] = {}
+        lines = Counter[tuple[str, ...]]()
         for choice in self.choices:
             assert choice.part is not None
-            parts = " + ".join(dict.fromkeys(str(width) for width in choice.part.widths))
-            row = (
-                _wild(choice.name),
-                choice.style,
-                f"{parts} of {sum(choice.part.widths)}",
-                choice.source,
-            )
-            lines[row] = lines.get(row, 0) + 1
+            parts = " + ".join(dict.fromkeys(map(str, choice.part.widths)))
+            share = f"{parts} of {sum(choice.part.widths)}"
+            lines[_wild(choice.name), choice.style, share, choice.source] += 1
         for name, why in self.left.items():
-            row = (_wild(name), "equal", "whole", why)
-            lines[row] = lines.get(row, 0) + 1
-        rows = [("layer", "becomes", "each rank", "by"), *lines]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        counts = ["", *(f"x{count}" for count in lines.values())]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            + f"  {count}".rstrip()
-            for row, count in zip(rows, counts, strict=True)
-        )
+            lines[_wild(name), "equal", "whole", why] += 1
+        rows = [("layer", "becomes", "each rank", "by")]
+        rows += [(*row, f"{by}  x{count}") for (*row, by), count in lines.items()]  # type: ignore[misc]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        form = "  ".join(f"{{:{width}}}" for width in widths)
+        return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = None) -> ParallelPlan:
@@ -244,7 +242,7 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
     own = _own_plan(model)
     model_type = _model_type(model)
     known = FAMILIES.get(family, ())
-    names = NAMES
+    source = f"preset {family}" if settings.preset else f"family {family}"
     if settings.preset:
         own = {}
     found: dict[str, Choice] = {}
@@ -253,21 +251,21 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
         if choice is None and settings.uses_other_rules:
             plain = name.replace("base_model.model.", "").removesuffix(ADAPTED)
             choice = _by_own_plan(name, plain, module, own)
-            if choice is None or (choice.style == "column" and choice.fused is None):
-                rule = next(
-                    (rule for rule in known if is_matrix(module) and rule.matches(plain)), None
-                )
-                if choice is not None and rule is not None:
-                    choice.fused = rule.fused
-                elif rule is not None:
-                    source = f"preset {family}" if settings.preset else f"family {family}"
-                    choice = Choice(name, module, rule.style, source, rule.fused)
-            if choice is None and not own and not known and is_matrix(module):
-                rule = next((rule for rule in names if rule.matches(plain)), None)
+            rule = _rule_of(known, plain) if is_matrix(module) else None
+            if choice is None and rule is not None:
+                choice = Choice(name, module, rule.style, source, rule.fused)
+            elif choice is not None and choice.style == "column" and rule is not None:
+                choice.fused = rule.fused
+            elif choice is None and not own and not known and is_matrix(module):
+                rule = _rule_of(NAMES, plain)
                 choice = None if rule is None else Choice(name, module, rule.style, "names")
         if choice is not None and choice.style != "equal":
             found[name] = choice
     return found
+
+
+def _rule_of(rules: Iterable[StyleRule], name: str) -> StyleRule | None:
+    return next((rule for rule in rules if rule.matches(name)), None)
 
 
 def _by_config(
@@ -359,15 +357,14 @@ def _model_type(model: nn.Module) -> str:
 
 def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Choice]) -> None:
     """Assign column layers to the row layer that closes their region, and split regions."""
-    rows = [choice for choice in choices.values() if choice.style == "row"]
+    styles: dict[str, list[Choice]] = {style: [] for style in ("row", "column", "partial")}
+    for choice in choices.values():
+        styles.setdefault(choice.style, []).append(choice)
+    rows = styles["row"]
     order = {name: place for place, name in enumerate(choices)}
     regions: dict[str, list[Choice]] = {row.name: [] for row in rows}
-    for column in [choice for choice in choices.values() if choice.style == "column"]:
-        beside = [
-            other
-            for other in choices.values()
-            if other.style == "column" and parent_of(other) == parent_of(column)
-        ]
+    for column in styles["column"]:
+        beside = [other for other in styles["column"] if parent_of(other) == parent_of(column)]
         row = _closing(column, beside, rows, order)
         if row is None:
             _take_apart(plan, [column], "no row layer closes it")
@@ -378,11 +375,8 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
         if not columns:
             _take_apart(plan, [row], "no column layer comes before it")
             continue
-        partial = [
-            each
-            for each in choices.values()
-            if each.style == "partial" and parent_of(each) == parent_of(columns[0])
-        ]
+        parent = parent_of(columns[0])
+        partial = [each for each in styles["partial"] if parent_of(each) == parent]
         _cut_region(model, plan, columns, row, partial, rows)
     for choice in choices.values():
         if choice.style in ("column_gather", "row_scatter"):
@@ -399,18 +393,11 @@ def _parts_of_single_layer(choice: Choice, dim: int, plan: ParallelPlan) -> tupl
     """
     width = choice.widths[dim]
     fused = choice.fused
-    if dim == 1 or fused is None or (not fused.sizes and width % fused.parts):
-        return tuple((each,) for each in _shares(width, plan.ranks, choice.name, plan.grain))
-    sizes = fused.sizes or (width // fused.parts,) * fused.parts
-    found: list[list[tuple[int, int]]] = [[] for _ in range(plan.ranks)]
-    start = 0
-    for size in sizes:
-        for own, (low, high) in zip(
-            found, _shares(size, plan.ranks, choice.name, plan.grain), strict=True
-        ):
-            own.append((start + low, start + high))
-        start += size
-    return tuple(map(tuple, found))
+    sizes: tuple[int, ...] = (width,)
+    if dim == 0 and fused is not None and (fused.sizes or width % fused.parts == 0):
+        sizes = fused.sizes or (width // fused.parts,) * fused.parts
+    shares = [_shares(size, plan.ranks, choice.name, plan.grain) for size in sizes]
+    return laid_out([high - low for low, high in each] for each in shares)
 
 
 def _closing(
@@ -422,16 +409,14 @@ def _closing(
     of the column layer or of one in `beside`, because a key projection may be narrower than the
     query projection.
     """
-    path = column.name.split(".")
     block = _block(column.name)
 
     def key(row: Choice) -> tuple[int, bool, int]:
-        pairs = zip(path, row.name.split("."), strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        shared = common_path([column.name, row.name])
         distance = order[row.name] - order[column.name]
-        return -shared, distance < 0, abs(distance)
+        return -len(shared), distance < 0, abs(distance)
 
-    given = {each.widths[0] // _parts(each) for each in beside}
+    given = {each.width for each in beside}
     near = [row for row in rows if _block(row.name) == block]
     fitting = [row for row in near if row.widths[1] in given]
     return min(fitting or (near if column.is_wished else []), key=key, default=None)
@@ -453,34 +438,17 @@ def _cut_region(
     rows: Sequence[Choice],
 ) -> None:
     inputs = row.widths[1]
-    if not any(
-        column.widths[0] // (column.fused.parts if column.fused else 1) == inputs
-        for column in columns
-    ):
+    region = [*columns, row]
+    widths = {column.width for column in columns}
+    if inputs not in widths:
         stated = ", ".join(f"{column.name} ({column.widths[0]})" for column in columns)
-        _take_apart(
-            plan, [*columns, row], f"{row.name} reads {inputs} where {stated} give another width"
-        )
+        _take_apart(plan, region, f"{row.name} reads {inputs} where {stated} give another width")
         return
     parent = model.get_submodule(parent_of(columns[0]))
-    head_dim = _head_dim(parent, columns, inputs)
-    ranges: tuple[Ranges, ...]
-    if head_dim is None:
-        if len({column.widths[0] // _parts(column) for column in columns}) > 1:
-            _take_apart(
-                plan, [*columns, row], "its projections differ in width, and no head size is known"
-            )
-            return
-        shares = _shares(inputs, plan.ranks, row.name, plan.grain)
-        ranges = tuple((share,) for share in shares)
-        for column in columns:
-            column.part = _part(column, 0, _in_blocks(column, ranges, inputs))
-    else:
-        heads = inputs // head_dim
-        kv_heads = min(
-            (column.widths[0] // _parts(column) // head_dim for column in columns), default=heads
-        )
-        query, key = _head_shares(heads, kv_heads, plan.ranks, row.name)
+    head_dim = _head_dim(parent, inputs)
+    if head_dim is not None:
+        kv_heads = min(widths) // head_dim
+        query, key = _head_shares(inputs // head_dim, kv_heads, plan.ranks, row.name)
         if len(set(key)) < len(key) and any(column.fused for column in columns):
             raise NotBuiltError(
                 f"layer '{columns[0].name}' has {kv_heads} key/value heads for tp={plan.ranks}, in "
@@ -488,78 +456,60 @@ def _cut_region(
                 "Heads are given to several ranks only where they are in a layer of their own.",
                 f"choose a tp that divides {kv_heads}.",
             )
-        ranges = tuple(((low * head_dim, high * head_dim),) for low, high in query)
-        for column in columns:
-            own = query if column.widths[0] // _parts(column) == inputs else key
-            width = column.widths[0] // _parts(column)
-            column.part = _part(
-                column,
-                0,
-                _in_blocks(column, tuple(((a * head_dim, b * head_dim),) for a, b in own), width),
-            )
-        _count_heads(plan, parent, parent_of(columns[0]), heads, kv_heads, head_dim, query, key)
-        holder = adapted_common([*columns, row])
+        _count_heads(plan, parent, parent_of(columns[0]), head_dim, query, key)
+        holder = adapted_common(region)
         is_shared = any(other is not row and other.name.startswith(f"{holder}.") for other in rows)
         if not is_shared and not row.name.endswith(ADAPTED):
             plan.attentions[holder] = parent_of(columns[0])
-    row.part = _part(row, 1, ranges)
+    elif len(widths) > 1:
+        _take_apart(plan, region, "its projections differ in width, and no head size is known")
+        return
+    else:
+        query = key = _shares(inputs, plan.ranks, row.name, plan.grain)
+    size = head_dim or 1
     for column in columns:
+        shares = query if column.width == inputs else key
+        column.part = _part(column, 0, _in_blocks(column, _ranges(shares, size)))
         column.region = row.name
-    plan.choices += [*columns, row, *partial]
+    row.part = _part(row, 1, _ranges(query, size))
+    for choice in region:
+        choice.head_dim = head_dim
+    plan.choices += [*region, *partial]
+
+
+def _ranges(shares: Shares, size: int) -> tuple[Ranges, ...]:
+    """Return each rank's part of a dimension from its share of the heads of a size."""
+    return tuple(((low * size, high * size),) for low, high in shares)
 
 
 def adapted_common(choices: Sequence[Choice]) -> str:
     """Return the name of the smallest module with all of these layers or their adapters."""
-    paths = [choice.name.removesuffix(ADAPTED).split(".")[:-1] for choice in choices]
-    shared = takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
-    return ".".join(each[0] for each in shared)
+    parents = [parent_of(choice) for choice in choices]
+    return ".".join(common_path(parents))
 
 
-def _parts(choice: Choice) -> int:
-    return choice.fused.parts if choice.fused else 1
-
-
-def _in_blocks(column: Choice, ranges: tuple[Ranges, ...], width: int) -> tuple[Ranges, ...]:
+def _in_blocks(column: Choice, ranges: tuple[Ranges, ...]) -> tuple[Ranges, ...]:
     """Return each rank's part of a projection, from its ranges of each fused part."""
     fused = column.fused
     if fused is None:
         return ranges
-    if fused.kind == "interleaved":
-        return tuple(
-            tuple((low * fused.parts, high * fused.parts) for low, high in each) for each in ranges
-        )
-    return tuple(
-        tuple(
-            (block * width + low, block * width + high)
-            for block in range(fused.parts)
-            for low, high in each
-        )
-        for each in ranges
-    )
+    found = []
+    for each in ranges:
+        if fused.kind == "interleaved":
+            found.append(tuple((low * fused.parts, high * fused.parts) for low, high in each))
+            continue
+        starts = range(0, column.width * fused.parts, column.width)
+        found.append(tuple((start + low, start + high) for start in starts for low, high in each))
+    return tuple(found)
 
 
-def _head_dim(parent: nn.Module, columns: Iterable[Choice], inputs: int) -> int | None:
-    """Return the size of a head, or None if the layers belong to no attention."""
-    for name in HEAD_DIM:
+def _head_dim(parent: nn.Module, inputs: int) -> int | None:
+    """Return the size of a head of an attention, or None if a module is none."""
+    for name in (*HEAD_DIM, *HEADS):
         value = getattr(parent, name, None)
         if isinstance(value, int) and value > 0 and inputs % value == 0:
-            return value
-    for name in HEADS:
-        value = getattr(parent, name, None)
-        if isinstance(value, int) and value > 0 and inputs % value == 0:
-            return inputs // value
+            return value if name in HEAD_DIM else inputs // value
     return None
-
-
-def head_dim_of(model: nn.Module, columns: Sequence[Choice], row: Choice) -> int | None:
-    """Return the size of a head in a region, or None if it is no attention.
-
-    Args:
-        model: The whole model.
-        columns: The column layers of the region.
-        row: Its row layer.
-    """
-    return _head_dim(model.get_submodule(parent_of(columns[0])), columns, row.widths[1])
 
 
 def _shares(width: int, ranks: int, name: str, grain: int = 1) -> Shares:
@@ -617,13 +567,13 @@ def _count_heads(
     plan: ParallelPlan,
     parent: nn.Module,
     name: str,
-    heads: int,
-    kv_heads: int,
     head_dim: int,
     query: Shares,
     key: Shares,
 ) -> None:
     """Record the attributes with which an attention counts its heads."""
+    heads = query[-1][1]
+    kv_heads = key[-1][1]
     queries = [high - low for low, high in query]
     keys = [high - low for low, high in key]
     values: list[tuple[Iterable[str], int, list[int]]] = [
@@ -634,13 +584,9 @@ def _count_heads(
     ]
     for names, whole, local in values:
         for attribute in names:
-            value = parent.__dict__.get(attribute)
-            if (
-                value == whole
-                and not isinstance(value, bool)
-                and (name, attribute) not in plan.attributes
-            ):
-                plan.attributes[name, attribute] = tuple(local)
+            value = vars(parent).get(attribute)
+            if type(value) is int and value == whole:
+                plan.attributes.setdefault((name, attribute), tuple(local))
 
 
 def _take_apart(plan: ParallelPlan, choices: Sequence[Choice], why: str) -> None:
@@ -679,31 +625,22 @@ def _split_vocabulary(
     model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Choice], settings: ParallelSettings
 ) -> None:
     """Split the token embedding and the output layer if the model identifies them."""
-    taken = {id(choice.module) for choice in plan.choices}
-    skipped = {
-        name
-        for name, module in model.named_modules()
-        if _by_config(name, module, settings, _model_type(model)) is not None
-    }
     names = {id(module): name for name, module in model.named_modules()}
-    stated = [choice for choice in choices.values() if choice.style in ("vocabulary", "head")]
-    found: list[Choice] = []
-    getters: tuple[tuple[str, Style], ...] = (
-        ("get_input_embeddings", "vocabulary"),
-        ("get_output_embeddings", "head"),
-    )
-    for getter, style in getters:
+    for choice in plan.choices:
+        names.pop(id(choice.module), None)
+    found = [choice for choice in choices.values() if choice.style in ("vocabulary", "head")]
+    getters: dict[str, Style] = {
+        "get_output_embeddings": "head",
+        "get_input_embeddings": "vocabulary",
+    }
+    for getter, style in getters.items():
         module = _asked(model, getter)
-        if (
-            module is None
-            or id(module) in taken
-            or id(module) not in names
-            or names[id(module)] in skipped
-        ):
+        name = names.get(id(module))
+        if module is None or name is None:
             continue
-        found.append(Choice(names[id(module)], module, style, "embeddings"))
-    seen = {choice.name for choice in found}
-    found += [choice for choice in stated if choice.name not in seen]
+        if _by_config(name, module, settings, _model_type(model)) is None:
+            found = [each for each in found if each.name != name]
+            found.insert(0, Choice(name, module, style, "embeddings"))
     fitting = []
     for choice in found:
         module = choice.module
@@ -719,22 +656,17 @@ def _split_vocabulary(
         if choice.widths[0] < plan.ranks:
             plan.left[choice.name] = "fewer rows than ranks"
             continue
-        ranges = tuple(
-            (each,) for each in _shares(choice.widths[0], plan.ranks, choice.name, plan.grain)
-        )
-        choice.part = _part(choice, 0, ranges)
+        shares = _shares(choice.widths[0], plan.ranks, choice.name, plan.grain)
+        choice.part = _part(choice, 0, _ranges(shares, 1))
         fitting.append(choice)
-    kept = {id(weight_of(choice.module)) for choice in fitting}
-    for module in model.modules():  # a table that another module reads too stays whole
+    split = {id(choice.module) for choice in fitting}
+    for name, module in model.named_modules():  # a table that another module reads too stays whole
         weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if (
-            weight is not None
-            and id(weight) in kept
-            and not any(choice.module is module for choice in fitting)
-        ):
-            for choice in [each for each in fitting if weight_of(each.module) is weight]:
-                fitting.remove(choice)
-                plan.left[choice.name] = f"{names[id(module)]} shares its table"
+        if weight is None or id(module) in split:
+            continue
+        for choice in [each for each in fitting if weight_of(each.module) is weight]:
+            fitting.remove(choice)
+            plan.left[choice.name] = f"{name} shares its table"
     plan.choices += fitting
 
 
@@ -756,16 +688,12 @@ def _shard_tokens(model: nn.Module, plan: ParallelPlan) -> None:
     counted = {
         parent_of(each)
         for each in plan.choices
-        if each.style == "column" and _is_attention(model, each)
+        if each.style == "column" and _head_dim(model.get_submodule(parent_of(each)), 0) is not None
     }
     plan.stretch = find_stretch(model, styles, attentions, counted - set(attentions))
     for choice in plan.choices:
         if choice.part is not None and choice.style in ("column", "row"):
             choice.part = replace(choice.part, shards_tokens=True)
-
-
-def _is_attention(model: nn.Module, column: Choice) -> bool:
-    return _head_dim(model.get_submodule(parent_of(column)), [column], 0) is not None
 
 
 # -- splits
@@ -789,32 +717,34 @@ def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> LayerPart:
 
 def _fill_splits(model: nn.Module, plan: ParallelPlan, cut: Mapping[str, Split]) -> None:
     """Set the split of every parameter; tied parameters are one parameter."""
+
+    def whole(kind: Literal["equal", "partial"], parameter: Tensor) -> Split:
+        return Split.whole(kind, tuple(parameter.shape), plan.ranks)
+
     found: dict[int, tuple[Split, str]] = {}
     for choice in plan.choices:
         for name, parameter in choice.module.named_parameters(recurse=False):
             if choice.part is None:
-                split = Split.whole("partial", tuple(parameter.shape), plan.ranks)
+                split = whole("partial", parameter)
             elif name == "weight":
                 split = choice.part.weight
             elif name == "bias" and choice.style not in ("row", "row_scatter"):
                 split = choice.part.side
             else:
-                split = Split.whole("equal", tuple(parameter.shape), plan.ranks)
-            before = found.setdefault(id(parameter), (split, choice.name))
-            if before[0] != split:
+                split = whole("equal", parameter)
+            before, other = found.setdefault(id(parameter), (split, choice.name))
+            if before != split:
                 raise UsageError(
-                    f"layers '{before[1]}' and '{choice.name}' share their {name}, and would cut "
+                    f"layers '{other}' and '{choice.name}' share their {name}, and would cut "
                     "it in two ways.",
                     fix="untie them, or name neither of them in partition_config.",
                 )
     for norm in plan.stretch.norms if plan.stretch is not None else ():
         for parameter in model.get_submodule(norm).parameters():
-            found[id(parameter)] = Split.whole("partial", tuple(parameter.shape), plan.ranks), norm
+            found[id(parameter)] = whole("partial", parameter), norm
     for name, parameter in model.named_parameters():
-        equal = Split.whole("equal", tuple(parameter.shape), plan.ranks)
-        plan.splits[name] = cut.get(name) or (
-            found[id(parameter)][0] if id(parameter) in found else equal
-        )
+        default = whole("equal", parameter), ""
+        plan.splits[name] = cut.get(name) or found.get(id(parameter), default)[0]
 
 
 # -- modules

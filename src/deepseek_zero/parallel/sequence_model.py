@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from .apply import has_dropout
+from .autograd import with_backward
 from .sequence import SequenceAttention, SequenceGroup, exchange, spread
 from .sequence_gather import attend_gathered, zigzag
 
@@ -46,6 +46,7 @@ _PER_TOKEN_LOSSES = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification
 _LABELS = ("labels", "start_positions", "next_sentence_label", "return_loss")
 # Attributes of transformers' embeddings that mix tokens
 _MIXING = {"token_dropout": "the share of masked tokens", "trigram_input": "the tokens next to it"}
+_States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 _NAMED = "shared_"  # prefix of transformers' name of the attention
 
 
@@ -88,7 +89,7 @@ def own_tokens(
     *,
     shifts: bool = True,
 ) -> dict[str, Any]:
-    """Return one rank's part of a batch of whole sequences. Pure.
+    """Return one rank's part of a batch of whole sequences.
 
     Args:
         batch: Tensors of shape (samples, tokens, ...), equal on the ranks that share sequences.
@@ -131,7 +132,7 @@ def own_part(model: nn.Module, batch: Any) -> Any:
     """Return this rank's part of a batch, for a model whose ranks share sequences.
 
     For other models, and for a batch that is split already, it returns the batch. A batch is split
-    if it has `position_ids` and, for a causal loss, `shift_labels` instead of `labels`. Local.
+    if it has `position_ids` and, for a causal loss, `shift_labels` instead of `labels`.
 
     Args:
         model: The model.
@@ -235,10 +236,13 @@ def _against_sharing(model: nn.Module, config: Any, core: str) -> list[str]:
         is None,
         f"{_ROUTER_LOSS} (output_router_logits)": getattr(text, "output_router_logits", False),
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    return found + [
+    return _that_hold(reasons) + [
         reason for name, each in model.named_modules() for reason in _against_module(name, each)
     ]
+
+
+def _that_hold(reasons: Mapping[str, Any]) -> list[str]:
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 _ROUTER_LOSS = "its loss has a part over the routers of all tokens"
@@ -253,11 +257,12 @@ def _against_module(name: str, module: nn.Module) -> list[str]:
         f"{called} computes a token from those before it": isinstance(module, nn.RNNBase),
         f"{called} computes a token from its neighbours": isinstance(module, nn.Conv1d)
         and module.kernel_size != (1,),
-        f"positions of {called} begin after that of the padding": _counts_after_padding(
-            name, module
-        ),
+        # a position table with a row for padding, as in RoBERTa
+        f"positions of {called} begin after that of the padding": isinstance(module, nn.Embedding)
+        and "position" in name
+        and module.padding_idx is not None,
     }
-    if any(_takes(module, label) for label in _LABELS):
+    if not inspect.signature(module.forward).parameters.keys().isdisjoint(_LABELS):
         head = _class_of_forward(module).__name__
         is_known = head.endswith(_PER_TOKEN) and not head.endswith("WithLMHeadModel")
         is_known = is_known and getattr(module, "loss_type", None) in _PER_TOKEN_LOSSES
@@ -270,19 +275,12 @@ def _against_module(name: str, module: nn.Module) -> list[str]:
         reasons[f"{called} embeds a token by {others} ({attribute})"] = (
             getattr(module, attribute, None) is True
         )
-    return [reason for reason, holds in reasons.items() if holds]
+    return _that_hold(reasons)
 
 
 def _class_of_forward(module: nn.Module) -> type:
     """Return the class that defines the forward of a module."""
     return next(each for each in type(module).__mro__ if "forward" in vars(each))
-
-
-def _counts_after_padding(name: str, module: nn.Module) -> bool:
-    """Return whether a module is a position table with a row for padding, as in RoBERTa."""
-    return (
-        isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None
-    )
 
 
 def heads_of(text: Any) -> tuple[int, int]:
@@ -311,7 +309,7 @@ def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]
         f"attention of the kinds {sorted(kinds)} needs masks": kinds,
         f"attention '{core}' needs masks; 'sdpa' does not": core == "eager",
     }
-    return [reason for reason, holds in reasons.items() if holds]
+    return _that_hold(reasons)
 
 
 def _against_gathers(config: Any, core: str) -> list[str]:
@@ -324,7 +322,7 @@ def _against_gathers(config: Any, core: str) -> list[str]:
         f"attention of the kinds {sorted(kinds)} needs other masks": kinds,
         f"attention '{core}' takes masks of another form than 'sdpa'": core != "sdpa",
     }
-    return [reason for reason, holds in reasons.items() if holds]
+    return _that_hold(reasons)
 
 
 def _takes_positions(model: nn.Module) -> bool:
@@ -334,8 +332,17 @@ def _takes_positions(model: nn.Module) -> bool:
     )
 
 
-def _takes(module: nn.Module, name: str) -> bool:
-    return name in inspect.signature(module.forward).parameters
+def _first_given(given: Mapping[str, Any], *names: str) -> Any:
+    """Return the first of some arguments that is not None, or None."""
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def _masked(what: str, fix: str) -> NotBuiltError:
+    return NotBuiltError(
+        f"an attention_mask that {what}.",
+        "Each rank computes whole attention, without a mask of the caller's.",
+        fix,
+    )
 
 
 class _Shared:
@@ -393,11 +400,7 @@ class _Shared:
                 "pass them by name: model(**batch).",
             )
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        tokens = (
-            given.get("input_ids")
-            if given.get("input_ids") is not None
-            else given.get("inputs_embeds")
-        )
+        tokens = _first_given(given, "input_ids", "inputs_embeds")
         if tokens is None:
             raise UsageError("the model was given no input_ids.", "", "pass this rank's tokens.")
         self._look_at_positions(given.get("position_ids"), tokens.shape[1])
@@ -442,15 +445,10 @@ class _Shared:
                 fix,
             )
         share = tokens // len(self.places)
-        chunks = [
-            torch.arange(place * share, (place + 1) * share, device=positions.device)
-            for place in self.places
-        ]
-        own = torch.cat(chunks)
+        chunks = [range(place * share, (place + 1) * share) for place in self.places]
+        own = torch.tensor([place for chunk in chunks for place in chunk], device=positions.device)
         if len(own) != tokens or not bool((positions == own).all()):
-            said = " and ".join(
-                f"{place * share} to {(place + 1) * share - 1}" for place in self.places
-            )
+            said = " and ".join(f"{chunk[0]} to {chunk[-1]}" for chunk in chunks if chunk)
             raise NotBuiltError(
                 f"position_ids are not {said}, where this rank's tokens are.",
                 "Several documents in one sequence need masks, which are not built for "
@@ -461,11 +459,8 @@ class _Shared:
     def _look_at_mask(self, mask: Any) -> None:
         """Raise unless a mask only marks padding at the end of sequences."""
         if not isinstance(mask, Tensor) or mask.dim() != 2:
-            raise NotBuiltError(
-                "an attention_mask that is not (samples, tokens) is not built for "
-                "sequence-parallel ranks.",
-                "Each rank computes whole attention, without a mask of the caller's.",
-                "leave it out.",
+            raise _masked(
+                "is not (samples, tokens) is not built for sequence-parallel ranks", "leave it out."
             )
         chunks = (mask != 0).unflatten(1, (len(self.places), -1))
         share = chunks.shape[2]
@@ -485,17 +480,14 @@ class _Shared:
         kept = torch.stack([ends[place] for place in sorted(ends)])
         follows = (kept[1:] == 0) | (kept[:-1] == share)
         if not bool(table[:, -1].all()) or not bool(follows.all()):
-            raise NotBuiltError(
-                "an attention_mask that leaves out tokens before others is not built for "
-                "sequence-parallel ranks.",
-                "Each rank computes whole attention, without a mask of the caller's.",
+            raise _masked(
+                "leaves out tokens before others is not built for sequence-parallel ranks",
                 "pad sequences on the right.",
             )
         if not self._is_causal and not bool((kept == share).all()):
-            raise NotBuiltError(
-                "an attention_mask that leaves out tokens is not built for sequence-parallel ranks "
-                "of a model whose tokens see those behind them.",
-                "Each rank computes whole attention, without a mask of the caller's.",
+            raise _masked(
+                "leaves out tokens is not built for sequence-parallel ranks of a model whose "
+                "tokens see those behind them",
                 "take sequences of one length without padding.",
             )
 
@@ -513,11 +505,7 @@ class _Shared:
         Note:
             Collective if there are labels.
         """
-        labels = (
-            kwargs.get("shift_labels")
-            if kwargs.get("shift_labels") is not None
-            else kwargs.get("labels")
-        )
+        labels = _first_given(kwargs, "shift_labels", "labels")
         if not self.rests(module) and not self._attended:
             raise NotBuiltError(
                 f"{type(module).__name__} is not built for sequence-parallel ranks: its forward "
@@ -548,8 +536,9 @@ class _Shared:
         tokens = max(float(counts.sum()), 1.0)
         total = float(torch.where(counts > 0, table[:, 1] * counts, 0.0).sum()) / tokens
         weight = self.group.size * own[0] / tokens
-        found: Tensor = _Weighed.apply(loss, total, weight)  # type: ignore[no-untyped-call]
-        return found
+        return with_backward(
+            lambda loss: torch.full_like(loss, total), lambda grad: (grad * weight,), loss
+        )
 
     # -- attention
 
@@ -599,25 +588,16 @@ class _Shared:
         return "hides tokens that it is given" if bool((due & ~seen).any()) else ""
 
     def attend(
-        self,
-        core: Any,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, core: Any, module: Any, states: _States, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
         """Return the attention of this rank's tokens, and None for its weights.
 
         Args:
             core: The attention function of transformers.
             module: The attention layer.
-            query: Queries, shape (samples, heads, tokens, width).
-            key: Keys, likewise.
-            value: Values, likewise.
-            *args: Other arguments of `core`.
-            **kwargs: Other arguments of `core`.
+            states: Queries, keys and values, of shape (samples, heads, tokens, width).
+            args: Other arguments of `core`.
+            kwargs: Other arguments of `core`.
 
         Returns:
             A tensor of shape (samples, tokens, heads, width), and None.
@@ -628,19 +608,14 @@ class _Shared:
         self._attended = True
         # They are only those of this rank's tokens, so they cannot separate documents
         kwargs.pop("position_ids", None)
-        attend = self._exchanged if self.attention == "ulysses" else self._gathered
-        return attend(core, module, query, key, value, *args, **kwargs)
+        if self.attention == "ulysses":
+            return self._exchanged(core, module, states, args, kwargs)
+        return self._gathered(core, module, states, args, kwargs), None
 
     def _exchanged(
-        self,
-        core: Any,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, core: Any, module: Any, states: _States, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
+        query, key, value = states
         window = kwargs.get("sliding_window")
         length = query.shape[2] * self.group.size
         if window is not None and window < length:
@@ -665,41 +640,20 @@ class _Shared:
         return exchange(self.group, 1, 2, "the output of attention", found)[0], weights
 
     def _gathered(
-        self,
-        core: Any,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
-        stated = kwargs.pop("is_causal", None)
-        is_causal = getattr(module, "is_causal", True) if stated is None else stated
+        self, core: Any, module: Any, states: _States, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        is_causal = kwargs.pop("is_causal", None)
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
 
         def kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             seen = mask if mask is None else mask[None, None]
-            found: Tensor = core(module, query, key, value, seen, *args, is_causal=False, **kwargs)[
-                0
-            ]
+            found: Tensor
+            found, _ = core(module, query, key, value, seen, *args, is_causal=False, **kwargs)
             return found
 
         window = kwargs.get("sliding_window")
-        return attend_gathered(
-            self.group, kernel, query, key, value, is_causal=is_causal, window=window
-        ), None
-
-
-class _Weighed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, total: float, weight: float) -> Tensor:
-        ctx.weight = weight
-        return torch.full_like(loss, total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad * ctx.weight, None, None
+        return attend_gathered(self.group, kernel, *states, is_causal=is_causal, window=window)
 
 
 # Modules of models that share sequences. transformers calls attention with one of them.
@@ -745,4 +699,4 @@ def _attend(
         )
         return found
     shared.look_at_scores(module, attention_mask, kwargs)
-    return shared.attend(function, module, query, key, value, *args, **kwargs)
+    return shared.attend(function, module, (query, key, value), args, kwargs)

@@ -30,30 +30,26 @@ class Streams:
 
     def __init__(self, coordinate: int, device: torch.device) -> None:
         self._coordinate = coordinate
-        self._cuda = device if device.type == "cuda" else None
-        self._outside: tuple[Tensor, Tensor | None] | None = None
+        self._device = device
+        self._outside: Tensor | None = None
 
     def enter(self) -> None:
         """Switch to this rank's stream. Draws one number from the common stream."""
         if self._outside is not None:
             return
         drawn = int(torch.randint(2**62, (1,)))
-        on_device = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
-        self._outside = torch.get_rng_state(), on_device
+        self._outside = _generator_state(self._device)
         name = f"{drawn} {self._coordinate}".encode()
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
         torch.default_generator.manual_seed(seed)
-        if self._cuda is not None:
+        if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def leave(self) -> None:
         """Switch back to the common stream."""
-        if self._outside is None:
-            return
-        (state, on_device), self._outside = self._outside, None
-        torch.set_rng_state(state)
-        if self._cuda is not None and on_device is not None:
-            torch.cuda.set_rng_state(on_device, self._cuda)
+        if self._outside is not None:
+            _set_generator_state(self._outside, self._device)
+            self._outside = None
 
     def forget(self) -> None:
         """Keep the current state of the generators, because other code has restored them."""

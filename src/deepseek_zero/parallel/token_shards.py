@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError
+from .families import common_path
 from .functions import shard, unshard
 from .layers import TensorAxis
 
@@ -48,7 +49,7 @@ class ShardedBlocks:
 def find_stretch(
     model: nn.Module, styles: Mapping[str, str], attentions: Sequence[str], unknown: Collection[str]
 ) -> ShardedBlocks:
-    """Return the blocks between which activations can be sharded. Pure.
+    """Return the blocks between which activations can be sharded.
 
     Args:
         model: The whole model.
@@ -88,11 +89,10 @@ def find_stretch(
                 continue
             if style is not None:
                 raise _refused(name, "its rule gathers its outputs, or cuts whole inputs")
-            if not list(module.parameters(recurse=False)) and not list(
-                module.buffers(recurse=False)
-            ):
+            has_buffers = any(True for _ in module.buffers(recurse=False))
+            if not has_buffers and not any(True for _ in module.parameters(recurse=False)):
                 continue
-            if "norm" not in type(module).__name__.lower() or list(module.buffers(recurse=False)):
+            if has_buffers or "norm" not in type(module).__name__.lower():
                 raise _refused(
                     name, f"whether a {type(module).__name__} treats tokens one by one is not known"
                 )
@@ -104,10 +104,7 @@ def find_stretch(
 
 def _container(model: nn.Module, regions: Sequence[str]) -> str:
     """Return the name of the list of blocks with all split layers."""
-    paths = [name.split(".") for name in regions]
-    path = [
-        each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
-    ]
+    path = common_path(regions)
     while path and not isinstance(
         model.get_submodule(".".join(path)), nn.ModuleList | nn.Sequential
     ):
@@ -136,30 +133,23 @@ def shard_tokens(model: nn.Module, stretch: ShardedBlocks, axis: TensorAxis) -> 
     """
     first = stretch.blocks[0]
     last = stretch.blocks[-1]
-    for name in stretch.blocks:
-        block = model.get_submodule(name)
-        if name == first:
-            block.register_forward_pre_hook(
-                _given(lambda x: shard(_fitting(x, axis), axis.group, first)), with_kwargs=True
-            )
-        if axis.streams is not None:
+    model.get_submodule(first).register_forward_pre_hook(
+        _given(lambda x: shard(_fitting(x, axis), axis.group, first)), with_kwargs=True
+    )
+    if axis.streams is not None:
+        for name in stretch.blocks:
+            block = model.get_submodule(name)
             block.register_forward_pre_hook(_entering(axis))
-            block.register_forward_hook(_leaving(axis), always_call=False)
-        if name == last:
-            block.register_forward_hook(_gives(lambda x: unshard(x, axis.group, last)))
+            block.register_forward_hook(lambda module, args, output: axis.leave())
+    model.get_submodule(last).register_forward_hook(_gives(lambda x: unshard(x, axis.group, last)))
     # The gradients for its input are added first, before they are added to others, as on the
     # virtual axis
     for name in stretch.norms:
-        model.get_submodule(name).register_forward_pre_hook(
-            _given(lambda x: x.view_as(x)), with_kwargs=True
-        )
+        norm = model.get_submodule(name)
+        norm.register_forward_pre_hook(_given(lambda x: x.view_as(x)), with_kwargs=True)
     for name in stretch.attentions:
-        attention = model.get_submodule(name)
-        attention.register_forward_pre_hook(_given(_reader(axis, name)), with_kwargs=True)
-
-
-def _reader(axis: TensorAxis, name: str) -> Any:
-    return lambda x: axis.read_tokens(x, name)
+        read = partial(axis.read_tokens, name=name)
+        model.get_submodule(name).register_forward_pre_hook(_given(read), with_kwargs=True)
 
 
 def _given(change: Any) -> Any:
@@ -191,13 +181,6 @@ def _entering(axis: TensorAxis) -> Any:
     def hook(module: nn.Module, args: Any) -> None:
         if module.training:
             axis.enter_tokens()
-
-    return hook
-
-
-def _leaving(axis: TensorAxis) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        axis.leave()
 
     return hook
 

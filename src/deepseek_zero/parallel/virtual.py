@@ -71,20 +71,17 @@ class VirtualAxis:
             x: Its input.
         """
         part = layer.part
-        passes = self._passes
         entered = self._enter(layer, x)
         weights, biases = self._weights(layer, entered[0].read.dtype)
-        if passes is not None:
-            own = entered[passes.rank]
-            rank = passes.rank
-            return column(own.read, weights[rank], biases[rank], own.entry, part.transposed)
-        found = tuple(
-            column(each.read, weight, bias, each.entry, part.transposed)
-            for each, weight, bias in zip(entered, weights, biases, strict=True)
-        )
+        found = []
+        for rank in self._ranks():
+            own = entered[rank]
+            found.append(column(own.read, weights[rank], biases[rank], own.entry, part.transposed))
+        if self._passes is not None:
+            return found[0]
         if part.is_head:
             self._entered = []
-        return join(found, part.outputs)
+        return join(tuple(found), part.outputs)
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
         """Compute a row layer for all ranks, or for one rank in a pass.
@@ -97,19 +94,24 @@ class VirtualAxis:
         passes = self._passes
         x = cast_for_autocast(x)
         weights, biases = self._weights(layer, x.dtype)
-        if passes is not None:
-            rank = passes.rank
-            if self._streams:
-                self._streams[rank].leave()
-            passes.parts.append(row_part(x, weights[rank], biases[rank], part.transposed))
-            if rank < self.size - 1:
-                raise _NextPass
-            return _sum(passes.parts)
-        self._entered = []
-        inputs = blocks(x, part.side)
-        return _sum(
-            [row_part(*each, part.transposed) for each in zip(inputs, weights, biases, strict=True)]
-        )
+        inputs = blocks(x, part.side) if passes is None else [x] * self.size
+        found = [
+            row_part(inputs[rank], weights[rank], biases[rank], part.transposed)
+            for rank in self._ranks()
+        ]
+        if passes is None:
+            self._entered = []
+            return _sum(found)
+        if self._streams:
+            self._streams[passes.rank].leave()
+        passes.parts += found
+        if passes.rank < self.size - 1:
+            raise _NextPass
+        return _sum(passes.parts)
+
+    def _ranks(self) -> Sequence[int]:
+        """Return the ranks whose layers are computed now."""
+        return range(self.size) if self._passes is None else (self._passes.rank,)
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
         """Compute an embedding.
@@ -127,7 +129,7 @@ class VirtualAxis:
         )
 
     def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
-        """Return the columns of every rank, as `Axis.own_columns`.
+        """Return the columns of every rank, as `TensorAxis.own_columns`.
 
         Args:
             logits: All logits.
