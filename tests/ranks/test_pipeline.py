@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.pipeline.chain import find_chain
-from deepseek_zero.pipeline.executor import NoStates, PipelineExecutor
+from deepseek_zero.pipeline.executor import PipelineExecutor, States
 from deepseek_zero.pipeline.messages import StageLinks
 from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.stage import MicroBatch, cut_chain, take_stages
@@ -54,7 +54,7 @@ def expected(batches: list[MicroBatch]) -> tuple[list[Tensor], dict[str, Tensor]
 
 
 def pipeline(
-    name: str, virtual: int, many: int, transport: str, states: type[NoStates] = NoStates
+    name: str, virtual: int, many: int, transport: str, states: type[States] = States
 ) -> tuple[PipelineExecutor, Any, nn.Module]:
     world = Comm(CPU, transport=transport)
     ranks = dist.get_world_size()
@@ -116,7 +116,7 @@ def test_three_processes_fewer_micro_batches_and_a_short_one(transport: str) -> 
 def test_large_messages_and_a_late_rank() -> None:
     """Messages above what travels inline, while one rank is late now and then."""
 
-    class Late(NoStates):
+    class Late(States):
         def gather(self, stage: int) -> None:
             time.sleep(0.05 * dist.get_rank())
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..base.device import default_device, fake_tensors, version_of
 from ..base.errors import UsageError, brief
 from ..base.nested import all_tensors, map_inputs, map_tensors
+from .messages import TensorForm
 from .origins import BETWEEN, Origins, Sources, ValueSource
 
 
@@ -46,6 +48,8 @@ class ChainPart:
             `named_parameters`.
         flops: Operations of one forward.
         saved: Bytes that autograd saves for backward, without parameters.
+        length: Length of the tuple that the block returns; None for a tensor.
+        output: Form of the block's output for one micro-batch like the sample.
     """
 
     name: str
@@ -53,22 +57,8 @@ class ChainPart:
     params: dict[str, int] = field(default_factory=dict)
     flops: int = 0
     saved: int = 0
-
-
-class Output(NamedTuple):
-    """Output of a block for one micro-batch like the sample."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def nbytes(self, compute: torch.dtype | None) -> int:
-        """Return the size of the output in bytes.
-
-        Args:
-            compute: Compute dtype of the run; None means the dtype of the model.
-        """
-        dtype = compute if compute is not None and self.dtype.is_floating_point else self.dtype
-        return math.prod(self.shape) * dtype.itemsize
+    length: int | None = None
+    output: TensorForm | None = None
 
 
 @dataclass(frozen=True)
@@ -79,17 +69,13 @@ class Chain:
         container: Full name of the module whose children are the blocks.
         keys: Names of the blocks in the container.
         parts: The part before the blocks, each block, and the part after them.
-        lengths: Length of the tuple that a block returns; None for a tensor.
         unused: Parameters that the run did not use.
-        outputs: Output of each block.
     """
 
     container: str
     keys: tuple[str, ...]
     parts: tuple[ChainPart, ...]
-    lengths: tuple[int | None, ...]
     unused: tuple[str, ...]
-    outputs: tuple[Output, ...] = ()
 
     @property
     def blocks(self) -> tuple[ChainPart, ...]:
@@ -120,47 +106,46 @@ def find_chain(
         model: The model.
         args: Positional arguments of one micro-batch; only shapes and dtypes are used.
         kwargs: Keyword arguments of one micro-batch.
-        blocks: Full name of the container; None chooses the best one of `candidates`.
+        blocks: Full name of the container; None chooses that of
+            `container_of_blocks`.
 
     Raises:
         ChainError: The model is not a chain; the message names the modules between which it cannot
             be divided.
     """
-    found = candidates(model) if blocks is None else [blocks]
-    if not found:
+    container = container_of_blocks(model) if blocks is None else blocks
+    if container is None:
         raise ChainError(
             f"{type(model).__name__} has no list of blocks.",
             "A pipeline cuts a model between the children of one ModuleList, ModuleDict or "
             "Sequential.",
             REMEDY,
         )
-    run = _FakeRun(model, found[0])
+    run = _FakeRun(model, container)
     run.watch(args, dict(kwargs or {}))
     return run.chain()
 
 
-def candidates(model: nn.Module) -> list[str]:
-    """Return the containers that may have blocks, best first.
+def container_of_blocks(model: nn.Module) -> str | None:
+    """Return the name of the list of modules that probably are the blocks, or None.
 
-    The best container has the most parameters in children of a single class, then the most
-    children.
+    It has the most parameters in children of a single class, then the most children.
     """
-    ranked: list[tuple[int, int, int, str]] = []
-    for place, (name, module) in enumerate(model.named_modules()):
+    best = None
+    best_score = (0, math.inf)
+    for name, module in model.named_modules():
         children = list(module.children())
-        if (
-            not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-            or len(children) < 2
-        ):
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if not is_list or len(children) < 2:
             continue
-        held: dict[type, int] = {}
+        held = Counter[type]()
         for child in children:
-            held[type(child)] = held.get(type(child), 0) + sum(
-                each.numel() for each in child.parameters()
-            )
-        if most := max(held.values()):
-            ranked.append((-most, -len(children), place, name))
-    return [name for *_, name in sorted(ranked)]
+            held[type(child)] += sum(each.numel() for each in child.parameters())
+        score = (max(held.values()), len(children))
+        if score > best_score:
+            best = name
+            best_score = score
+    return best
 
 
 class _FakeRun(TorchFunctionMode):
@@ -181,8 +166,6 @@ class _FakeRun(TorchFunctionMode):
             for key, block in zip(self.keys, self.blocks, strict=True)
         ]
         self.parts = [ChainPart("before"), *inside, ChainPart("behind")]
-        self.lengths: list[int | None] = []
-        self.outputs: list[Output] = []
         self.now = 0  # the current part
         self.is_inside = False
         self.last_output: Tensor | None = None
@@ -270,106 +253,89 @@ class _FakeRun(TorchFunctionMode):
     def _hooks(self) -> Iterator[Any]:
         for number, block in enumerate(self.blocks, 1):
             yield block.register_forward_pre_hook(
-                self._entered(number), with_kwargs=True, prepend=True
+                partial(self._enter, number), with_kwargs=True, prepend=True
             )
-            yield block.register_forward_hook(self._left(number), with_kwargs=True)
+            yield block.register_forward_hook(partial(self._leave, number))
 
-    def _entered(self, number: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self.is_inside or self.now != number - 1:
-                raise self._refused(
-                    f"{self._called(number)} is called after {self._called(self.now)}.",
-                    "The blocks of a chain are called in order, each once.",
-                )
-            given = [*args, *kwargs.values()]
-            if not given or not isinstance(given[0], Tensor):
-                raise self._refused(
-                    f"the first argument of {self._called(number)} is no tensor.",
-                    "The output of one block travels to the next as one tensor.",
-                )
-            if self.last_output is not None and (
-                given[0] is not self.last_output or version_of(given[0]) != self.last_version
-            ):
-                raise self._refused(
-                    f"the first argument of {self._called(number)} is not the output of "
-                    f"{self._called(number - 1)}.",
-                    "What is computed between two blocks would be computed by no stage.",
-                )
-            if self._sources_in(given[1:]) - {ValueSource(number - 1, is_handed=True)}:
-                raise self._refused(
-                    f"{self._called(number)} is given more than the output of "
-                    f"{self._called(number - 1)} and what follows from the model's inputs.",
-                    "A stage has the inputs of the model, and of the stages before it one tensor.",
-                )
+    def _enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.is_inside or self.now != number - 1:
+            raise self._refused(
+                f"{self._called(number)} is called after {self._called(self.now)}.",
+                "The blocks of a chain are called in order, each once.",
+            )
+        first, *others = [*args, *kwargs.values()] or [None]
+        if not isinstance(first, Tensor):
+            raise self._refused(
+                f"the first argument of {self._called(number)} is no tensor.",
+                "The output of one block travels to the next as one tensor.",
+            )
+        if self.last_output is not None and (
+            first is not self.last_output or version_of(first) != self.last_version
+        ):
+            raise self._refused(
+                f"the first argument of {self._called(number)} is not the output of "
+                f"{self._called(number - 1)}.",
+                "What is computed between two blocks would be computed by no stage.",
+            )
+        if self._sources_in(others) - {ValueSource(number - 1, is_handed=True)}:
+            raise self._refused(
+                f"{self._called(number)} is given more than the output of "
+                f"{self._called(number - 1)} and what follows from the model's inputs.",
+                "A stage has the inputs of the model, and of the stages before it one tensor.",
+            )
+        self._end_part()
+        if number == 1 and self.origins.of([first]):
+            first = self._put(first, is_handed=True, is_differentiated=first.requires_grad)
+        self.now = number
+        self.is_inside = True
+        if args:
+            return (first, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): first}
+
+    def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+        first, *others = output if isinstance(output, tuple) and output else (output,)
+        if not isinstance(first, Tensor):
+            raise self._refused(
+                f"{self._called(number)} returns no tensor, and no tuple that begins with one.",
+                "The output of one block travels to the next as one tensor.",
+            )
+        self.is_inside = False
+        part = self.parts[number]
+        part.length = len(output) if isinstance(output, tuple) else None
+        part.output = TensorForm(tuple(first.shape), first.dtype, True)
+        self.last_output = self._put(first, is_handed=True)
+        self.last_version = version_of(self.last_output)
+        if number == len(self.blocks):
             self._end_part()
-            first = given[0]
-            if number == 1 and self.origins.of([first]):
-                first = self._handed(first, is_differentiated=first.requires_grad)
-            self.now = number
-            self.is_inside = True
-            if args:
-                return (first, *args[1:]), kwargs
-            return args, {**kwargs, next(iter(kwargs)): first}
-
-        return hook
-
-    def _left(self, number: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if not isinstance(first, Tensor):
-                raise self._refused(
-                    f"{self._called(number)} returns no tensor, and no tuple that begins with one.",
-                    "The output of one block travels to the next as one tensor.",
-                )
-            self.is_inside = False
-            length = len(output) if isinstance(output, tuple) else None
-            self.lengths.append(length)
-            self.outputs.append(Output(tuple(first.shape), first.dtype))
-            self.last_output = self._handed(first)
-            self.last_version = version_of(self.last_output)
-            if number == len(self.blocks):
-                self._end_part()
-                for fake in self.fakes.values():
-                    fake.requires_grad_(False)
-                self.now += 1
-            rest = map_tensors(output[1:], self._kept) if isinstance(output, tuple) else ()
-            return (self.last_output, *rest) if isinstance(output, tuple) else self.last_output
-
-        return hook
+            for fake in self.fakes.values():
+                fake.requires_grad_(False)
+            self.now += 1
+        if part.length is None:
+            return self.last_output
+        return (self.last_output, *map_tensors(tuple(others), self._put))
 
     # -- sources of values
 
-    def _handed(self, tensor: Tensor, *, is_differentiated: bool = False) -> Tensor:
-        """Return a tensor for the next part in place of this part's output.
-
-        The new tensor has no aliases.
-        """
-        return self._put(
-            tensor, ValueSource(self.now, is_handed=True), is_differentiated=is_differentiated
-        )
-
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in place of an additional output of a block."""
-        return self._put(tensor, ValueSource(self.now))
-
     def _put(
-        self, tensor: Tensor, source: ValueSource, *, is_differentiated: bool = False
+        self, tensor: Tensor, *, is_handed: bool = False, is_differentiated: bool = False
     ) -> Tensor:
+        """Return a tensor without aliases for the next part in place of this part's output."""
         found = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
         if is_differentiated:
             found = found.requires_grad_().clone()  # a leaf cannot be written in place
-        self.origins.put(found, source)
+        self.origins.put(found, ValueSource(self.now, is_handed))
         if id(tensor.untyped_storage()) in self.memory:  # counted
             self._is_new(found)
         return found
 
     def _source(self) -> ValueSource:
         """Return the source of tensors that are computed now."""
-        is_between = not self.is_inside and 0 < self.now <= len(self.blocks)
-        part = BETWEEN if is_between else self.now
-        return ValueSource(part)
+        return ValueSource(BETWEEN if self._is_between() else self.now)
+
+    def _is_between(self) -> bool:
+        return not self.is_inside and 0 < self.now <= len(self.blocks)
 
     def _sources_in(self, value: Any) -> Sources:
         return self.origins.of(all_tensors(value))
@@ -383,18 +349,14 @@ class _FakeRun(TorchFunctionMode):
         if not foreign:
             return
         part, is_handed = min(foreign)
-        found = (
-            f"the output of {self._called(part)}"
-            if is_handed
-            else f"what {self._called(part)} computes"
-        )
+        found = f"what {self._called(part)} computes"
         if part == 0:
             found = f"what precedes {self._called(1)}"
-        user = (
-            self._called(own)
-            if own <= len(self.blocks)
-            else f"what follows {self._called(len(self.blocks))}"
-        )
+        elif is_handed:
+            found = f"the output of {self._called(part)}"
+        user = self._called(own)
+        if own > len(self.blocks):
+            user = f"what follows {self._called(len(self.blocks))}"
         raise self._refused(
             f"{user} uses {found}.",
             "A stage has the inputs of the model, and of the stages before it one tensor.",
@@ -408,8 +370,8 @@ class _FakeRun(TorchFunctionMode):
         for tensor in all_tensors((args, kwargs), visits_objects=False):
             if (name := self.names.get(id(tensor))) is not None:
                 self.parts[self.now].params[name] = tensor.numel()
-                if not self.is_inside and 0 < self.now < len(self.parts) - 1:
-                    self.failure = self.failure or self._refused(
+                if self._is_between():
+                    self._refused(
                         f"parameter '{name}' is used between {self._called(self.now)} and "
                         f"{self._called(self.now + 1)}.",
                         "What is computed between two blocks would be computed by no stage.",
@@ -428,7 +390,7 @@ class _FakeRun(TorchFunctionMode):
         An output that is kept by its own node would never be freed, and neither would the model.
         """
         if self._is_new(tensor):
-            self.parts[self.now].saved += tensor.numel() * tensor.element_size()
+            self.parts[self.now].saved += tensor.nbytes
 
     def _is_new(self, tensor: Tensor) -> bool:
         """Return whether this memory has not been seen before."""
@@ -450,9 +412,7 @@ class _FakeRun(TorchFunctionMode):
                     part.params[name] = param.numel()
                     used.add(name)
         unused = tuple(name for name, _ in self.model.named_parameters() if name not in used)
-        lengths = tuple(self.lengths)
-        outputs = tuple(self.outputs)
-        return Chain(self.container, self.keys, tuple(self.parts), lengths, unused, outputs)
+        return Chain(self.container, self.keys, tuple(self.parts), unused)
 
     def _called(self, number: int) -> str:
         if number == 0:

@@ -39,19 +39,15 @@ def hand_to_all(value: Any, comm: Comm, what: str) -> list[Any]:
         Collective: every rank of `comm` must call it.
     """
     tensors: list[Tensor] = []
-    described = [
-        json.loads(text)
-        for text in comm.all_gather_text(json.dumps(_described(value, tensors)), what)
-    ]
+    told = _described(value, tensors)
+    descriptions = [json.loads(text) for text in comm.all_gather_text(told, what)]
     own = _packed(tensors, comm)
-    inbox = [
-        torch.empty(_nbytes(each), dtype=torch.uint8, device=comm.device) for each in described
-    ]
+    inbox = [_empty(each, comm) for each in descriptions]
     inbox[comm.rank] = own
     comm.exchange([own] * comm.size, inbox, "gather", what).wait()
     return [
-        value if rank == comm.rank else _rebuilt(node, iter(inbox[rank].split(_sizes(node))))
-        for rank, node in enumerate(described)
+        value if rank == comm.rank else _rebuilt(each, inbox[rank])
+        for rank, each in enumerate(descriptions)
     ]
 
 
@@ -69,43 +65,40 @@ def hand_out(values: Sequence[Any] | None, comm: Comm, what: str, source: int) -
     Note:
         Collective: every rank of `comm` must call it.
     """
-    told = ""
-    tensors = list[list[Tensor]]()
+    told: list[str] = []
+    pieces: list[Tensor] = []
     if comm.rank == source:
         assert values is not None
-        tensors = [[] for _ in values]
-        told = json.dumps(
-            [
-                _described(_portable(each), found)
-                for each, found in zip(values, tensors, strict=True)
-            ]
-        )
-    node = json.loads(comm.all_gather_text(told, what)[source])[comm.rank]
-    pieces = [_packed(each, comm) for each in tensors]
-    own = (
-        pieces[source]
-        if pieces
-        else torch.empty(_nbytes(node), dtype=torch.uint8, device=comm.device)
-    )
+        for value in values:
+            tensors: list[Tensor] = []
+            told.append(_described(_portable(value), tensors))
+            pieces.append(_packed(tensors, comm))
+    texts = json.loads(comm.all_gather_text(json.dumps(told), what)[source])
+    described = json.loads(texts[comm.rank])
+    own = pieces[source] if pieces else _empty(described, comm)
     scatter(comm, pieces, own, what, source)
-    return _rebuilt(node, iter(own.split(_sizes(node))))
+    return _rebuilt(described, own)
 
 
-def _described(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the description of a value, and append its tensors to a list."""
+def _described(value: Any, tensors: list[Tensor]) -> str:
+    """Return the description of a value as JSON, and append its tensors to a list."""
+    node = _node(value, tensors)
+    forms = [[str(each.dtype).removeprefix("torch."), *each.shape] for each in tensors]
+    return json.dumps({"tensors": forms, "value": node})
+
+
+def _node(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a value with its tensors replaced by their numbers."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return {"tensor": [str(value.dtype).removeprefix("torch."), *value.shape]}
+        return {"tensor": len(tensors) - 1}
     if isinstance(value, _PLAIN):
         return {"plain": value}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"named": {key: _described(each, tensors) for key, each in value.items()}}
+        return {"named": {key: _node(each, tensors) for key, each in value.items()}}
     if isinstance(value, (list, tuple)):
-        return {
-            "list" if isinstance(value, list) else "tuple": [
-                _described(each, tensors) for each in value
-            ]
-        }
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_node(each, tensors) for each in value]}
     raise UsageError(
         f"a {type(value).__name__} is in a batch, and each pipeline rank has different rows.",
         "Its rows go to the other ranks, as tensors and plain values in lists, tuples and mappings "
@@ -115,17 +108,37 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
     )
 
 
-def _rebuilt(node: Any, elements: Any) -> Any:
-    """Create a value from its description and an iterator over its tensors' bytes."""
-    ((kind, told),) = node.items()
-    if kind == "tensor":
-        return next(elements).clone().view(getattr(torch, told[0])).view(told[1:])
-    if kind == "plain":
-        return told
-    if kind == "named":
-        return {key: _rebuilt(each, elements) for key, each in told.items()}
-    found = [_rebuilt(each, elements) for each in told]
-    return found if kind == "list" else tuple(found)
+def _sizes(described: Any) -> list[int]:
+    """Return the size of each tensor in a description, in bytes."""
+    return [
+        getattr(torch, dtype).itemsize * math.prod(shape) for dtype, *shape in described["tensors"]
+    ]
+
+
+def _empty(described: Any, comm: Comm) -> Tensor:
+    return torch.empty(sum(_sizes(described)), dtype=torch.uint8, device=comm.device)
+
+
+def _rebuilt(described: Any, elements: Tensor) -> Any:
+    """Create a value from its description and the bytes of its tensors."""
+    pieces = elements.split(_sizes(described))
+    tensors = [
+        piece.clone().view(getattr(torch, dtype)).view(shape)
+        for piece, (dtype, *shape) in zip(pieces, described["tensors"], strict=True)
+    ]
+
+    def rebuilt(node: Any) -> Any:
+        ((kind, told),) = node.items()
+        if kind == "tensor":
+            return tensors[told]
+        if kind == "plain":
+            return told
+        if kind == "named":
+            return {key: rebuilt(each) for key, each in told.items()}
+        found = [rebuilt(each) for each in told]
+        return found if kind == "list" else tuple(found)
+
+    return rebuilt(described["value"])
 
 
 def _portable(value: Any) -> Any:
@@ -137,20 +150,6 @@ def _portable(value: Any) -> Any:
         for key, each in value.items()
         if isinstance(each, (Tensor, list, tuple, Mapping, *_PLAIN))
     }
-
-
-def _sizes(node: Any) -> list[int]:
-    """Return the size of each tensor in a description, in bytes."""
-    ((kind, told),) = node.items()
-    if kind == "tensor":
-        return [getattr(torch, told[0]).itemsize * math.prod(told[1:])]
-    if kind == "plain":
-        return []
-    return [size for each in (told.values() if kind == "named" else told) for size in _sizes(each)]
-
-
-def _nbytes(node: Any) -> int:
-    return sum(_sizes(node))
 
 
 def _packed(tensors: Sequence[Tensor], comm: Comm) -> Tensor:

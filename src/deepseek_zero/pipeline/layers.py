@@ -162,11 +162,9 @@ class LayerStages(nn.Module):
         self.forward_funcs: list[Callable[..., Any]] = []
         self.micro_offset = 0
         self._make: Callable[[LayerSpec], nn.Module] = LayerSpec.build
-        self.received: Any = (
-            # from the previous stage; not an argument, because an engine processes arguments as
-            # user inputs
-            None
-        )
+        # From the previous stage; not an argument, because an engine processes arguments as user
+        # inputs
+        self.received: Any = None
         self._build()
 
     # -- structure
@@ -198,13 +196,7 @@ class LayerStages(nn.Module):
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:
         """Return the weights that several stages share by name, with their stages."""
-        stages: dict[str, dict[int, None]] = {}
-        for number, layer in enumerate(self._layer_specs):
-            if isinstance(layer, TiedLayerSpec):
-                for attribute in layer.tied_weight_attr:
-                    name = f"tied_modules.{layer.key}.{attribute}"
-                    stages.setdefault(name, {})[self.stage_owner(number)] = None
-        return {name: tuple(sorted(found)) for name, found in stages.items() if len(found) > 1}
+        return self._in_several_stages(lambda layer: layer.tied_weight_attr)
 
     @property
     def same_names(self) -> tuple[str, ...]:
@@ -212,16 +204,22 @@ class LayerStages(nn.Module):
 
         They belong to tied layers but are not in their `tied_weight_attr`.
         """
+        found = self._in_several_stages(
+            lambda layer: [name for name, _ in _built(layer).named_parameters()]
+        )
+        return tuple(name for name in found if name not in self.ties)
+
+    def _in_several_stages(
+        self, names: Callable[[TiedLayerSpec], Iterable[str]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Return parameters of tied layers that are in several stages, with their stages."""
         stages: dict[str, set[int]] = {}
         for number, layer in enumerate(self._layer_specs):
             if isinstance(layer, TiedLayerSpec):
-                for name, _ in _built(layer).named_parameters():
-                    stages.setdefault(f"tied_modules.{layer.key}.{name}", set()).add(
-                        self.stage_owner(number)
-                    )
-        return tuple(
-            name for name, found in stages.items() if len(found) > 1 and name not in self.ties
-        )
+                for name in names(layer):
+                    full = f"tied_modules.{layer.key}.{name}"
+                    stages.setdefault(full, set()).add(self.stage_owner(number))
+        return {name: tuple(sorted(found)) for name, found in stages.items() if len(found) > 1}
 
     def stage(self, index: int) -> LayerStages:
         """Return another stage of the list for inspection, without values if possible.
@@ -295,21 +293,17 @@ class LayerStages(nn.Module):
         x = forward_input
         for start in range(0, count, interval):
             end = min(start + interval, count)
-            part = partial(self._run_unpacked, start, end, self.micro_offset + 1)
+            part = partial(self._run, start, end, self.micro_offset + 1)
             given = x if isinstance(x, tuple) else (x,)
             recomputed = self.recomputes(self.forward_funcs[start:end])
             x = self.activation_checkpoint_func(part, *given) if recomputed else part(*given)
         return x
 
-    def _run_unpacked(self, start: int, end: int, offset: int, *inputs: Any) -> Any:
-        given = inputs[0] if len(inputs) == 1 else inputs
-        return self._run(start, end, offset, given)
-
-    def _run(self, start: int, end: int, offset: int, x: Any) -> Any:
+    def _run(self, start: int, end: int, offset: int, *inputs: Any) -> Any:
         """Run layers; `offset` is that of the original forward if they are recomputed."""
-        for number, layer in enumerate(
-            self.forward_funcs[start:end], self.parts[self.index] + start
-        ):
+        x = inputs[0] if len(inputs) == 1 else inputs
+        layers = self.forward_funcs[start:end]
+        for number, layer in enumerate(layers, self.parts[self.index] + start):
             if self.seed_layers:
                 self._seed(self.base_seed * offset + number)
             x = layer(x)

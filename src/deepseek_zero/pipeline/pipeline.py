@@ -75,7 +75,7 @@ def cut_model(
 ) -> StagedModel:
     """Reduce a model to this rank's stages.
 
-    Local; every rank of a pipeline must do the same.
+    Every rank of a pipeline must do the same.
 
     Args:
         model: The model, which is changed.
@@ -152,16 +152,6 @@ class Pipeline:
         self.states = ShardedStates(runtime, self.ties, blocks)
         self.executor = PipelineExecutor(StageLinks(world, mesh, table), staged.stages, self.states)
         self._pipe = runtime.comm.along.get("pp")
-
-    @property
-    def is_first(self) -> bool:
-        """Return whether this rank is the first along "pp"."""
-        return self.mesh.coordinates["pp"] == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether this rank is the last along "pp"."""
-        return self.mesh.coordinates["pp"] == self.mesh.pp - 1
 
     def schedule(self, micro_batches: int, *, trains: bool = True) -> PipelineSchedule:
         """Return the verified schedule of a number of micro-batches.

@@ -5,6 +5,7 @@ The functions need no process group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -28,8 +29,6 @@ def planned_pipeline(
     sample: str = "",
 ) -> PipelinePlan:
     """Return the plan of the rank of `mesh`.
-
-    The function is local and has no side effects.
 
     Args:
         staged: The model, divided for this rank.
@@ -98,22 +97,27 @@ def _messages(
         any(trained[name] for name in cut.params_of(range(stage + 1)))
         for stage in range(cut.stages - 1)
     ]
-    outputs = [cut.chain.outputs[end - 1].nbytes(compute) // sharers for end in cut.bounds[1:-1]]
-    return tuple(outputs), tuple(
-        nbytes if each else 0 for nbytes, each in zip(outputs, learns, strict=True)
-    )
+    outputs = []
+    for end in cut.bounds[1:-1]:
+        output = cut.chain.blocks[end - 1].output
+        assert output is not None
+        if compute is not None and output.dtype.is_floating_point:
+            output = output._replace(dtype=compute)
+        outputs.append(output.nbytes // sharers)
+    grads = (nbytes if each else 0 for nbytes, each in zip(outputs, learns, strict=True))
+    return tuple(outputs), tuple(grads)
 
 
 def _gathers(program: Program, *, is_tied: bool) -> tuple[dict[int, int], int]:
     """Return how often the weights of each stage, and of all stages, are gathered."""
-    found: dict[int, int] = {}
+    found = Counter[int]()
     gathered: set[int] = set()
     of_all = 0
     for action in program:
         if action.kind is StageActionKind.GATHER:
-            found[action.stage] = found.get(action.stage, 0) + 1
+            found[action.stage] += 1
             of_all += not gathered
             gathered.add(action.stage)
         elif action.kind is StageActionKind.RELEASE:
             gathered.discard(action.stage)
-    return found, 1 if is_tied else of_all
+    return dict(found), 1 if is_tied else of_all

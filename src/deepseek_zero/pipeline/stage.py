@@ -436,7 +436,7 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
     resting: dict[str, nn.Module] = {}
     for number, (key, block) in enumerate(zip(chain.keys, blocks, strict=True)):
         is_own = any(cut.bounds[stage] <= number < cut.bounds[stage + 1] for stage in mine)
-        resting[key] = block if is_own else StandIn(block, chain.lengths[number])
+        resting[key] = block if is_own else StandIn(block, chain.blocks[number].length)
     found = []
     zeros = _Zeros()
     for stage in mine:
@@ -446,12 +446,12 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
         entry = None
         for number, (key, block) in enumerate(zip(chain.keys, blocks, strict=True)):
             if number == first - 1:
-                view[key] = entry = _Entry(block, chain.lengths[number])
+                view[key] = entry = _Entry(block, chain.blocks[number].length)
             elif number == end:
-                view[key] = _Exit(block, chain.lengths[number])
+                view[key] = _Exit(block, chain.blocks[number].length)
             elif not first <= number < end and resting[key] is block:
                 # A block of another stage of this rank
-                view[key] = StandIn(block, chain.lengths[number])
+                view[key] = StandIn(block, chain.blocks[number].length)
         found.append(ModelStage(model, cut, stage, view, entry, zeros))
     for key, module in resting.items():
         setattr(box, key, module)

@@ -14,7 +14,7 @@ import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.checkpoint.piece import refuse_same_names, remember_same_names
-from deepseek_zero.pipeline.executor import NoStates, PipelineExecutor
+from deepseek_zero.pipeline.executor import PipelineExecutor, States
 from deepseek_zero.pipeline.layers import (
     Labelled,
     LayerSpec,
@@ -107,7 +107,7 @@ def test_a_list_of_layers_has_the_bits_of_one_process(stages: int, interval: int
         ties.spread(values)
         assert all(torch.equal(value, tied) for value in values.values())
 
-        class Summing(NoStates):
+        class Summing(States):
             def tie(self, stage: int) -> None:
                 ties.add_up(
                     {name: p.grad for name, p in own.named_parameters() if p.grad is not None}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.pipeline.chain import ChainError, candidates, find_chain
+from deepseek_zero.pipeline.chain import ChainError, container_of_blocks, find_chain
 from deepseek_zero.pipeline.stage import MicroBatch, StandIn, cut_chain, loss_of, take_stages
 from tests.models import Block, Gpt, batch_of
 
@@ -386,10 +386,10 @@ def whole_sequential() -> nn.Module:
 
 
 def test_the_blocks_are_the_longest_list_with_the_most_parameters() -> None:
-    assert candidates(whole_sequential())[0] == "1"
+    assert container_of_blocks(whole_sequential()) == "1"
     assert find_chain(Tower(), (X,)).container == "blocks"
     nested = nn.Sequential(*[nn.Sequential(nn.Linear(15, 30), nn.Linear(30, 15)) for _ in range(3)])
-    assert candidates(nested)[0] == ""
+    assert container_of_blocks(nested) == ""
 
 
 def test_a_stage_holds_its_own_parameters_under_their_names() -> None:
