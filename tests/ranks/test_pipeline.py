@@ -18,7 +18,7 @@ from deepseek_zero.pipeline.chain import find_chain
 from deepseek_zero.pipeline.executor import PipelineExecutor, States
 from deepseek_zero.pipeline.messages import StageLinks
 from deepseek_zero.pipeline.schedule import make_schedule
-from deepseek_zero.pipeline.stage import MicroBatch, cut_chain, take_stages
+from deepseek_zero.pipeline.stage import MicroBatch, cut_chain, take_stages, tied_stages
 from deepseek_zero.pipeline.ties import Ties
 from tests.models import Gpt, batch_of, seeded
 
@@ -61,7 +61,7 @@ def pipeline(
     mesh = Mesh(pp=ranks).on_world(ranks, dist.get_rank())
     model = seeded(Tied)
     cut = cut_chain(model, find_chain(model, given(1)[0].args), ranks * virtual, "uniform")
-    schedule = make_schedule(name, ranks, virtual, many, tied=cut.tied)
+    schedule = make_schedule(name, ranks, virtual, many, tied=tied_stages(cut.ties))
     ties = Ties(world, mesh, schedule.placement, cut.ties)
 
     class Summing(states):  # type: ignore[valid-type, misc]

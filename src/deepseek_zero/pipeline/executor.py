@@ -160,12 +160,11 @@ class PipelineExecutor:
         step = _Step(self, schedule, micro_batches, keys or [None] * many, factors, keeps_outputs)
         with propagate_errors(self.links.world):
             try:
-                step.run()
+                return step.run()
             except BaseException:
                 for lane in self._lanes.values():
                     lane.inbox.drop()
                 raise
-        return step.outcome
 
     def lane(self, edge: tuple[int, int], name: str, slots: int) -> _Lane:
         """Return the lane between this rank and a neighbour, creating it if necessary.
@@ -224,17 +223,14 @@ class _Step:
         self.keys = [None if key is None else (key, self.trains) for key in keys]
         self.factors = factors
         self.last = schedule.stages - 1
-        has_last = self.last in executor.stages
-        losses: list[Tensor] | None = [] if has_last else None
-        outputs: list[Any] | None = [] if has_last and keeps_outputs else None
-        self.outcome = StepOutcome(losses, outputs)
+        self._is_bare = False
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
         self._keeps_outputs = keeps_outputs
         self._lanes: dict[tuple[int, StageActionKind], _Lane] = {}
         self._held: dict[tuple[int, int], _Held] = {}
-        self._sending: dict[tuple[int, int, StageActionKind], tuple[Tensor, ...]] = {}
-        self._arrived: dict[tuple[int, int, StageActionKind], tuple[Tensor, ...]] = {}
+        self._sending: dict[StageAction, Received] = {}
+        self._arrived: dict[StageAction, Received] = {}
         self._run: Mapping[StageActionKind, Any] = {
             StageActionKind.FORWARD: self._forward,
             StageActionKind.BACKWARD: self._backward,
@@ -248,7 +244,7 @@ class _Step:
             StageActionKind.TIE: lambda stage, micro: executor.states.tie(stage),
         }
 
-    def run(self) -> None:
+    def run(self) -> StepOutcome:
         """Run the program."""
         for action in self.program:
             place = (action.stage, action.kind)
@@ -265,15 +261,16 @@ class _Step:
                 self._run[kind](stage, micro)
             self.executor.flush()
         self.executor.forms.end_step()
-        if self.outcome.losses is not None:
-            self.outcome.losses += [self._losses[micro] for micro in sorted(self._losses)]
-        if self.outcome.outputs is not None:
-            self.outcome.outputs += [self._outputs[micro] for micro in sorted(self._outputs)]
+        if self.last not in self.executor.stages:
+            return StepOutcome()
+        losses = [self._losses[micro] for micro in sorted(self._losses)]
+        outputs = [self._outputs[micro] for micro in sorted(self._outputs)]
+        return StepOutcome(losses, outputs if self._keeps_outputs else None, self._is_bare)
 
     # -- computations
 
     def _forward(self, stage: int, micro: int) -> None:
-        received = self._arrived.pop((stage, micro, StageActionKind.RECV_F), ())
+        received = self._arrived.pop(StageAction(stage, StageActionKind.RECV_F, micro), ())
         own = self.executor.stages[stage]
         with self.executor.states.forward(stage):
             output = own.forward(
@@ -284,11 +281,11 @@ class _Step:
             if self.trains:
                 held.loss = own.loss(output, self.micro_batches[micro])
                 self._losses[micro] = held.loss.detach()
-                self.outcome.is_bare = isinstance(output, Tensor)
+                self._is_bare = isinstance(output, Tensor)
             if self._keeps_outputs:
                 self._outputs[micro] = output
         else:
-            outputs: tuple[Tensor, ...] = output
+            outputs: Received = output
             held.form = form_of(outputs)
             held.edges = [
                 get_gradient_edge(each) if each.requires_grad else None for each in outputs
@@ -299,9 +296,9 @@ class _Step:
                 handed = tuple(
                     each.detach().clone().requires_grad_(each.requires_grad) for each in outputs
                 )
-                self._arrived[stage + 1, micro, StageActionKind.RECV_F] = handed
+                self._arrived[StageAction(stage + 1, StageActionKind.RECV_F, micro)] = handed
             else:
-                self._sending[stage, micro, StageActionKind.SEND_F] = outputs
+                self._sending[StageAction(stage, StageActionKind.SEND_F, micro)] = outputs
         if not self.trains:
             del self._held[stage, micro]
 
@@ -316,9 +313,9 @@ class _Step:
         if stage:
             grads = tuple(_grad_of(each) for each in held.received if each.requires_grad)
             if self._is_here(stage - 1):
-                self._arrived[stage - 1, micro, StageActionKind.RECV_B] = grads
+                self._arrived[StageAction(stage - 1, StageActionKind.RECV_B, micro)] = grads
             else:
-                self._sending[stage, micro, StageActionKind.SEND_B] = grads
+                self._sending[StageAction(stage, StageActionKind.SEND_B, micro)] = grads
 
     def _differentiate(self, held: _Held, stage: int, micro: int) -> None:
         if held.loss is not None:
@@ -326,7 +323,7 @@ class _Step:
                 factor = torch.full_like(held.loss, self.factors[micro])
                 torch.autograd.backward(held.loss, factor)
             return
-        grads = iter(self._arrived.pop((stage, micro, StageActionKind.RECV_B)))
+        grads = iter(self._arrived.pop(StageAction(stage, StageActionKind.RECV_B, micro)))
         edges = []
         differentiated = []
         for edge, form in zip(held.edges, held.form, strict=True):
@@ -351,7 +348,7 @@ class _Step:
         return self.executor.lane(edge, name, self.schedule.in_flight[self.executor.rank])
 
     def _send_output(self, stage: int, micro: int) -> None:
-        outputs = self._sending.pop((stage, micro, StageActionKind.SEND_F))
+        outputs = self._sending.pop(StageAction(stage, StageActionKind.SEND_F, micro))
         key = self.keys[micro]
         forms = self.executor.forms
         form = form_of(outputs)
@@ -362,7 +359,7 @@ class _Step:
         lane.outbox.send(outputs, f"output {micro} of stage {stage}", header)
 
     def _send_grads(self, stage: int, micro: int) -> None:
-        grads = self._sending.pop((stage, micro, StageActionKind.SEND_B))
+        grads = self._sending.pop(StageAction(stage, StageActionKind.SEND_B, micro))
         lane = self._lanes[stage, StageActionKind.SEND_B]
         lane.outbox.send(grads, f"gradient {micro} of stage {stage - 1}")
 
@@ -371,14 +368,14 @@ class _Step:
         self.executor.forms.see(stage - 1, self.keys[micro], form)
         for tensor, each in zip(tensors, form, strict=True):
             tensor.requires_grad_(each.is_differentiated)
-        self._arrived[stage, micro, StageActionKind.RECV_F] = tensors
+        self._arrived[StageAction(stage, StageActionKind.RECV_F, micro)] = tensors
 
     def _receive_grads(self, stage: int, micro: int) -> None:
-        self._arrived[stage, micro, StageActionKind.RECV_B] = self._take(
+        self._arrived[StageAction(stage, StageActionKind.RECV_B, micro)] = self._take(
             stage, StageActionKind.RECV_B
         )[1]
 
-    def _take(self, stage: int, kind: StageActionKind) -> tuple[MessageForm, tuple[Tensor, ...]]:
+    def _take(self, stage: int, kind: StageActionKind) -> tuple[MessageForm, Received]:
         lane = self._lanes[stage, kind]
         if not lane.inbox:
             self._post(lane)

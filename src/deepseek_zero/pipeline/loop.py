@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..base.device import call_instead, call_plainly
 from ..base.errors import UsageError
-from ..base.log import log_once
+from ..base.log import log_first
 from ..base.nested import tensors_in
 from ..comm.collectives import Comm, propagate_errors
 from ..parallel.autograd import with_backward
@@ -156,7 +156,6 @@ class PlainLoop:
         self._added = 0
         # Factor that callers apply to a loss, without the loss scale
         self._learned: float | None = None
-        self._has_logged_idling = False
         self.runtime.backward.driver = weakref.ref(self)
 
     # -- calls
@@ -239,38 +238,34 @@ class PlainLoop:
             rows = rows_of(batch)
             count = many if rows is not None and rows % many == 0 else 1
             given.append(_Given(batch, count))
+        parts = [part for batch in given for part in batch.parts]
         with torch.no_grad():
-            outcome = self.pipeline.run(
-                [part for batch in given for part in batch.parts], trains=False
-            )
-            losses = (
-                None if outcome.outputs is None else [loss_in(each) for each in outcome.outputs]
-            )
-            known = None if losses is None else [each for each in losses if each is not None]
-            is_bare = outcome.outputs is not None and isinstance(outcome.outputs[0], Tensor)
-            loss, kind = self._losses_of_last_stage(known, given, is_bare=is_bare)
+            outputs = self.pipeline.run(parts, trains=False).outputs
+            losses = None
+            found = None
+            is_bare = False
+            if outputs is not None:
+                losses = [loss for each in outputs if (loss := loss_in(each)) is not None]
+                is_bare = isinstance(outputs[0], Tensor)
+                rest = iter(outputs)
+                found = [join_rows([next(rest) for _ in batch.parts]) for batch in given]
+            loss, kind = self._losses_of_last_stage(losses, given, is_bare=is_bare)
             if kind == _BARE:
                 return loss
-            found = None
-            if outcome.outputs is not None:
-                outputs = iter(outcome.outputs)
-                found = [join_rows([next(outputs) for _ in batch.parts]) for batch in given]
+            output: Any
             if self._own_rows is not None:
-                output = hand_out(
-                    found, self._own_rows, "outputs for each rank", self._own_rows.size - 1
-                )
+                last = self._own_rows.size - 1
+                output = hand_out(found, self._own_rows, "outputs for each rank", last)
             elif found is None:
                 return StageOutput() if kind == _NOTHING else StageOutput(loss=loss)
             else:
                 (output,) = found
             own = given[self._place]
-            if own.adds_up and len(own.parts) > 1 and isinstance(output, dict):
+            if not isinstance(output, dict):
+                return output
+            if own.adds_up and len(own.parts) > 1:
                 output["loss"] = loss
-            return (
-                StageOutput(output)
-                if self._own_rows is not None and isinstance(output, dict)
-                else output
-            )
+            return output if self._own_rows is None else StageOutput(output)
 
     @property
     def _place(self) -> int:
@@ -285,11 +280,12 @@ class PlainLoop:
         Returns the loss of this rank's batch and the kind.
         """
         row = torch.zeros(1 + len(given), dtype=torch.float64)
-        if losses is not None:
-            row[-1] = _NOTHING if not losses else _BARE if is_bare else _OBJECT
+        if not losses:
+            row[-1] = _NOTHING
+        else:
+            row[-1] = _BARE if is_bare else _OBJECT
             rest = iter(losses)
-            kept = given if losses else ()
-            for place, batch in enumerate(kept):
+            for place, batch in enumerate(given):
                 total = torch.stack([next(rest).double().cpu() for _ in batch.parts]).sum()
                 row[place] = total / batch.divisor
         told = self.pipeline.broadcast_from_last(row, "loss of the last stage")
@@ -308,24 +304,19 @@ class PlainLoop:
             self.runtime.step.is_boundary = boundary
 
     def _factor(self) -> float:
-        return (
-            self._learned
-            if self._learned is not None
-            else 1.0 / self.runtime.loss_factor.accumulation()
-        )
+        if self._learned is not None:
+            return self._learned
+        return 1.0 / self.runtime.loss_factor.accumulation()
 
     def _log_idling(self) -> None:
-        if not self._has_logged_idling:
-            self._has_logged_idling = True
-            ranks = self.pipeline.mesh.pp
-            virtual = self.pipeline.staged.virtual
-            idle = (ranks - 1) / (ranks - 1 + virtual)
-            log_once(
-                f"engine(batch) sends a batch through {ranks} pipeline ranks as one micro-batch: "
-                f'each idles {idle:.0%} of the time. "pipeline": '
-                '{"micro_batches": k} splits each batch by rows into k micro-batches; train_batch '
-                "runs all micro-batches of a step in the pipeline."
-            )
+        ranks = self.pipeline.mesh.pp
+        idle = (ranks - 1) / (ranks - 1 + self.pipeline.staged.virtual)
+        log_first(
+            f"engine(batch) sends a batch through {ranks} pipeline ranks as one micro-batch: "
+            f'each idles {idle:.0%} of the time. "pipeline": '
+            '{"micro_batches": k} splits each batch by rows into k micro-batches; train_batch '
+            "runs all micro-batches of a step in the pipeline."
+        )
 
     # -- backward and step
 
@@ -468,6 +459,6 @@ class PlainLoop:
             )
 
     def forget(self) -> None:
-        """Discard the calls whose gradients were dropped or used. Local."""
+        """Discard the calls whose gradients were dropped or used."""
         self._open.clear()
         self._added = 0

@@ -32,7 +32,7 @@ from .layers import Labelled, LayersStage, LayerStages
 from .messages import StageLinks
 from .schedule import PipelineSchedule, forward_only, make_schedule
 from .sharded_states import ShardedStates
-from .stage import MicroBatch, ModelStage, Stage, cut_chain, take_stages
+from .stage import MicroBatch, ModelStage, Stage, cut_chain, take_stages, tied_stages
 from .ties import Ties
 from .verify import verify
 
@@ -59,7 +59,7 @@ class StagedModel:
     @property
     def tied(self) -> tuple[int, ...]:
         """Return the stages that share a weight with another stage."""
-        return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
+        return tied_stages(self.ties)
 
 
 def cut_model(

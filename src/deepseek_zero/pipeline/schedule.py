@@ -122,14 +122,7 @@ class PipelineSchedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the virtual stages of a rank, ascending."""
-        return self._stages_by_rank[rank]
-
-    @cached_property
-    def _stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.programs]
-        for stage, rank in enumerate(self.placement):
-            found[rank].append(stage)
-        return tuple(map(tuple, found))
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -252,14 +245,8 @@ def forward_only(ranks: int, virtual: int, micro_batches: int) -> PipelineSchedu
         actions = _computations(ranks, rank, virtual, micro_batches, ranks, many)
         compute.append([each for each in actions if each.kind is StageActionKind.FORWARD])
     # Nothing is kept for a backward; the slots limit how far a rank runs ahead
-    return lower(
-        "forward_only",
-        micro_batches,
-        tuple(range(ranks)) * virtual,
-        compute,
-        [many] * ranks,
-        trains=False,
-    )
+    placement = tuple(range(ranks)) * virtual
+    return lower("forward_only", micro_batches, placement, compute, [many] * ranks)
 
 
 def _computations(
@@ -301,7 +288,6 @@ def lower(
     *,
     gathers_runs_of: int | None = None,
     tied: Sequence[int] = (),
-    trains: bool = True,
 ) -> PipelineSchedule:
     """Add messages, gathers, releases, ties and reductions to a table of computations.
 
@@ -314,7 +300,6 @@ def lower(
         gathers_runs_of: Gather a stage's weights for each run of this many micro-batches; None
             gathers once per step.
         tied: Stages that share a weight.
-        trains: Add reductions and ties.
     """
     shared = tuple(sorted(tied)) if len({placement[stage] for stage in tied}) > 1 else ()
     programs = []
@@ -330,13 +315,12 @@ def lower(
             actions += before.get(place, ())
             actions += _with_messages(action, placement)
             actions += behind.get(place, ())
-            if trains and last.get(action.stage) == place and action.stage not in shared:
+            if last.get(action.stage) == place and action.stage not in shared:
                 actions.append(StageAction(action.stage, StageActionKind.REDUCE))
-        if trains:
-            ties = [stage for stage in sorted(last) if stage in shared]
-            if ties:  # one action sums all tied gradients of the rank
-                actions.append(StageAction(ties[0], StageActionKind.TIE))
-            actions += [StageAction(stage, StageActionKind.REDUCE) for stage in ties]
+        ties = [stage for stage in sorted(last) if stage in shared]
+        if ties:  # one action sums all tied gradients of the rank
+            actions.append(StageAction(ties[0], StageActionKind.TIE))
+        actions += [StageAction(stage, StageActionKind.REDUCE) for stage in ties]
         programs.append(tuple(actions))
     return PipelineSchedule(
         name, micro_batches, tuple(placement), tuple(programs), tuple(in_flight), shared
@@ -374,22 +358,20 @@ def _gathers_and_releases(
     runs: dict[tuple[int, StageActionKind, int], list[int]] = {}
     for place, (stage, kind, micro) in enumerate(program):
         assert micro is not None
-        key = (
-            (stage, StageActionKind.FORWARD, 0) if group is None else (stage, kind, micro // group)
-        )
+        key = (stage, StageActionKind.FORWARD, 0)
+        if group is not None:
+            key = (stage, kind, micro // group)
         runs.setdefault(key, [place, place])[1] = place
-    by_stage: dict[int, list[list[int]]] = {}
+    spans: dict[int, list[list[int]]] = {}
     for (stage, _, _), (first, last) in sorted(runs.items(), key=lambda item: item[1]):
-        spans = by_stage.setdefault(stage, [])
-        if spans and first <= spans[-1][1] + 1:
-            spans[-1][1] = max(spans[-1][1], last)
+        own = spans.setdefault(stage, [])
+        if own and first <= own[-1][1] + 1:
+            own[-1][1] = max(own[-1][1], last)
         else:
-            spans.append([first, last])
+            own.append([first, last])
     before: dict[int, list[StageAction]] = {}
     behind: dict[int, list[StageAction]] = {}
-    whole = sorted(
-        (first, last, stage) for stage, spans in by_stage.items() for first, last in spans
-    )
+    whole = sorted((first, last, stage) for stage, own in spans.items() for first, last in own)
     for first, last, stage in whole:
         ahead = max(first - 1, 0)
         others = {

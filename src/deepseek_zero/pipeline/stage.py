@@ -98,17 +98,9 @@ class Cut:
         """Return the parameters that several stages use, with their stages."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
 
-    @property
-    def tied(self) -> tuple[int, ...]:
-        """Return the stages that share a parameter with another stage."""
-        return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
-
     def blocks_of(self, stage: int) -> list[str]:
         """Return the full names of a stage's blocks."""
-        return [
-            self.chain.block_name(number)
-            for number in range(self.bounds[stage], self.bounds[stage + 1])
-        ]
+        return [self.chain.block_name(number) for number in range(*self.bounds[stage : stage + 2])]
 
     def params_of(self, stages: Sequence[int]) -> list[str]:
         """Return the parameters that at least one of these stages uses."""
@@ -388,6 +380,15 @@ class ModelStage:
         return loss_of(output)
 
 
+def tied_stages(ties: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the stages that share a parameter with another stage, ascending.
+
+    Args:
+        ties: For each shared parameter, the stages that use it.
+    """
+    return tuple(sorted({stage for stages in ties.values() for stage in stages}))
+
+
 def loss_in(output: Any) -> Tensor | None:
     """Return the loss in a model's output, if any.
 
@@ -422,7 +423,7 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
     """Reduce a model to the given virtual stages and return them, ascending.
 
     The blocks and parameters of other stages are freed. Parameters keep their names in the whole
-    model. Local.
+    model.
 
     Args:
         model: The model, which is changed.
@@ -430,31 +431,28 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
         own: This rank's stages.
     """
     chain = cut.chain
-    box = model.get_submodule(cut.chain.container)
+    box = model.get_submodule(chain.container)
     mine = sorted(own)
     blocks = [getattr(box, key) for key in chain.keys]
-    resting: dict[str, nn.Module] = {}
-    for number, (key, block) in enumerate(zip(chain.keys, blocks, strict=True)):
-        is_own = any(cut.bounds[stage] <= number < cut.bounds[stage + 1] for stage in mine)
-        resting[key] = block if is_own else StandIn(block, chain.blocks[number].length)
+    lengths = [block.length for block in chain.blocks]
+    stand_ins = list(map(StandIn, blocks, lengths))
+    kept = {number for stage in mine for number in range(*cut.bounds[stage : stage + 2])}
     found = []
     zeros = _Zeros()
     for stage in mine:
-        first = cut.bounds[stage]
-        end = cut.bounds[stage + 1]
-        view: dict[str, nn.Module] = {}
+        first, end = cut.bounds[stage : stage + 2]
+        others = kept - set(range(first, end))  # blocks of other stages of this rank
+        view: dict[str, nn.Module] = {chain.keys[number]: stand_ins[number] for number in others}
         entry = None
-        for number, (key, block) in enumerate(zip(chain.keys, blocks, strict=True)):
-            if number == first - 1:
-                view[key] = entry = _Entry(block, chain.blocks[number].length)
-            elif number == end:
-                view[key] = _Exit(block, chain.blocks[number].length)
-            elif not first <= number < end and resting[key] is block:
-                # A block of another stage of this rank
-                view[key] = StandIn(block, chain.blocks[number].length)
+        if first:
+            entry = _Entry(blocks[first - 1], lengths[first - 1])
+            view[chain.keys[first - 1]] = entry
+        if end < len(blocks):
+            view[chain.keys[end]] = _Exit(blocks[end], lengths[end])
         found.append(ModelStage(model, cut, stage, view, entry, zeros))
-    for key, module in resting.items():
-        setattr(box, key, module)
+    for number, key in enumerate(chain.keys):
+        if number not in kept:
+            setattr(box, key, stand_ins[number])
     if len(found) == 1:
         found[0].settle()
     hold_back_caches(model)

@@ -236,7 +236,7 @@ def _due(schedule: PipelineSchedule, rank: int, *, trains: bool) -> Iterator[Sta
 def _needs(schedule: PipelineSchedule, rank: int, action: StageAction) -> Iterator[StageAction]:
     """Yield the actions of the same rank that must precede an action."""
     stage, kind, micro = action
-    tied = [each for each in schedule.stages_of(rank) if each in schedule.tied]
+    tied = [each for each in schedule.tied if schedule.placement[each] == rank]
     last_micro = schedule.micro_batches - 1
     if kind in COMPUTES:
         receive = action._replace(kind=MESSAGES[kind][0])

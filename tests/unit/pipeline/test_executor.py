@@ -18,7 +18,7 @@ from deepseek_zero.pipeline.chain import find_chain
 from deepseek_zero.pipeline.executor import PipelineExecutor, States
 from deepseek_zero.pipeline.messages import StageLinks, matchings
 from deepseek_zero.pipeline.schedule import PipelineSchedule, forward_only, make_schedule
-from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
+from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages, tied_stages
 from deepseek_zero.pipeline.ties import Ties
 from deepseek_zero.pipeline.verify import verify
 from tests.in_process import Rank, run_ranks
@@ -293,7 +293,7 @@ def test_tied_weights_are_summed_in_the_order_of_stages(
     batches = micro_batches(4)
     tied = seeded(Tied).to(dtype)
     cut = cut_chain(tied, find_chain(tied, tuple(given(batches[0]).args)), ranks * virtual)
-    schedule = make_schedule(name, ranks, virtual, 4, tied=cut.tied)
+    schedule = make_schedule(name, ranks, virtual, 4, tied=tied_stages(cut.ties))
     verify(schedule)
     losses, apart = alone(lambda: seeded(Apart).to(dtype), batches)
     expected = (apart["tokens.weight"].float() + apart["head.weight"].float()).to(dtype)

@@ -19,7 +19,7 @@ from deepseek_zero.pipeline.executor import PipelineExecutor
 from deepseek_zero.pipeline.messages import StageLinks
 from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.sharded_states import ShardedStates
-from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
+from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages, tied_stages
 from deepseek_zero.pipeline.ties import Ties
 from deepseek_zero.precision.loss_scale import LossScaler
 from deepseek_zero.precision.policy import Policy
@@ -159,7 +159,7 @@ def test_tied_weights_under_every_stage(stage: int, name: str, virtual: int) -> 
     cut = cut_chain(
         seeded(Tied), find_chain(seeded(Tied), (batch_of(0, 0, 0).tokens,)), 2 * virtual, "uniform"
     )
-    schedule = make_schedule(name, 2, virtual, MANY, tied=cut.tied)
+    schedule = make_schedule(name, 2, virtual, MANY, tied=tied_stages(cut.ties))
 
     def body(rank: Rank) -> tuple[dict[str, Tensor], list[str], list[float]]:
         mesh = Mesh(pp=2).on_world(rank.size, rank.index)

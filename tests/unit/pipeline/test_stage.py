@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.pipeline.chain import ChainError, container_of_blocks, find_chain
-from deepseek_zero.pipeline.stage import MicroBatch, StandIn, cut_chain, loss_of, take_stages
+from deepseek_zero.pipeline.stage import (
+    MicroBatch,
+    StandIn,
+    cut_chain,
+    loss_of,
+    take_stages,
+    tied_stages,
+)
 from tests.models import Block, Gpt, batch_of
 
 X = torch.randn(2, 5, 15, generator=torch.Generator().manual_seed(1))
@@ -443,7 +450,7 @@ def test_a_tied_parameter_has_two_stages_and_an_unused_one_has_the_last() -> Non
     batch = batch_of(0, 0, 0)
     cut = cut_chain(model, find_chain(model, (batch.tokens, batch.targets)), 3)
     assert cut.ties == {"tokens.weight": (0, 2)}
-    assert cut.tied == (0, 2)
+    assert tied_stages(cut.ties) == (0, 2)
     assert cut.owners["spare"] == (2,)
 
 
