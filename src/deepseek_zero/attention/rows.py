@@ -147,9 +147,9 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 class _Call:
     """Some samples and heads of one tile, or of a batch of tiles, for one kernel call.
 
-    A kernel takes folded tensors, of shape (batch, heads, tokens, width). For one tile, the batch
-    is the samples. If `shared` query heads read one key head, it is samples x key heads. For
-    several tiles of one sample, it is the tiles.
+    A kernel takes folded tensors, of shape (batch, heads, tokens, width). The batch is samples x
+    tiles. If `shared` query heads read one key head, it is samples x key heads x tiles. Several
+    tiles are of one sample, and then of one key head.
 
     Attributes:
         samples: The samples.
@@ -170,63 +170,56 @@ class _Call:
     biases: tuple[Bias, ...] = ()
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return a view of the rows of the tile's queries.
+        """Return a view of the rows of the tiles' queries, as `fold` expects them.
 
-        The shape is (tiles, heads, tokens, width). For one tile it is (samples, key heads, shared,
-        tokens, width).
+        The shape is (samples, tiles, key heads, tokens, width), or (samples, key heads, tiles,
+        shared, tokens, width) if several query heads share a key head.
         """
-        own: Tensor = tensor[self.samples, self.heads]
         tile = self.tile
-        if tile.count == 1:
-            found: Tensor = own[:, :, tile.start : tile.stop].unflatten(1, (-1, self.shared))
-            return found
-        tokens = own[0][:, tile.start : tile.start + tile.count * tile.queries]
-        tiles: Tensor = tokens.unflatten(1, (tile.count, tile.queries))
-        return tiles.transpose(0, 1)
+        stop = tile.start + tile.count * tile.queries
+        own = tensor[self.samples, self.heads, tile.start : stop]
+        tiles: Tensor = own.unflatten(2, (tile.count, tile.queries))
+        if self.shared == 1:
+            return tiles.transpose(1, 2)
+        heads: Tensor = tiles.unflatten(1, (-1, self.shared))
+        return heads.transpose(2, 3)
 
     def fold(self, rows: Tensor) -> Tensor:
-        if self.tile.count > 1:
-            return rows
-        return rows.squeeze(2) if self.shared == 1 else rows.flatten(0, 1)
+        return rows.flatten(0, 1) if self.shared == 1 else rows.flatten(0, 2)
 
     def store(self, into: Tensor, folded: Tensor) -> None:
         rows = self.rows(into)
         rows.copy_(folded.reshape(rows.shape))
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """Return the tile's keys or values, folded; a view if they are one span."""
-        own: Tensor = tensor[self.samples, self.key_heads]
+        """Return the tiles' keys or values, folded; a view if they are one span."""
+        own = tensor[self.samples, self.key_heads]
         tile = self.tile
-        if tile.count > 1:
+        if len(tile.spans) == 1:
             start, stop = tile.spans[0]
-            tokens = own[0][:, start : stop + (tile.count - 1) * tile.queries]
-            tiles = tokens.unfold(1, stop - start, tile.queries).permute(1, 0, 3, 2)
-            return tiles if self.shared == 1 else tiles.expand(-1, self.shared, -1, -1)
-        parts = [own[:, :, start:stop] for start, stop in tile.spans]
-        tokens = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        return (
-            tokens
-            if self.shared == 1
-            else tokens.flatten(0, 1)[:, None].expand(-1, self.shared, -1, -1)
-        )
+            tokens = own[:, :, start : stop + (tile.count - 1) * tile.queries]
+            tiles = tokens.unfold(2, stop - start, tile.queries).transpose(3, 4)
+        else:
+            tiles = torch.cat([own[:, :, start:stop] for start, stop in tile.spans], 2)[:, :, None]
+        if self.shared == 1:
+            return tiles.transpose(1, 2).flatten(0, 1)
+        return tiles.flatten(0, 2)[:, None].expand(-1, self.shared, -1, -1)
 
     def add_keys(self, total: Tensor, folded: Tensor) -> None:
-        """Add the folded gradients of the tile's keys to those of all keys."""
+        """Add the folded gradients of the tiles' keys to those of all keys."""
         own = total[self.samples, self.key_heads]
         tile = self.tile
+        samples, key_heads = self.sizes
         if self.shared > 1:
-            folded = folded.sum(1, keepdim=True, dtype=total.dtype)
-        if tile.count > 1:
-            start, stop = tile.spans[0]
-            for place, part in enumerate(folded):
-                by = place * tile.queries
-                own[0][:, start + by : stop + by] += part
-            return
-        before = 0
-        folded = folded.reshape(*own.shape[:2], -1, own.shape[3])
-        for start, stop in tile.spans:
-            own[:, :, start:stop] += folded[:, :, before : before + stop - start]
-            before += stop - start
+            tiles = folded.sum(1, dtype=total.dtype).unflatten(0, (samples, key_heads, -1))
+        else:
+            tiles = folded.unflatten(0, (samples, -1)).transpose(1, 2)
+        for place, part in enumerate(tiles.unbind(2)):
+            by = place * tile.queries
+            before = 0
+            for start, stop in tile.spans:
+                own[:, :, start + by : stop + by] += part[:, :, before : before + stop - start]
+                before += stop - start
 
     def mask(self, query: Tensor) -> Tensor | None:
         """Return the tensor that is added to the scores of folded queries, or None.
@@ -298,42 +291,37 @@ def _calls(
     groups: Sequence[HeadGroup], query: Tensor, key: Tensor, biases: tuple[Bias, ...]
 ) -> Iterator[_Call]:
     """Yield the kernel calls of a plan, in order."""
-    shared = query.shape[1] // key.shape[1]
     for group in groups:
         samples = range(*group.samples.indices(query.shape[0]))
         key_heads = range(*group.key_heads.indices(key.shape[1]))
         heads = range(*group.heads.indices(query.shape[1]))
-        every = slice(samples.start, samples.stop)
-        sizes = (len(samples), len(key_heads))
+        shared = len(heads) // len(key_heads)
         for tile in group.tiles:
             if not tile.keys:
                 continue
             if tile.count == 1 or biases:
+                every = slice(samples.start, samples.stop)
+                sizes = (len(samples), len(key_heads))
                 for each in tile.each():
-                    yield _Call(
-                        every,
-                        group.heads,
-                        group.key_heads,
-                        each,
-                        len(heads) // sizes[1],
-                        sizes,
-                        biases,
-                    )
+                    yield _Call(every, group.heads, group.key_heads, each, shared, sizes, biases)
                 continue
-            many = key.shape[3] * tile.keys * (len(key_heads) if shared == 1 else 1)
+            # Heads without a shared key head are computed together
+            lots = [(group.heads, group.key_heads, len(key_heads))]
+            if shared > 1:
+                lots = [
+                    (_slice(heads[place * shared :][:shared]), slice(key_head, key_head + 1), 1)
+                    for place, key_head in enumerate(key_heads)
+                ]
+            many = key.shape[3] * tile.keys * lots[0][2]
             for part in _batches(tile, max(_BATCH_NUMEL // many, 1)):
                 for sample in samples:
                     one = slice(sample, sample + 1)
-                    if shared == 1:
-                        yield _Call(one, group.heads, group.key_heads, part, 1, (1, len(key_heads)))
-                        continue
-                    each_has = len(heads) // len(key_heads)
-                    for place, key_head in enumerate(key_heads):
-                        own = heads[place * each_has : (place + 1) * each_has]
-                        read = slice(key_head, key_head + 1)
-                        yield _Call(
-                            one, slice(own[0], own[-1] + 1, own.step), read, part, each_has, (1, 1)
-                        )
+                    for own, read, size in lots:
+                        yield _Call(one, own, read, part, shared, (1, size))
+
+
+def _slice(places: range) -> slice:
+    return slice(places.start, places.stop, places.step)
 
 
 def _batches(tile: AttentionTile, many: int) -> Iterator[AttentionTile]:

@@ -220,9 +220,9 @@ def test_65536_tokens_with_a_window_take_128_mib_beyond_the_inputs() -> None:
 
 def test_plans_are_shared_by_equal_layouts_and_by_no_others() -> None:
     shape = AttentionShape(4, 4, 256, 256)
-    first = groups_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64)
-    assert groups_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64) is first
-    assert groups_of(Pattern.of(Variable(local_window_blocks=(3, 2))), shape, 64) is not first
+    first = best_plan(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, (64,))
+    assert best_plan(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, (64,)) is first
+    assert best_plan(Pattern.of(Variable(local_window_blocks=(3, 2))), shape, (64,)) is not first
     assert whole_mask(Pattern.of(LAYOUTS[7]), shape).equal(
         seen_of(Pattern.of(LAYOUTS[7]), 4, 256, 256)
     )
