@@ -138,8 +138,9 @@ def _summed_modules(model: nn.Module, plan: ParallelPlan) -> list[str]:
     Raises NotBuiltError for a split parameter outside of the split layers, because a virtual rank
     has all of it.
     """
-    layers = [choice.module for choice in plan.choices if choice.part is not None]
-    of_layers = {id(param) for layer in layers for param in layer.parameters(recurse=False)}
+    of_layers = {
+        id(param) for choice in plan.choices for param in choice.module.parameters(recurse=False)
+    }
     found: dict[str, None] = {}
     for name, param in model.named_parameters():
         split = plan.splits[name]
@@ -159,14 +160,13 @@ def _summed_modules(model: nn.Module, plan: ParallelPlan) -> list[str]:
 
 def _become(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
     for choice in plan.choices:
-        if choice.part is not None:
-            become(choice.module, KINDS[choice.style], axis=axis, part=choice.part)
+        become(choice.module, KINDS[choice.style], axis=axis, part=choice.part)
 
 
 def _split_loss(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
     """Make the loss read split logits if the model supports it; else they are gathered."""
     for choice in plan.choices:
-        if choice.style == "head" and choice.part is not None:
+        if choice.style == "head":
             split_loss(model, axis, choice.module, choice.part)
 
 

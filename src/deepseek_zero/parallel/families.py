@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
+from torch import nn
+
 Style = Literal[
     "column", "row", "column_gather", "row_scatter", "vocabulary", "head", "partial", "equal"
 ]
@@ -110,3 +112,17 @@ def common_path(names: Iterable[str]) -> list[str]:
     """Return the parts of the longest dotted path with which all names begin."""
     paths = zip(*(name.split(".") for name in names), strict=False)
     return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, paths)]
+
+
+def asked(model: nn.Module, getter: str) -> nn.Module | None:
+    """Return the layer that a method of a transformers model returns, or None without one.
+
+    Args:
+        model: The model.
+        getter: The name of the method, for example "get_input_embeddings".
+    """
+    try:
+        found = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Module) else None

@@ -36,32 +36,34 @@ NewBuffer = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 def product(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, out: Tensor | None = None
+    rows: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, out: Tensor
 ) -> Tensor:
-    """Return rows times a weight, of shape (rows, out).
+    """Compute rows times a weight, of shape (rows, out).
 
     Args:
         rows: The inputs, shape (rows, in).
         weight: The weight, shape (out, in), or (in, out) if transposed.
         bias: The bias, shape (out,), or None.
         transposed: Whether the weight is (in, out).
-        out: The output tensor, if there is one.
+        out: The output.
     """
     right = weight if transposed else weight.t()
-    return (
-        torch.mm(rows, right, out=out) if bias is None else torch.addmm(bias, rows, right, out=out)
-    )
+    if bias is None:
+        return torch.mm(rows, right, out=out)
+    return torch.addmm(bias, rows, right, out=out)
 
 
-def weight_gradient(grad: Tensor, rows: Tensor, transposed: bool) -> Tensor:
-    """Return the gradient of a weight, in its own orientation.
+def _parameter_gradients(ctx: Any, rows: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of a product's weight, in its own orientation, and of its bias.
 
-    Args:
-        grad: The gradient of the outputs, shape (rows, out).
-        rows: The inputs, shape (rows, in).
-        transposed: Whether the weight is (in, out).
+    `rows` is the gradient of the product.
     """
-    return torch.mm(rows.t(), grad) if transposed else torch.mm(grad.t(), rows)
+    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    weight = None
+    if needs_weight:
+        own = flat(x)
+        weight = torch.mm(own.t(), rows) if ctx.transposed else torch.mm(rows.t(), own)
+    return weight, rows.sum(0) if needs_bias else None
 
 
 def flat(x: Tensor) -> Tensor:
@@ -224,12 +226,10 @@ class _Column(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
         rows = flat(grad)
         if ctx.entry is not None:
             ctx.entry.add(rows, weight, ctx.transposed)
-        weight_grad = weight_gradient(rows, flat(x), ctx.transposed) if needs[1] else None
-        return None, weight_grad, rows.sum(0) if needs[2] else None, None, None
+        return None, *_parameter_gradients(ctx, rows, x), None, None
 
 
 def column(
@@ -279,15 +279,12 @@ class _Row(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
         rows = flat(ctx.restore(grad))
         x_grad = None
-        if needs[0]:
+        if ctx.needs_input_grad[0]:
             right = weight.t() if ctx.transposed else weight
             x_grad = torch.mm(rows, right).view(x.shape)
-        weight_grad = weight_gradient(rows, flat(x), ctx.transposed) if needs[1] else None
-        bias_grad = rows.sum(0) if needs[2] else None
-        return x_grad, weight_grad, bias_grad, None, None, None, None, None
+        return x_grad, *_parameter_gradients(ctx, rows, x), None, None, None, None, None
 
 
 def row_part(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -106,7 +106,6 @@ class RegionHolder:
         choice = self.members.get(layer)
         if rank is None or choice is None or choice.style != style:
             return None
-        assert choice.part is not None
         return choice.part.weight.ranges[rank]
 
 
@@ -178,15 +177,12 @@ def _layers_in(plan: ParallelPlan, holder: str) -> dict[str, Choice]:
     return {
         choice.name.removeprefix(prefix): choice
         for choice in plan.choices
-        if choice.part is not None
-        and choice.style != "vocabulary"
-        and choice.name.startswith(prefix)
+        if choice.style != "vocabulary" and choice.name.startswith(prefix)
     }
 
 
 def widths_of(choice: Choice) -> tuple[int, int]:
     """Return the outputs and inputs of a whole layer, even if it was split."""
-    assert choice.part is not None
     first, second = choice.part.weight.shape
     return (second, first) if choice.part.transposed else (first, second)
 
@@ -206,7 +202,7 @@ def _kind_of(module: nn.Module, layers: Mapping[str, Choice]) -> Any:
         }
         shapes = [(key, tuple(param.shape)) for key, param in each.named_parameters(recurse=False)]
         parts.append((inner, type(each), str(sorted(plain.items())), str(shapes)))
-    splits = [(inner, each.style, each.part and each.part.weight) for inner, each in layers.items()]
+    splits = [(inner, each.style, each.part.weight) for inner, each in layers.items()]
     return tuple(parts), tuple(splits)
 
 
@@ -234,7 +230,7 @@ def _holder(
     widths: dict[int, tuple[Ranges, ...]] = {}
     for each in choices:
         is_one_projection = each.fused is None or each.style == "row"
-        if each.head_dim is not None and is_one_projection and each.part is not None:
+        if each.head_dim is not None and is_one_projection:
             _note_width(widths, each.part.side, each.head_dim)
     floating = next((param for param in module.parameters() if param.is_floating_point()), None)
     vectors = {

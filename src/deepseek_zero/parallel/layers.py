@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -117,19 +117,13 @@ def become(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
     vars(module).update(attributes)
 
 
-_mixes: dict[tuple[type, type], type[nn.Module]] = {}
-
-
-def _mixed(base: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+@cache
+def _mixed(base: Any, kind: Any) -> type[nn.Module]:
     """Return the class for a part whose class was `base`; one for each pair."""
     if issubclass(kind, base):
         return kind
-    if (base, kind) not in _mixes:
-        bases: tuple[type, ...] = (base, kind) if kind is Vocabulary else (kind, base)
-        _mixes[base, kind] = type(
-            f"{kind.__name__}{base.__name__}", bases, {"__module__": __name__}
-        )
-    return _mixes[base, kind]
+    bases = (base, kind) if kind is Vocabulary else (kind, base)
+    return type(f"{kind.__name__}{base.__name__}", bases, {"__module__": __name__})
 
 
 class TensorAxis:

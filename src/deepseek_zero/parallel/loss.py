@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..base.errors import UsageError
+from .families import asked
 from .layers import Axis, LayerPart
 
 
@@ -294,25 +295,16 @@ def loss_name(module: nn.Module) -> str:
 
     It is "" if its forward does not call `self.loss_function`.
     """
-    if not hasattr(type(module), "loss_function") or "self.loss_function(" not in _source(
-        type(module)
-    ):
+    if not hasattr(type(module), "loss_function"):
+        return ""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return ""
+    if "self.loss_function(" not in source:
         return ""
     return getattr(module.loss_function, "__name__", "")
 
 
 def _gives_logits(module: nn.Module, head: nn.Module) -> bool:
-    if not hasattr(module, "loss_function"):
-        return False
-    try:
-        return module.get_output_embeddings() is head  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        return False
-
-
-def _source(kind: type[nn.Module]) -> str:
-    """Return the source code of a model's forward, or ""."""
-    try:
-        return inspect.getsource(inspect.unwrap(kind.forward))
-    except (OSError, TypeError):
-        return ""
+    return hasattr(module, "loss_function") and asked(module, "get_output_embeddings") is head

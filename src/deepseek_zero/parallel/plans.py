@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, shown
 from ..planner.split import Ranges, Split, came_cut, laid_out, refuse_other_cuts
-from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style, StyleRule, common_path
+from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style, StyleRule, asked, common_path
 from .layers import LayerPart
 from .token_shards import ShardedBlocks, find_stretch
 
@@ -104,7 +104,7 @@ class Choice:
         style: What it becomes.
         source: The rule.
         fused: How several projections are stored in it, if it is fused.
-        part: How it is split, once that is known.
+        part: How it is split. `choose` sets it.
         region: A name that column layers with the same input share.
         head_dim: The size of a head if it belongs to an attention.
     """
@@ -114,9 +114,9 @@ class Choice:
     style: Style
     source: str
     fused: Fused | None = None
-    part: LayerPart | None = None
     region: str = ""
     head_dim: int | None = None
+    part: LayerPart = field(init=False, repr=False, compare=False)
 
     @property
     def is_wished(self) -> bool:
@@ -142,6 +142,7 @@ class ParallelPlan:
     Attributes:
         ranks: The number of tensor-parallel ranks.
         choices: The layers that are split.
+        partial: The layers that every rank holds whole, with gradients that are summed.
         splits: How each parameter is split, by name.
         attributes: By (module, attribute), the head counts of each rank.
         attentions: For each module with all layers of an attention, the module with its
@@ -155,6 +156,7 @@ class ParallelPlan:
 
     ranks: int
     choices: list[Choice] = field(default_factory=list)
+    partial: list[Choice] = field(default_factory=list)
     splits: dict[str, Split] = field(default_factory=dict)
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     attentions: dict[str, str] = field(default_factory=dict)
@@ -168,7 +170,6 @@ class ParallelPlan:
         """Return the plan as text: a line per kind of layer, with block numbers as `*`."""
         lines = Counter[tuple[str, ...]]()
         for choice in self.choices:
-            assert choice.part is not None
             parts = " + ".join(dict.fromkeys(map(str, choice.part.widths)))
             share = f"{parts} of {sum(choice.part.widths)}"
             lines[_wild(choice.name), choice.style, share, choice.source] += 1
@@ -218,7 +219,7 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
                 raise
             plan.why_whole = f"{error.what} {error.why}"
     _fill_splits(model, plan, cut)
-    is_split = any(choice.style not in ("vocabulary", "head", "partial") for choice in plan.choices)
+    is_split = any(choice.style not in ("vocabulary", "head") for choice in plan.choices)
     if settings.needs_a_split and not is_split and not cut:
         raise UsageError(
             f"no layer of {type(model).__name__} is split over tp={ranks}.",
@@ -474,7 +475,8 @@ def _cut_region(
     row.part = _part(row, 1, _ranges(query, size))
     for choice in region:
         choice.head_dim = head_dim
-    plan.choices += [*region, *partial]
+    plan.choices += region
+    plan.partial += partial
 
 
 def _ranges(shares: Shares, size: int) -> tuple[Ranges, ...]:
@@ -608,7 +610,7 @@ def _split_adapters(model: nn.Module, plan: ParallelPlan) -> None:
     """
     for choice in list(plan.choices):
         wrapper = choice.name.removesuffix(ADAPTED)
-        if wrapper == choice.name or choice.part is None or choice.style not in ("column", "row"):
+        if wrapper == choice.name or choice.style not in ("column", "row"):
             continue
         inner, dim = ("lora_B", 0) if choice.style == "column" else ("lora_A", 1)
         for name, module in model.get_submodule(wrapper).named_modules():
@@ -626,7 +628,7 @@ def _split_vocabulary(
 ) -> None:
     """Split the token embedding and the output layer if the model identifies them."""
     names = {id(module): name for name, module in model.named_modules()}
-    for choice in plan.choices:
+    for choice in (*plan.choices, *plan.partial):
         names.pop(id(choice.module), None)
     found = [choice for choice in choices.values() if choice.style in ("vocabulary", "head")]
     getters: dict[str, Style] = {
@@ -634,7 +636,7 @@ def _split_vocabulary(
         "get_input_embeddings": "vocabulary",
     }
     for getter, style in getters.items():
-        module = _asked(model, getter)
+        module = asked(model, getter)
         name = names.get(id(module))
         if module is None or name is None:
             continue
@@ -670,20 +672,12 @@ def _split_vocabulary(
     plan.choices += fitting
 
 
-def _asked(model: nn.Module, getter: str) -> nn.Module | None:
-    try:
-        found = getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None
-    return found if isinstance(found, nn.Module) else None
-
-
 # -- tokens
 
 
 def _shard_tokens(model: nn.Module, plan: ParallelPlan) -> None:
     """Mark the layers of blocks whose inputs and outputs are sharded over tokens."""
-    styles = {choice.name: choice.style for choice in plan.choices}
+    styles = {choice.name: choice.style for choice in (*plan.choices, *plan.partial)}
     attentions = tuple(plan.attentions.values())
     counted = {
         parent_of(each)
@@ -692,7 +686,7 @@ def _shard_tokens(model: nn.Module, plan: ParallelPlan) -> None:
     }
     plan.stretch = find_stretch(model, styles, attentions, counted - set(attentions))
     for choice in plan.choices:
-        if choice.part is not None and choice.style in ("column", "row"):
+        if choice.style in ("column", "row"):
             choice.part = replace(choice.part, shards_tokens=True)
 
 
@@ -722,9 +716,9 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan, cut: Mapping[str, Split])
         return Split.whole(kind, tuple(parameter.shape), plan.ranks)
 
     found: dict[int, tuple[Split, str]] = {}
-    for choice in plan.choices:
+    for choice in (*plan.choices, *plan.partial):
         for name, parameter in choice.module.named_parameters(recurse=False):
-            if choice.part is None:
+            if choice.style == "partial":
                 split = whole("partial", parameter)
             elif name == "weight":
                 split = choice.part.weight

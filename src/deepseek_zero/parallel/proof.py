@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ from ..base.device import CPU, has_no_values
 from ..base.errors import NotBuiltError, brief
 from ..base.log import log_once
 from ..base.nested import all_tensors, map_inputs, once
-from ..planner.split import Split
+from ..planner.split import Ranges, Split
 from .cuts import cut, taken
 from .holders import (
     ModuleCall,
@@ -123,22 +122,22 @@ def watch(model: nn.Module, plan: ParallelPlan) -> None:
 def _watch(module: nn.Module, holder: RegionHolder, splits: Mapping[str, Split]) -> None:
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()
-        try:
-            found = examine(holder, small_copy(args, kwargs), splits)
-        except Unproven:
+        for call in (small_copy(args, kwargs), ModuleCall(args, kwargs)):
             try:
-                found = examine(holder, ModuleCall(args, kwargs), splits)
+                found = examine(holder, call, splits)
+                break
             except Unproven as error:
-                _refuse_unproven(holder, error)
-                return
-        for name, split in found.items():
-            planned = splits[joined(holder.names[0], name)]
-            if planned != split:
+                failure = error
+        else:
+            _refuse_unproven(holder, failure)
+            return
+        for inner, split in found.items():
+            name = joined(holder.names[0], inner)
+            if splits[name] != split:
                 raise _refused(
                     holder,
-                    f"Its parameter '{joined(holder.names[0], name)}' would have to be "
-                    f"{_WORDS[split.kind]}, which is seen in the first forward only, too late for "
-                    "the layout of its gradients",
+                    f"Its parameter '{name}' would have to be {_WORDS[split.kind]}, which is seen "
+                    "in the first forward only, too late for the layout of its gradients",
                 )
 
     hook = module.register_forward_pre_hook(look, with_kwargs=True)
@@ -152,15 +151,6 @@ _WORDS = {
 
 
 # -- runs
-
-
-@dataclass
-class _Boundary:
-    """One call of a split layer in the whole module: its input and random tensors."""
-
-    read: Tensor
-    output: Tensor
-    gradient: Tensor  # gradient of the input
 
 
 class _Key(NamedTuple):
@@ -209,7 +199,9 @@ class _Bench:
         self.device = device
         self.dtype = dtype
         self.tolerance = TOLERANCES.get(dtype, HALF_TOLERANCE)
-        self.boundaries: dict[tuple[str, int], _Boundary] = {}
+        # By split layer and number of its call: random values of its output and of the gradient of
+        # its input, both whole
+        self.boundaries: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self.cotangent: Tensor | None = None
         self._generator = torch.Generator().manual_seed(1)
         self._own = {
@@ -349,7 +341,6 @@ class _Bench:
         self, param: Tensor, choice: Choice, rank: int | None, *, is_poisoned: bool
     ) -> nn.Parameter:
         """Return a parameter of a split layer without memory; its values may be NaN."""
-        assert choice.part is not None
         shape = tuple(param.shape)
         if rank is not None:
             split = choice.part.weight if param.dim() > 1 else choice.part.side
@@ -375,19 +366,14 @@ class _Bench:
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             number = sum(1 for key in leaves if key.name == name)
-            key = (name, number)
             if rank is None:
                 output = self.random((*x.shape[:-1], outputs))
-                self.boundaries[key] = _Boundary(x.detach().clone(), output, self.random(x.shape))
-            boundary = self.boundaries.get(key)
-            if boundary is None:
+                self.boundaries[name, number] = output, self.random(x.shape)
+            if (name, number) not in self.boundaries:
                 raise _Differs(f"it calls layer '{name}' more often")
-            output = boundary.output
-            gradient = boundary.gradient
-            if outgoing is not None:
-                output = taken(output, -1, outgoing)
-            if incoming is not None:
-                gradient = taken(gradient, -1, incoming)
+            output, gradient = self.boundaries[name, number]
+            output = _part_of(output, outgoing)
+            gradient = _part_of(gradient, incoming)
             if gradient.shape != x.shape:
                 raise _Differs(
                     f"layer '{name}' reads {_features(x)} where its part has {_features(gradient)}"
@@ -398,6 +384,11 @@ class _Bench:
             return leaf.clone()
 
         return forward
+
+
+def _part_of(whole: Tensor, ranges: Ranges | None) -> Tensor:
+    """Return ranges of the last dimension, or all of it."""
+    return whole if ranges is None else taken(whole, -1, ranges)
 
 
 def _features(x: Tensor) -> str:
@@ -551,9 +542,8 @@ def _compare(bench: _Bench, whole: _Results, seen: Sequence[_Results], rank: int
             if key.kind == "read":
                 what = f"layer '{key.name}' does not read its part of what the whole layer reads"
             else:
-                part = bench.holder.members[key.name].part
-                assert part is not None
-                found = _sum([seen[other][key] for other in part.weight.sharers(rank)])
+                split = bench.holder.members[key.name].part.weight
+                found = _sum([seen[other][key] for other in split.sharers(rank)])
         _same(bench, found, expected, what)
 
 

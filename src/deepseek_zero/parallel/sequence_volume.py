@@ -12,6 +12,7 @@ from torch import nn
 
 from .sequence import SequenceAttention
 from .sequence_model import AttentionMethod, SequenceSettings, choose_attention, heads_of
+from .volume import recomputes_blocks
 
 ROW_BYTES = 16  # a rank's loss and its number of tokens, in float64
 # In models with different widths of keys and values
@@ -43,7 +44,7 @@ def traffic_of_sequences(
     settings: SequenceSettings,
     compute: torch.dtype | None = None,
 ) -> SequenceTraffic:
-    """Return the bytes that one rank sends. Pure.
+    """Return the bytes that one rank sends.
 
     It is assumed that every attention layer has trained weights before it.
 
@@ -68,9 +69,7 @@ def traffic_of_sequences(
     heads, key_heads = heads_of(text)
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     held = max(key_heads // tp, 1)
-    recomputes = any(
-        getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
-    )
+    recomputes = recomputes_blocks(model)
     if attention == "ulysses":
         # A repeated head is sent once per copy
         copies = held if held % ranks == 0 else ranks

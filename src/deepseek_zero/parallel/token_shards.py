@@ -80,10 +80,9 @@ def find_stretch(
         raise _refused(min(unknown), "where its attention ends is not known")
     norms = []
     for block in blocks:
-        if not any(name.startswith(f"{block}.") for name in regions):
+        if not any(each.startswith(f"{block}.") for each in regions):
             raise _refused(block, "none of its layers is split")
-        for inner, module in model.get_submodule(block).named_modules():
-            name = f"{block}.{inner}" if inner else block
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
             style = styles.get(name)
             if style in ("column", "row", "partial"):
                 continue
@@ -94,7 +93,8 @@ def find_stretch(
                 continue
             if has_buffers or "norm" not in type(module).__name__.lower():
                 raise _refused(
-                    name, f"whether a {type(module).__name__} treats tokens one by one is not known"
+                    name,
+                    f"whether a {type(module).__name__} treats tokens one by one is not known",
                 )
             if any(name.startswith(f"{attention}.") for attention in attentions):
                 raise _refused(name, "it stands between an attention's input and its projections")

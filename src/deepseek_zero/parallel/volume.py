@@ -54,9 +54,7 @@ def traffic_of(
     """
     names = {id(param): name for name, param in model.named_parameters()}
     dtype = compute or next(param.dtype for param in model.parameters())
-    recomputes = any(
-        getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
-    )
+    recomputes = recomputes_blocks(model)
     regions: dict[str, list[Choice]] = {}
     for choice in plan.choices:
         regions.setdefault(choice.region or choice.name, []).append(choice)
@@ -69,10 +67,10 @@ def traffic_of(
         nbytes = numbers * dtype.itemsize
         if splits_loss:
             nbytes += LOSS_VECTORS * 4
-        tokens = 1 if _shards_tokens(first) else plan.ranks
+        tokens = 1 if first.part.shards_tokens else plan.ranks
         sent = (plan.ranks - 1) * tokens * nbytes
         found.append(LayerTraffic(names[id(weight_of(first.module))], first.style == "head", sent))
-    last = next((each for each in reversed(plan.choices) if _shards_tokens(each)), None)
+    last = next((each for each in reversed(plan.choices) if each.part.shards_tokens), None)
     if last is not None:  # the gathers at the ends of the blocks
         place = list(regions).index(last.region or last.name)
         ends = 2 * (plan.ranks - 1) * last.widths[0] * dtype.itemsize
@@ -80,8 +78,9 @@ def traffic_of(
     return found
 
 
-def _shards_tokens(choice: Choice) -> bool:
-    return choice.part is not None and choice.part.shards_tokens
+def recomputes_blocks(model: nn.Module) -> bool:
+    """Return whether a transformers model recomputes its blocks in backward."""
+    return any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules())
 
 
 def _numbers_of(
@@ -91,8 +90,6 @@ def _numbers_of(
     numbers = 0
     entered = 0  # for the input of its column layers, which is entered once
     for choice in choices:
-        if choice.part is None:
-            continue
         style = choice.style
         outputs, inputs = choice.widths
         own = choice.part.widths[coordinate]
