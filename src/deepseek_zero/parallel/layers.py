@@ -113,12 +113,12 @@ def become(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
         kind: The kind, for example `Column`, `Row` or `Vocabulary`.
         **attributes: Attributes of the kind, for example `axis` and `part`.
     """
-    module.__class__ = _mixed(type(module), kind)
+    module.__class__ = _mixed(type(module), kind)  # type: ignore[arg-type]
     vars(module).update(attributes)
 
 
 @cache
-def _mixed(base: Any, kind: Any) -> type[nn.Module]:
+def _mixed(base: Any, kind: Any) -> Any:
     """Return the class for a part whose class was `base`; one for each pair."""
     if issubclass(kind, base):
         return kind

@@ -380,9 +380,8 @@ class PlainLoop:
 
     def _compare(self, applied: float, is_boundary: bool) -> None:
         """Raise UsageError on every rank if the ranks' backwards differ."""
-        table = self.pipeline.gather_rows(
-            torch.tensor([applied, float(is_boundary)], dtype=torch.float64), "a backward"
-        )
+        row = torch.tensor([applied, float(is_boundary)], dtype=torch.float64)
+        table = self.pipeline.gather_rows(row, "a backward")
         if not all(torch.equal(row, table[0]) for row in table) and not table.isnan().any():
             raise UsageError(
                 "the ranks of a pipeline differ in their backward: factor of the loss and whether "

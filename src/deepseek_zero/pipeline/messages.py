@@ -274,11 +274,8 @@ class Forms:
     def __init__(self) -> None:
         self._known: dict[tuple[int, Hashable], MessageForm] = {}
         self._seen: dict[tuple[int, Hashable], MessageForm] = {}
-        self._last: dict[int, MessageForm] = {}
-
-    def seen_in_training(self) -> dict[int, MessageForm]:
-        """Return by stage the form of its output in the last training step."""
-        return dict(self._last)
+        # By stage: the form of its output in the last training step
+        self.seen_in_training: dict[int, MessageForm] = {}
 
     def known(self, stage: int, key: Hashable) -> MessageForm | None:
         """Return the form of a stage's output; None if it is sent with the message.
@@ -298,7 +295,7 @@ class Forms:
             form: Form of the output.
         """
         if torch.is_grad_enabled():
-            self._last[stage] = form
+            self.seen_in_training[stage] = form
         if key is not None:
             self._seen[stage, key] = form
 

@@ -161,28 +161,21 @@ class Pipeline:
             trains: Return a schedule with backwards; otherwise with forwards only.
         """
         key = self.name if trains else "forward_only", micro_batches
-        if key not in self._schedules:
-            ranks = self.mesh.pp
-            virtual = self.staged.virtual
-            if trains:
-                made = make_schedule(
-                    self.name,
-                    ranks,
-                    virtual,
-                    micro_batches,
-                    group=self.group,
-                    tied=self.staged.tied,
+        if key in self._schedules:
+            return self._schedules[key]
+        sizes = self.mesh.pp, self.staged.virtual, micro_batches
+        if not trains:
+            made = forward_only(*sizes)
+        else:
+            made = make_schedule(self.name, *sizes, group=self.group, tied=self.staged.tied)
+            if micro_batches < self.mesh.pp and self._schedules:
+                log_once(
+                    f"{micro_batches} micro-batches on {self.mesh.pp} pipeline ranks: some stages "
+                    "are always idle"
                 )
-                if micro_batches < ranks and self._schedules:
-                    log_once(
-                        f"{micro_batches} micro-batches on {ranks} pipeline ranks: some stages are "
-                        "always idle"
-                    )
-            else:
-                made = forward_only(ranks, virtual, micro_batches)
-            verify(made)
-            self._schedules[key] = made
-        return self._schedules[key]
+        verify(made)
+        self._schedules[key] = made
+        return made
 
     def read(self, batches: Sequence[Any]) -> list[Any]:
         """Convert the items of a data loader to micro-batches."""
@@ -294,15 +287,15 @@ class Pipeline:
         They are for one micro-batch, and 0 for boundaries that are not next to a stage of this
         rank. Returns None before the first step.
         """
-        forms = self.executor.forms.seen_in_training()
+        forms = self.executor.forms.seen_in_training
         if not forms:
             return None
-        boundaries = range(len(self.staged.placement) - 1)
-        outputs = [sum(each.nbytes for each in forms.get(number, ())) for number in boundaries]
-        grads = [
-            sum(each.nbytes for each in forms.get(number, ()) if each.is_differentiated)
-            for number in boundaries
-        ]
+        outputs = []
+        grads = []
+        for number in range(len(self.staged.placement) - 1):
+            form = forms.get(number, ())
+            outputs.append(sum(each.nbytes for each in form))
+            grads.append(sum(each.nbytes for each in form if each.is_differentiated))
         return outputs, grads
 
     def reset_shapes(self) -> None:
@@ -325,12 +318,8 @@ class Pipeline:
         if losses is not None:
             own = torch.stack([loss.detach().double().cpu() for loss in losses]).mean().reshape(1)
             mean = self.runtime.comm.all_gather_rows(own, "mean loss").mean().reshape(1)
-        return (
-            self.broadcast_from_last(mean, "loss of the last stage")
-            .float()
-            .reshape(())
-            .to(self.mesh.device)
-        )
+        mean = self.broadcast_from_last(mean, "loss of the last stage")
+        return mean.float().reshape(()).to(self.mesh.device)
 
 
 def _forms_in(value: Any) -> list[Hashable]:

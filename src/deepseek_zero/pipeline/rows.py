@@ -47,17 +47,14 @@ def cut_rows(micro: MicroBatch, parts: int) -> list[MicroBatch]:
             f"let each batch have a multiple of {parts} rows (drop a short last one), or state "
             "another pipeline.micro_batches.",
         )
-    each = rows // parts
-    found = []
-    for number in range(parts):
-        take = partial(_narrow, rows=rows, start=number * each, length=each)
-        args, kwargs = map_inputs((micro.args, dict(micro.kwargs)), take)
-        found.append(MicroBatch(args, kwargs))
-    return found
+    length = rows // parts
 
+    def part(number: int, tensor: Tensor) -> Tensor:
+        has_rows = tensor.dim() and tensor.shape[0] == rows
+        return tensor.narrow(0, number * length, length) if has_rows else tensor
 
-def _narrow(tensor: Tensor, *, rows: int, start: int, length: int) -> Tensor:
-    return tensor.narrow(0, start, length) if tensor.dim() and tensor.shape[0] == rows else tensor
+    whole = (micro.args, dict(micro.kwargs))
+    return [MicroBatch(*map_inputs(whole, partial(part, number))) for number in range(parts)]
 
 
 def join_rows(outputs: Sequence[Any]) -> Any:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -70,8 +71,7 @@ class MicroBatch(NamedTuple):
             return batch
         if isinstance(batch, Mapping):
             return cls((), dict(batch))
-        inputs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        return cls(inputs)
+        return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
 
 
 @dataclass(frozen=True)
@@ -132,22 +132,20 @@ def cut_chain(
     joined[0].insert(0, first)
     joined[-1].append(last)
     layers = []
+    used = []
     for block, parts in zip(blocks, joined, strict=True):
         names = {name for part in parts for name in part.params}
+        used.append(names)
         trained = sum(params[name].numel() for name in names if params[name].requires_grad)
-        states = 16 * trained + sum(
-            params[name].nbytes for name in names if not params[name].requires_grad
-        )
+        frozen = sum(params[name].nbytes for name in names if not params[name].requires_grad)
+        states = 16 * trained + frozen
         flops = sum(part.flops for part in parts)
         saved = sum(part.saved for part in parts)
         layers.append(LayerCost(block.kind, trained, flops, states, saved))
     bounds = partition(method, layers, stages, in_flight)
     owners: dict[str, tuple[int, ...]] = dict.fromkeys(params, ())
-    for stage in range(stages):
-        own = [*blocks[bounds[stage] : bounds[stage + 1]]]
-        own += [first] if stage == 0 else []
-        own += [last] if stage == stages - 1 else []
-        for name in {name for part in own for name in part.params}:
+    for stage, (start, end) in enumerate(pairwise(bounds)):
+        for name in set[str]().union(*used[start:end]):
             owners[name] += (stage,)
     return Cut(chain, bounds, {name: found or (stages - 1,) for name, found in owners.items()})
 
@@ -263,20 +261,6 @@ class _Zeros:
             module.__dict__[key] = self.zero.expand(shape)
 
 
-class _ZeroEmbedding:
-    """The forward of another stage's embedding: zeros of the output's shape.
-
-    No row is looked up.
-    """
-
-    def __init__(self, zeros: _Zeros, dim: int) -> None:
-        self._zeros = zeros
-        self._dim = dim
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return self._zeros.zero.expand(*input.shape, self._dim)
-
-
 class _StageForward:
     """The forward of a divided model, which may be left before its end.
 
@@ -357,11 +341,6 @@ class ModelStage:
             if self._entry is not None:
                 self._entry.received = None
         return output if self.is_last else (output,)
-
-    def settle(self) -> None:
-        """Show this stage permanently, because it is the only one of its rank."""
-        self._show(self._view)
-        self._view = {}
 
     def _show(self, blocks: Mapping[str, nn.Module]) -> None:
         for key, block in blocks.items():
@@ -453,8 +432,6 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
     for number, key in enumerate(chain.keys):
         if number not in kept:
             setattr(box, key, stand_ins[number])
-    if len(found) == 1:
-        found[0].settle()
     hold_back_caches(model)
     _drop_params(model, cut, mine, zeros)
     for name, param in model.named_parameters():
@@ -466,9 +443,8 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
 
 def _drop_params(model: nn.Module, cut: Cut, own: Sequence[int], zeros: _Zeros) -> None:
     """Replace the parameters of other stages by zeros, and skip embedding lookups."""
-    kept = {
-        id(param) for name, param in model.named_parameters() if name in set(cut.params_of(own))
-    }
+    names = set(cut.params_of(own))
+    kept = {id(param) for name, param in model.named_parameters() if name in names}
     inside = set(model.get_submodule(cut.chain.container).modules())
     for module in list(model.modules()):
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -476,4 +452,10 @@ def _drop_params(model: nn.Module, cut: Cut, own: Sequence[int], zeros: _Zeros) 
                 zeros.stand_for(module, key, param)
         looks_up = isinstance(module, nn.Embedding) and 0 not in own and module not in inside
         if looks_up and type(module).forward in (nn.Embedding.forward, Vocabulary.forward):
-            module.__dict__["forward"] = _ZeroEmbedding(zeros, int(module.embedding_dim))  # type: ignore[arg-type]
+            # Zeros of the output's shape; no row is looked up
+            dim = int(module.embedding_dim)  # type: ignore[arg-type]
+            module.__dict__["forward"] = partial(_zero_rows, zeros, dim)
+
+
+def _zero_rows(zeros: _Zeros, dim: int, input: Tensor) -> Tensor:
+    return zeros.zero.expand(*input.shape, dim)
