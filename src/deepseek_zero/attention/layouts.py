@@ -179,7 +179,37 @@ class Fixed(BlockLayout):
 
 
 @dataclass(frozen=True)
-class Variable(BlockLayout):
+class _WithRandomBlocks(BlockLayout):
+    """Base class of layouts with random blocks.
+
+    Attributes:
+        num_random_blocks: Random blocks per row.
+        seed: The seed of the random blocks.
+    """
+
+    num_random_blocks: int = 0
+    seed: int = 0
+
+    def variant(self, head: int) -> int:
+        """Return the head if its random blocks differ from other heads', else 0."""
+        return head if self.different_layout_per_head and self.num_random_blocks else 0
+
+    def _random(self, head: int, row: Tensor, blocks: int) -> Tensor:
+        """Return the random blocks of each row, or all blocks if there are fewer.
+
+        If the layout is causal, they are chosen from the blocks up to the row itself.
+        """
+        many = self.num_random_blocks
+        seen = torch.zeros(len(row), blocks, dtype=torch.bool)
+        if many:
+            for place, number in enumerate(row.flatten().tolist()):
+                among = min(number + 1, blocks) if self.is_causal else blocks
+                seen[place, _sample(self.seed, head, number, among, min(many, among))] = True
+        return seen
+
+
+@dataclass(frozen=True)
+class Variable(_WithRandomBlocks):
     """Windows of given sizes, global blocks at given positions, and random blocks.
 
     Attributes:
@@ -192,12 +222,10 @@ class Variable(BlockLayout):
         seed: The seed of the random blocks.
     """
 
-    num_random_blocks: int = 0
     local_window_blocks: tuple[int, ...] = (4,)
     global_block_indices: tuple[int, ...] = (0,)
     global_block_end_indices: tuple[int, ...] | None = None
     horizontal_global_attention: bool = False
-    seed: int = 0
 
     def _check(self) -> None:
         if not self.local_window_blocks or min(self.local_window_blocks) < 1:
@@ -208,10 +236,6 @@ class Variable(BlockLayout):
             )
         _refuse_horizontal(self.horizontal_global_attention, self.attention)
         _spans(self.global_block_indices, self.global_block_end_indices)
-
-    def variant(self, head: int) -> int:
-        """Return the head if its random blocks differ from other heads', else 0."""
-        return head if self.different_layout_per_head and self.num_random_blocks else 0
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
         ends = list[int]()
@@ -226,11 +250,11 @@ class Variable(BlockLayout):
         seen = near | _global(
             spans, row, column, blocks, self.is_causal, self.horizontal_global_attention
         )
-        return seen | _random(self.seed, head, row, blocks, self.num_random_blocks, self.is_causal)
+        return seen | self._random(head, row, blocks)
 
 
 @dataclass(frozen=True)
-class BigBird(BlockLayout):
+class BigBird(_WithRandomBlocks):
     """A sliding window, leading global blocks, and random blocks.
 
     Global blocks see all blocks and are seen by all.
@@ -245,16 +269,11 @@ class BigBird(BlockLayout):
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
     num_global_blocks: int = 1
-    seed: int = 0
-
-    def variant(self, head: int) -> int:
-        """Return the head if its random blocks differ from other heads', else 0."""
-        return head if self.different_layout_per_head and self.num_random_blocks else 0
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
         near = (row - column).abs() <= self.num_sliding_window_blocks // 2
         seen = near | (row < self.num_global_blocks) | (column < self.num_global_blocks)
-        return seen | _random(self.seed, head, row, blocks, self.num_random_blocks, self.is_causal)
+        return seen | self._random(head, row, blocks)
 
 
 @dataclass(frozen=True)
@@ -425,19 +444,6 @@ def _global(
         begin[start:stop] = begin[start:stop].clamp(max=start)
     seen = row >= begin[column] if from_there else begin[column] < beyond
     return seen | (begin[row] < beyond) if horizontal else seen.expand(len(row), blocks)
-
-
-def _random(seed: int, head: int, row: Tensor, blocks: int, many: int, causal: bool) -> Tensor:
-    """Return `many` random blocks per row, or all if there are fewer.
-
-    If `causal`, they are chosen from the blocks up to the row itself.
-    """
-    seen = torch.zeros(len(row), blocks, dtype=torch.bool)
-    if many:
-        for place, number in enumerate(row.flatten().tolist()):
-            among = min(number + 1, blocks) if causal else blocks
-            seen[place, _sample(seed, head, number, among, min(many, among))] = True
-    return seen
 
 
 def _sample(seed: int, head: int, row: int, among: int, many: int) -> list[int]:

@@ -71,6 +71,15 @@ class Pattern:
         """Return the number that identifies the layout of a head."""
         return 0 if self.layout is None else self.layout.variant(head)
 
+    def reaches(self, away: Tensor) -> Tensor:
+        """Return which keys are near enough, by their distances to the query in tokens."""
+        seen = torch.ones_like(away, dtype=torch.bool)
+        if self.ahead is not None:
+            seen &= away <= self.ahead
+        if self.behind is not None:
+            seen &= away >= -self.behind
+        return seen
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -82,22 +91,16 @@ class Mask:
         queries: Number of queries.
         spans: For each span, the number of keys, and the tokens from the first query to the first
             key. The latter is None if every query is near enough to every key.
-        behind: Maximum distance in tokens to an earlier key.
-        ahead: Maximum distance in tokens to a later key.
+        pattern: The pattern.
         bits: The blocks of the spans that each row of blocks sees, one byte each; None for all.
-        query_block: Queries per row of blocks.
-        block: Keys per block.
         first_token: The position of the tile in its row of blocks.
         first_tokens: The position of each span in its first block.
     """
 
     queries: int
     spans: tuple[tuple[int, int | None], ...]
-    behind: int | None
-    ahead: int | None
+    pattern: Pattern
     bits: bytes | None = None
-    query_block: int = 1
-    block: int = 1
     first_token: int = 0
     first_tokens: tuple[int, ...] = ()
 
@@ -114,25 +117,22 @@ class Mask:
         for length, offset in self.spans:
             if offset is not None:
                 away = torch.arange(offset, offset + length, dtype=torch.int32)[None] - place
-                part = found[:, before : before + length]
-                if self.ahead is not None:
-                    part &= away <= self.ahead
-                if self.behind is not None:
-                    part &= away >= -self.behind
+                found[:, before : before + length] &= self.pattern.reaches(away)
             before += length
         return found
 
     def _blocks(self) -> Tensor:
-        if self.bits is None:
+        layout = self.pattern.layout
+        if self.bits is None or layout is None:
             return torch.ones(self.queries, self.keys, dtype=torch.bool)
         columns = []
         before = 0
         for (length, _), first in zip(self.spans, self.first_tokens, strict=True):
-            columns.append(torch.arange(first, first + length) // self.block + before)
-            before += (first + length - 1) // self.block + 1
+            columns.append(torch.arange(first, first + length) // layout.block + before)
+            before += (first + length - 1) // layout.block + 1
         bits = torch.frombuffer(bytearray(self.bits), dtype=torch.bool).view(-1, before)
-        rows = torch.arange(self.first_token, self.first_token + self.queries) // self.query_block
-        return bits.index_select(1, torch.cat(columns)).index_select(0, rows)
+        tokens = torch.arange(self.first_token, self.first_token + self.queries)
+        return bits.index_select(1, torch.cat(columns))[tokens // layout.query_block]
 
     def added(self, dtype: torch.dtype) -> Tensor:
         """Return the mask as numbers to add to scores, from a cache."""
@@ -435,13 +435,11 @@ def _tile(rows: _Rows, start: int, stop: int) -> tuple[AttentionTile, float]:
     parts = tuple(
         (b - a, None if fits else a - start) for (a, b), fits in zip(spans, near, strict=True)
     )
-    mask = Mask(stop - start, parts, pattern.behind, pattern.ahead)
+    mask = Mask(stop - start, parts, pattern)
     if bits is not None and layout is not None:
         mask = replace(
             mask,
             bits=bits.numpy().tobytes(),
-            query_block=layout.query_block,
-            block=layout.block,
             first_token=start % layout.query_block,
             first_tokens=tuple(a % layout.block for a, _ in spans),
         )
@@ -495,13 +493,11 @@ def whole_mask(pattern: Pattern, shape: AttentionShape) -> Tensor:
     """
     offset = shape.keys - shape.queries
     away = torch.arange(shape.keys)[None] - torch.arange(offset, shape.keys)[:, None]
-    seen = torch.ones(shape.heads, shape.queries, shape.keys, dtype=torch.bool)
-    if pattern.ahead is not None:
-        seen &= away <= pattern.ahead
-    if pattern.behind is not None:
-        seen &= away >= -pattern.behind
-    if pattern.layout is not None:
-        rows = torch.arange(offset, shape.keys) // pattern.layout.query_block
-        table = pattern.layout.table(shape.first_head + shape.heads, shape.keys)[shape.first_head :]
-        seen &= table[:, rows][:, :, torch.arange(shape.keys) // pattern.layout.block]
-    return seen
+    seen = pattern.reaches(away).expand(shape.heads, -1, -1)
+    layout = pattern.layout
+    if layout is None:
+        return seen
+    rows = torch.arange(offset, shape.keys) // layout.query_block
+    columns = torch.arange(shape.keys) // layout.block
+    table = layout.table(shape.first_head + shape.heads, shape.keys)[shape.first_head :]
+    return seen & table[:, rows][:, :, columns]

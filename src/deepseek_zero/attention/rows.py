@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base.device import cpu_attention
-from .plan import AttentionTile, HeadGroup, Mask, added
+from .plan import AttentionTile, HeadGroup, Mask, Pattern, added
 
 # Returns which keys are seen, as a bool of shape (samples or 1, 1, queries, keys). The arguments
 # are the numbers of samples, queries and keys, with four dimensions that broadcast.
@@ -30,6 +30,7 @@ Bias = Tensor | BiasRule
 # Maximum elements of the keys that one call on several tiles reads, and of their gradients
 _BATCH_NUMEL = 1 << 20
 _KERNEL = cpu_attention()
+_CAUSAL = Pattern(ahead=0)
 
 
 def attend_by_plan(
@@ -228,7 +229,7 @@ class _Call:
         """
         dtype = _sum_dtype(query)
         tile = self.tile
-        mask = Mask(tile.queries, ((tile.keys, 0),), None, 0) if tile.is_square else tile.mask
+        mask = Mask(tile.queries, ((tile.keys, 0),), _CAUSAL) if tile.is_square else tile.mask
         own = None if mask is None else mask.added(dtype).to(query.device)
         if not self.biases:
             return own
@@ -351,20 +352,22 @@ _Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # Of queries, keys, v
 def _kernel_forward(
     call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    is_square = call.tile.is_square and not call.biases
-    mask = None if is_square else call.mask(query)
     assert _KERNEL is not None
-    out, sums = _KERNEL[0](query, key, value, 0.0, is_square, attn_mask=mask, scale=scale)
+    out, sums = _KERNEL[0](query, key, value, **_options(call, query, scale))
     return out, sums
 
 
 def _kernel_backward(call: _Call, own: _Tensors, scale: float) -> _Gradients:
-    is_square = call.tile.is_square and not call.biases
-    mask = None if is_square else call.mask(own.query)
     assert _KERNEL is not None
     given = own.grad, own.query, own.key, own.value, own.out, own.sums[..., 0]
-    rows, keys, values = _KERNEL[1](*given, 0.0, is_square, attn_mask=mask, scale=scale)
-    return rows, keys, values, None
+    return *_KERNEL[1](*given, **_options(call, own.query, scale)), None
+
+
+def _options(call: _Call, query: Tensor, scale: float) -> dict[str, Any]:
+    """Return the dropout, mask and scale for torch's kernel."""
+    is_causal = call.tile.is_square and not call.biases
+    mask = None if is_causal else call.mask(query)
+    return {"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": mask, "scale": scale}
 
 
 def _plain_forward(
