@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Args = tuple[Any, ...]  # positional arguments
+Kwargs = dict[str, Any]  # keyword arguments
 FLATTEN = "__tensor_flatten__"  # method of torch's protocol for tensor subclasses
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..base.device import CPU, clear_hooks, fake_tensors
 from ..base.errors import NotBuiltError, brief
-from ..base.nested import all_tensors, map_inputs, on_meta, once
-from ..planner.split import Ranges, Split
+from ..base.nested import Args, Kwargs, all_tensors, map_inputs, on_meta, once
+from ..planner.split import Ranges, RangesOfRanks, Split
 from .plans import ADAPTED, Choice, ParallelPlan, adapted_common, parent_of
 
 ROWS = 2  # rows of generated inputs
@@ -33,8 +33,8 @@ class _Enough(Exception):
 class ModuleCall:
     """The arguments of one call of a module."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RegionHolder:
     given: Mapping[str, Choice]
     inside: tuple[str, ...]
     attributes: Mapping[tuple[str, str], tuple[int, ...]]
-    widths: Mapping[int, tuple[Ranges, ...]]
+    widths: Mapping[int, RangesOfRanks]
     ranks: int
     device: torch.device
     dtype: torch.dtype
@@ -227,7 +227,7 @@ def _holder(
     for inner, each in _layers_in(plan, name).items():
         is_member = any(f"{each.name}.".startswith(f"{wrapper}.") for wrapper in wrappers)
         (members if is_member else given)[inner] = each
-    widths: dict[int, tuple[Ranges, ...]] = {}
+    widths: dict[int, RangesOfRanks] = {}
     for each in choices:
         is_one_projection = each.fused is None or each.style == "row"
         if each.head_dim is not None and is_one_projection:
@@ -253,7 +253,7 @@ def _holder(
     )
 
 
-def _note_width(widths: dict[int, tuple[Ranges, ...]], side: Split, head_dim: int) -> None:
+def _note_width(widths: dict[int, RangesOfRanks], side: Split, head_dim: int) -> None:
     """Record how the ranks share an attention's features and heads, by their number."""
     (width,) = side.shape
     widths.setdefault(width, side.ranges)
@@ -368,7 +368,7 @@ def without_caches(value: Any) -> Any:
     return tuple(map(without_caches, value)) if type(value) is tuple else value
 
 
-def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
+def small_copy(args: Args, kwargs: Kwargs) -> ModuleCall:
     """Return arguments with fewer rows and tokens.
 
     These dimensions are recognized by their sizes.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..base.errors import BatchMismatchError
-from ..base.nested import all_tensors
+from ..base.nested import Args, Kwargs, all_tensors
 from ..comm.collectives import Comm
 
 
@@ -27,7 +27,7 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
         comm: The communicator of the tensor-parallel ranks.
     """
 
-    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compare(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         hook.remove()
         if (found := difference((args, kwargs), comm)) is not None:
             raise BatchMismatchError(

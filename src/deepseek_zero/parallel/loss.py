@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..base.errors import UsageError
+from ..base.nested import Args, Kwargs
 from .families import asked
 from .layers import Axis, LayerPart
 
@@ -242,7 +243,7 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
     names = list(inspect.signature(owner.forward).parameters)
     place = names.index("labels") if "labels" in names else len(names)
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         by_place = args[place] if len(args) > place else None
         labels = kwargs.get("labels", by_place)
         # Ranks along sp receive only these
@@ -250,7 +251,7 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
         axis.splits_loss = module.training and torch.is_grad_enabled() and labels is not None
         loss.read = None
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(module: nn.Module, args: Args, output: Any) -> Any:
         was_split = axis.splits_loss
         axis.splits_loss = False
         logits = loss.read

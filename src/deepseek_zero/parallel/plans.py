@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, shown
-from ..planner.split import Ranges, Split, came_cut, laid_out, refuse_other_cuts
+from ..planner.split import RangesOfRanks, Split, came_cut, laid_out, refuse_other_cuts
 from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style, StyleRule, asked, common_path
 from .layers import LayerPart
 from .token_shards import ShardedBlocks, find_stretch
@@ -387,7 +387,7 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
             plan.choices.append(choice)
 
 
-def _parts_of_single_layer(choice: Choice, dim: int, plan: ParallelPlan) -> tuple[Ranges, ...]:
+def _parts_of_single_layer(choice: Choice, dim: int, plan: ParallelPlan) -> RangesOfRanks:
     """Return each rank's part of a layer that is split alone.
 
     It contains a share of each part of a fused projection.
@@ -479,7 +479,7 @@ def _cut_region(
     plan.partial += partial
 
 
-def _ranges(shares: Shares, size: int) -> tuple[Ranges, ...]:
+def _ranges(shares: Shares, size: int) -> RangesOfRanks:
     """Return each rank's part of a dimension from its share of the heads of a size."""
     return tuple(((low * size, high * size),) for low, high in shares)
 
@@ -490,7 +490,7 @@ def adapted_common(choices: Sequence[Choice]) -> str:
     return ".".join(common_path(parents))
 
 
-def _in_blocks(column: Choice, ranges: tuple[Ranges, ...]) -> tuple[Ranges, ...]:
+def _in_blocks(column: Choice, ranges: RangesOfRanks) -> RangesOfRanks:
     """Return each rank's part of a projection, from its ranges of each fused part."""
     fused = column.fused
     if fused is None:
@@ -693,7 +693,7 @@ def _shard_tokens(model: nn.Module, plan: ParallelPlan) -> None:
 # -- splits
 
 
-def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> LayerPart:
+def _part(choice: Choice, dim: int, ranges: RangesOfRanks) -> LayerPart:
     """Return the part of a layer. `dim` 0 splits the outputs, 1 the inputs."""
     transposed = is_transposed(choice.module)
     shape = tuple(weight_of(choice.module).shape)

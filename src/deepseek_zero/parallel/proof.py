@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from ..base.device import CPU, has_no_values
 from ..base.errors import NotBuiltError, brief
 from ..base.log import log_once
-from ..base.nested import all_tensors, map_inputs, once
+from ..base.nested import Args, Kwargs, all_tensors, map_inputs, once
 from ..planner.split import Ranges, Split
 from .cuts import cut, taken
 from .holders import (
@@ -53,6 +53,7 @@ from .holders import (
 )
 from .plans import Choice, ParallelPlan
 
+Splits = Mapping[str, Split]  # by name
 MOST_WAYS = 16  # ways of splitting a module's own parameters
 SMALL = 1e-2  # gradients below this times the tolerance count as zero
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -119,8 +120,8 @@ def watch(model: nn.Module, plan: ParallelPlan) -> None:
         _watch(model.get_submodule(holder.names[0]), holder, dict(plan.splits))
 
 
-def _watch(module: nn.Module, holder: RegionHolder, splits: Mapping[str, Split]) -> None:
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _watch(module: nn.Module, holder: RegionHolder, splits: Splits) -> None:
+    def look(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         hook.remove()
         for call in (small_copy(args, kwargs), ModuleCall(args, kwargs)):
             try:
@@ -249,7 +250,7 @@ class _Bench:
             made.requires_grad_()
         return made
 
-    def run(self, rank: int | None, cuts: Mapping[str, Split], poisoned: Sequence[str]) -> _Results:
+    def run(self, rank: int | None, cuts: Splits, poisoned: Sequence[str]) -> _Results:
         """Run the module forward and backward.
 
         Args:
@@ -306,7 +307,7 @@ class _Bench:
             yield
 
     def _module(
-        self, rank: int | None, cuts: Mapping[str, Split], poisoned: Sequence[str]
+        self, rank: int | None, cuts: Splits, poisoned: Sequence[str]
     ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
         """Return a copy of the module for one rank, and its own trained parameters."""
         holder = self.holder
@@ -408,9 +409,7 @@ def _kept_in(module: nn.Module) -> _Results:
 # -- the proof
 
 
-def examine(
-    holder: RegionHolder, call: ModuleCall, splits: Mapping[str, Split]
-) -> dict[str, Split]:
+def examine(holder: RegionHolder, call: ModuleCall, splits: Splits) -> dict[str, Split]:
     """Return how a module's own parameters are split along the axis.
 
     Args:
@@ -442,7 +441,7 @@ def examine(
 def _examine_on(
     holder: RegionHolder,
     call: ModuleCall,
-    splits: Mapping[str, Split],
+    splits: Splits,
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Split]:
@@ -496,7 +495,7 @@ def _run_whole(bench: _Bench) -> _Results:
     raise Unproven("what it computes from random inputs is not finite")
 
 
-def _run_rank(bench: _Bench, rank: int, cuts: Mapping[str, Split]) -> _Results:
+def _run_rank(bench: _Bench, rank: int, cuts: Splits) -> _Results:
     try:
         return bench.run(rank, cuts, list(bench.holder.members))
     except _Differs:
@@ -570,8 +569,8 @@ def _kind(
     name: str,
     whole: Tensor,
     parts: Sequence[Tensor],
-    cuts: Mapping[str, Split],
-    splits: Mapping[str, Split],
+    cuts: Splits,
+    splits: Splits,
 ) -> Split:
     """Return how one of the module's own parameters is split, from its gradients."""
     holder = bench.holder
@@ -619,7 +618,7 @@ def _refuse_shared_parameters(
                 )
 
 
-def _take_splits(plan: ParallelPlan, holder: RegionHolder, found: Mapping[str, Split]) -> None:
+def _take_splits(plan: ParallelPlan, holder: RegionHolder, found: Splits) -> None:
     """Record the splits of the own parameters of all modules of this kind in the plan."""
     sharded = plan.stretch.norms if plan.stretch is not None else ()
     for of in holder.names:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
+from ..base.nested import Args, Kwargs
 from ..comm.collectives import Comm
 from .apply import has_dropout
 from .autograd import with_backward
@@ -378,9 +379,7 @@ class _Shared:
 
     # -- a forward
 
-    def before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Check the inputs of a forward, which must be this rank's tokens.
 
         Args:
@@ -491,9 +490,7 @@ class _Shared:
                 "take sequences of one length without padding.",
             )
 
-    def after_forward(
-        self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-    ) -> Any:
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Kwargs, output: Any) -> Any:
         """Replace this rank's loss by that of all ranks' tokens.
 
         Args:
@@ -588,7 +585,7 @@ class _Shared:
         return "hides tokens that it is given" if bool((due & ~seen).any()) else ""
 
     def attend(
-        self, core: Any, module: Any, states: _States, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, core: Any, module: Any, states: _States, args: Args, kwargs: Kwargs
     ) -> tuple[Tensor, Any]:
         """Return the attention of this rank's tokens, and None for its weights.
 
@@ -613,7 +610,7 @@ class _Shared:
         return self._gathered(core, module, states, args, kwargs), None
 
     def _exchanged(
-        self, core: Any, module: Any, states: _States, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, core: Any, module: Any, states: _States, args: Args, kwargs: Kwargs
     ) -> tuple[Tensor, Any]:
         query, key, value = states
         window = kwargs.get("sliding_window")
@@ -640,7 +637,7 @@ class _Shared:
         return exchange(self.group, 1, 2, "the output of attention", found)[0], weights
 
     def _gathered(
-        self, core: Any, module: Any, states: _States, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, core: Any, module: Any, states: _States, args: Args, kwargs: Kwargs
     ) -> Tensor:
         is_causal = kwargs.pop("is_causal", None)
         if is_causal is None:

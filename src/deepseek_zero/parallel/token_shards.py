@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError
+from ..base.nested import Args, Kwargs
 from .families import common_path
 from .functions import shard, unshard
 from .layers import TensorAxis
@@ -155,7 +156,7 @@ def shard_tokens(model: nn.Module, stretch: ShardedBlocks, axis: TensorAxis) -> 
 def _given(change: Any) -> Any:
     """Return a hook that changes the first tensor argument of a module in training."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         if not module.training:
             return None
         if args:

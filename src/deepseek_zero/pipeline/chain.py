@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base.device import default_device, fake_tensors, version_of
 from ..base.errors import UsageError, brief
-from ..base.nested import all_tensors, map_inputs, map_tensors
+from ..base.nested import Args, Kwargs, all_tensors, map_inputs, map_tensors
 from .messages import TensorForm
 from .origins import BETWEEN, Origins, Sources, ValueSource
 
@@ -180,7 +180,7 @@ class _FakeRun(TorchFunctionMode):
 
     # -- the forward
 
-    def watch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def watch(self, args: Sequence[Any], kwargs: Kwargs) -> None:
         """Run the model's forward once, and raise ChainError if it is not a chain."""
         device = default_device()  # the device to which the model and the sample will be moved
         with fake_tensors() as mode, torch.random.fork_rng(devices=[]):
@@ -443,9 +443,7 @@ def hold_back_caches(model: nn.Module) -> list[RemovableHandle]:
     return handles
 
 
-def _without_cache(
-    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _without_cache(place: int, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     if len(args) > place or kwargs.get("use_cache") is not None:
         return None
     return args, {**kwargs, "use_cache": False}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import dispatch_mode, written_by
-from ..base.nested import all_tensors
+from ..base.nested import Args, Kwargs, all_tensors
 
 # Operators that use only the shape, dtype and device of a tensor.
 _SHAPE_ONLY = {
@@ -116,7 +116,7 @@ class Origins:
         """Return a context in which operators are recorded."""
         return dispatch_mode(self._call)
 
-    def _call(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, operator: Any, args: Args, kwargs: Kwargs) -> Any:
         output = operator(*args, **kwargs)
         if str(getattr(operator, "overloadpacket", operator)) not in _SHAPE_ONLY:
             given = all_tensors((args, kwargs), visits_objects=False)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..base.nested import Args
 from ..parallel.layers import Vocabulary
 from ..planner.split import set_copy
 from .chain import Chain, hold_back_caches
@@ -57,7 +58,7 @@ class Stage(Protocol):
 class MicroBatch(NamedTuple):
     """The arguments of one forward of the whole model."""
 
-    args: tuple[Any, ...] = ()
+    args: Args = ()
     kwargs: Mapping[str, Any] = {}
 
     @classmethod

@@ -20,6 +20,7 @@ from .layout import Shape
 
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
+RangesOfRanks = tuple[Ranges, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Split:
     kind: Literal["split", "equal", "partial"]
     shape: Shape
     dim: int = 0
-    ranges: tuple[Ranges, ...] = ()
+    ranges: RangesOfRanks = ()
 
     @classmethod
     def even(cls, shape: Shape, dim: int, ranks: int, blocks: int = 1) -> Split:
@@ -120,7 +121,7 @@ class Split:
         )
 
 
-def laid_out(parts: Iterable[Sequence[int]]) -> tuple[Ranges, ...]:
+def laid_out(parts: Iterable[Sequence[int]]) -> RangesOfRanks:
     """Return the ranges of a dimension that each rank holds.
 
     Args:
