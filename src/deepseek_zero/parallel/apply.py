@@ -68,11 +68,9 @@ def parallelize(
     _take_values(model, plan, comm)
     streams = Streams(comm.rank, comm.device) if may_draw(model) else None
     axis = TensorAxis(TensorGroup(comm), streams)
-    _become(model, plan, axis)
+    _become(model, plan, axis, settings)
     for (name, attribute), local in plan.attributes.items():
         setattr(model.get_submodule(name), attribute, local[comm.rank])
-    if settings.loss == "split":
-        _split_loss(model, plan, axis)
     compare_first_inputs(model, comm)
     model.register_forward_pre_hook(axis.begin)
     model.register_forward_hook(axis.end)
@@ -126,9 +124,7 @@ def virtual(
             )
         for name in plan.stretch.norms:
             become(model.get_submodule(name), TokenShare, axis=axis)
-    _become(model, plan, axis)
-    if settings.loss == "split":
-        _split_loss(model, plan, axis)
+    _become(model, plan, axis, settings)
     return model
 
 
@@ -158,15 +154,12 @@ def _summed_modules(model: nn.Module, plan: ParallelPlan) -> list[str]:
     return list(found)
 
 
-def _become(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
+def _become(model: nn.Module, plan: ParallelPlan, axis: Axis, settings: ParallelSettings) -> None:
+    """Change the layers, and make the loss read split logits if the model supports it."""
     for choice in plan.choices:
         become(choice.module, KINDS[choice.style], axis=axis, part=choice.part)
-
-
-def _split_loss(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
-    """Make the loss read split logits if the model supports it; else they are gathered."""
     for choice in plan.choices:
-        if choice.style == "head":
+        if choice.style == "head" and settings.loss == "split":
             split_loss(model, axis, choice.module, choice.part)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm.collectives import ordered_sum
 from ..planner.messages import SUM_TILE_NUMEL
-from ..planner.split import Ranges, Split, laid_out
+from ..planner.split import Ranges, Split
 from .autograd import with_backward
 
 
@@ -74,21 +74,6 @@ def ordered(parts: tuple[Tensor, ...]) -> Tensor:
     )
     ordered_sum([part.reshape(-1) for part in parts], found.view(-1), scratch)
     return found
-
-
-def activations(split: Split) -> Split:
-    """Return how the outputs of a column layer are split over the ranks.
-
-    The outputs are next to each other in the order of the whole model. If several ranks share a
-    part (a key/value head), each has its own copy of the output: the outputs are those of a model
-    that has the part several times.
-
-    Args:
-        split: How the layer's weight is split.
-    """
-    # For each block of a fused q, k, v: the widths of the ranks' parts.
-    widths = [[high - low for low, high in block] for block in zip(*split.ranges, strict=True)]
-    return Split("split", (sum(map(sum, widths)),), 0, laid_out(widths))
 
 
 def _dim(split: Split) -> int:

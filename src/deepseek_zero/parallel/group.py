@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm, ordered_sum
+from ..comm.transports.base import Use
 from ..planner.messages import SUM_TILE_NUMEL
 
 KIND = "tp"  # kind of these bytes in the meter
@@ -134,11 +135,7 @@ class TensorGroup:
             for rank, width in enumerate(widths)
         ]
         outgoing = self.take(part.shape, part.dtype).copy_(part)
-        boxes = [box.view(-1) for box in found]
-        self.comm.exchange(
-            [outgoing.view(-1)] * self.size, boxes, "reduce", what, keep_in_place, KIND
-        ).wait()
-        self.give_back(outgoing)
+        self._send_to_all(outgoing.view(-1), [box.view(-1) for box in found], what, keep_in_place)
         return found
 
     def gather_tokens(self, own: Tensor, what: str) -> Tensor:
@@ -162,10 +159,16 @@ class TensorGroup:
             for rank, each in enumerate(received):
                 found[:, rank].copy_((own if rank == self.index else each).view(own.shape))
 
-        boxes = _boxes(self, outgoing)
-        self.comm.exchange([outgoing] * self.size, boxes, "reduce", what, use, KIND).wait()
-        self.give_back(outgoing)
+        self._send_to_all(outgoing, _boxes(self, outgoing), what, use)
         return found.view(batch, -1, width)
+
+    def _send_to_all(
+        self, outgoing: Tensor, boxes: Sequence[Tensor | None], what: str, use: Use
+    ) -> None:
+        """Send a buffer of `take` to every rank, receive theirs, and take it back."""
+        pieces = [outgoing] * self.size
+        self.comm.exchange(pieces, boxes, "reduce", what, use, KIND).wait()
+        self.give_back(outgoing)
 
 
 def _boxes(group: TensorGroup, own: Tensor) -> list[Tensor | None]:

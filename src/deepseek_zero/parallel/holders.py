@@ -348,14 +348,10 @@ def simple_call(holder: RegionHolder) -> ModuleCall | None:
     """
     parameters = inspect.signature(holder.template.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [
-        each
-        for each in parameters
-        if each.default is inspect.Parameter.empty and each.kind in kinds
-    ]
-    first = next(each for each in holder.members.values() if each.style == "column")
+    needed = [each for each in parameters if each.default is each.empty and each.kind in kinds]
     if len(needed) != 1:
         return None
+    first = next(each for each in holder.members.values() if each.style == "column")
     return ModuleCall((torch.empty(ROWS, TOKENS, widths_of(first)[1], device="meta"),), {})
 
 

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError
-from ..planner.split import Split
-from .cuts import activations
+from ..planner.split import Split, laid_out
 from .functions import Entry, column, enter, enter_tokens, gather, leave, row, scatter
 from .group import TensorGroup
 from .streams import Streams, align_generators
@@ -64,8 +63,16 @@ class LayerPart:
 
     @cached_property
     def outputs(self) -> Split:
-        """Return how the outputs of a column layer are split (`activations`)."""
-        return activations(self.weight)
+        """Return how the outputs of a column layer are split over the ranks.
+
+        The outputs are next to each other in the order of the whole model. If several ranks share a
+        part (a key/value head), each has its own copy of the output: the outputs are those of a
+        model that has the part several times.
+        """
+        # For each block of a fused q, k, v: the widths of the ranks' parts
+        blocks = zip(*self.weight.ranges, strict=True)
+        widths = [[high - low for low, high in block] for block in blocks]
+        return Split("split", (sum(map(sum, widths)),), 0, laid_out(widths))
 
 
 class Layer(nn.Module):

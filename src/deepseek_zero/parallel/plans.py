@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
@@ -305,15 +306,15 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        config = getattr(module, "config", None)
         base = getattr(module, "base_model_prefix", None)
-        of_base = getattr(config, "base_model_tp_plan", None)
-        if isinstance(of_base, Mapping):
-            inner = f"{base}." if isinstance(base, str) and base and hasattr(module, base) else ""
-            found.update({f"{prefix}{inner}{pattern}": style for pattern, style in of_base.items()})
-        own = getattr(module, "_tp_plan", None)
-        if isinstance(own, Mapping):
-            found.update({f"{prefix}{pattern}": style for pattern, style in own.items()})
+        inner = f"{base}." if isinstance(base, str) and base and hasattr(module, base) else ""
+        of_base = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+        for start, plan in (
+            (f"{prefix}{inner}", of_base),
+            (prefix, getattr(module, "_tp_plan", None)),
+        ):
+            if isinstance(plan, Mapping):
+                found.update({f"{start}{pattern}": style for pattern, style in plan.items()})
     return found
 
 
@@ -520,20 +521,16 @@ def _shares(width: int, ranks: int, name: str, grain: int = 1) -> Shares:
     The first ranks receive more, and the last one the remainder of less than a grain. Raises
     UsageError if a rank would receive nothing.
     """
-    if grain > 1 and width // grain >= ranks:
-        found = [
-            (start * grain, stop * grain) for start, stop in _shares(width // grain, ranks, name)
-        ]
-        return [*found[:-1], (found[-1][0], width)]
     if width < ranks:
         raise UsageError(
             f"layer '{name}' has {width} parts for tp={ranks}.",
             "Each rank holds at least one.",
             f"choose a tp of at most {width}.",
         )
-    part, more = divmod(width, ranks)
-    starts = [rank * part + min(rank, more) for rank in range(ranks + 1)]
-    return [(starts[rank], starts[rank + 1]) for rank in range(ranks)]
+    grain = grain if width // grain >= ranks else 1
+    part, more = divmod(width // grain, ranks)
+    starts = [(rank * part + min(rank, more)) * grain for rank in range(ranks)]
+    return list(pairwise([*starts, width]))
 
 
 def _head_shares(heads: int, kv_heads: int, ranks: int, name: str) -> tuple[Shares, Shares]:
@@ -558,10 +555,9 @@ def _head_shares(heads: int, kv_heads: int, ranks: int, name: str) -> tuple[Shar
     inner = _shares(group, sharing, name)
     query = []
     key = []
-    for rank in range(ranks):
-        kv, place = divmod(rank, sharing)
-        query.append((kv * group + inner[place][0], kv * group + inner[place][1]))
-        key.append((kv, kv + 1))
+    for kv in range(kv_heads):
+        query += [(kv * group + low, kv * group + high) for low, high in inner]
+        key += [(kv, kv + 1)] * sharing
     return query, key
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, ordered_sum
+from ..comm.transports.base import Use
 from .autograd import with_backward
 from .group import TensorGroup, keep_in_place
 
@@ -78,8 +79,7 @@ class SequenceGroup:
         outgoing = self._packed(pieces)
         found = torch.empty_like(outgoing)
         found[self.index] = outgoing[self.index]
-        self.comm.exchange(list(outgoing), list(found), "reduce", what, keep_in_place, KIND).wait()
-        self._group.give_back(outgoing)
+        self._send(outgoing, list(outgoing), list(found), what, keep_in_place)
         return _unpacked(found, pieces)
 
     def all_gather(self, parts: Sequence[Tensor], what: str) -> list[Tensor]:
@@ -97,9 +97,7 @@ class SequenceGroup:
         outgoing = self._packed(pieces)
         found = outgoing.new_empty(self.size, outgoing.shape[1])
         found[self.index] = outgoing[0]
-        sent = [outgoing[0]] * self.size
-        self.comm.exchange(sent, list(found), "reduce", what, keep_in_place, KIND).wait()
-        self._group.give_back(outgoing)
+        self._send(outgoing, [outgoing[0]] * self.size, list(found), what, keep_in_place)
         return _unpacked(found, pieces)
 
     def sum_scatter(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
@@ -124,9 +122,19 @@ class SequenceGroup:
         def add_up(received: Sequence[Tensor]) -> None:
             ordered_sum(received, found, self._group.scratch, threads=self.comm.threads)
 
-        self.comm.exchange(list(outgoing), inbox, "reduce", what, add_up, KIND).wait()
-        self._group.give_back(outgoing)
+        self._send(outgoing, list(outgoing), inbox, what, add_up)
         return [each[0] for each in _unpacked(found[None], pieces)]
+
+    def _send(
+        self,
+        outgoing: Tensor,
+        pieces: Sequence[Tensor],
+        inbox: Sequence[Tensor | None],
+        what: str,
+        use: Use,
+    ) -> None:
+        self.comm.exchange(pieces, inbox, "reduce", what, use, KIND).wait()
+        self._group.give_back(outgoing)
 
     def _packed(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return a buffer of the group with the rows of all pieces next to each other."""

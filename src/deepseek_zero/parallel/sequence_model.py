@@ -465,18 +465,12 @@ class _Shared:
         share = chunks.shape[2]
         counts = chunks.sum(2).cpu()
         is_ordered = bool((chunks[:, :, 1:] <= chunks[:, :, :-1]).all())
-        table = self.group.comm.all_gather_rows(
-            torch.cat((counts.T.flatten(), torch.tensor([int(is_ordered)]))),
-            f"the ends of {len(counts)} sequences",
-        )
-        ends = {
-            place: row
-            for rank, rows in enumerate(table[:, :-1].unflatten(1, (len(self.places), -1)))
-            for place, row in zip(
-                places_of(self.attention, rank, self.group.size), rows, strict=True
-            )
-        }
-        kept = torch.stack([ends[place] for place in sorted(ends)])
+        row = torch.cat((counts.T.flatten(), torch.tensor([int(is_ordered)])))
+        table = self.group.comm.all_gather_rows(row, f"the ends of {len(counts)} sequences")
+        order: list[int] = []
+        for rank in range(self.group.size):
+            order += places_of(self.attention, rank, self.group.size)
+        kept = table[:, :-1].reshape(len(order), -1)[torch.tensor(order).argsort()]
         follows = (kept[1:] == 0) | (kept[:-1] == share)
         if not bool(table[:, -1].all()) or not bool(follows.all()):
             raise _masked(
@@ -526,9 +520,8 @@ class _Shared:
         times the number of ranks. A rank without valid tokens, whose own mean is NaN, adds nothing.
         """
         own = [float((labels != IGNORED).sum()), float(loss.detach())]
-        table = self.group.comm.all_gather_rows(
-            torch.tensor(own, dtype=torch.float64), "losses and their tokens"
-        )
+        row = torch.tensor(own, dtype=torch.float64)
+        table = self.group.comm.all_gather_rows(row, "losses and their tokens")
         counts = table[:, 0]
         tokens = max(float(counts.sum()), 1.0)
         total = float(torch.where(counts > 0, table[:, 1] * counts, 0.0).sum()) / tokens

@@ -69,16 +69,15 @@ def traffic_of_sequences(
     heads, key_heads = heads_of(text)
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     held = max(key_heads // tp, 1)
-    recomputes = recomputes_blocks(model)
+    passes = 3 if recomputes_blocks(model) else 2
+    per_head = 2 * (ranks - 1) * width
     if attention == "ulysses":
         # A repeated head is sent once per copy
         copies = held if held % ranks == 0 else ranks
-        numbers = (
-            (3 if recomputes else 2) * (ranks - 1) * 2 * (heads // tp + copies) * width // ranks
-        )
-    # Keys and values: forward, again in backward, their gradients, and once more if a block is
-    # recomputed
+        numbers = passes * per_head * (heads // tp + copies) // ranks
     else:
-        numbers = (4 if recomputes else 3) * (ranks - 1) * 2 * held * width
+        # Keys and values: forward, again in backward, their gradients, and once more if a block is
+        # recomputed
+        numbers = (passes + 1) * per_head * held
     dtype = compute or next(param.dtype for param in model.parameters())
     return SequenceTraffic(attention, numbers * dtype.itemsize, text.num_hidden_layers, rows)
