@@ -445,7 +445,8 @@ class _Shared:
             )
         share = tokens // len(self.places)
         chunks = [range(place * share, (place + 1) * share) for place in self.places]
-        own = torch.tensor([place for chunk in chunks for place in chunk], device=positions.device)
+        device = positions.device
+        own = torch.cat([torch.arange(each.start, each.stop, device=device) for each in chunks])
         if len(own) != tokens or not bool((positions == own).all()):
             said = " and ".join(f"{chunk[0]} to {chunk[-1]}" for chunk in chunks if chunk)
             raise NotBuiltError(

@@ -7,7 +7,7 @@ It depends only on numbers, so every rank computes the same one.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -112,8 +112,13 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
         weights: Weight of each layer.
         stages: Number of stages.
     """
-    bounds = [*accumulate(weights, initial=0)]
+    bounds = _sums(weights)
     return _cut_to_fit(bounds, stages, _smallest_bottleneck(bounds, stages))
+
+
+def _sums(weights: Iterable[float]) -> list[float]:
+    """Return the weight of the first k layers, for every k."""
+    return [*accumulate(weights, initial=0)]
 
 
 def _smallest_bottleneck(bounds: Sequence[float], stages: int) -> float:
@@ -169,11 +174,11 @@ def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int,
 
 def _best(layers: Sequence[LayerCost], stages: int, in_flight: Sequence[int]) -> tuple[int, ...]:
     """Minimize the memory of the fullest stage, with work balanced within `SLACK`."""
-    work = [*accumulate((layer.flops for layer in layers), initial=0)]
+    work = _sums(layer.flops for layer in layers)
     if not work[-1]:
-        work = [*accumulate((layer.trainable for layer in layers), initial=0)]
-    states = [*accumulate((layer.state_bytes for layer in layers), initial=0)]
-    saved = [*accumulate((layer.saved_bytes for layer in layers), initial=0)]
+        work = _sums(layer.trainable for layer in layers)
+    states = _sums(layer.state_bytes for layer in layers)
+    saved = _sums(layer.saved_bytes for layer in layers)
     most = _smallest_bottleneck(work, stages) * SLACK
     count = len(layers)
     # By end: the smallest (memory, work) of the largest stage over divisions of the first layers

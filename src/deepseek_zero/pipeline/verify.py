@@ -8,7 +8,6 @@ after it is complete.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -92,59 +91,57 @@ def simulate(
     clocks = [0.0] * len(programs)
     lanes: dict[tuple[int, int, bool], _Lane] = {}
     at_tie: dict[int, float] = {}
-    ready = deque(range(len(programs)))
-    waiting: set[int] = set()
-    while ready:
-        rank = ready.popleft()
-        program = programs[rank]
-        place = places[rank]
+
+    def finish(rank: int, action: StageAction) -> float | None:
+        """Return when a rank finishes its next action; None if it waits for another rank."""
         now = clocks[rank]
-        while place < len(program):
-            action = program[place]
-            kind = action.kind
-            if kind in COMPUTES:
-                end = now + cost[kind]
-                spans.append(TimedAction(rank, action, now, end))
-                now = end
-            elif kind is StageActionKind.TIE:
-                at_tie.setdefault(action.stage, now)
-                if len(at_tie) < tied:
-                    waiting.add(rank)
+        kind = action.kind
+        if kind in COMPUTES:
+            spans.append(TimedAction(rank, action, now, now + cost[kind]))
+            return now + cost[kind]
+        if kind is StageActionKind.TIE:
+            at_tie.setdefault(action.stage, now)
+            return max(now, *at_tie.values()) if len(at_tie) == tied else None
+        if not action.is_message:
+            return now
+        stage, other = action.ends
+        source = schedule.placement[stage]
+        target = schedule.placement[other]
+        lane = lanes.setdefault((source, target, stage < other), _Lane())
+        number = len(lane.received)
+        if kind in SENDS:
+            overtaken = len(lane.sent) - schedule.in_flight[source]
+            if overtaken >= number:
+                return None
+            if overtaken >= 0:
+                now = max(now, lane.received[overtaken])
+            lane.sent.append((stage, action.micro, now))
+            return now
+        if number == len(lane.sent):
+            return None
+        sent_stage, micro, arrived = lane.sent[number]
+        if (sent_stage, micro) != (stage, action.micro):
+            raise _fail(
+                f"from pipeline rank {source} to {target}, message {number} is sent for stage "
+                f"{sent_stage}, micro-batch {micro}, and received as stage {stage}, micro-batch "
+                f"{action.micro}.",
+                "A lane has one order.",
+            )
+        now = max(now, arrived)
+        lane.received.append(now)
+        return now
+
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, program in enumerate(programs):
+            while places[rank] < len(program):
+                end = finish(rank, program[places[rank]])
+                if end is None:
                     break
-                now = max(now, *at_tie.values())
-                ready += waiting
-                waiting.clear()
-            elif action.is_message:
-                stage, other = action.ends
-                source = schedule.placement[stage]
-                target = schedule.placement[other]
-                lane = lanes.setdefault((source, target, stage < other), _Lane())
-                if kind in SENDS:
-                    slots = schedule.in_flight[source]
-                    if len(lane.sent) - len(lane.received) >= slots:
-                        break
-                    if len(lane.sent) >= slots:
-                        now = max(now, lane.received[len(lane.sent) - slots])
-                    lane.sent.append((stage, action.micro, now))
-                    ready.append(target)
-                else:
-                    number = len(lane.received)
-                    if number == len(lane.sent):
-                        break
-                    sent_stage, micro, arrived = lane.sent[number]
-                    if (sent_stage, micro) != (stage, action.micro):
-                        raise _fail(
-                            f"from pipeline rank {source} to {target}, message {number} is sent "
-                            f"for stage {sent_stage}, micro-batch {micro}, and received as stage "
-                            f"{stage}, micro-batch {action.micro}.",
-                            "A lane has one order.",
-                        )
-                    now = max(now, arrived)
-                    lane.received.append(now)
-                    ready.append(source)
-            place += 1
-        places[rank] = place
-        clocks[rank] = now
+                clocks[rank] = end
+                places[rank] += 1
+                has_moved = True
     stuck = [
         f"rank {rank} at {program[place]}"
         for rank, (program, place) in enumerate(zip(programs, places, strict=True))
