@@ -82,10 +82,6 @@ class Chain:
         """Return the blocks, in order."""
         return self.parts[1:-1]
 
-    def block_name(self, number: int) -> str:
-        """Return the full name of a block."""
-        return f"{self.container}.{self.keys[number]}" if self.container else self.keys[number]
-
 
 REMEDY = (
     "write the model as a PipelineModule: a list of layers, in which each takes the output of the "

@@ -19,9 +19,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..activations.offload import mark_held
 from ..base.errors import UsageError
-from ..comm.collectives import Comm, propagate_errors
+from ..comm.collectives import propagate_errors
 from ..parallel.autograd import with_backward
-from .messages import Forms, Inbox, MessageForm, Outbox, StageLinks, form_of
+from .messages import Forms, Lane, MessageForm, StageLinks, form_of
 from .schedule import RECEIVES, PipelineSchedule, Program, StageAction, StageActionKind
 from .stage import Received, Stage
 
@@ -119,7 +119,7 @@ class PipelineExecutor:
         self.stages = {stage.index: stage for stage in stages}
         self.states = states if states is not None else States()
         self.forms = Forms()
-        self._lanes: dict[tuple[int, int, str], _Lane] = {}
+        self._lanes: dict[tuple[int, int, str], Lane] = {}
 
     def run(
         self,
@@ -163,10 +163,10 @@ class PipelineExecutor:
                 return step.run()
             except BaseException:
                 for lane in self._lanes.values():
-                    lane.inbox.drop()
+                    lane.drop()
                 raise
 
-    def lane(self, edge: tuple[int, int], name: str, slots: int) -> _Lane:
+    def lane(self, edge: tuple[int, int], name: str, slots: int) -> Lane:
         """Return the lane between this rank and a neighbour, creating it if necessary.
 
         Args:
@@ -177,28 +177,18 @@ class PipelineExecutor:
         found = self._lanes.get((*edge, name))
         if found is None or found.slots < slots:
             if found is not None:
-                found.outbox.flush()
-            found = self._lanes[(*edge, name)] = _Lane(self.links.pairs[edge], name, slots)
+                found.flush()
+            found = self._lanes[(*edge, name)] = Lane(self.links.pairs[edge], name, slots)
         return found
 
     def buffers(self) -> list[Tensor]:
         """Return the memory from which messages are sent."""
-        return [buffer for lane in self._lanes.values() for buffer in lane.outbox.buffers()]
+        return [buffer for lane in self._lanes.values() for buffer in lane.buffers()]
 
     def flush(self) -> None:
         """Wait until all sent messages have been received."""
         for lane in self._lanes.values():
-            lane.outbox.flush()
-
-
-class _Lane:
-    """Both ends of one lane of a pair; a rank uses one of them."""
-
-    def __init__(self, comm: Comm, name: str, slots: int) -> None:
-        self.slots = slots
-        self.outbox = Outbox(comm, name, slots)
-        self.inbox = Inbox(comm, name)
-        self.to_post: list[StageAction] = []  # receives of this step, last first
+            lane.flush()
 
 
 class _Step:
@@ -227,7 +217,7 @@ class _Step:
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
         self._keeps_outputs = keeps_outputs
-        self._lanes: dict[tuple[int, StageActionKind], _Lane] = {}
+        self._lanes: dict[tuple[int, StageActionKind], Lane] = {}
         self._held: dict[tuple[int, int], _Held] = {}
         self._sending: dict[StageAction, Received] = {}
         self._arrived: dict[StageAction, Received] = {}
@@ -340,7 +330,7 @@ class _Step:
     def _is_here(self, stage: int) -> bool:
         return self.schedule.placement[stage] == self.executor.rank
 
-    def _lane_of(self, action: StageAction) -> _Lane:
+    def _lane_of(self, action: StageAction) -> Lane:
         source, target = action.ends
         lower = min(source, target)
         edge = self.schedule.placement[lower], self.schedule.placement[lower + 1]
@@ -356,12 +346,12 @@ class _Step:
         header = form if forms.known(stage, key) is None else None
         forms.see(stage, key, form)
         lane = self._lanes[stage, StageActionKind.SEND_F]
-        lane.outbox.send(outputs, f"output {micro} of stage {stage}", header)
+        lane.send(outputs, f"output {micro} of stage {stage}", header)
 
     def _send_grads(self, stage: int, micro: int) -> None:
         grads = self._sending.pop(StageAction(stage, StageActionKind.SEND_B, micro))
         lane = self._lanes[stage, StageActionKind.SEND_B]
-        lane.outbox.send(grads, f"gradient {micro} of stage {stage - 1}")
+        lane.send(grads, f"gradient {micro} of stage {stage - 1}")
 
     def _receive_output(self, stage: int, micro: int) -> None:
         form, tensors = self._take(stage, StageActionKind.RECV_F)
@@ -377,30 +367,30 @@ class _Step:
 
     def _take(self, stage: int, kind: StageActionKind) -> tuple[MessageForm, Received]:
         lane = self._lanes[stage, kind]
-        if not lane.inbox:
+        if not lane.posted:
             self._post(lane)
-        found = lane.inbox.take()
+        found = lane.take()
         self._post_ahead(lane)
         return found
 
-    def _post_ahead(self, lane: _Lane) -> None:
+    def _post_ahead(self, lane: Lane) -> None:
         """Post receives ahead, as far as their forms are known."""
-        while len(lane.inbox) < AHEAD and lane.to_post and lane.inbox.knows_next:
+        while lane.posted < AHEAD and lane.to_post and lane.knows_next:
             stage, kind, micro = lane.to_post[-1]
             assert micro is not None
             if kind is StageActionKind.RECV_B and (stage, micro) not in self._held:
                 break  # the form is known only after its forward
             self._post(lane)
 
-    def _post(self, lane: _Lane) -> None:
+    def _post(self, lane: Lane) -> None:
         stage, kind, micro = lane.to_post.pop()
         assert micro is not None
         if kind is StageActionKind.RECV_F:
             form = self.executor.forms.known(stage - 1, self.keys[micro])
-            lane.inbox.post(form, f"output {micro} of stage {stage - 1}")
+            lane.post(form, f"output {micro} of stage {stage - 1}")
         else:
             sent = self._held[stage, micro].form
-            lane.inbox.post(
+            lane.post(
                 tuple(each for each in sent if each.is_differentiated),
                 f"gradient {micro} of stage {stage}",
             )

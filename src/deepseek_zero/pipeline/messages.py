@@ -23,7 +23,7 @@ from ..base.errors import UsageError
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
-from .schedule import PipelineSchedule
+from .schedule import PipelineSchedule, StageAction
 
 # int64: the number of tensors, then for each tensor its dtype, whether it is differentiated, its
 # number of dimensions, and its sizes
@@ -132,19 +132,35 @@ def matchings(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return found
 
 
-class Outbox:
-    """The sends of one lane to one neighbour.
+class _Posted(NamedTuple):
+    """A receive in progress; `form` is None if it is in the header."""
+
+    what: str
+    form: MessageForm | None
+    header: Tensor | None
+    boxes: list[Tensor]
+    pending: list[Pending]
+
+
+class Lane:
+    """The messages of one lane of a pair. A rank either sends or receives in it.
 
     Args:
         comm: The communicator of the pair.
-        lane: Name of the lane.
+        name: Name of the lane.
         slots: Number of messages that may be in progress before a send waits.
+
+    Attributes:
+        to_post: The receives of this step that are not posted, last first.
     """
 
-    def __init__(self, comm: Comm, lane: str, slots: int) -> None:
+    def __init__(self, comm: Comm, name: str, slots: int) -> None:
         self.comm = comm
-        self.lane = lane
-        self._slots: list[list[Tensor]] = [[] for _ in range(slots)]
+        self.name = name
+        self.slots = slots
+        self.to_post: list[StageAction] = []
+        self._posted: deque[_Posted] = deque()
+        self._buffers: list[list[Tensor]] = [[] for _ in range(slots)]
         self._under_way: list[list[Pending]] = [[] for _ in range(slots)]
         self._next = 0
 
@@ -157,13 +173,13 @@ class Outbox:
             header: Form to send before the message; None if the receiver knows it.
         """
         slot = self._next
-        self._next = (self._next + 1) % len(self._slots)
+        self._next = (self._next + 1) % self.slots
         self._free(slot)
         pending = self._under_way[slot]
-        buffers = self._slots[slot]
+        buffers = self._buffers[slot]
         if header is not None:
             packed = _packed(header, self.comm.device)
-            pending.append(self.comm.pass_on(packed, None, self.lane, f"form of {what}"))
+            pending.append(self.comm.pass_on(packed, None, self.name, f"form of {what}"))
         for number, tensor in enumerate(tensors):
             if not tensor.numel():
                 continue
@@ -172,44 +188,26 @@ class Outbox:
             if buffers[number].numel() != tensor.nbytes:
                 buffers[number] = self.comm.empty(tensor.nbytes, torch.uint8)
             buffers[number].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            pending.append(self.comm.pass_on(buffers[number], None, self.lane, what))
+            pending.append(self.comm.pass_on(buffers[number], None, self.name, what))
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of the slots."""
-        return [buffer for slot in self._slots for buffer in slot]
+        return [buffer for slot in self._buffers for buffer in slot]
 
     def flush(self) -> None:
         """Wait until every message has been sent."""
-        for slot in range(len(self._slots)):
+        for slot in range(self.slots):
             self._free(slot)
 
     def _free(self, slot: int) -> None:
         if self._under_way[slot]:
             _wait(self._under_way[slot])
             self._under_way[slot] = []
-            for buffer in self._slots[slot]:
+            for buffer in self._buffers[slot]:
                 self.comm.wait_until_read(buffer)
 
-
-class _Posted(NamedTuple):
-    """A receive in progress; `form` is None if it is in the header."""
-
-    what: str
-    form: MessageForm | None
-    header: Tensor | None
-    boxes: list[Tensor]
-    pending: list[Pending]
-
-
-class Inbox:
-    """The receives of one lane from one neighbour, in the order of posting."""
-
-    def __init__(self, comm: Comm, lane: str) -> None:
-        self.comm = comm
-        self.lane = lane
-        self._posted: deque[_Posted] = deque()
-
-    def __len__(self) -> int:
+    @property
+    def posted(self) -> int:
         """Return the number of receives in progress."""
         return len(self._posted)
 
@@ -230,7 +228,7 @@ class Inbox:
         """
         if form is None:
             header = torch.zeros(HEADER_NUMEL, dtype=torch.int64, device=self.comm.device)
-            pending = [self.comm.pass_on(None, header, self.lane, f"form of {what}")]
+            pending = [self.comm.pass_on(None, header, self.name, f"form of {what}")]
             self._posted.append(_Posted(what, None, header, [], pending))
         else:
             self._posted.append(_Posted(what, form, None, *self._start(form, what)))
@@ -256,7 +254,7 @@ class Inbox:
             torch.empty(each.nbytes, dtype=torch.uint8, device=self.comm.device) for each in form
         ]
         return boxes, [
-            self.comm.pass_on(None, box, self.lane, what) for box in boxes if box.numel()
+            self.comm.pass_on(None, box, self.name, what) for box in boxes if box.numel()
         ]
 
     def drop(self) -> None:

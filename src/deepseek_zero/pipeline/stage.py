@@ -101,7 +101,7 @@ class Cut:
 
     def blocks_of(self, stage: int) -> list[str]:
         """Return the full names of a stage's blocks."""
-        return [self.chain.block_name(number) for number in range(*self.bounds[stage : stage + 2])]
+        return [block.name for block in self.chain.blocks[slice(*self.bounds[stage : stage + 2])]]
 
     def params_of(self, stages: Sequence[int]) -> list[str]:
         """Return the parameters that at least one of these stages uses."""
