@@ -21,7 +21,7 @@ from ..activations.offload import mark_held
 from ..base.errors import UsageError
 from ..comm.collectives import propagate_errors
 from ..parallel.autograd import with_backward
-from .messages import Forms, Lane, MessageForm, StageLinks, form_of
+from .messages import Forms, MessageForm, StageLane, StageLinks, form_of
 from .schedule import RECEIVES, PipelineSchedule, Program, StageAction, StageActionKind
 from .stage import Received, Stage
 
@@ -119,7 +119,7 @@ class PipelineExecutor:
         self.stages = {stage.index: stage for stage in stages}
         self.states = states if states is not None else States()
         self.forms = Forms()
-        self._lanes: dict[tuple[int, int, str], Lane] = {}
+        self._lanes: dict[tuple[int, int, str], StageLane] = {}
 
     def run(
         self,
@@ -166,7 +166,7 @@ class PipelineExecutor:
                     lane.drop()
                 raise
 
-    def lane(self, edge: tuple[int, int], name: str, slots: int) -> Lane:
+    def lane(self, edge: tuple[int, int], name: str, slots: int) -> StageLane:
         """Return the lane between this rank and a neighbour, creating it if necessary.
 
         Args:
@@ -178,7 +178,7 @@ class PipelineExecutor:
         if found is None or found.slots < slots:
             if found is not None:
                 found.flush()
-            found = self._lanes[(*edge, name)] = Lane(self.links.pairs[edge], name, slots)
+            found = self._lanes[(*edge, name)] = StageLane(self.links.pairs[edge], name, slots)
         return found
 
     def buffers(self) -> list[Tensor]:
@@ -217,7 +217,7 @@ class _Step:
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
         self._keeps_outputs = keeps_outputs
-        self._lanes: dict[tuple[int, StageActionKind], Lane] = {}
+        self._lanes: dict[tuple[int, StageActionKind], StageLane] = {}
         self._held: dict[tuple[int, int], _Held] = {}
         self._sending: dict[StageAction, Received] = {}
         self._arrived: dict[StageAction, Received] = {}
@@ -330,7 +330,7 @@ class _Step:
     def _is_here(self, stage: int) -> bool:
         return self.schedule.placement[stage] == self.executor.rank
 
-    def _lane_of(self, action: StageAction) -> Lane:
+    def _lane_of(self, action: StageAction) -> StageLane:
         source, target = action.ends
         lower = min(source, target)
         edge = self.schedule.placement[lower], self.schedule.placement[lower + 1]
@@ -373,7 +373,7 @@ class _Step:
         self._post_ahead(lane)
         return found
 
-    def _post_ahead(self, lane: Lane) -> None:
+    def _post_ahead(self, lane: StageLane) -> None:
         """Post receives ahead, as far as their forms are known."""
         while lane.posted < AHEAD and lane.to_post and lane.knows_next:
             stage, kind, micro = lane.to_post[-1]
@@ -382,7 +382,7 @@ class _Step:
                 break  # the form is known only after its forward
             self._post(lane)
 
-    def _post(self, lane: Lane) -> None:
+    def _post(self, lane: StageLane) -> None:
         stage, kind, micro = lane.to_post.pop()
         assert micro is not None
         if kind is StageActionKind.RECV_F:

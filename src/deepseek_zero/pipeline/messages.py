@@ -142,7 +142,7 @@ class _Posted(NamedTuple):
     pending: list[Pending]
 
 
-class Lane:
+class StageLane:
     """The messages of one lane of a pair. A rank either sends or receives in it.
 
     Args:
