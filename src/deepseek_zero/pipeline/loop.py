@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..base.device import call_instead, call_plainly
 from ..base.errors import UsageError
-from ..base.log import log_first
+from ..base.log import log_once
 from ..base.nested import tensors_in
 from ..comm.collectives import Comm, propagate_errors
 from ..parallel.autograd import with_backward
@@ -156,6 +156,7 @@ class PlainLoop:
         self._added = 0
         # Factor that callers apply to a loss, without the loss scale
         self._learned: float | None = None
+        self._has_logged_idling = False
         self.runtime.backward.driver = weakref.ref(self)
 
     # -- calls
@@ -309,9 +310,12 @@ class PlainLoop:
         return 1.0 / self.runtime.loss_factor.accumulation()
 
     def _log_idling(self) -> None:
+        if self._has_logged_idling:
+            return
+        self._has_logged_idling = True
         ranks = self.pipeline.mesh.pp
         idle = (ranks - 1) / (ranks - 1 + self.pipeline.staged.virtual)
-        log_first(
+        log_once(
             f"engine(batch) sends a batch through {ranks} pipeline ranks as one micro-batch: "
             f'each idles {idle:.0%} of the time. "pipeline": '
             '{"micro_batches": k} splits each batch by rows into k micro-batches; train_batch '
