@@ -89,9 +89,8 @@ def _tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple
 def _check(query: Tensor, key: Tensor, value: Tensor, biases: Sequence[Bias]) -> None:
     tensors = [each for each in biases if isinstance(each, Tensor)]
     shapes = [list(each.shape) for each in (query, key, value)]
-    four = all(each.dim() == 4 for each in (query, key, value, *tensors))
     if not (
-        four
+        all(each.dim() == 4 for each in (query, key, value, *tensors))
         and query.shape[0] == key.shape[0] == value.shape[0]
         and query.shape[3] == key.shape[3]
         and key.shape[1:3] == value.shape[1:3]

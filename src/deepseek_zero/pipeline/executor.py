@@ -280,15 +280,7 @@ class _Step:
             held.edges = [
                 get_gradient_edge(each) if each.requires_grad else None for each in outputs
             ]
-            if self._is_here(stage + 1):
-                # Copies, so that writes in place by the next stage do not change the tensors kept
-                # for backward.
-                handed = tuple(
-                    each.detach().clone().requires_grad_(each.requires_grad) for each in outputs
-                )
-                self._arrived[StageAction(stage + 1, StageActionKind.RECV_F, micro)] = handed
-            else:
-                self._sending[StageAction(stage, StageActionKind.SEND_F, micro)] = outputs
+            self._sending[StageAction(stage, StageActionKind.SEND_F, micro)] = outputs
         if not self.trains:
             del self._held[stage, micro]
 
@@ -302,10 +294,7 @@ class _Step:
             self._differentiate(held, stage, micro)
         if stage:
             grads = tuple(_grad_of(each) for each in held.received if each.requires_grad)
-            if self._is_here(stage - 1):
-                self._arrived[StageAction(stage - 1, StageActionKind.RECV_B, micro)] = grads
-            else:
-                self._sending[StageAction(stage, StageActionKind.SEND_B, micro)] = grads
+            self._sending[StageAction(stage, StageActionKind.SEND_B, micro)] = grads
 
     def _differentiate(self, held: _Held, stage: int, micro: int) -> None:
         if held.loss is not None:
@@ -326,9 +315,6 @@ class _Step:
             torch.autograd.backward(edges, differentiated)
 
     # -- messages
-
-    def _is_here(self, stage: int) -> bool:
-        return self.schedule.placement[stage] == self.executor.rank
 
     def _lane_of(self, action: StageAction) -> StageLane:
         source, target = action.ends

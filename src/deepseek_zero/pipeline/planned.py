@@ -93,18 +93,17 @@ def _messages(
     A gradient is 0 if no parameter before the boundary is trained. `sharers` ranks share the tokens
     of a sequence; the chain was found with whole sequences.
     """
-    learns = [
-        any(trained[name] for name in cut.params_of(range(stage + 1)))
-        for stage in range(cut.stages - 1)
-    ]
     outputs = []
-    for end in cut.bounds[1:-1]:
+    grads = []
+    for stage, end in enumerate(cut.bounds[1:-1]):
         output = cut.chain.blocks[end - 1].output
         assert output is not None
         if compute is not None and output.dtype.is_floating_point:
             output = output._replace(dtype=compute)
-        outputs.append(output.nbytes // sharers)
-    grads = (nbytes if each else 0 for nbytes, each in zip(outputs, learns, strict=True))
+        nbytes = output.nbytes // sharers
+        learns = any(trained[name] for name in cut.params_of(range(stage + 1)))
+        outputs.append(nbytes)
+        grads.append(nbytes if learns else 0)
     return tuple(outputs), tuple(grads)
 
 

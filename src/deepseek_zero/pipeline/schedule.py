@@ -96,7 +96,8 @@ class PipelineSchedule:
     Attributes:
         name: Name of the schedule.
         micro_batches: Number of micro-batches.
-        placement: The pipeline rank of each virtual stage.
+        placement: The pipeline rank of each virtual stage. The executor sends every output to
+            another rank.
         programs: The actions of each rank.
         in_flight: For each rank, the maximum number of forwards without a backward, counted for
             each virtual stage. It is also the number of message slots to a neighbour.

@@ -176,7 +176,6 @@ def _check_program(
     done: set[StageAction] = set()
     gathered = set[int]()
     in_flight = 0
-    uses_gathers = any(action.kind is StageActionKind.GATHER for action in program)
 
     def fail(what: str, why: str = "") -> ScheduleError:
         return _fail(f"pipeline rank {rank}: {what}", why)
@@ -191,7 +190,7 @@ def _check_program(
             if each not in done:
                 raise fail(f"{action} stands before {each}.", f"{action} uses what {each} makes.")
         is_gathered = stage in gathered
-        if kind in COMPUTES and uses_gathers and not is_gathered:
+        if kind in COMPUTES and not is_gathered:
             raise fail(f"{action} runs while stage {stage} is not gathered.")
         if kind is StageActionKind.FORWARD:
             in_flight += trains
