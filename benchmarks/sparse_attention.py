@@ -30,9 +30,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.plot import Panel, draw_panels, span_of
 from benchmarks.probes import machine
 from benchmarks.tiers import described
-from deepseek_zero.attention.attend import attend, plan_for
+from deepseek_zero.attention.attend import attend, tiles_for
 from deepseek_zero.attention.layouts import BSLongformer, Listed, LocalSlidingWindow
-from deepseek_zero.attention.plan import Pattern
+from deepseek_zero.attention.plan import AttentionShape, Pattern, best_plan
 from deepseek_zero.base.memory import keep_freed_memory
 from deepseek_zero.report.memory_trace import MemoryTrace
 
@@ -70,7 +70,9 @@ class Case:
     def density(self, length: int) -> float:
         """Return the pairs that tiles compute over those of dense attention."""
         query = torch.empty(1, 1, length, WIDTH, dtype=self.dtype)
-        tiles = [tile for group in plan_for(query, query, self.pattern) for tile in group.tiles]
+        sizes = tiles_for(self.pattern, query, ())
+        groups = best_plan(self.pattern, AttentionShape.of(query, query), sizes)
+        tiles = [tile for group in groups for tile in group.tiles]
         pairs = sum(tile.count * tile.queries * tile.keys for tile in tiles)
         return pairs / length**2 * (2 if self.is_causal else 1)
 

@@ -71,11 +71,11 @@ def _attend(
     if is_usable(query, value):
         return attend_flex(query, key, value, pattern, scale, biases, first_head)
     shape = AttentionShape.of(query, key, first_head)
-    groups = best_plan(pattern, shape, _tiles_for(pattern, query, biases))
+    groups = best_plan(pattern, shape, tiles_for(pattern, query, biases))
     return attend_by_plan(query, key, value, groups, scale, biases)
 
 
-def _tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[int, ...]:
+def tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[int, ...]:
     """Return the candidate numbers of queries per tile.
 
     bf16 and fp16 have larger fixed costs per call in backward. If only future keys are excluded,

@@ -229,6 +229,8 @@ def _attend(
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     biases: list[Bias] = [] if position_bias is None else [position_bias]
+    replaces_rule = False  # whether a mask expresses causality and the window
+    both_ways = None
     if isinstance(attention_mask, _Seen):
         if attention_mask.first_key and not isinstance(sparse.layout, Dense):
             raise NotBuiltError(
@@ -237,27 +239,23 @@ def _attend(
                 "Blocks are counted from the first token.",
                 "generate with a cache that keeps all, or with mode 'dense'.",
             )
-        if attention_mask.padding is not None:
-            biases.append(attention_mask.padding[:, None, None])
+        both_ways = attention_mask.window
         if attention_mask.rule is not None:
             biases.append(attention_mask.asked)
-            causal = False
-            sliding_window = None
-    elif attention_mask is not None and attention_mask.dim() == 4:
-        # The caller's mask replaces causality and window
+            replaces_rule = True
+        attention_mask = attention_mask.padding
+    if attention_mask is not None and attention_mask.dim() == 4:
         biases.append(attention_mask[..., : key.shape[2]])
-        causal = False
-        sliding_window = None
+        replaces_rule = True
     elif attention_mask is not None:
         biases.append(attention_mask[:, None, None])
-    both_ways = attention_mask.window if isinstance(attention_mask, _Seen) else None
-    window = sliding_window if causal else None
+    causal = causal and not replaces_rule
     found = sparse(
         query,
         key,
         value,
         is_causal=causal and both_ways is None,
-        window=window,
+        window=sliding_window if causal else None,
         reach=both_ways,
         scale=scaling,
         biases=biases,

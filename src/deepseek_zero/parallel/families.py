@@ -36,14 +36,14 @@ class Fused:
 
 @dataclass(frozen=True)
 class StyleRule:
-    """A pattern for the end of a module name, and the style of such modules."""
+    """The style of the modules whose names end with a pattern."""
 
     pattern: str
     style: Style
     fused: Fused | None = None
 
     def matches(self, name: str) -> bool:
-        """Return whether the end of a name matches, from a dot or from the start."""
+        """Return whether a module name, or its last parts, match the pattern."""
         return re.search(rf"(?:^|\.)(?:{self.pattern})$", name) is not None
 
 

@@ -249,9 +249,10 @@ def column(
 
 
 class _Row(torch.autograd.Function):
-    """A row product: `new` allocates it, `finish` makes the output of it.
+    """The product of a row layer on one rank.
 
-    `restore` makes the gradient of the product from that of the output.
+    `new` allocates the product, and `finish` returns the output for it, for example the sum over
+    the ranks. `restore` returns the gradient of the product for that of the output.
     """
 
     @staticmethod

@@ -113,7 +113,7 @@ class TensorGroup:
         return Sum(self, part, part.view(-1).chunk(self.size), found, what)
 
     def give_back(self, part: Tensor) -> None:
-        """Take back a buffer of `take`, which other ranks may still read."""
+        """Return a buffer of `take` to the pool. Other ranks may still read it."""
         self._free.append(self._lent.pop(part.data_ptr()))
 
     # -- movements
@@ -217,4 +217,4 @@ class Sum:
 
 
 def keep_in_place(received: Sequence[Tensor]) -> None:
-    """Leave the received pieces in place."""
+    """Do nothing with received pieces: they are used where they were received."""

@@ -182,7 +182,7 @@ def _layers_in(plan: ParallelPlan, holder: str) -> dict[str, Choice]:
 
 
 def widths_of(choice: Choice) -> tuple[int, int]:
-    """Return the outputs and inputs of a whole layer, even if it was split."""
+    """Return the numbers of outputs and inputs of a whole layer, even after it was split."""
     first, second = choice.part.weight.shape
     return (second, first) if choice.part.transposed else (first, second)
 

@@ -286,7 +286,7 @@ class TensorAxis:
         return read
 
     def enter_tokens(self) -> None:
-        """Start to compute on this rank's tokens, with its own random stream."""
+        """Switch to this rank's random stream, because it computes its own tokens."""
         if self.streams is not None:
             self.streams.forget()  # state of a recomputation that stopped early
             self.streams.enter()
@@ -318,7 +318,7 @@ class TensorAxis:
         return found
 
     def leave(self) -> None:
-        """Forget the entered tensors: the following values are whole on every rank."""
+        """End a region: discard the entered tensors, and use the common random stream."""
         self._forget()
         if self.streams is not None:
             self.streams.leave()

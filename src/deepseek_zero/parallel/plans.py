@@ -121,18 +121,18 @@ class Choice:
 
     @property
     def is_wished(self) -> bool:
-        """Return whether a rule other than the one for names matched."""
+        """Return whether the layer was named on purpose, not only matched by its name."""
         return self.source != "names"
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return the layer's outputs and inputs."""
+        """Return the number of the layer's outputs and that of its inputs."""
         first, second = weight_of(self.module).shape
         return (second, first) if is_transposed(self.module) else (first, second)
 
     @property
     def width(self) -> int:
-        """Return the outputs of one of the projections that are stored in the layer."""
+        """Return the number of outputs of each projection that is stored in the layer."""
         return self.widths[0] // (self.fused.parts if self.fused else 1)
 
 
@@ -186,7 +186,7 @@ class ParallelPlan:
 def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = None) -> ParallelPlan:
     """Return the plan for a whole model.
 
-    Pure: it reads names, shapes and attributes.
+    It reads only names, shapes and attributes of modules.
 
     Args:
         model: The whole model.

@@ -191,7 +191,7 @@ class StageLane:
             pending.append(self.comm.pass_on(buffers[number], None, self.name, what))
 
     def buffers(self) -> list[Tensor]:
-        """Return the memory of the slots."""
+        """Return the buffers from which messages are sent."""
         return [buffer for slot in self._buffers for buffer in slot]
 
     def flush(self) -> None:

@@ -30,7 +30,7 @@ from ..base.errors import UsageError, shown
 
 
 class StageActionKind(Enum):
-    """Kinds of actions; the values are PyTorch's names, except TIE."""
+    """Kinds of actions. The values are the names that PyTorch uses, except TIE."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -29,7 +29,7 @@ Received = tuple[Tensor, ...]
 
 
 class Stage(Protocol):
-    """One virtual stage, as the executor runs it."""
+    """Interface of a virtual stage that `PipelineExecutor` runs."""
 
     index: int
 

@@ -61,7 +61,7 @@ def test_losses_fall_and_are_returned_on_every_rank(name: str, virtual: int, sta
             optimizer.step()
         loss, outputs = pipeline.evaluate(given(0, mesh.data_index, 3), keeps_outputs=True)
         assert loss is not None
-        assert (outputs is not None) == pipeline.is_last
+        assert (outputs is not None) == (mesh.coordinates["pp"] == mesh.pp - 1)
         return losses, outputs, float(loss)
 
     found = run_ranks(4, body, reads_in_place=True)
@@ -100,8 +100,8 @@ def test_a_list_of_layers_trains_and_may_change_its_shapes() -> None:
             # A stage in the middle has no data, the first no labels, the last no inputs.
             micro_batches = [
                 Labelled(
-                    batch.tokens if pipeline.is_first else None,
-                    batch.targets if pipeline.is_last else None,
+                    batch.tokens if mesh.coordinates["pp"] == 0 else None,
+                    batch.targets if mesh.coordinates["pp"] == mesh.pp - 1 else None,
                 )
                 for batch in found
             ]
