@@ -80,6 +80,11 @@ def tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[
 
     bf16 and fp16 have larger fixed costs per call in backward. If only future keys are excluded,
     which the kernel does without a mask, one tile has all queries.
+
+    Args:
+        pattern: The keys that each query sees.
+        query: As for `attend`.
+        biases: As for `attend`.
     """
     if pattern.layout is None and pattern.behind is None and not biases:
         return (max(query.shape[2], 1),)
