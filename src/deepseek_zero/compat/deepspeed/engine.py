@@ -1,7 +1,7 @@
-"""DeepSpeed's engine: its methods and attributes, most of them rows of two tables.
+"""DeepSpeed's engine: its methods and attributes, most of them rows of tables.
 
-GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes. For every other name of DeepSpeed's
-engine, missing.py has the reason why it is missing.
+GETTERS (the rows of KEYS, DISABLED and COMPUTED) are methods in DeepSpeed, ATTRIBUTES are
+attributes. For every other name of DeepSpeed's engine, missing.py has the reason why it is missing.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from importlib import import_module
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,6 @@ from ...engine.request import Request
 from . import groups
 from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
-from .getter_docs import GETTER_DOCS
 from .missing import ENGINE, engine_name_missing, missing_names
 from .parameters import show_ds_names
 
@@ -71,17 +71,34 @@ def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
     }
 
 
-def _data_efficiency_of(config: Config) -> dict[str, Any]:
-    asked = config.data_efficiency
-    given = {"seed": asked.seed, "data_sampling": asked.data_sampling}
+def _autotp_size(engine: Engine) -> int:
+    if engine.mesh.tp > 1:
+        return engine.mesh.tp
+    return engine.config.tensor_parallel.autotp_size or asked_tp_size(engine.module)
+
+
+def _optimizer_name(engine: Engine) -> str | None:
+    configured: str | None = engine.config.optimizer.type
+    if configured is None and engine.optimizer is not None:
+        return type(engine.optimizer.inner).__name__
+    return configured
+
+
+_CURRICULUM = ("data_sampling", "curriculum_learning")
+
+
+def data_efficiency(config: Config, *path: str) -> dict[str, Any]:
+    """Return the section `data_efficiency` with its defaults, or a section inside it.
+
+    Args:
+        config: The configuration.
+        *path: Keys from `data_efficiency` to the inner section.
+    """
     # Imported here because most runs never read this section
     complete = import_module(".data_pipeline.config", __package__).get_data_efficiency_config
-    found: dict[str, Any] = complete({"data_efficiency": given})
-    return found
-
-
-def _data_efficiency(engine: Engine) -> dict[str, Any]:
-    return _data_efficiency_of(engine.config)
+    asked = config.data_efficiency
+    given = {"seed": asked.seed, "data_sampling": asked.data_sampling}
+    return reduce(getitem, path, complete({"data_efficiency": given}))
 
 
 def curriculum_loader(
@@ -102,8 +119,8 @@ def curriculum_loader(
         collate_fn: Function that makes a batch of samples.
         batch_size: Samples of a micro-batch of one rank; None for the configured size.
     """
-    settings = _data_efficiency_of(config)
-    if not settings["data_sampling"]["curriculum_learning"]["enabled"]:
+    settings = data_efficiency(config)
+    if not data_efficiency(config, *_CURRICULUM)["enabled"]:
         return None
     kind = import_module(".data_pipeline.loader", __package__).CurriculumLoader
     take = partial(parallel.own_part, model) if mesh.sp > 1 else None
@@ -128,121 +145,189 @@ def _flops_profiler(engine: Engine) -> Any:
     return found if asked.enabled else None
 
 
-GETTERS: dict[str, Callable[[Engine], Any]] = {
-    # Batch
-    "get_batch_info": lambda e: (
-        e._config.train_batch_size,
-        e._config.train_micro_batch_size_per_gpu,
-        e._config.gradient_accumulation_steps,
-    ),
-    "managed_gradient_accumulation": lambda e: e._config.managed_gradient_accumulation,
-    "dataloader_drop_last": lambda e: e._config.dataloader_drop_last,
-    # ZeRO
-    "zero_optimization": lambda e: e._config.zero_optimization.stage > 0,
-    "zero_optimization_stage": lambda e: e._config.zero_optimization.stage,
-    "zero_optimization_partition_gradients": lambda e: e._config.zero_optimization.stage >= 2,
-    "zero_optimization_partition_weights": lambda e: e._config.zero_optimization.stage >= 3,
+# DeepSpeed's getter -> the configuration key whose value it returns
+KEYS = {
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "zero_optimization_stage": "zero_optimization.stage",
     "zero_gather_16bit_weights_on_model_save": (
-        lambda e: e._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),
-    "zero_overlap_comm": lambda e: e._config.zero_optimization.overlap_comm,
-    "zero_reduce_bucket_size": lambda e: e._config.zero_optimization.reduce_bucket_size,
-    "zero_sub_group_size": lambda e: e._config.zero_optimization.sub_group_size,
-    "zero_prefetch_bucket_size": lambda e: e._config.zero_optimization.stage3_prefetch_bucket_size,
-    "zero_param_persistence_threshold": lambda e: (
-        e._config.zero_optimization.stage3_param_persistence_threshold
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "mics_shard_size": "zero_optimization.mics_shard_size",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "fp16_enabled": "fp16.enabled",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "loss_scale": "fp16.loss_scale",
+    "bfloat16_enabled": "bf16.enabled",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "prescale_gradients": "prescale_gradients",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "steps_per_print": "steps_per_print",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "memory_breakdown": "memory_breakdown",
+    "dump_state": "dump_state",
+    "tensorboard_enabled": "tensorboard.enabled",
+    "wandb_enabled": "wandb.enabled",
+    "csv_monitor_enabled": "csv_monitor.enabled",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+}
+
+# DeepSpeed's getter -> the feature that it reports as disabled, because it does not exist here
+DISABLED = {
+    "amp_enabled": "Apex AMP",
+    "use_node_local_storage": "node-local storage of checkpoints",
+    "pld_enabled": "progressive layer drop",
+    "curriculum_enabled_legacy": "the section `curriculum_learning`",
+    "random_ltd_enabled": "random layerwise token dropping",
+    "eigenvalue_enabled": "the section `eigenvalue`",
+    "autotuning_enabled": "the autotuner",
+    "elasticity_enabled": "the section `elasticity`",
+    "sparse_gradients_enabled": "sparse gradients",
+    "is_deepcompile_enabled": "DeepCompile",
+    "is_deepcompile_active": "DeepCompile",
+}
+
+# DeepSpeed's other getters -> (function of the engine, docstring)
+COMPUTED: dict[str, tuple[Callable[[Engine], Any], str]] = {
+    "get_batch_info": (
+        lambda e: (
+            e.train_batch_size(),
+            e.train_micro_batch_size_per_gpu(),
+            e.gradient_accumulation_steps(),
+        ),
+        "Return (train batch size, micro-batch size per rank, gradient accumulation steps).",
     ),
-    "zero_model_persistence_threshold": lambda e: (
-        e._config.zero_optimization.stage3_model_persistence_threshold
+    "zero_optimization": (
+        lambda e: e._config.zero_optimization.stage > 0,
+        "Return whether the ZeRO stage is 1 or higher.",
     ),
-    "zero_max_live_parameters": lambda e: e._config.zero_optimization.stage3_max_live_parameters,
-    "zero_max_reuse_distance": lambda e: e._config.zero_optimization.stage3_max_reuse_distance,
-    "zero_hpz_partition_size": lambda e: e._config.zero_optimization.zero_hpz_partition_size,
-    "mics_shard_size": lambda e: e._config.zero_optimization.mics_shard_size,
-    "zero_ignore_unused_parameters": lambda e: e._config.zero_optimization.ignore_unused_parameters,
-    "zero_allow_untested_optimizer": lambda e: e._config.zero_allow_untested_optimizer,
-    "zero_offload_optimizer": lambda e: _offload(e._config.zero_optimization.offload_optimizer),
-    "zero_offload_param": lambda e: _offload(e._config.zero_optimization.offload_param),
-    "zero_cpu_offload": lambda e: e._config.zero_optimization.offload_optimizer.device == "cpu",
-    # Precision
-    "fp16_enabled": lambda e: e._config.fp16.enabled,
-    "fp16_auto_cast": lambda e: e._config.fp16.auto_cast,
-    "bfloat16_enabled": lambda e: e._config.bf16.enabled,
-    "torch_autocast_enabled": lambda e: e._config.torch_autocast.enabled,
-    "torch_autocast_dtype": lambda e: e.runtime.settings.policy.autocast,
-    "get_data_types": lambda e: (
-        e.runtime.settings.policy.compute,
-        e.runtime.settings.policy.accumulate,
+    "zero_optimization_partition_gradients": (
+        lambda e: e._config.zero_optimization.stage >= 2,
+        "Return whether gradients are sharded (stage 2 or 3).",
     ),
-    "dynamic_loss_scale": lambda e: e.parts.scaler is not None and e.parts.scaler.dynamic,
-    "dynamic_loss_scale_args": _scale_arguments,
-    "initial_dynamic_scale": lambda e: 2.0**e._config.fp16.initial_scale_power,
-    "loss_scale": lambda e: e._config.fp16.loss_scale,
-    # Axes
-    "autotp_size": lambda e: (
-        e.mesh.tp
-        if e.mesh.tp > 1
-        else e._config.tensor_parallel.autotp_size or asked_tp_size(e.module)
+    "zero_optimization_partition_weights": (
+        lambda e: e._config.zero_optimization.stage >= 3,
+        "Return whether weights are sharded (stage 3).",
     ),
-    "get_sequence_parallel_group": lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
-    # Optimizer and schedule
-    "gradient_clipping": lambda e: e._config.gradient_clipping,
-    "gradient_predivide_factor": lambda e: e._config.gradient_predivide_factor,
-    "prescale_gradients": lambda e: e._config.prescale_gradients,
-    "optimizer_name": lambda e: (
-        type(e.optimizer.inner).__name__
-        if e._config.optimizer.type is None and e.optimizer
-        else e._config.optimizer.type
+    "zero_offload_optimizer": (
+        lambda e: _offload(e._config.zero_optimization.offload_optimizer),
+        "Return the section `zero_optimization.offload_optimizer`, or None if it is off.",
     ),
-    "optimizer_params": lambda e: e._config.optimizer.params,
-    "scheduler_name": lambda e: e._config.scheduler.type,
-    "scheduler_params": lambda e: e._config.scheduler.params,
-    "get_mom": _mom,
-    "get_type": lambda e: [group.get("type") for group in _groups(e)],
-    # Data efficiency
-    "data_efficiency_enabled": lambda e: e._config.data_efficiency.enabled,
-    "data_efficiency_config": _data_efficiency,
-    "data_sampling_enabled": lambda e: _data_efficiency(e)["data_sampling"]["enabled"],
-    "data_sampling_config": lambda e: _data_efficiency(e)["data_sampling"],
-    "curriculum_learning_enabled": lambda e: _data_efficiency(e)["data_sampling"][
-        "curriculum_learning"
-    ]["enabled"],
-    "curriculum_learning_config": lambda e: _data_efficiency(e)["data_sampling"][
-        "curriculum_learning"
-    ],
-    "random_ltd_config": lambda e: _data_efficiency(e)["data_routing"]["random_ltd"],
-    # Logging
-    "steps_per_print": lambda e: e._config.steps_per_print,
-    "wall_clock_breakdown": lambda e: e._config.wall_clock_breakdown,
-    "memory_breakdown": lambda e: e._config.memory_breakdown,
-    "dump_state": lambda e: e._config.dump_state,
-    "log_level": lambda e: e._config.log_level and e._config.log_level.upper(),
-    "tensorboard_enabled": lambda e: e._config.tensorboard.enabled,
-    "wandb_enabled": lambda e: e._config.wandb.enabled,
-    "csv_monitor_enabled": lambda e: e._config.csv_monitor.enabled,
-    "flops_profiler_enabled": lambda e: e._config.flops_profiler.enabled,
-    "flops_profiler_profile_step": lambda e: e._config.flops_profiler.profile_step,
-    "flops_profiler_module_depth": lambda e: e._config.flops_profiler.module_depth,
-    "flops_profiler_top_modules": lambda e: e._config.flops_profiler.top_modules,
-    "flops_profiler_detailed": lambda e: e._config.flops_profiler.detailed,
-    "flops_profiler_output_file": lambda e: e._config.flops_profiler.output_file,
-    "flops_profiler_recompute_fwd_factor": lambda e: e._config.flops_profiler.recompute_fwd_factor,
-    # Checkpoints
-    "checkpoint_tag_validation_enabled": lambda e: e._config.checkpoint.tag_validation != "Ignore",
-    "checkpoint_tag_validation_fail": lambda e: e._config.checkpoint.tag_validation == "Fail",
-    "load_universal_checkpoint": lambda e: e._config.checkpoint.load_universal,
-    # Features that are never enabled, because they do not exist here
-    "amp_enabled": lambda e: False,
-    "use_node_local_storage": lambda e: False,
-    "pld_enabled": lambda e: False,
-    "curriculum_enabled_legacy": lambda e: False,
-    "random_ltd_enabled": lambda e: False,
-    "eigenvalue_enabled": lambda e: False,
-    "autotuning_enabled": lambda e: False,
-    "elasticity_enabled": lambda e: False,
-    "sparse_gradients_enabled": lambda e: False,
-    "is_deepcompile_enabled": lambda e: False,
-    "is_deepcompile_active": lambda e: False,
+    "zero_offload_param": (
+        lambda e: _offload(e._config.zero_optimization.offload_param),
+        "Return the section `zero_optimization.offload_param`, or None if it is off.",
+    ),
+    "zero_cpu_offload": (
+        lambda e: e._config.zero_optimization.offload_optimizer.device == "cpu",
+        "Return whether optimizer states are offloaded to host memory.",
+    ),
+    "torch_autocast_dtype": (
+        lambda e: e.runtime.settings.policy.autocast,
+        "Return the dtype of `torch.autocast`, or None if it is off.",
+    ),
+    "get_data_types": (
+        lambda e: (e.runtime.settings.policy.compute, e.runtime.settings.policy.accumulate),
+        "Return the dtypes of computation and of gradient accumulation.",
+    ),
+    "dynamic_loss_scale": (
+        lambda e: e.parts.scaler is not None and e.parts.scaler.dynamic,
+        "Return whether the loss scale is dynamic.",
+    ),
+    "dynamic_loss_scale_args": (
+        _scale_arguments,
+        "Return the arguments of the dynamic loss scale, or None without one.",
+    ),
+    "initial_dynamic_scale": (
+        lambda e: 2.0**e._config.fp16.initial_scale_power,
+        "Return the initial value of the dynamic loss scale.",
+    ),
+    "autotp_size": (_autotp_size, "Return the number of tensor-parallel ranks."),
+    "get_sequence_parallel_group": (
+        lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
+        "Return the process group of the sequence-parallel ranks.",
+    ),
+    "optimizer_name": (
+        _optimizer_name,
+        "Return the configured name of the optimizer, or else its class name.",
+    ),
+    "get_mom": (_mom, "Return the momentum or betas of each parameter group."),
+    "get_type": (
+        lambda e: [group.get("type") for group in _groups(e)],
+        "Return the entry `type` of each parameter group.",
+    ),
+    "data_efficiency_config": (
+        lambda e: data_efficiency(e.config),
+        "Return the section `data_efficiency` with its defaults, as a dict.",
+    ),
+    "data_sampling_enabled": (
+        lambda e: data_efficiency(e.config, "data_sampling")["enabled"],
+        "Return whether `data_efficiency.data_sampling` is enabled.",
+    ),
+    "data_sampling_config": (
+        lambda e: data_efficiency(e.config, "data_sampling"),
+        "Return the section `data_efficiency.data_sampling`, as a dict.",
+    ),
+    "curriculum_learning_enabled": (
+        lambda e: data_efficiency(e.config, *_CURRICULUM)["enabled"],
+        "Return whether samples are drawn by a curriculum.",
+    ),
+    "curriculum_learning_config": (
+        lambda e: data_efficiency(e.config, *_CURRICULUM),
+        "Return the section of the curriculum, as a dict.",
+    ),
+    "random_ltd_config": (
+        lambda e: data_efficiency(e.config, "data_routing", "random_ltd"),
+        "Return the section of random layerwise token dropping, as a dict.",
+    ),
+    "log_level": (
+        lambda e: e._config.log_level and e._config.log_level.upper(),
+        "Return the configured log level in upper case, or None.",
+    ),
+    "checkpoint_tag_validation_enabled": (
+        lambda e: e._config.checkpoint.tag_validation != "Ignore",
+        "Return whether checkpoint tags are compared across ranks.",
+    ),
+    "checkpoint_tag_validation_fail": (
+        lambda e: e._config.checkpoint.tag_validation == "Fail",
+        "Return whether different checkpoint tags are an error.",
+    ),
+}
+
+
+def _key_getter(key: str) -> Callable[[Engine], Any]:
+    read = attrgetter(f"_config.{key}")
+    return lambda engine: read(engine)
+
+
+GETTERS = COMPUTED | {
+    name: (_key_getter(key), f"Return the value of the configuration key `{key}`.")
+    for name, key in KEYS.items()
+}
+GETTERS |= {
+    name: (lambda engine: False, f"Return False: {feature} is not supported.")
+    for name, feature in DISABLED.items()
 }
 
 ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
@@ -573,8 +658,8 @@ class DeepSpeedEngine(ZeroEngine):
 
 # DeepSpeed has these as methods of the class, so a program may call
 # DeepSpeedEngine.gradient_clipping(engine).
-for _name, _getter in GETTERS.items():
-    _getter.__doc__ = GETTER_DOCS[_name]
+for _name, (_getter, _doc) in GETTERS.items():
+    _getter.__doc__ = _doc
     setattr(DeepSpeedEngine, _name, _getter)
 
 

@@ -9,7 +9,8 @@ token.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ from ...base.errors import ConfigError, NotBuiltError, UsageError, shown
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@dataclass(eq=False)
 class SparsityConfig:
     """Base class of the configurations. Custom ones override `make_layout`.
 
@@ -41,17 +43,21 @@ class SparsityConfig:
         num_heads: Number of heads.
         block: Block size in tokens.
         different_layout_per_head: Whether heads have different layouts.
+
+    Raises:
+        ConfigError: A value is invalid.
     """
 
     KIND: ClassVar[type[BlockLayout] | None] = None
 
-    def __init__(
-        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False
-    ) -> None:
-        self.num_heads = num_heads
-        self.block = block
-        self.different_layout_per_head = different_layout_per_head
-        self.num_layout_heads = num_heads if different_layout_per_head else 1
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
+        if self.KIND is not None:
+            self.layout_for(self.block)  # raises if a value is invalid
 
     def setup_layout(self, seq_len: int) -> Tensor:
         """Return an empty layout of shape ``(heads, blocks, blocks)``.
@@ -107,6 +113,7 @@ class DenseSparsityConfig(SparsityConfig):
     KIND = Dense
 
 
+@dataclass(eq=False)
 class FixedSparsityConfig(SparsityConfig):
     """Local windows with global blocks; see `deepseek_zero.attention.layouts.Fixed`.
 
@@ -123,26 +130,14 @@ class FixedSparsityConfig(SparsityConfig):
 
     KIND = Fixed
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_local_blocks: int = 4,
-        num_global_blocks: int = 1,
-        attention: Direction = "bidirectional",
-        horizontal_global_attention: bool = False,
-        num_different_global_patterns: int = 1,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        self.num_local_blocks = num_local_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = num_different_global_patterns
-        self.layout_for(block)  # raises if the values are invalid
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: Direction = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
 
 
+@dataclass(eq=False)
 class VariableSparsityConfig(SparsityConfig):
     """Windows of given sizes with global and random blocks.
 
@@ -162,30 +157,15 @@ class VariableSparsityConfig(SparsityConfig):
 
     KIND = Variable
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 0,
-        local_window_blocks: Iterable[int] = (4,),
-        global_block_indices: Iterable[int] = (0,),
-        global_block_end_indices: Iterable[int] | None = None,
-        attention: Direction = "bidirectional",
-        horizontal_global_attention: bool = False,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        self.num_random_blocks = num_random_blocks
-        self.local_window_blocks = list(local_window_blocks)
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = (
-            None if global_block_end_indices is None else list(global_block_end_indices)
-        )
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
-        self.layout_for(block)
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: Direction = "bidirectional"
+    horizontal_global_attention: bool = False
 
 
+@dataclass(eq=False)
 class BigBirdSparsityConfig(SparsityConfig):
     """A sliding window with global blocks at the start and random blocks.
 
@@ -203,24 +183,13 @@ class BigBirdSparsityConfig(SparsityConfig):
 
     KIND = BigBird
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 1,
-        num_sliding_window_blocks: int = 3,
-        num_global_blocks: int = 1,
-        attention: Direction = "bidirectional",
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        self.num_random_blocks = num_random_blocks
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
-        self.layout_for(block)
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: Direction = "bidirectional"
 
 
+@dataclass(eq=False)
 class BSLongformerSparsityConfig(SparsityConfig):
     """A sliding window with global blocks.
 
@@ -238,26 +207,13 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
     KIND = BSLongformer
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_sliding_window_blocks: int = 3,
-        global_block_indices: Iterable[int] = (0,),
-        global_block_end_indices: Iterable[int] | None = None,
-        attention: Direction = "bidirectional",
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.attention = attention
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = (
-            None if global_block_end_indices is None else list(global_block_end_indices)
-        )
-        self.layout_for(block)
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: Direction = "bidirectional"
 
 
+@dataclass(eq=False)
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """A sliding window; see `deepseek_zero.attention.layouts.LocalSlidingWindow`.
 
@@ -270,17 +226,9 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
     KIND = LocalSlidingWindow
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        num_sliding_window_blocks: int = 3,
-        attention: Direction = "unidirectional",
-    ) -> None:
-        super().__init__(num_heads, block)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.attention = attention
-        self.layout_for(block)
+    different_layout_per_head: bool = field(default=False, init=False)
+    num_sliding_window_blocks: int = 3
+    attention: Direction = "unidirectional"
 
 
 _MODES = ("add", "mul")
@@ -356,24 +304,16 @@ class SparseSelfAttention(nn.Module):
         biases = list[Tensor]()
         if rpe is not None:
             biases.append(rpe.reshape((1,) * (4 - rpe.dim()) + rpe.shape))
-        if key_padding_mask is not None:
-            padding = key_padding_mask.reshape(query.shape[0], 1, 1, tokens)
-            if self.key_padding_mask_mode != "add":
-                padding = padding != 0
-            biases.append(padding)
-        if attn_mask is not None:
-            allowed = attn_mask.reshape(1, 1, tokens, tokens)
-            if self.attn_mask_mode != "add":
-                allowed = allowed != 0
-            biases.append(allowed)
+        for mask, mode, shape in (
+            (key_padding_mask, self.key_padding_mask_mode, (-1, 1, 1, tokens)),
+            (attn_mask, self.attn_mask_mode, (1, 1, tokens, tokens)),
+        ):
+            if mask is not None:
+                biases.append(mask.reshape(shape) if mode == "add" else mask.reshape(shape) != 0)
         return SparseAttention(self._layout(tokens))(query, key, value, biases=biases)
 
     def _layout(self, tokens: int) -> BlockLayout:
-        layout = (
-            self.sparsity_config.layout_for(tokens)
-            if tokens not in self._known
-            else self._known[tokens]
-        )
+        layout = self._known.get(tokens) or self.sparsity_config.layout_for(tokens)
         # A Listed layout is only equal to itself, and the plan of a layout is found by equality.
         if isinstance(layout, Listed):
             self._known[tokens] = layout
@@ -589,12 +529,16 @@ class SparseAttentionUtils:
         if inputs_embeds is not None:
             tokens = torch.full((given.shape[0], added), pad_token_id, device=given.device)
             inputs_embeds = torch.cat((inputs_embeds, model_embeddings(tokens)), 1)
+
+        def padded(values: Tensor | None, fill: int = 0) -> Tensor | None:
+            return None if values is None else pad(values, (0, added), value=fill)
+
         return (
             added,
-            None if input_ids is None else pad(input_ids, (0, added), value=pad_token_id),
-            None if attention_mask is None else pad(attention_mask, (0, added)),
-            None if token_type_ids is None else pad(token_type_ids, (0, added)),
-            None if position_ids is None else pad(position_ids, (0, added), value=pad_token_id),
+            padded(input_ids, pad_token_id),
+            padded(attention_mask),
+            padded(token_type_ids),
+            padded(position_ids, pad_token_id),
             inputs_embeds,
         )
 

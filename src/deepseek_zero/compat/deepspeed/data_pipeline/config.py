@@ -6,32 +6,62 @@ Each function takes the dictionary that contains its section and does not change
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ....base.errors import UsageError
 
 Given = Mapping[str, Any]
 
+# DeepSpeed's function -> the section, the key in it, the default, which also gives the type
+SCALARS: dict[str, tuple[str, str, Any]] = {
+    "get_data_efficiency_enabled": ("data_efficiency", "enabled", False),
+    "get_data_efficiency_seed": ("data_efficiency", "seed", 1234),
+    "get_data_sampling_enabled": ("data_sampling", "enabled", False),
+    "get_data_sampling_num_epochs": ("data_sampling", "num_epochs", 1000),
+    "get_data_sampling_num_workers": ("data_sampling", "num_workers", 0),
+    "get_data_sampling_pin_memory": ("data_sampling", "pin_memory", False),
+    "get_curriculum_learning_enabled": ("curriculum_learning", "enabled", False),
+    "get_data_routing_enabled": ("data_routing", "enabled", False),
+    "get_random_ltd_enabled": ("random_ltd", "enabled", False),
+}
+
+
+def _scalar(section: str, key: str, default: Any, param_dict: Given) -> Any:
+    return type(default)(_part(param_dict, section).get(key, default))
+
+
+def _params(section: str, param_dict: Given) -> dict[str, Any]:
+    """Return a section without "enabled"."""
+    return {key: value for key, value in _part(param_dict, section).items() if key != "enabled"}
+
+
+_FUNCTIONS: dict[str, Any] = {name: partial(_scalar, *row) for name, row in SCALARS.items()} | {
+    "get_curriculum_learning_params": partial(_params, "curriculum_learning"),
+    "get_random_ltd_params": partial(_params, "random_ltd"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _scalars(section: str, param_dict: Given) -> dict[str, Any]:
+    """Return the values of SCALARS in a section."""
+    rows = [row for row in SCALARS.values() if row[0] == section]
+    return {row[1]: _scalar(*row, param_dict) for row in rows}
+
 
 def get_data_efficiency_config(param_dict: Given) -> dict[str, Any]:
     """Return the section `data_efficiency` of a configuration with all defaults."""
     given = _part(param_dict, "data_efficiency")
     return {
-        "enabled": get_data_efficiency_enabled(param_dict),
-        "seed": get_data_efficiency_seed(param_dict),
+        **_scalars("data_efficiency", param_dict),
         "data_sampling": get_data_sampling(given),
         "data_routing": get_data_routing(given),
     }
-
-
-def get_data_efficiency_enabled(param_dict: Given) -> bool:
-    """Return whether data efficiency is enabled; False by default."""
-    return bool(_part(param_dict, "data_efficiency").get("enabled", False))
-
-
-def get_data_efficiency_seed(param_dict: Given) -> int:
-    """Return the random seed of data efficiency; 1234 by default."""
-    return int(_part(param_dict, "data_efficiency").get("seed", 1234))
 
 
 def get_data_sampling(param_dict: Given) -> dict[str, Any]:
@@ -39,33 +69,10 @@ def get_data_sampling(param_dict: Given) -> dict[str, Any]:
     given = _part(param_dict, "data_sampling")
     return {
         **given,
-        "enabled": get_data_sampling_enabled(param_dict),
-        "num_epochs": get_data_sampling_num_epochs(param_dict),
-        "num_workers": get_data_sampling_num_workers(param_dict),
-        "pin_memory": get_data_sampling_pin_memory(param_dict),
+        **_scalars("data_sampling", param_dict),
         "curriculum_learning": get_curriculum_learning(given),
         "dynamic_batching": get_dynamic_batching(given),
     }
-
-
-def get_data_sampling_enabled(param_dict: Given) -> bool:
-    """Return whether data sampling is enabled; False by default."""
-    return bool(_part(param_dict, "data_sampling").get("enabled", False))
-
-
-def get_data_sampling_num_epochs(param_dict: Given) -> int:
-    """Return the number of epochs; 1000 by default."""
-    return int(_part(param_dict, "data_sampling").get("num_epochs", 1000))
-
-
-def get_data_sampling_num_workers(param_dict: Given) -> int:
-    """Return the number of workers of the data loader; 0 by default."""
-    return int(_part(param_dict, "data_sampling").get("num_workers", 0))
-
-
-def get_data_sampling_pin_memory(param_dict: Given) -> bool:
-    """Return whether the data loader pins memory; False by default."""
-    return bool(_part(param_dict, "data_sampling").get("pin_memory", False))
 
 
 def get_curriculum_learning(param_dict: Given) -> dict[str, Any]:
@@ -74,9 +81,9 @@ def get_curriculum_learning(param_dict: Given) -> dict[str, Any]:
     Raises:
         UsageError: It is enabled and has no metric.
     """
-    if not get_curriculum_learning_enabled(param_dict):
+    if not _part(param_dict, "curriculum_learning").get("enabled", False):
         return {"enabled": False}
-    found = get_curriculum_learning_params(param_dict)
+    found = _params("curriculum_learning", param_dict)
     if not isinstance(found.get("curriculum_metrics"), Mapping) or not found["curriculum_metrics"]:
         raise UsageError(
             "Curriculum learning is enabled, curriculum_metrics must be specified.",
@@ -84,20 +91,6 @@ def get_curriculum_learning(param_dict: Given) -> dict[str, Any]:
             "name one in data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.",
         )
     return {"enabled": True, **found}
-
-
-def get_curriculum_learning_enabled(param_dict: Given) -> bool:
-    """Return whether curriculum learning is enabled; False by default."""
-    return bool(_part(param_dict, "curriculum_learning").get("enabled", False))
-
-
-def get_curriculum_learning_params(param_dict: Given) -> dict[str, Any]:
-    """Return the section about curriculum learning without "enabled"."""
-    return {
-        name: value
-        for name, value in _part(param_dict, "curriculum_learning").items()
-        if name != "enabled"
-    }
 
 
 def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
@@ -127,32 +120,15 @@ def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
 def get_data_routing(param_dict: Given) -> dict[str, Any]:
     """Return the section about data routing with its defaults."""
     given = _part(param_dict, "data_routing")
-    return {"enabled": get_data_routing_enabled(param_dict), "random_ltd": get_random_ltd(given)}
-
-
-def get_data_routing_enabled(param_dict: Given) -> bool:
-    """Return whether data routing is enabled; False by default."""
-    return bool(_part(param_dict, "data_routing").get("enabled", False))
+    return {**_scalars("data_routing", param_dict), "random_ltd": get_random_ltd(given)}
 
 
 def get_random_ltd(param_dict: Given) -> dict[str, Any]:
     """Return the section about random layer token dropping with its defaults."""
     found: dict[str, Any] = {"enabled": False, "layer_token_lr_schedule": {"enabled": False}}
-    if get_random_ltd_enabled(param_dict):
-        found |= {"enabled": True, **get_random_ltd_params(param_dict)}
+    if _part(param_dict, "random_ltd").get("enabled", False):
+        found |= {"enabled": True, **_params("random_ltd", param_dict)}
     return found
-
-
-def get_random_ltd_enabled(param_dict: Given) -> bool:
-    """Return whether random layer token dropping is enabled; False by default."""
-    return bool(_part(param_dict, "random_ltd").get("enabled", False))
-
-
-def get_random_ltd_params(param_dict: Given) -> dict[str, Any]:
-    """Return the section about random layer token dropping without "enabled"."""
-    return {
-        name: value for name, value in _part(param_dict, "random_ltd").items() if name != "enabled"
-    }
 
 
 def _part(given: Given, name: str) -> Given:
