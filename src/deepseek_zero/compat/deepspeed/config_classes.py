@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum, StrEnum
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ from ...base.log import logger
 from ...config.text import read
 from .constants import OffloadDeviceEnum, ZeroStageEnum
 
-ON_THE_HOST: dict[str, Any] = {"device": "cpu"}
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 # transformers' mixture-of-experts blocks, in which a rank may not use every expert
 DEFAULT_LEAF_CLASSES = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -89,9 +90,9 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
-    buffer_count: int = Field(5, ge=0)
-    buffer_size: int = Field(100_000_000, ge=0)
-    max_in_cpu: int = Field(1_000_000_000, ge=0)
+    buffer_count: Count = 5
+    buffer_size: Count = 100_000_000
+    max_in_cpu: Count = 1_000_000_000
     pin_memory: bool = True
 
 
@@ -100,14 +101,14 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
-    buffer_count: int = Field(4, ge=0)
+    buffer_count: Count = 4
     pin_memory: bool = True
     pipeline_read: bool = False
     pipeline_write: bool = False
     fast_init: bool = False
-    ratio: float = Field(1.0, ge=0.0, le=1.0)
+    ratio: Share = 1.0
     super_offload: bool = False
-    cpuadam_cores_perc: float = Field(0.8, ge=0.0, le=1.0)
+    cpuadam_cores_perc: Share = 0.8
 
     @property
     def pipeline(self) -> bool:
@@ -128,9 +129,9 @@ class OffloadStateTypeEnum(StrEnum):
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     """Section `zero_optimization.leaf_module`; a string is the same as a list of one."""
 
-    classes: list[str] = Field(default_factory=lambda: list(DEFAULT_LEAF_CLASSES))
-    names: list[str] = Field(default_factory=list)
-    name_suffixes: list[str] = Field(default_factory=list)
+    classes: list[str] = DEFAULT_LEAF_CLASSES
+    names: list[str] = []
+    name_suffixes: list[str] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -157,9 +158,9 @@ class ZenFlowConfig(DeepSpeedConfigModel):
     update_interval: str | int = "auto"
     overlap_step: bool = False
     offload: bool = False
-    auto_ratio: float = Field(0.99, ge=0.0, le=1.0)
+    auto_ratio: Share = 0.99
     full_warm_up_rounds: int = 0
-    pt_reserved_cores_perc: float = Field(0.5, ge=0.0, le=1.0)
+    pt_reserved_cores_perc: Share = 0.5
     steps_per_epoch: int | None = Field(default=None, exclude=True)
 
     @model_validator(mode="after")
@@ -183,16 +184,17 @@ def _replaced(name: str, make: Callable[[Any], Any] | None = None, sets: bool = 
     return Field(None, json_schema_extra=about)
 
 
-def _host_params(is_on: bool | None) -> DeepSpeedZeroOffloadParamConfig | None:
-    return DeepSpeedZeroOffloadParamConfig(**ON_THE_HOST) if is_on else None
+def _on_the_host(is_on: bool | None) -> dict[str, Any] | None:
+    """Return the section that replaces `cpu_offload` or `cpu_offload_param`."""
+    return {"device": "cpu"} if is_on else None
 
 
-def _host_optimizer(is_on: bool | None) -> DeepSpeedZeroOffloadOptimizerConfig | None:
-    return DeepSpeedZeroOffloadOptimizerConfig(**ON_THE_HOST) if is_on else None
-
-
-def _elements(alias: str, default: int) -> Any:
-    return Field(default, ge=0, alias=alias)
+# Fields of DeepSpeedZeroConfig whose names may have the prefix "stage3_"
+_STAGE_3 = frozenset(
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold "
+    "max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save "
+    "module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential".split()
+)
 
 
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
@@ -201,13 +203,17 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     Fields of stage 3 accept names with and without the prefix "stage3_".
     """
 
+    model_config = ConfigDict(
+        alias_generator=lambda name: f"stage3_{name}" if name in _STAGE_3 else name
+    )
+
     stage: ZeroStageEnum = ZeroStageEnum.disabled
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
     reduce_bucket_size: int = Field(500_000_000, gt=0)
     use_multi_rank_bucket_allreduce: bool = True
     allgather_partitions: bool = True
-    allgather_bucket_size: int = Field(500_000_000, ge=0)
+    allgather_bucket_size: Count = 500_000_000
     overlap_comm: bool | None = None
     compute_grad_norm: bool = True
     load_from_fp32_weights: bool = True
@@ -215,25 +221,21 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
     zenflow: ZenFlowConfig | None = None
-    sub_group_size: int = Field(1_000_000_000, ge=0)
-    cpu_offload_param: bool | None = _replaced("offload_param", _host_params)
+    sub_group_size: Count = 1_000_000_000
+    cpu_offload_param: bool | None = _replaced("offload_param", _on_the_host)
     cpu_offload_use_pin_memory: bool | None = _replaced(
         "offload_param or offload_optimizer", sets=False
     )
-    cpu_offload: bool | None = _replaced("offload_optimizer", _host_optimizer)
-    prefetch_bucket_size: int = _elements("stage3_prefetch_bucket_size", 50_000_000)
-    param_persistence_threshold: int = _elements("stage3_param_persistence_threshold", 100_000)
-    model_persistence_threshold: int = _elements("stage3_model_persistence_threshold", sys.maxsize)
-    max_live_parameters: int = _elements("stage3_max_live_parameters", 1_000_000_000)
-    max_reuse_distance: int = _elements("stage3_max_reuse_distance", 1_000_000_000)
-    gather_16bit_weights_on_model_save: bool = Field(
-        False, alias="stage3_gather_16bit_weights_on_model_save"
-    )
-    module_granularity_threshold: int = Field(0, alias="stage3_module_granularity_threshold")
-    use_all_reduce_for_fetch_params: bool = Field(
-        False, alias="stage3_use_all_reduce_for_fetch_params"
-    )
-    allgather_sequential: bool = Field(False, alias="stage3_allgather_sequential")
+    cpu_offload: bool | None = _replaced("offload_optimizer", _on_the_host)
+    prefetch_bucket_size: Count = 50_000_000
+    param_persistence_threshold: Count = 100_000
+    model_persistence_threshold: Count = sys.maxsize
+    max_live_parameters: Count = 1_000_000_000
+    max_reuse_distance: Count = 1_000_000_000
+    gather_16bit_weights_on_model_save: bool = False
+    module_granularity_threshold: int = 0
+    use_all_reduce_for_fetch_params: bool = False
+    allgather_sequential: bool = False
     stage3_gather_fp16_weights_on_model_save: bool | None = _replaced(
         "gather_16bit_weights_on_model_save"
     )
@@ -241,7 +243,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     legacy_stage1: bool = False
     round_robin_gradients: bool = False
     parameter_alignment: bool = False
-    zero_hpz_partition_size: int = Field(1, ge=0)
+    zero_hpz_partition_size: Count = 1
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False
     zero_quantized_gradients: bool = False
@@ -251,9 +253,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     log_trace_cache_warnings: bool = False
     enable_sanity_checks: bool = False
     save_muon_momentum_buffer_in_memory: bool = False
-    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
-        default_factory=DeepSpeedZeroLeafModuleConfig
-    )
+    leaf_module: DeepSpeedZeroLeafModuleConfig = DeepSpeedZeroLeafModuleConfig()
 
     @model_validator(mode="after")
     def _together(self) -> DeepSpeedZeroConfig:
@@ -379,10 +379,10 @@ class CometConfig(DeepSpeedConfigModel):
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
     """Settings for the four monitors, one field per section."""
 
-    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
-    comet: CometConfig = Field(default_factory=CometConfig)
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
-    csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    comet: CometConfig = CometConfig()
+    wandb: WandbConfig = WandbConfig()
+    csv_monitor: CSVConfig = CSVConfig()
 
     @property
     def enabled(self) -> bool:
@@ -395,7 +395,7 @@ class CommsLoggerConfig(DeepSpeedConfigModel):
 
     enabled: bool = False
     prof_all: bool = True
-    prof_ops: list[str] = Field(default_factory=list)
+    prof_ops: list[str] = []
     verbose: bool = False
     debug: bool = False
 
@@ -546,42 +546,57 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
     return field.get_default(call_default_factory=True)
 
 
-# function -> (dotted key, default)
-SCALARS: dict[str, tuple[str, Any]] = {
-    "get_train_batch_size": ("train_batch_size", None),
-    "get_train_micro_batch_size_per_gpu": ("train_micro_batch_size_per_gpu", None),
-    "get_gradient_accumulation_steps": ("gradient_accumulation_steps", None),
-    "get_managed_gradient_accumulation": ("managed_gradient_accumulation", True),
-    "get_steps_per_print": ("steps_per_print", None),
-    "get_dump_state": ("dump_state", False),
-    "get_disable_python_gc": ("disable_python_gc", False),
-    "get_disable_allgather": ("disable_allgather", False),
-    "get_prescale_gradients": ("prescale_gradients", False),
-    "get_gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
-    "get_gradient_clipping": ("gradient_clipping", 1.0),
-    "get_torch_autocast_enabled": ("torch_autocast.enabled", False),
-    "get_lower_precision_safe_modules": ("torch_autocast.lower_precision_safe_modules", None),
-    "get_optimizer_name": ("optimizer.type", None),
-    "get_optimizer_params": ("optimizer.params", None),
-    "get_optimizer_gradient_clipping": ("optimizer.params.max_grad_norm", None),
-    "get_optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
-    "get_zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
-    "get_zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
-    "get_scheduler_name": ("scheduler.type", None),
-    "get_scheduler_params": ("scheduler.params", None),
-    "get_wall_clock_breakdown": ("wall_clock_breakdown", False),
-    "get_memory_breakdown": ("memory_breakdown", False),
-    "get_expert_data_topo_config": ("use_data_before_expert_parallelism", False),
-    "get_dataloader_drop_last": ("dataloader_drop_last", False),
-    "get_log_level": ("log_level", None),
-    "get_checkpoint_params": ("checkpoint", {}),
-    "get_data_types_params": ("data_types", {}),
-    "get_aio_config": ("aio", {}),
-    "get_timers_config": ("timers", {}),
-    "get_tensor_parallel_config": ("tensor_parallel", {}),
-    "get_expert_parallel_config": ("expert_parallel", {}),
-    "get_data_efficiency_config": ("data_efficiency", {}),
-    "get_data_efficiency_enabled": ("data_efficiency.enabled", False),
+# Keys of the configuration and their defaults. The function `get_a_b` reads the key `a.b`.
+KEYS: dict[str, Any] = {
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "gradient_accumulation_steps": None,
+    "managed_gradient_accumulation": True,
+    "steps_per_print": None,
+    "dump_state": False,
+    "disable_python_gc": False,
+    "disable_allgather": False,
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "gradient_clipping": 1.0,
+    "torch_autocast.enabled": False,
+    "torch_autocast.lower_precision_safe_modules": None,
+    "optimizer.type": None,
+    "optimizer.params": None,
+    "optimizer.params.max_grad_norm": None,
+    "optimizer.legacy_fusion": False,
+    "zero_allow_untested_optimizer": False,
+    "zero_force_ds_cpu_optimizer": True,
+    "scheduler.type": None,
+    "scheduler.params": None,
+    "wall_clock_breakdown": False,
+    "memory_breakdown": False,
+    "use_data_before_expert_parallelism": False,
+    "dataloader_drop_last": False,
+    "log_level": None,
+    "checkpoint": {},
+    "data_types": {},
+    "aio": {},
+    "timers": {},
+    "tensor_parallel": {},
+    "expert_parallel": {},
+    "data_efficiency": {},
+    "data_efficiency.enabled": False,
+}
+# Keys whose function has another name
+NAMES = {
+    "torch_autocast.lower_precision_safe_modules": "lower_precision_safe_modules",
+    "optimizer.type": "optimizer_name",
+    "optimizer.params.max_grad_norm": "optimizer_gradient_clipping",
+    "scheduler.type": "scheduler_name",
+    "use_data_before_expert_parallelism": "expert_data_topo_config",
+    "checkpoint": "checkpoint_params",
+    "data_types": "data_types_params",
+    "aio": "aio_config",
+    "timers": "timers_config",
+    "tensor_parallel": "tensor_parallel_config",
+    "expert_parallel": "expert_parallel_config",
+    "data_efficiency": "data_efficiency_config",
 }
 
 
@@ -594,7 +609,10 @@ def _key(path: str, default: Any, param_dict: Mapping[str, Any]) -> Any:
     return found
 
 
-_FUNCTIONS = {name: partial(_key, *about) for name, about in SCALARS.items()}
+_FUNCTIONS = {
+    f"get_{NAMES.get(path) or path.replace('.', '_')}": partial(_key, path, default)
+    for path, default in KEYS.items()
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -709,6 +727,37 @@ REMOVED = (
 ).split()
 
 
+# Attributes of DeepSpeedConfig, in addition to those of KEYS, and the functions that read them
+_SECTIONS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "gradient_allreduce_op": get_gradient_allreduce_op,
+    "communication_data_type": get_communication_data_type,
+    "seq_parallel_communication_data_type": partial(
+        get_communication_data_type,
+        comm_type="seq_parallel_communication_data_type",
+        comm_data_type_default=torch.float32,
+    ),
+    "zero_config": get_zero_config,
+    "activation_checkpointing_config": DeepSpeedActivationCheckpointingConfig,
+    "comms_config": DeepSpeedCommsConfig,
+    "monitor_config": get_monitor_config,
+    "float16_config": get_float16_config,
+    "bfloat16_config": get_bfloat16_config,
+    "torch_autocast_dtype": get_torch_autocast_dtype,
+    "torch_autocast_lower_precision_safe_modules": _FUNCTIONS["get_lower_precision_safe_modules"],
+    "flops_profiler_config": DeepSpeedFlopsProfilerConfig,
+    "hybrid_engine": get_hybrid_engine_config,
+    "pipeline": get_pipeline_config,
+    "compile_config": lambda given: CompileConfig(**given.get("compile", {})),
+    "load_universal_checkpoint": partial(_key, "checkpoint.load_universal", False),
+    "use_node_local_storage": partial(_key, "checkpoint.use_node_local_storage", False),
+    "checkpoint_config": _FUNCTIONS["get_checkpoint_params"],
+    "grad_accum_dtype": partial(_key, "data_types.grad_accum_dtype", None),
+    "param_dtype": partial(_key, "data_types.param_dtype", None),
+    "buffer_dtype": partial(_key, "data_types.buffer_dtype", None),
+    "use_data_before_expert_parallel_": _FUNCTIONS["get_expert_data_topo_config"],
+}
+
+
 class DeepSpeedConfig:
     """A whole configuration with all batch sizes and its sections as objects.
 
@@ -728,6 +777,13 @@ class DeepSpeedConfig:
     train_batch_size: Any
     train_micro_batch_size_per_gpu: Any
     gradient_accumulation_steps: Any
+    gradient_allreduce_op: str
+    wall_clock_breakdown: bool
+    zero_config: DeepSpeedZeroConfig
+    float16_config: DeepSpeedFP16Config
+    bfloat16_config: DeepSpeedBF16Config
+    compile_config: CompileConfig
+    flops_profiler_config: Any
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self._param_dict: dict[str, Any] = _read(config)
@@ -744,47 +800,15 @@ class DeepSpeedConfig:
         self._refuse_contradictions()
 
     def _read_sections(self, given: Mapping[str, Any]) -> None:
-        for name, function in _FUNCTIONS.items():
+        for name, function in (_FUNCTIONS | _SECTIONS).items():
             setattr(self, name.removeprefix("get_"), function(given))
-        self.gradient_allreduce_op = get_gradient_allreduce_op(given)
-        self.communication_data_type = get_communication_data_type(given)
-        self.seq_parallel_communication_data_type = get_communication_data_type(
-            given, "seq_parallel_communication_data_type", torch.float32
-        )
-        self.zero_config = get_zero_config(given)
         self.zero_optimization_stage = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
-        self.activation_checkpointing_config = DeepSpeedActivationCheckpointingConfig(given)
-        self.comms_config = DeepSpeedCommsConfig(given)
-        self.monitor_config = get_monitor_config(given)
-        self.float16_config = get_float16_config(given)
-        self.bfloat16_config = get_bfloat16_config(given)
-        self.torch_autocast_dtype = get_torch_autocast_dtype(given)
-        self.torch_autocast_lower_precision_safe_modules = _FUNCTIONS[
-            "get_lower_precision_safe_modules"
-        ](given)
-        self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(given)
-        self.wall_clock_breakdown = given.get("wall_clock_breakdown", False) or _key(
-            "flops_profiler.enabled", False, given
-        )
-        self.hybrid_engine = get_hybrid_engine_config(given)
-        self.pipeline = get_pipeline_config(given)
-        self.compile_config = CompileConfig(**given.get("compile", {}))
-        checkpoint = given.get("checkpoint", {})
-        types = given.get("data_types", {})
-        mode = get_checkpoint_tag_validation_mode(checkpoint)
+        self.wall_clock_breakdown = self.wall_clock_breakdown or self.flops_profiler_config.enabled
+        mode = get_checkpoint_tag_validation_mode(given.get("checkpoint", {}))
         self.checkpoint_tag_validation_enabled = mode != ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail = mode == ValidationMode.FAIL
-        self.load_universal_checkpoint = checkpoint.get("load_universal", False)
-        self.use_node_local_storage = checkpoint.get("use_node_local_storage", False)
-        self.checkpoint_config = checkpoint
         self.checkpoint_parallel_write_pipeline = False
-        self.grad_accum_dtype = types.get("grad_accum_dtype")
-        self.param_dtype = types.get("param_dtype")
-        self.buffer_dtype = types.get("buffer_dtype")
-        self.use_data_before_expert_parallel_ = given.get(
-            "use_data_before_expert_parallelism", False
-        )
         self.eigenvalue_enabled = self.eigenvalue_verbose = False
 
     def _configure_train_batch_size(self) -> None:
@@ -824,14 +848,13 @@ class DeepSpeedConfig:
         assert not (self.float16_config.enabled and self.bfloat16_config.enabled), (
             "bfloat16 and fp16 modes cannot be simultaneously enabled"
         )
-        if self.gradient_allreduce_op == "sum":
-            for found, what in (
-                (self.zero_optimization_stage == 3, "ZeRO stage 3"),
-                (self.zero_config.zenflow is not None, "ZenFlow"),
-                (self.compile_config.deepcompile, "DeepCompile"),
-            ):
-                if found:
-                    raise ValueError(f"gradient_allreduce_op='sum' is not supported with {what}")
+        for found, what in (
+            (self.zero_optimization_stage == 3, "ZeRO stage 3"),
+            (self.zero_config.zenflow is not None, "ZenFlow"),
+            (self.compile_config.deepcompile, "DeepCompile"),
+        ):
+            if found and self.gradient_allreduce_op == "sum":
+                raise ValueError(f"gradient_allreduce_op='sum' is not supported with {what}")
         assert self.zero_enabled or not (
             self.float16_config.fp16_master_weights_and_grads
             or self.bfloat16_config.bf16_master_weights_and_grads
