@@ -6,6 +6,7 @@ library loads every checkpoint at any shape; the functions are for programs that
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -21,6 +22,7 @@ def partition_data(data_list: list[Any], num_partitions: int) -> list[list[Any]]
     return [data_list[start : start + size] for start in range(0, len(data_list), size)]
 
 
+@dataclass(eq=False)
 class meg_2d_parallel_map:
     """A list of data for each place (pipeline stage, tensor-parallel rank) of a grid.
 
@@ -29,10 +31,9 @@ class meg_2d_parallel_map:
         tp_degree: Number of tensor-parallel ranks.
     """
 
-    def __init__(self, pp_degree: int, tp_degree: int) -> None:
-        self.pp_degree = pp_degree
-        self.tp_degree = tp_degree
-        self.map: dict[tuple[int, int], list[Any]] = {}
+    pp_degree: int
+    tp_degree: int
+    map: dict[tuple[int, int], list[Any]] = field(default_factory=dict, init=False)
 
     def simple_init(self) -> None:
         """Assign each rank to its place, stage by stage."""
@@ -81,19 +82,15 @@ def reshape_meg_2d_parallel(
         verbose: Ignored.
     """
     assert new_pp_degree <= old_pp_degree and new_tp_degree <= old_tp_degree
-    old = meg_2d_parallel_map(old_pp_degree, old_tp_degree)
-    old.simple_init()
-    joined = meg_2d_parallel_map(old_pp_degree, new_tp_degree)
-    for stage in range(old_pp_degree):
-        for rank, part in enumerate(partition_data(old.get_data(pp_index=stage), new_tp_degree)):
-            joined.add_data(stage, rank, part)
     found = meg_2d_parallel_map(new_pp_degree, new_tp_degree)
-    for rank in range(new_tp_degree):
-        for stage, part in enumerate(partition_data(joined.get_data(tp_index=rank), new_pp_degree)):
-            found.add_data(stage, rank, part)
+    for new_stage, stages in enumerate(partition_data(list(range(old_pp_degree)), new_pp_degree)):
+        for new_rank, ranks in enumerate(partition_data(list(range(old_tp_degree)), new_tp_degree)):
+            old = [stage * old_tp_degree + rank for stage in stages for rank in ranks]
+            found.add_data(new_stage, new_rank, old)
     return found
 
 
+@dataclass(eq=False)
 class model_3d_desc:
     """Shape of a checkpoint.
 
@@ -103,10 +100,9 @@ class model_3d_desc:
         dp_degree: Number of data-parallel ranks.
     """
 
-    def __init__(self, pp_degree: int = 1, tp_degree: int = 1, dp_degree: int = 1) -> None:
-        self.pp_degree = pp_degree
-        self.tp_degree = tp_degree
-        self.dp_degree = dp_degree
+    pp_degree: int = 1
+    tp_degree: int = 1
+    dp_degree: int = 1
 
     def _axes(self) -> dict[str, int]:
         return {"PP": self.pp_degree, "TP": self.tp_degree, "DP": self.dp_degree}

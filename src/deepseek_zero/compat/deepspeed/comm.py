@@ -61,12 +61,6 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _allgather_fn(
-    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-) -> Any:
-    return _gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
 def _reduce_scatter_fn(
     output_tensor: Tensor,
     tensor: Tensor,
@@ -75,10 +69,6 @@ def _reduce_scatter_fn(
     async_op: bool = False,
 ) -> Any:
     return _scatter_from(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-def _inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-    return dist.all_reduce(tensor, op=op, group=group)
 
 
 def _all_reduce_coalesced(
@@ -157,9 +147,9 @@ def _into_each(
 
 # name -> (with a process group, without one)
 COLLECTIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "allgather_fn": (_allgather_fn, _into),
+    "allgather_fn": (_gather_into, _into),
     "reduce_scatter_fn": (_reduce_scatter_fn, _into),
-    "inference_all_reduce": (_inference_all_reduce, _unchanged),
+    "inference_all_reduce": (dist.all_reduce, _unchanged),
     "all_reduce_coalesced": (_all_reduce_coalesced, _unchanged),
     "all_gather_coalesced": (_all_gather_coalesced, _into_each),
 }

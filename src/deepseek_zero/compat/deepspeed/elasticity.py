@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.elasticity`: batch sizes that fit many numbers of ranks.
 
 DeepSpeed has removed this package, but cluster schedulers still use it. For each micro-batch size,
-and for their least common multiple, `elastic_batch` computes the largest batch that is this size
+and for their least common multiple, `_elastic_batch` computes the largest batch that is this size
 times a highly composite number. It selects the batch that the largest number of rank counts
 divides.
 """
@@ -9,9 +9,7 @@ divides.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 from ...base.errors import ConfigError, NotBuiltError
@@ -73,26 +71,17 @@ def compute_elastic_config(
         ElasticityIncompatibleWorldSize: The batch does not fit `world_size`.
     """
     section = _section(ds_config)
-    request = ElasticRequest(
-        section["max_train_batch_size"],
-        tuple(section["micro_batch_sizes"]),
-        section["min_gpus"],
-        section["max_gpus"],
-        section["prefer_larger_batch"],
-    )
-    found = elastic_batch(request)
-    if world_size and world_size not in found.ranks:
+    batch, ranks = _elastic_batch(section)
+    if world_size and world_size not in ranks:
         raise ElasticityIncompatibleWorldSize(
-            f"world size {world_size} cannot train with the elastic batch {found.batch}.",
-            fix=f"use one of these numbers of ranks: {', '.join(map(str, found.ranks))}.",
+            f"world size {world_size} cannot train with the elastic batch {batch}.",
+            fix=f"use one of these numbers of ranks: {', '.join(map(str, ranks))}.",
         )
     if not world_size and not return_microbatch:
-        return found.batch, list(found.ranks)
-    return found.batch, list(found.ranks), _micro_batch(found, request, world_size)
-
-
-def _micro_batch(found: ElasticBatch, request: ElasticRequest, world_size: int) -> int | None:
-    return found.micro_batch_for(world_size or found.ranks[0], request.micro_batches)
+        return batch, ranks
+    share = batch // (world_size or ranks[0])
+    fitting = [size for size in section["micro_batch_sizes"] if share % size == 0]
+    return batch, ranks, max(fitting, default=None)
 
 
 def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,26 +92,17 @@ def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
             "the configuration has no section `elasticity`.", fix="state one."
         )
     section = {**DEFAULTS, **given}
-    problems = [
-        (not section["enabled"], "elasticity.enabled is false"),
-        (
-            bool(unknown := sorted(given.keys() - DEFAULTS.keys())),
-            f"elasticity has no key {', '.join(unknown)}",
-        ),
-        (
-            not _count(section["max_train_batch_size"]),
-            "elasticity.max_train_batch_size is missing or not a count",
-        ),
-        (
-            not _counts(section["micro_batch_sizes"]),
-            "elasticity.micro_batch_sizes is missing or not a list of counts",
-        ),
-        (
-            not (_count(section["min_gpus"]) and _count(section["max_gpus"])),
-            "min_gpus and max_gpus count from 1",
-        ),
-    ]
-    wrong = [text for is_wrong, text in problems if is_wrong]
+    wrong = []
+    if not section["enabled"]:
+        wrong.append("elasticity.enabled is false")
+    if unknown := sorted(given.keys() - DEFAULTS.keys()):
+        wrong.append(f"elasticity has no key {', '.join(unknown)}")
+    if not _count(section["max_train_batch_size"]):
+        wrong.append("elasticity.max_train_batch_size is missing or not a count")
+    if not _counts(section["micro_batch_sizes"]):
+        wrong.append("elasticity.micro_batch_sizes is missing or not a list of counts")
+    if not _counts([section["min_gpus"], section["max_gpus"]]):
+        wrong.append("min_gpus and max_gpus count from 1")
     if wrong:
         raise ElasticityConfigError(f"{'; '.join(wrong)}.", fix="correct the section `elasticity`.")
     _refuse(ds_config, section)
@@ -158,115 +138,37 @@ def _counts(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and bool(values) and all(map(_count, values))
 
 
-# a limit for the search: a batch of a million micro-batches
-MOST_FACTOR = 10**6
-
-
-@dataclass(frozen=True)
-class ElasticRequest:
-    """Constraints on an elastic batch.
-
-    Attributes:
-        max_batch: Largest number of samples per step.
-        micro_batches: Possible micro-batch sizes of a rank.
-        min_ranks: Smallest number of ranks.
-        max_ranks: Largest number of ranks.
-        prefer_larger: Prefer the larger of two batches that fit equally many numbers of ranks.
-    """
-
-    max_batch: int
-    micro_batches: tuple[int, ...]
-    min_ranks: int = 1
-    max_ranks: int = 10_000
-    prefer_larger: bool = True
-
-
-@dataclass(frozen=True)
-class ElasticBatch:
-    """An elastic batch.
-
-    Attributes:
-        batch: Samples per step.
-        ranks: Possible numbers of ranks.
-    """
-
-    batch: int
-    ranks: tuple[int, ...]
-
-    def micro_batch_for(self, ranks: int, micro_batches: Sequence[int]) -> int | None:
-        """Return the largest micro-batch size for a number of ranks, or None if none fits.
-
-        Args:
-            ranks: Number of ranks.
-            micro_batches: Possible sizes.
-        """
-        share, rest = divmod(self.batch, ranks)
-        return max((size for size in micro_batches if not rest and share % size == 0), default=None)
-
-
-def elastic_batch(request: ElasticRequest) -> ElasticBatch:
-    """Return the batch that fits the largest number of rank counts.
-
-    `prefer_larger` decides between batches that fit equally many.
-    """
-    sizes = {*request.micro_batches, math.lcm(*request.micro_batches)}
-    bases = [size for size in sizes if size <= request.max_batch]
-    candidates = sorted({_largest_multiple(base, request.max_batch) for base in bases})
-    found = [ElasticBatch(batch, _ranks_of(batch, request)) for batch in candidates]
-    sign = 1 if request.prefer_larger else -1
-    return max(found, key=lambda one: (len(one.ranks), sign * one.batch))
-
-
-def _largest_multiple(base: int, limit: int) -> int:
-    """Return the largest `base` * highly composite number that is at most `limit`.
-
-    `limit` must be at least `base`.
-    """
-    return base * max(each for each in highly_composite() if each <= limit // base)
-
-
-def _ranks_of(batch: int, request: ElasticRequest) -> tuple[int, ...]:
-    counts = set[int]()
-    for size in request.micro_batches:
-        if batch % size == 0:
-            counts |= _divisors(batch // size)
-    return tuple(
-        sorted(count for count in counts if request.min_ranks <= count <= request.max_ranks)
+# The highly composite numbers up to a million: each has more divisors than any smaller number.
+HIGHLY_COMPOSITE = tuple(
+    map(
+        int,
+        "1 2 4 6 12 24 36 48 60 120 180 240 360 720 840 1260 1680 2520 5040 7560 10080 15120 20160 "
+        "25200 27720 45360 50400 55440 83160 110880 166320 221760 277200 332640 498960 554400 "
+        "665280 720720".split(),
     )
+)
 
 
-def _divisors(number: int) -> set[int]:
-    small = {each for each in range(1, math.isqrt(number) + 1) if number % each == 0}
-    return small | {number // each for each in small}
+def _elastic_batch(section: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """Return the batch that fits the largest number of rank counts, and these counts.
 
-
-@cache
-def highly_composite() -> tuple[int, ...]:
-    """Return the highly composite numbers up to MOST_FACTOR.
-
-    A highly composite number has more divisors than any smaller number.
-    It is a product of the first primes with non-increasing exponents, so only such products are
-    enumerated.
+    `prefer_larger_batch` decides between batches that fit equally many.
     """
-    products = {1: 1}  # number -> number of its divisors
-    _extend(products, 1, 1, (2, 3, 5, 7, 11, 13, 17), 64)
-    found = []
-    most = 0
-    for number in sorted(products):
-        if products[number] > most:
-            most = products[number]
-            found.append(number)
-    return tuple(found)
+    most = section["max_train_batch_size"]
+    sizes = section["micro_batch_sizes"]
+    batches = {
+        size * max(number for number in HIGHLY_COMPOSITE if number <= most // size)
+        for size in (*sizes, math.lcm(*sizes))
+        if size <= most
+    }
+    sign = 1 if section["prefer_larger_batch"] else -1
+    found = [(batch, _ranks_of(batch, section)) for batch in batches]
+    return max(found, key=lambda row: (len(row[1]), sign * row[0]))
 
 
-def _extend(
-    products: dict[int, int], number: int, divisors: int, primes: tuple[int, ...], most: int
-) -> None:
-    if not primes:
-        return
-    for exponent in range(1, most + 1):
-        number *= primes[0]
-        if number > MOST_FACTOR:
-            return
-        products[number] = divisors * (exponent + 1)
-        _extend(products, number, divisors * (exponent + 1), primes[1:], exponent)
+def _ranks_of(batch: int, section: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of ranks that divide a batch into micro-batches of a possible size."""
+    shares = [batch // size for size in section["micro_batch_sizes"] if batch % size == 0]
+    most = min(section["max_gpus"], max(shares, default=0))
+    counts = range(section["min_gpus"], most + 1)
+    return [count for count in counts if any(share % count == 0 for share in shares)]

@@ -8,7 +8,7 @@ parameters and optimizer states.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import nn
@@ -121,7 +121,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         additional_buffer_factor: Factor for the bytes of the host.
     """
     rows = []
-    for optimizer, weights, init in _cases():
+    # Weights are never offloaded without the optimizer.
+    placements = ((True, True), (True, False), (False, False))
+    for (optimizer, weights), init in product(placements, (True, False)):
         host, device, _ = estimate_zero3_model_states_mem_needs(
             total_params,
             largest_layer_params,
@@ -196,29 +198,18 @@ def _states(
     stage: int, params: int, ranks: int, offload_states: bool, offload_weights: bool
 ) -> dict[Tier, int]:
     """Return the bytes of one rank on the device and on the host, for bf16 with Adam."""
-    state_tier = Tier.HOST if offload_states else Tier.DEVICE
-    weight_tier = Tier.HOST if offload_weights else Tier.DEVICE
+    tiers = (Tier.DEVICE, Tier.HOST)
     settings = PlanSettings(
         stage=stage,
         policy=Policy(compute=torch.bfloat16),
-        state_tier=state_tier,
-        weight_tier=weight_tier,
+        state_tier=tiers[offload_states],
+        weight_tier=tiers[offload_weights],
     )
     padded = -(-params // ranks) * ranks
     plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=ranks)
     found = total_bytes([GroupPlan.of_size(plan, padded, ranks)])
     host = found.pop(Tier.HOST.value, 0)
     return {Tier.HOST: host, Tier.DEVICE: sum(found.values())}
-
-
-def _cases() -> Iterator[tuple[bool, bool, bool]]:
-    """Yield (optimizer offloaded, weights offloaded, built by zero.Init).
-
-    Weights are never offloaded without the optimizer.
-    """
-    for optimizer, weights in ((True, True), (True, False), (False, False)):
-        for init in (True, False):
-            yield optimizer, weights, init
 
 
 def _place(offloaded: bool) -> str:

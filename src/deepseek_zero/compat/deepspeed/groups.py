@@ -10,6 +10,8 @@ The module can also be used as an mpu: `initialize(mpu=groups)`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ...base.errors import NotBuiltError, UsageError
@@ -167,38 +169,8 @@ def _made() -> dict[tuple[int, ...], Any]:
     return _Process.made
 
 
-def get_data_parallel_group() -> Any:
-    """Return the group of ranks with the same part of the model and different batches."""
-    return group_of(*DATA)
-
-
-def get_data_parallel_world_size() -> int:
-    """Return the number of data-parallel ranks."""
-    return mesh().data_size
-
-
-def get_data_parallel_rank() -> int:
-    """Return this rank's index among the data-parallel ranks."""
-    return mesh().data_index
-
-
 def _get_data_parallel_group_ranks() -> list[int]:
     return list(mesh().ranks_along(*DATA))
-
-
-def get_tensor_model_parallel_group() -> Any:
-    """Return the process group of the tensor-parallel ranks."""
-    return group_of(*TENSOR)
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of tensor-parallel ranks."""
-    return mesh().tp
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's index among the tensor-parallel ranks."""
-    return mesh().coordinates["tp"]
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -206,45 +178,54 @@ def get_tensor_model_parallel_src_rank() -> int:
     return mesh().ranks_along(*TENSOR)[0]
 
 
-def _get_sequence_parallel_group() -> Any:
-    return group_of(*SEQUENCE)
+# Kinds of groups in the names of DeepSpeed's functions, and their axes. In DeepSpeed's module,
+# model parallel and tensor parallel mean the same.
+AXES = {
+    "data_parallel": DATA,
+    "tensor_model_parallel": TENSOR,
+    "model_parallel": TENSOR,
+    "expert_model_parallel": TENSOR,
+    "sequence_parallel": SEQUENCE,
+    "sequence_data_parallel": REDUCE_AXES,
+    "pipeline_model_parallel": PIPE,
+}
 
 
-def _get_sequence_parallel_world_size() -> int:
-    return mesh().sp
+def getter(name: str, over: Callable[[], Mesh] | None = None) -> Callable[[], Any]:
+    """Return one of DeepSpeed's functions `get_KIND_group`, `..._world_size` and `..._rank`.
+
+    Args:
+        name: Name of the function, which may begin with an underscore.
+        over: Function that returns the mesh; None for the current one.
+
+    Raises:
+        AttributeError: There is no such function.
+    """
+    found = _GETTER.fullmatch(name)
+    if found is None:
+        raise AttributeError(f"no attribute {name!r}")
+    axes = AXES[found[1]]
+
+    def ranks() -> tuple[Mesh, tuple[int, ...]]:
+        here = mesh() if over is None else over()
+        return here, here.ranks_along(*axes)
+
+    def rank() -> int:
+        here, along = ranks()
+        return along.index(here.rank)
+
+    return {
+        "group": lambda: group_of(*axes, over=None if over is None else over()),
+        "world_size": lambda: len(ranks()[1]),
+        "rank": rank,
+    }[found[2]]
 
 
-def _get_sequence_parallel_rank() -> int:
-    return mesh().coordinates["sp"]
+_GETTER = re.compile(f"_?get_({'|'.join(AXES)})_(group|world_size|rank)")
 
 
-def _get_sequence_data_parallel_group() -> Any:
-    """Return the group of ranks whose gradients are summed."""
-    return group_of(*REDUCE_AXES)
-
-
-def _get_sequence_data_parallel_world_size() -> int:
-    return mesh().reduce_size
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    here = mesh()
-    return here.ranks_along(*REDUCE_AXES).index(here.rank)
-
-
-def get_pipeline_model_parallel_group() -> Any:
-    """Return the process group of the pipeline stages."""
-    return group_of(*PIPE)
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of pipeline stages."""
-    return mesh().pp
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Return this rank's pipeline stage."""
-    return mesh().coordinates["pp"]
+def __getattr__(name: str) -> Callable[[], Any]:
+    return getter(name)
 
 
 # Variables of DeepSpeed's module, for programs that check whether groups exist
@@ -253,16 +234,3 @@ _DEVICE_MESH_SPLIT_UNSUPPORTED = (
     "No backend for the parent process group or its backend does not support splitting"
 )
 _clone_world_group = get_world_group
-_get_data_parallel_group = get_data_parallel_group
-_get_data_parallel_world_size = get_data_parallel_world_size
-_get_data_parallel_rank = get_data_parallel_rank
-get_sequence_parallel_group = _get_sequence_parallel_group
-get_sequence_parallel_world_size = _get_sequence_parallel_world_size
-get_sequence_parallel_rank = _get_sequence_parallel_rank
-# In DeepSpeed's module, model parallel and tensor parallel mean the same.
-get_model_parallel_group = get_tensor_model_parallel_group
-get_model_parallel_world_size = _get_model_parallel_world_size = (
-    get_tensor_model_parallel_world_size
-)
-get_model_parallel_rank = get_tensor_model_parallel_rank
-_get_expert_model_parallel_world_size = get_tensor_model_parallel_world_size

@@ -116,6 +116,12 @@ def _queued(mask: Tensor) -> Tensor:
     return mask.cumsum(0) - 1
 
 
+def _best(mask: Tensor, scores: Tensor, capacity: int) -> Tensor:
+    """Keep the tokens of each expert with the largest scores, at most `capacity` of them."""
+    best = (mask * scores).topk(min(capacity, len(mask)), dim=0).indices
+    return mask * torch.zeros_like(mask).scatter_(0, best, 1)
+
+
 def _of_chosen(table: Tensor, chosen: Tensor) -> Tensor:
     return table.gather(1, chosen.unsqueeze(1)).squeeze(1)
 
@@ -214,15 +220,12 @@ def top1gating(
         mask = mask * used_token.reshape(-1, 1).to(mask.dtype)
     counts = mask.sum(0)
     l_aux = _unevenness(gates, mask)
-    capacity = (
-        _capacity(gates, capacity_factor, min_capacity)
-        if drop_tokens
-        else _largest(counts, ep_group)
-    )
+    if drop_tokens:
+        capacity = _capacity(gates, capacity_factor, min_capacity)
+    else:
+        capacity = _largest(counts, ep_group)
     if drop_tokens and use_rts:
-        drawn = mask * torch.rand(mask.shape, device=mask.device).clamp(min=1e-6)
-        first = drawn.topk(min(capacity, len(mask)), dim=0).indices
-        mask = mask * torch.zeros_like(mask).scatter_(0, first, 1)
+        mask = _best(mask, torch.rand(mask.shape, device=mask.device).clamp(min=1e-6), capacity)
     slots = _of_chosen(_queued(mask), chosen)
     kept = _of_chosen(mask, chosen).bool() & (slots < capacity)
     found = _routes(l_aux, capacity, [chosen], [slots], [_of_chosen(gates, chosen)], [kept], counts)
@@ -265,11 +268,10 @@ def top2gating(
     second = (logits + noise).masked_fill(mask.bool(), -torch.inf).argmax(1)
     other = F.one_hot(second, experts)
     counts = (mask + other).sum(0)
-    capacity = (
-        _capacity(gates, capacity_factor * 2, min_capacity)
-        if drop_tokens
-        else _largest(counts, ep_group)
-    )
+    if drop_tokens:
+        capacity = _capacity(gates, capacity_factor * 2, min_capacity)
+    else:
+        capacity = _largest(counts, ep_group)
     slots = [_of_chosen(_queued(mask), first), _of_chosen(_queued(other) + mask.sum(0), second)]
     kept = [each < capacity for each in slots]
     weights = _shared_out([_of_chosen(gates, first), _of_chosen(gates, second)], kept)
@@ -321,8 +323,7 @@ def topkgating(
     else:
         capacity = _capacity(gates, capacity_factor * k, min_capacity)
         if drop_policy == "probs":
-            best = (gates * mask).topk(min(capacity, len(mask)), dim=0).indices
-            mask = mask * torch.zeros_like(mask).scatter_(0, best, 1)
+            mask = _best(mask, gates, capacity)
         elif drop_policy != "position":
             raise ValueError(f"Invalid drop_policy: {drop_policy}")
     queued = _queued(mask)

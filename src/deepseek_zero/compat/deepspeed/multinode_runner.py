@@ -102,25 +102,20 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("-H", "--hostfile", default="/job/hostfile")
     add("-i", "--include", default="")
     add("-e", "--exclude", default="")
-    add("--num_nodes", type=int, default=-1)
-    add("--min_elastic_nodes", type=int, default=-1)
-    add("--max_elastic_nodes", type=int, default=-1)
     add("--num_gpus", "--num_accelerators", type=int, default=-1)
     add("--master_port", type=int, default=int(os.environ.get("DLTS_MASTER_PORT", 29500)))
-    add("--master_addr", default="")
-    add("--node_rank", type=int, default=-1)
-    add("--launcher", default="pdsh")
-    add("--launcher_args", default="")
     add("--autotuning", default="", choices=["tune", "run", ""])
-    add("--log_level", default="info")
-    add("--ssh_port", type=int, default=None)
-    add("--venv_script", default=None)
-    add("--bind_core_list", default=None)
+    add("--ssh_port", type=int)
+    for name in ("num_nodes", "min_elastic_nodes", "max_elastic_nodes", "node_rank"):
+        add(f"--{name}", type=int, default=-1)
+    texts = {"master_addr": "", "launcher": "pdsh", "launcher_args": "", "log_level": "info"}
+    for name, default in (texts | {"venv_script": None, "bind_core_list": None}).items():
+        add(f"--{name}", default=default)
     flags = (
         "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid "
-        "enable_each_rank_log quiet"
+        "enable_each_rank_log quiet elastic_training bind_cores_to_rank"
     )
-    for flag in (*flags.split(), "elastic_training", "bind_cores_to_rank"):
+    for flag in flags.split():
         add(f"--{flag}", action="store_true")
     add("user_script")
     add("user_args", nargs=argparse.REMAINDER)
@@ -198,18 +193,13 @@ class MultiNodeRunner:
         raise NotImplementedError
 
     def _total(self, active: Mapping[str, Any]) -> int:
-        total = 0
-        for slots in active.values():
-            total += slots if isinstance(slots, int) else len(slots)
-        return total
+        return sum(slots if isinstance(slots, int) else len(slots) for slots in active.values())
 
     def _script(self) -> list[str]:
         """Return the command that runs the user's program in each process."""
-        python = (
-            []
-            if self.args.no_python
-            else [sys.executable, "-u", *(["-m"] if self.args.module else [])]
-        )
+        python = [] if self.args.no_python else [sys.executable, "-u"]
+        if self.args.module and python:
+            python.append("-m")
         return [*python, self.user_script, *self.user_arguments]
 
     def _options(self) -> list[str]:
@@ -237,32 +227,14 @@ class PDSHRunner(MultiNodeRunner):
             environment["PDSH_SSH_ARGS_APPEND"] = f"-p {self.args.ssh_port}"
         hosts = ",".join(active_resources)
         exports = [f"export {key}={shlex.quote(value)};" for key, value in self.exports.items()]
-        run = [
-            sys.executable,
-            "-u",
-            "-m",
-            "deepseek_zero.cli",
-            "run",
-            "--as-deepspeed",
-            "--node_rank=%n",
-        ]
-        run += [f"--num_nodes={len(active_resources)}", f"--master_addr={self.args.master_addr}"]
-        run += [f"--master_port={self.args.master_port}", self.user_script, *self.user_arguments]
-        command = [
-            "pdsh",
-            "-S",
-            "-f",
-            str(PDSH_MAX_FAN_OUT),
-            "-w",
-            hosts,
-            *self._options(),
-            *exports,
-        ]
-        return (
-            [*command, f"cd {os.path.abspath('.')};", *run],
-            ["pdsh", "-w", hosts, "true"],
-            environment,
-        )
+        command = f"pdsh -S -f {PDSH_MAX_FAN_OUT} -w".split()
+        command += [hosts, *self._options(), *exports, f"cd {os.path.abspath('.')};"]
+        command += [sys.executable, *"-u -m deepseek_zero.cli run --as-deepspeed".split()]
+        command += ["--node_rank=%n", f"--num_nodes={len(active_resources)}"]
+        command += [f"--master_addr={self.args.master_addr}"]
+        command += [f"--master_port={self.args.master_port}"]
+        command += [self.user_script, *self.user_arguments]
+        return command, ["pdsh", "-w", hosts, "true"], environment
 
 
 class OpenMPIRunner(MultiNodeRunner):
@@ -284,15 +256,8 @@ class OpenMPIRunner(MultiNodeRunner):
         # By default, MPI may choose an interface that the other hosts cannot reach.
         chosen = any("btl_tcp_if_include" in option for option in options)
         interface = [] if chosen else ["--mca", "btl_tcp_if_include", "eth0"]
-        hosts = [
-            "-n",
-            str(self._total(active_resources)),
-            "-hostfile",
-            self.args.hostfile,
-            "--mca",
-            "btl",
-            "^openib",
-        ]
+        hosts = ["-n", str(self._total(active_resources)), "-hostfile", self.args.hostfile]
+        hosts += ["--mca", "btl", "^openib"]
         exports = [word for key, value in self.exports.items() for word in ("-x", f"{key}={value}")]
         return ["mpirun", *hosts, *interface, *options, *exports, *self._script()]
 

@@ -6,7 +6,7 @@ The engines of `initialize` have one of these. Only names are added.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
@@ -46,6 +46,7 @@ class LossScaleView:
     """
 
     scale_factor = 2.0
+    use_grad_scaling = True
 
     scaler: LossScaler
 
@@ -55,6 +56,8 @@ class LossScaleView:
     def __getattr__(self, name: str) -> Any:
         if name in SCALE_WORDS:
             return getattr(self.scaler, SCALE_WORDS[name])
+        if name in ("dynamic", "dynamic_loss_scale"):
+            return self.scaler.dynamic
         if name in SETTING_WORDS:
             return getattr(self.scaler.settings, SETTING_WORDS[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -65,18 +68,6 @@ class LossScaleView:
                 f"{name} of a loss scale cannot be set; these can: {', '.join(SCALE_WORDS)}"
             )
         setattr(self.scaler, SCALE_WORDS[name], value)
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale is dynamic."""
-        return self.scaler.dynamic
-
-    dynamic_loss_scale = dynamic
-
-    @property
-    def use_grad_scaling(self) -> bool:
-        """Whether losses are scaled."""
-        return True
 
     def update_scale(self, overflow: bool) -> None:
         """Update the scale after a step."""
@@ -182,7 +173,7 @@ class NamedOptimizer(ShardedOptimizer):
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
         """`fp32_groups`, concatenated to one flat tensor per group."""
-        return [torch.cat([torch.zeros(0), *each]) for each in self.fp32_groups]
+        return [_flat(each) for each in self.fp32_groups]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat = fp32_groups_flat
 
@@ -194,13 +185,11 @@ class NamedOptimizer(ShardedOptimizer):
 
         Groups without gradients are left out.
         """
-        parts = [
-            [safe_get_local_grad(param) for param in params] for params in self.params_by_group
-        ]
         found = {
-            number: [part for part in each if part is not None] for number, each in enumerate(parts)
+            number: [grad for param in params if (grad := safe_get_local_grad(param)) is not None]
+            for number, params in enumerate(self.params_by_group)
         }
-        return {number: each for number, each in found.items() if each}
+        return {number: grads for number, grads in found.items() if grads}
 
     @property
     def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
@@ -209,10 +198,7 @@ class NamedOptimizer(ShardedOptimizer):
         Parameters without a gradient are left out.
         """
         found = [[full_grad(param) for param in params] for params in self.params_by_group]
-        return [
-            torch.cat([torch.zeros(0), *(each.reshape(-1) for each in grads if each is not None)])
-            for grads in found
-        ]
+        return [_flat(grad for grad in grads if grad is not None) for grads in found]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """Return `averaged_gradients` in fp32, by group number and position. Local."""
@@ -264,10 +250,10 @@ class NamedOptimizer(ShardedOptimizer):
     @property
     def bit16_groups_flat(self) -> list[torch.Tensor]:
         """Copies of the whole weights, one flat tensor per group. Stages 0 to 2 only."""
-        found = [
-            [param.detach().reshape(-1) for param in params] for params in self.params_by_group
+        return [
+            torch.cat([param.detach().reshape(-1) for param in params]) if params else _flat(())
+            for params in self.params_by_group
         ]
-        return [torch.cat(each) if each else torch.zeros(0) for each in found]
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
@@ -306,6 +292,11 @@ class NamedOptimizer(ShardedOptimizer):
         """Do nothing: the groups of `optimizer` always have its main weights."""
 
     _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the elements of fp32 tensors, of which there may be none."""
+    return torch.cat([torch.zeros(0), *(each.reshape(-1) for each in tensors)])
 
 
 def _make_named(
@@ -550,90 +541,62 @@ class _Kind(type):
     There is a single optimizer class, so isinstance() depends on the settings of its engine.
     """
 
+    fits: Callable[[int, PlanSettings], bool]
+
     def __instancecheck__(cls, instance: object) -> bool:
         if not isinstance(instance, NamedOptimizer):
             return False
-        stage = instance.runtime.settings.stage
-        return bool(cls.fits(instance, stage))  # type: ignore[attr-defined]
+        settings = instance.runtime.settings
+        return cls.fits(settings.stage, settings)
 
 
-class DeepSpeedZeroOptimizer(metaclass=_Kind):
-    """isinstance() is true for optimizers of stages 1 and 2."""
+def _kind(name: str, text: str, fits: Callable[[int, PlanSettings], bool]) -> _Kind:
+    """Return one of DeepSpeed's classes.
 
-    @staticmethod
-    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether the optimizer is of this kind.
-
-        Args:
-            optimizer: The optimizer.
-            stage: Its ZeRO stage.
-        """
-        return stage in (1, 2)
+    `fits` returns whether an optimizer with a ZeRO stage and settings is an instance.
+    """
+    return _Kind(
+        name,
+        (),
+        {"__doc__": text, "__module__": __name__, "fits": staticmethod(fits)},
+    )
 
 
-class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
-    """isinstance() is true for optimizers of stage 3."""
-
-    @staticmethod
-    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether the optimizer is of this kind.
-
-        Args:
-            optimizer: The optimizer.
-            stage: Its ZeRO stage.
-        """
-        return stage == 3
-
-
-class FP16_Optimizer(metaclass=_Kind):
-    """isinstance() is true for fp16 optimizers of stage 0."""
-
-    @staticmethod
-    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether the optimizer is of this kind.
-
-        Args:
-            optimizer: The optimizer.
-            stage: Its ZeRO stage.
-        """
-        return stage == 0 and optimizer.runtime.settings.policy.compute is torch.float16
-
-
-class BF16_Optimizer(metaclass=_Kind):
+DeepSpeedZeroOptimizer = _kind(
+    "DeepSpeedZeroOptimizer",
+    "isinstance() is true for optimizers of stages 1 and 2.",
+    lambda stage, settings: stage in (1, 2),
+)
+DeepSpeedZeroOptimizer_Stage3 = _kind(
+    "DeepSpeedZeroOptimizer_Stage3",
+    "isinstance() is true for optimizers of stage 3.",
+    lambda stage, settings: stage == 3,
+)
+FP16_Optimizer = _kind(
+    "FP16_Optimizer",
+    "isinstance() is true for fp16 optimizers of stage 0.",
+    lambda stage, settings: stage == 0 and settings.policy.compute is torch.float16,
+)
+# In DeepSpeed these are optimizers without a fused kernel, and no optimizer here has one.
+FP16_UnfusedOptimizer = _kind(
+    "FP16_UnfusedOptimizer",
+    "isinstance() is true for 16-bit optimizers of stage 0.",
+    lambda stage, settings: (
+        stage == 0 and settings.policy.compute in (torch.float16, torch.bfloat16)
+    ),
+)
+BF16_Optimizer = _kind(
+    "BF16_Optimizer",
     """isinstance() is true for some bf16 optimizers of stages 0 and 1.
 
     At stage 1 gradients must be accumulated in fp32 and nothing may be offloaded.
-    """
-
-    @staticmethod
-    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether the optimizer is of this kind.
-
-        Args:
-            optimizer: The optimizer.
-            stage: Its ZeRO stage.
-        """
-        settings = optimizer.runtime.settings
-        sums_wide = (
-            settings.policy.accumulate is torch.float32 and settings.state_tier is Tier.DEVICE
-        )
-        return settings.policy.compute is torch.bfloat16 and (
-            stage == 0 or (stage == 1 and sums_wide)
-        )
+    """,
+    lambda stage, settings: (
+        settings.policy.compute is torch.bfloat16
+        and (stage == 0 or (stage == 1 and _sums_wide(settings)))
+    ),
+)
 
 
-class FP16_UnfusedOptimizer(metaclass=_Kind):
-    """isinstance() is true for 16-bit optimizers of stage 0.
-
-    In DeepSpeed these are optimizers without a fused kernel, and no optimizer here has one.
-    """
-
-    @staticmethod
-    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
-        """Return whether the optimizer is of this kind.
-
-        Args:
-            optimizer: The optimizer.
-            stage: Its ZeRO stage.
-        """
-        return stage == 0 and optimizer.low_precision_dtype in (torch.float16, torch.bfloat16)
+def _sums_wide(settings: PlanSettings) -> bool:
+    return settings.policy.accumulate is torch.float32 and settings.state_tier is Tier.DEVICE

@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,17 +72,17 @@ def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
     """
     if isinstance(owner, InitShard):
         return owner.slice
-    if owner.plan.weight.tier is not Tier.DEVICE:
+    weight = owner.plan.weight
+    is_elsewhere = weight.tier is not Tier.DEVICE
+    if is_elsewhere or weight.stored_as is not None:
+        where = f"on {weight.tier.value}" if is_elsewhere else f"as {weight.stored_as}"
+        fix = "gather the parameter (deepseek_zero.zero.GatheredParameters), which decodes it."
+        if is_elsewhere:
+            fix = "read this rank's part by deepseek_zero.utils.safe_get_local_fp32_param(param)."
         raise UnknownNameError(
-            f"ds_tensor of '{owner.name_of(param)}' is not available: the weights are stored on "
-            f"{owner.plan.weight.tier.value}.",
-            fix="read this rank's part by deepseek_zero.utils.safe_get_local_fp32_param(param).",
-        )
-    if owner.plan.weight.stored_as is not None:
-        raise UnknownNameError(
-            f"ds_tensor of '{owner.name_of(param)}' is not available: the weights are stored as "
-            f"{owner.plan.weight.stored_as}.",
-            fix="gather the parameter (deepseek_zero.zero.GatheredParameters), which decodes it.",
+            f"ds_tensor of '{owner.name_of(param)}' is not available: the weights are stored "
+            f"{where}.",
+            fix=fix,
         )
     return owner.weight.write(
         *owner.weight.owned_range(_slot(owner, param), owner.comm_ctx.comm.rank)
@@ -155,69 +156,66 @@ def _those(given: Any, param: nn.Parameter) -> list[tuple[Any, nn.Parameter]]:
     return [(owner, each) for owner, each in found if isinstance(owner, InitShard | ParamGroup)]
 
 
-def _all_gather(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle | None]:
-    def all_gather(
-        param_list: Any = None, async_op: bool = False, **words: Any
-    ) -> GatherHandle | None:
-        """Gather parameters until `partition` is called for them.
+def _all_gather(
+    param: nn.Parameter, param_list: Any = None, async_op: bool = False, **words: Any
+) -> GatherHandle | None:
+    """Gather parameters until `partition` is called for them.
 
-        Args:
-            param_list: One or more parameters; None for the one whose attribute was called.
-            async_op: Return a handle.
-            **words: Ignored.
+    Args:
+        param: Parameter whose attribute was called.
+        param_list: One or more parameters; None for `param`.
+        async_op: Return a handle.
+        **words: Ignored.
 
-        Note:
-            Collective: every rank must call it.
-        """
-        for holder, each in _those(param_list, param):
-            if holder not in _whole:
-                _whole[holder] = _Whole(each)
-            _whole[holder].held.add(id(each))
-        return GatherHandle() if async_op else None
-
-    return all_gather
+    Note:
+        Collective: every rank must call it.
+    """
+    for holder, each in _those(param_list, param):
+        if holder not in _whole:
+            _whole[holder] = _Whole(each)
+        _whole[holder].held.add(id(each))
+    return GatherHandle() if async_op else None
 
 
-def _all_gather_coalesced(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle]:
-    def all_gather_coalesced(params: Any, **words: Any) -> GatherHandle:
-        """Gather parameters until `partition` is called for them.
+def _all_gather_coalesced(param: nn.Parameter, params: Any, **words: Any) -> GatherHandle | None:
+    """Gather parameters until `partition` is called for them, and return a handle.
 
-        Note:
-            Collective: every rank must call it.
-        """
-        _all_gather(owner, param)(params)
-        return GatherHandle()
-
-    return all_gather_coalesced
+    Note:
+        Collective: every rank must call it.
+    """
+    return _all_gather(param, params, async_op=True)
 
 
-def _partition(owner: Owner, param: nn.Parameter) -> Callable[..., None]:
-    def partition(
-        param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **words: Any
-    ) -> None:
-        """Release parameters that `all_gather` has gathered.
+def _partition(
+    param: nn.Parameter,
+    param_list: Any = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    **words: Any,
+) -> None:
+    """Release parameters that `all_gather` has gathered.
 
-        Args:
-            param_list: One or more parameters; None for the one whose attribute was called.
-            hierarchy: Ignored.
-            has_been_updated: Keep the current values of rank 0. Otherwise the values from before
-                the gather are restored.
-            **words: Ignored.
+    Args:
+        param: Parameter whose attribute was called.
+        param_list: One or more parameters; None for `param`.
+        hierarchy: Ignored.
+        has_been_updated: Keep the current values of rank 0. Otherwise the values from before the
+            gather are restored.
+        **words: Ignored.
 
-        Note:
-            Collective: every rank must call it.
-        """
-        for holder, each in _those(param_list, param):
-            if (whole := _whole.get(holder)) is None:
-                continue
-            whole.held.discard(id(each))
-            if not whole.held:
-                del _whole[holder]
-                whole.block.__exit__(
-                    None, None, None
-                ) if has_been_updated else whole.block.discard()
-
-    return partition
+    Note:
+        Collective: every rank must call it.
+    """
+    for holder, each in _those(param_list, param):
+        if (whole := _whole.get(holder)) is None:
+            continue
+        whole.held.discard(id(each))
+        if not whole.held:
+            del _whole[holder]
+            if has_been_updated:
+                whole.block.__exit__(None, None, None)
+            else:
+                whole.block.discard()
 
 
 VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
@@ -228,21 +226,18 @@ VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
     "ds_tensor": _slice,
     "ds_persist": lambda owner, param: isinstance(owner, ParamGroup) and not owner.is_sharded,
     "ds_process_group": lambda owner, param: dist.group.WORLD if dist.is_initialized() else None,
-    "ds_active_sub_modules": lambda owner, param: (
-        set()
-    ),  # the schedule decides which modules use it
-    "partition_numel": lambda owner, param: lambda: _numel_here(owner, param),
-    "is_external_param": lambda owner, param: (
-        False
-    ),  # uses outside of the parameter's module are detected, not registered
-    "ds_secondary_tensor": lambda owner, param: (
-        None
-    ),  # a second copy belongs to a unit, not to a parameter
+    # The schedule decides which modules use it.
+    "ds_active_sub_modules": lambda owner, param: set(),
+    "partition_numel": lambda owner, param: partial(_numel_here, owner, param),
+    # Uses outside of the parameter's module are detected, not registered.
+    "is_external_param": lambda owner, param: False,
+    # A second copy belongs to a unit, not to a parameter.
+    "ds_secondary_tensor": lambda owner, param: None,
     "ds_zero_param_process_group": lambda owner, param: None,
-    "all_gather": _all_gather,
-    "all_gather_coalesced": _all_gather_coalesced,
-    "partition": _partition,
-    "ds_summary": lambda owner, param: lambda: _summary(owner, param),
+    "all_gather": lambda owner, param: partial(_all_gather, param),
+    "all_gather_coalesced": lambda owner, param: partial(_all_gather_coalesced, param),
+    "partition": lambda owner, param: partial(_partition, param),
+    "ds_summary": lambda owner, param: partial(_summary, owner, param),
 }
 
 

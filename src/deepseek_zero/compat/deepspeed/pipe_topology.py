@@ -162,6 +162,9 @@ class PipelineParallelGrid:
     "Model parallel" means pipe and tensor parallel together, "slice parallel" means tensor parallel
     only. A process group is created on first use, which is collective over all ranks.
 
+    For each kind of parallelism (pipe, data, model, slice) there are methods such as
+    `get_pipe_parallel_group`, `get_pipe_parallel_world_size` and `get_pipe_parallel_rank`.
+
     Args:
         topology: The axes; None for data parallelism only.
         process_group: Ignored.
@@ -177,22 +180,20 @@ class PipelineParallelGrid:
         self.model_parallel_size = max(self._topo.get_dim("model"), 1)
         self.slice_parallel_size = self.model_parallel_size
         assert self._topo.world_size() == self.world_size, "Invalid Grid"
-        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
-        self.is_first_stage, self.is_last_stage = (
-            self.stage_id == 0,
-            self.stage_id == self.pipe_parallel_size - 1,
-        )
+        self.stage_id = self.get_stage_id()
+        self.data_parallel_id = self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.dp_groups = self._lists("data")
         self.pipe_groups = self._lists("pipe")
         self.model_groups = self._lists("model")
         self.ds_model_groups = [
             self._topo.get_axis_list("data", place) for place in range(self.data_parallel_size)
         ]
-        self.dp_group, self.pp_group = self._own(self.dp_groups), self._own(self.pipe_groups)
-        self.slice_group, self.ds_model_group = (
-            self._own(self.model_groups),
-            self._own(self.ds_model_groups),
-        )
+        self.dp_group = self._own(self.dp_groups)
+        self.pp_group = self._own(self.pipe_groups)
+        self.slice_group = self._own(self.model_groups)
+        self.ds_model_group = self._own(self.ds_model_groups)
         self.p2p_groups = self._pairs()
         self._made: dict[str, Any] = {}
 
@@ -204,11 +205,12 @@ class PipelineParallelGrid:
 
     def _pairs(self) -> list[list[int]]:
         """Return each rank's pair with the rank of the next stage, cyclically."""
-        found = []
-        for rank in range(self.world_size):
-            ranks = next(ranks for ranks in self.pipe_groups if rank in ranks)
-            found.append([rank, ranks[(ranks.index(rank) + 1) % len(ranks)]])
-        return found
+        pairs = [
+            pair
+            for ranks in self.pipe_groups
+            for pair in zip(ranks, ranks[1:] + ranks[:1], strict=True)
+        ]
+        return [list(pair) for pair in sorted(pairs)]
 
     def _group(self, name: str, groups: list[list[int]]) -> Any:
         if name not in self._made:
@@ -248,38 +250,22 @@ class PipelineParallelGrid:
     def get_global_rank(self) -> int:
         return self.global_rank
 
-    def get_pipe_parallel_rank(self) -> int:
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> Any:
-        return self._group("pipe", self.pipe_groups)
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> Any:
-        return self._group("data", self.dp_groups)
-
-    def get_model_parallel_rank(self) -> int:
-        return self.ds_model_group.index(self.global_rank)
-
-    def get_model_parallel_world_size(self) -> int:
-        return len(self.ds_model_group)
-
-    def get_model_parallel_group(self) -> Any:
-        return self._group("model", self.ds_model_groups)
-
-    def get_slice_parallel_rank(self) -> int:
-        return self.slice_group.index(self.global_rank)
-
-    def get_slice_parallel_world_size(self) -> int:
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> Any:
-        return self._group("slice", self.model_groups)
+    def __getattr__(self, name: str) -> Any:
+        kind, _, what = name.removeprefix("get_").partition("_parallel_")
+        kinds = {
+            "pipe": "pipe_groups",
+            "data": "dp_groups",
+            "model": "ds_model_groups",
+            "slice": "model_groups",
+        }
+        if kind not in kinds or name != f"get_{kind}_parallel_{what}":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        groups: list[list[int]] = vars(self)[kinds[kind]]
+        functions = {
+            "group": lambda: self._group(kind, groups),
+            "world_size": lambda: len(self._own(groups)),
+            "rank": lambda: self._own(groups).index(self.global_rank),
+        }
+        if what not in functions:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return functions[what]

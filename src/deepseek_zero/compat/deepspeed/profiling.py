@@ -70,7 +70,8 @@ class FlopsProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return this rank's floating-point operations."""
-        return flops_to_string(self._total.flops) if as_string else self._total.flops
+        flops = self._total.flops
+        return flops_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Return the number of multiply-accumulate operations, half of the flops."""
@@ -131,22 +132,22 @@ class FlopsProfiler:
         _ = self._total  # raises if nothing was counted
         settings = FlopsSettings(profile_step, self.recompute_fwd_factor, module_depth, detailed)
         text = _ranks_of(self.ds_engine) + flops_table(self._cost, settings) + "\n"
-        Path(output_file).write_text(text, encoding="utf-8") if output_file else sys.stdout.write(
-            text
-        )
+        if output_file:
+            Path(output_file).write_text(text, encoding="utf-8")
+        else:
+            sys.stdout.write(text)
 
 
 def _ranks_of(engine: Any) -> str:
     """Return lines about an engine's ranks, in DeepSpeed's form; "" without an engine."""
     if engine is None:
         return ""
-    data = engine.dp_world_size if engine.dp_world_size is not None else engine.seq_dp_world_size
     sizes = {
         "world size": engine.world_size,
-        "data parallel size": data,
+        "data parallel size": engine.dp_world_size,
         "model parallel size": engine.mp_world_size,
+        "batch size per GPU": engine.train_micro_batch_size_per_gpu(),
     }
-    sizes["batch size per GPU"] = engine.train_micro_batch_size_per_gpu()
     return "".join(f"{name + ':':<60}  {size}\n" for name, size in sizes.items())
 
 
@@ -286,10 +287,10 @@ class Timer:
             reset: Discard the time of earlier intervals.
             record: Ignored.
         """
+        elapsed = self._watch.stop()
         if reset:
-            self._watch.seconds = 0.0
-            self._watch.calls = 0
-        self._watch.stop()
+            self._watch.seconds = elapsed
+            self._watch.calls = 1
         self.started_ = False
 
     def reset(self) -> None:

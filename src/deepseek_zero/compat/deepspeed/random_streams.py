@@ -101,7 +101,7 @@ def _tensor_rank() -> int:
     for name in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
         if hasattr(mpu, name):
             return int(getattr(mpu, name)())
-    return groups.get_tensor_model_parallel_rank()
+    return int(groups.get_tensor_model_parallel_rank())
 
 
 def get_cuda_rng_tracker() -> RandomStreams:

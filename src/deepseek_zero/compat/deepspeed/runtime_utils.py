@@ -7,8 +7,9 @@ of sharded gradients (optim/sharded.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ...api.utils import see_memory_usage
 from ...base.device import allocated_bytes, backward_id, count_reached, default_device
 from ...base.errors import CheckpointError
+from ...base.nested import map_inputs
 from . import groups
 from .moe import is_moe_param
 from .pipe import partition_uniform
@@ -33,12 +35,8 @@ class DummyOptim:
         self.param_groups = [{"params": params}]
 
 
-class noop_context:
+class noop_context(nullcontext[None]):
     """A context manager that does nothing."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
@@ -117,23 +115,18 @@ def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
         device: Device of the copies.
         criterion_func: Function that returns whether an item is copied.
     """
-    if criterion_func(item):
-        return item.detach().to(device, copy=True)
-    if isinstance(item, list | tuple):
-        return type(item)(copy_to_device(each, device, criterion_func) for each in item)
-    if isinstance(item, dict):
-        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
-    return item
+    return map_inputs(
+        item,
+        lambda tensor: tensor.detach().to(device, copy=True) if criterion_func(tensor) else tensor,
+    )
 
 
 def get_tensor_bytes(item: Any) -> int:
     """Return the number of bytes of the tensors in nested lists, tuples and dicts."""
     if isinstance(item, Tensor):
-        return item.numel() * item.element_size()
-    inside = (
-        item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
-    )
-    return sum(map(get_tensor_bytes, inside))
+        return item.nbytes
+    inside = item.values() if isinstance(item, dict) else item
+    return sum(map(get_tensor_bytes, inside)) if isinstance(item, dict | list | tuple) else 0
 
 
 # -- norms
@@ -163,11 +156,7 @@ def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: flo
 def get_global_norm(norm_list: Iterable[Any]) -> float:
     """Return the 2-norm of parts from their norms; infinity if one is invalid."""
     norms = [float(norm) for norm in norm_list]
-    return (
-        math.inf
-        if any(map(is_invalid_grad_norm, norms))
-        else math.sqrt(sum(norm**2 for norm in norms))
-    )
+    return math.inf if any(map(is_invalid_grad_norm, norms)) else math.hypot(*norms)
 
 
 def _sum_over(value: Tensor, group: Any, largest: bool = False) -> Tensor:
@@ -181,13 +170,11 @@ def _norm_of(tensors: Sequence[Tensor], norm_type: float, mpu: Any = None) -> Te
     """Return the common norm of tensors over the model-parallel ranks of an mpu."""
     group = mpu.get_model_parallel_group() if mpu is not None else None
     device = tensors[0].device if tensors else default_device()
+    norms = [tensor.detach().float().norm(norm_type) for tensor in tensors]
+    parts = torch.stack([torch.zeros((), device=device), *norms])
     if norm_type == math.inf:
-        largest = [tensor.detach().abs().max().float() for tensor in tensors]
-        norm = torch.stack(largest).max() if largest else torch.zeros((), device=device)
-        return _sum_over(norm, group, True)
-    parts = [tensor.detach().float().norm(norm_type).pow(norm_type) for tensor in tensors]
-    total = torch.stack(parts).sum() if parts else torch.zeros((), device=device)
-    return _sum_over(total, group).pow(1.0 / norm_type)
+        return _sum_over(parts.max(), group, True)
+    return _sum_over(parts.pow(norm_type).sum(), group).pow(1.0 / norm_type)
 
 
 def _own(tensors: Iterable[Any], mpu: Any) -> list[Any]:
@@ -368,7 +355,7 @@ class CheckOverflow:
         self.mpu = mpu
         self.zero_reduce_scatter = zero_reduce_scatter
         self.deepspeed = deepspeed
-        self.params = [param for group in param_groups or () for param in group]
+        self.params = list(chain.from_iterable(param_groups or ()))
         self.has_moe_params = any(map(is_moe_param, self.params))
 
     def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
@@ -377,12 +364,8 @@ class CheckOverflow:
         Args:
             param_groups: Lists of parameters; None for those of the constructor.
         """
-        params = (
-            self.params
-            if param_groups is None
-            else [param for group in param_groups for param in group]
-        )
-        return self.has_overflow(params)
+        given = None if param_groups is None else chain.from_iterable(param_groups)
+        return self.has_overflow(self.params if given is None else given)
 
     def has_overflow_serial(self, params: Iterable[nn.Parameter]) -> bool:
         """Return whether a gradient on this rank is not finite."""
@@ -476,18 +459,13 @@ class PartitionedTensor:
 
     def full(self, device: Any = None) -> Tensor:
         """Return the whole tensor on every rank. Collective over the group."""
-        longest = max(stop - start for start, stop in self._bounds())
-        own = self.local_data.new_zeros(longest)
+        sizes = [stop - start for start, stop in pairwise(self.partition)]
+        own = self.local_data.new_zeros(max(sizes))
         own[: self.local_data.numel()] = self.local_data
-        parts = [torch.empty_like(own) for _ in range(self.num_parts)]
+        parts = [torch.empty_like(own) for _ in sizes]
         dist.all_gather(parts, own, group=self.group)
-        kept = [
-            part[: stop - start] for part, (start, stop) in zip(parts, self._bounds(), strict=True)
-        ]
+        kept = [part[:size] for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(kept).view(self.orig_size).to(device or self.orig_device)
-
-    def _bounds(self) -> Iterator[tuple[int, int]]:
-        return iter(list(zip(self.partition[:-1], self.partition[1:], strict=True)))
 
     def data(self) -> Tensor:
         """Return this rank's elements, flat."""

@@ -33,6 +33,8 @@ from . import groups
 class SequenceMpu:
     """An mpu with sequence parallelism.
 
+    Its methods, for example `get_sequence_parallel_group`, are those of `deepspeed.utils.groups`.
+
     Args:
         ranks: Number of ranks that share a sequence.
         settings: Settings for `initialize`.
@@ -44,39 +46,8 @@ class SequenceMpu:
         self.mesh = Mesh(sp=ranks).on_world(world, rank)
         self.sequence_settings = settings
 
-    def get_sequence_parallel_group(self) -> Any:
-        """Return the group of ranks that share this rank's sequences.
-
-        Note:
-            Collective over all ranks on the first call.
-        """
-        return groups.group_of(*groups.SEQUENCE, over=self.mesh)
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self.mesh.sp
-
-    def get_sequence_parallel_rank(self) -> int:
-        return self.mesh.coordinates["sp"]
-
-    def get_data_parallel_group(self) -> Any:
-        """Return the group of ranks with different batches.
-
-        Note:
-            Collective over all ranks on the first call.
-        """
-        return groups.group_of(*groups.DATA, over=self.mesh)
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.mesh.data_size
-
-    def get_data_parallel_rank(self) -> int:
-        return self.mesh.data_index
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
+    def __getattr__(self, name: str) -> Any:
+        return groups.getter(name, lambda: self.mesh)
 
 
 class UlyssesSPAttentionHF:

@@ -13,9 +13,8 @@ classes, and `show_names` gives them DeepSpeed's attributes.
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from functools import partial
 from math import prod
 from typing import Any, ClassVar
 
@@ -302,15 +301,13 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
         )
         self.tp_index = self.rank = dist.get_rank(mp_group) if mp_group is not None else 0
         self.support_training = True
-        weight = module.weight
-        bias = getattr(module, "bias", None)
-        assert isinstance(weight, nn.Parameter)
-        self.weight = weight
-        self.bias = bias
-        self._orig_weight_shape = _whole_shape(weight)
-        self._orig_bias_shape = _whole_shape(bias) if bias is not None else None
+        assert isinstance(module.weight, nn.Parameter)
+        self.weight = module.weight
+        self.bias = getattr(module, "bias", None)
+        self._orig_weight_shape = _whole_shape(self.weight)
+        self._orig_bias_shape = _whole_shape(self.bias) if self.bias is not None else None
         self._freeze_partition_sizes(self._orig_weight_shape[self.partition_dim])
-        if not skip_partition and weight.numel():
+        if not skip_partition and self.weight.numel():
             self._tp_partition([self.weight, self.bias])
         self._name_parameters()
         self._mark_uc_metadata()
@@ -329,16 +326,18 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
     def _split_of(self, param: Tensor) -> Split | None:
         """Return the split of one of the layer's parameters; None if it is replicated."""
         if param is self.bias or param.dim() == 1:
-            shape = (sum(map(sum, self._parts)),)
-            dim = 0
-            return split_by(shape, dim, self._parts) if self.cuts_bias else None
+            outputs = sum(map(sum, self._parts))
+            return split_by((outputs,), 0, self._parts) if self.cuts_bias else None
         return split_by(self._orig_weight_shape, self.partition_dim, self._parts)
 
+    def _cut_params(self, params: Iterable[Tensor | None]) -> Iterator[tuple[Tensor, Split]]:
+        """Yield those of the layer's parameters that are split, with their splits."""
+        for param in params:
+            if param is not None and (split := self._split_of(param)) is not None:
+                yield param, split
+
     def _name_parameters(self) -> None:
-        for param in (self.weight, self.bias):
-            split = self._split_of(param) if param is not None else None
-            if param is None or split is None:
-                continue
+        for param, split in self._cut_params((self.weight, self.bias)):
             _name(param, self.gather_params, self._tp_partition)
             if self.tp_world_size > 1 and tuple(param.shape) == split.local_shape(self.tp_index):
                 set_own_cut(param, split)
@@ -367,18 +366,14 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
         Note:
             Collective over the group.
         """
-        for param in params_list:
-            split = self._split_of(param) if param is not None else None
-            if param is not None and split is not None and self.mp_group is not None:
-                gather_part(param, split, self.mp_group)
+        for param, split in self._cut_params(params_list) if self.mp_group is not None else ():
+            gather_part(param, split, self.mp_group)
 
     @torch.no_grad()
     def _tp_partition(self, params_list: Iterable[Tensor | None]) -> None:
         """Replace parameters by this rank's shards. Local."""
-        for param in params_list:
-            split = self._split_of(param) if param is not None else None
-            if param is not None and split is not None:
-                cut_part(param, split, self.tp_index)
+        for param, split in self._cut_params(params_list):
+            cut_part(param, split, self.tp_index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel_Layer:
         memo[id(self.mp_group)] = self.mp_group  # a copy uses the same process group
@@ -468,19 +463,17 @@ class LinearLayer(TensorParallel_Layer):
         Raises:
             UsageError: Neither `weight` nor `weight_shape` is given.
         """
-        if weight is None and weight_shape is None:
-            raise UsageError(
-                "from_weights was given no weight and no shape.", fix="pass one of the two."
-            )
-        out, inputs = weight.shape if weight is not None else weight_shape  # type: ignore[misc]
-        if weight is not None:
-            dtype = weight.dtype
-        linear = nn.Linear(inputs, out, bias=bias is not None, dtype=dtype)
-        if weight is not None:
-            linear.weight.data = weight
-        if bias is not None:
-            linear.bias.data = bias
-        return cls(linear, skip_partition=True, gather_output=gather_output)
+        if weight is None:
+            if weight_shape is None:
+                raise UsageError(
+                    "from_weights was given no weight and no shape.", fix="pass one of the two."
+                )
+            out, inputs = weight_shape
+            weight = nn.Linear(inputs, out, bias=False, dtype=dtype).weight
+        holder = nn.Module()
+        holder.weight = nn.Parameter(weight.detach())
+        holder.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
+        return cls(holder, skip_partition=True, gather_output=gather_output)
 
 
 class VocabParallelLinear(LinearLayer):
@@ -578,21 +571,22 @@ class _OfParts(TensorParallel_Layer):
     _subparam_sizes: tuple[int, ...]
     # Name that determines the split, instead of the layer's own
     counts_as: ClassVar[str | None] = None
+    default_dim: ClassVar[int] = 0
 
     def __init__(
         self,
         module: nn.Module,
         mp_group: Any,
         shape: Sequence[Any],
-        partition_dim: int = 0,
+        partition_dim: int | None = None,
         **others: Any,
     ) -> None:
         weight = module.weight
         assert isinstance(weight, Tensor)
-        self.__dict__["partition_dim"], self.__dict__["shape"] = partition_dim, tuple(shape)
-        self.__dict__["_subparam_sizes"] = subparam_sizes(
-            _whole_shape(weight), tuple(shape), partition_dim
-        )
+        dim = self.default_dim if partition_dim is None else partition_dim
+        self.partition_dim = dim
+        self.shape = tuple(shape)
+        self._subparam_sizes = subparam_sizes(_whole_shape(weight), self.shape, dim)
         super().__init__(module, mp_group, **others)
 
     def _freeze_partition_sizes(self, total_size: int) -> tuple[int, ...]:
@@ -683,15 +677,7 @@ class SubParamLinearAllreduce(_OfParts, LinearAllreduce):
         **others: Other arguments of `TensorParallel_Layer`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mp_group: Any,
-        shape: Sequence[Any],
-        partition_dim: int = 1,
-        **others: Any,
-    ) -> None:
-        super().__init__(module, mp_group, shape, partition_dim, **others)
+    default_dim = 1
 
 
 class GateUpPack_LinearLayer(SubParamLinearLayer):
@@ -752,17 +738,11 @@ def show_names(engine: Engine) -> None:
     """Give the split layers of an engine DeepSpeed's attributes and classes. Local."""
     is_split = False
     for name, module in engine.module.named_modules():
-        kind = (
-            LinearLayer
-            if isinstance(module, Column)
-            else LinearAllreduce
-            if isinstance(module, Row)
-            else None
-        )
-        if kind is None or not isinstance(module, Layer):
+        if not isinstance(module, Layer) or not isinstance(module, Column | Row):
             continue
-        kind.register(type(module))
         is_split = True
+        is_column = isinstance(module, Column)
+        (LinearLayer if is_column else LinearAllreduce).register(type(module))
         part = module.part
         shown: dict[str, Any] = {
             "name": name,
@@ -770,19 +750,17 @@ def show_names(engine: Engine) -> None:
             "tp_index": engine.mesh.coordinates["tp"],
             "_partition_sizes": tuple(part.widths),
         }
-        if kind is LinearLayer:
+        if is_column:
             shown["gather_output"] = part.gathers or part.is_head
-        for attribute, value in shown.items():
-            if attribute not in module.__dict__:
-                module.__dict__[attribute] = value
+        vars(module).update(shown | vars(module))
         for param in module.parameters(recurse=False):
             split = split_of(param)
             whole = split.shape if split is not None else tuple(param.shape)
             dim = split.dim if split is not None and split.kind == "split" else None
-            style = "row" if isinstance(module, Row) else "column"
+            style = "column" if is_column else "row"
             mark(param, style, whole, whole[0], dim, *_parts_of(split))
             if dim is not None:
-                _name(param, partial(_each, _gather_along_tp), partial(_each, _cut_along_tp))
+                _name(param, _gather_along_tp, _cut_along_tp)
     if is_split:
         vars(engine.module)[INFO] = collect_autotp_universal_checkpoint_info(engine.module)
 
@@ -794,25 +772,27 @@ def _parts_of(split: Split | None) -> tuple[list[list[int]], tuple[Any, ...] | N
     """
     if split is None or not split.ranges:
         return [], None
-    widths = [
-        list(each)
-        for each in zip(*([high - low for low, high in own] for own in split.ranges), strict=True)
-    ]
+    by_rank = [[high - low for low, high in own] for own in split.ranges]
+    widths = [list(part) for part in zip(*by_rank, strict=True)]
     sizes: list[Any] = [-1] * len(split.shape)
     sizes[split.dim] = tuple(map(sum, widths))
     return widths, tuple(sizes) if len(widths) > 1 else None
 
 
-@torch.no_grad()
-def _each(change: Any, params: Iterable[Tensor | None]) -> None:
+def _cut_params(params: Iterable[Tensor | None]) -> Iterator[tuple[Tensor, Split]]:
     for param in params:
-        if param is not None and (split := split_of(param)) is not None and split.kind == "split":
-            change(param, split)
+        split = split_of(param) if param is not None else None
+        if param is not None and split is not None and split.kind == "split":
+            yield param, split
 
 
-def _gather_along_tp(param: Tensor, split: Split) -> None:
-    gather_part(param, split, groups.get_tensor_model_parallel_group())
+@torch.no_grad()
+def _gather_along_tp(params: Iterable[Tensor | None]) -> None:
+    for param, split in _cut_params(params):
+        gather_part(param, split, groups.get_tensor_model_parallel_group())
 
 
-def _cut_along_tp(param: Tensor, split: Split) -> None:
-    cut_part(param, split, groups.get_tensor_model_parallel_rank())
+@torch.no_grad()
+def _cut_along_tp(params: Iterable[Tensor | None]) -> None:
+    for param, split in _cut_params(params):
+        cut_part(param, split, groups.get_tensor_model_parallel_rank())

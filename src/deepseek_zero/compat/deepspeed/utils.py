@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...api.utils import get_log_level_from_string, log_dist
 from ...base.log import logger
+from ...base.nested import map_inputs
 from ...extensions.gathered_parameters import GatheredParameters
 
 _SAID: set[str] = set()
@@ -82,12 +83,7 @@ class OnDevice:
             self._inside.enter_context(torch.device(self.device))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._inside.close()
 
 
@@ -111,15 +107,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
         item: The nested structure.
         device: Device of the copies.
     """
-    if isinstance(item, Tensor):
-        return item.detach().to(device, copy=True)
-    if isinstance(item, Mapping):
-        return type(item)(
-            (key, clone_tensors_for_torch_save(value, device)) for key, value in item.items()
-        )  # type: ignore[call-arg]
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
-    return item
+    return map_inputs(item, lambda tensor: tensor.detach().to(device, copy=True))
 
 
 @contextmanager
@@ -152,15 +140,12 @@ def move_to_device(
         device: The device.
         criterion_func: Function that returns whether a tensor is moved; None for all.
     """
-    if isinstance(item, Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
-    if isinstance(item, Mapping):
-        return type(item)(
-            (key, move_to_device(value, device, criterion_func)) for key, value in item.items()
-        )  # type: ignore[call-arg]
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
-    return item
+
+    def moved(tensor: Tensor) -> Tensor:
+        is_moved = criterion_func is None or criterion_func(tensor)
+        return tensor.to(device) if is_moved else tensor
+
+    return map_inputs(item, moved)
 
 
 def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,14 +201,11 @@ def required_torch_version(
         min_version: Lowest version; None for no bound.
         max_version: Highest version; None for no bound.
     """
-    found = _version(torch.__version__)
-    above = min_version is None or found >= _version(str(min_version))
-    return above and (max_version is None or found <= _version(str(max_version)))
-
-
-def _version(text: str) -> tuple[int, int]:
-    major, _, rest = text.partition(".")
-    return int(major), int(rest.partition(".")[0] or 0)
+    found, lowest, highest = (
+        tuple(map(int, re.findall(r"\d+", str(version))[:2]))
+        for version in (torch.__version__, min_version, max_version)
+    )
+    return found >= lowest and (not highest or found <= highest)
 
 
 def parse_range_list(range_str: str) -> list[int]:
@@ -249,7 +231,7 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
         base_folder: Folder of the checkpoint.
         mp_rank_str: Model-parallel rank, with two digits.
     """
-    return str(Path(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt"))
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
@@ -260,7 +242,8 @@ def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) ->
         dp_rank: Data-parallel rank.
         mp_rank: Model-parallel rank.
     """
-    return str(Path(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"))
+    name = f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+    return os.path.join(base_folder, name)
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
@@ -271,4 +254,4 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
         layer_id: Name of the layer.
         tp_rank: Tensor-parallel rank.
     """
-    return str(Path(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt"))
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -152,12 +152,11 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     if is_third:
         found.clients = {rank: _client(each) for rank, each in enumerate(models)}
     else:
-        own = {
-            rank: each[CLIENT]
+        found.clients = {
+            rank: all_from_plain(dict(each[CLIENT]))
             for rank, each in enumerate(files)
             if isinstance(each.get(CLIENT), Mapping)
         }
-        found.clients = {rank: all_from_plain(dict(each)) for rank, each in own.items()}
     found.buffers = [
         {name: each["module"][name] for name in buffers if name in each["module"]}
         for each in models
@@ -249,14 +248,10 @@ def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
     for kind, name, key in sorted(wanted):
         reached = 0
         numel = prod(found.manifest.parameters[name]["shape"])
-        for segment in sorted(
-            found.segments.get((kind, name), {}).get(key, ()), key=lambda each: each.start
-        ):
-            reached = (
-                max(reached, segment.start + segment.values.numel())
-                if segment.start <= reached
-                else reached
-            )
+        segments = found.segments.get((kind, name), {}).get(key, ())
+        for segment in sorted(segments, key=lambda each: each.start):
+            if segment.start <= reached:
+                reached = max(reached, segment.start + segment.values.numel())
         if reached != numel:
             raise missing_elements(
                 found.folder,
@@ -307,11 +302,8 @@ def _optimizer_files(
 
 def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
     """Build a manifest without parameters and buffers from the first model file."""
-    stage = (
-        3
-        if is_third
-        else int(((first.get("ds_config") or {}).get("zero_optimization") or {}).get("stage") or 0)
-    )
+    config = first.get("ds_config") or {}
+    stage = 3 if is_third else int((config.get("zero_optimization") or {}).get("stage") or 0)
     tied = first.get("shared_params") or {}
     module = first["module"] or {}
     names = {name: tied.get(name, name) for name in module}
@@ -321,8 +313,7 @@ def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
         if name not in first["buffer_names"]
     ]
     plan = {"module": {"weight": next(iter(dtypes), "float32")}}
-    identity = (first.get("ds_config") or {}).get(IDENTITY_KEY) or {}
-    run = str(identity.get("run", ""))
+    run = str((config.get(IDENTITY_KEY) or {}).get("run", ""))
     extra = {"names": names, "groups": []}
     return Manifest(
         ranks,
@@ -391,32 +382,84 @@ def _add_flat(
     """
     for number, of_group in enumerate(shapes):
         gaps = optimizers[0].get("param_alignment_paddings")
-        ends = {}
-        reached = 0
-        for index, (name, shape) in enumerate(of_group.items()):
-            ends[name] = (reached, reached + prod(shape))
-            reached = ends[name][1] + (gaps[number][index] if gaps is not None else 0)
-            if name not in elsewhere:
-                _master(
-                    found,
-                    name,
-                    shape,
-                    optimizers[0]["single_partition_of_fp32_groups"][number].dtype,
-                )
-        found.manifest.extra["groups"].append(list(ends))
+        paddings = gaps[number] if gaps is not None else ()
+        ranges = flat_ranges({name: prod(shape) for name, shape in of_group.items()}, paddings)
+        found.manifest.extra["groups"].append(list(ranges))
+        new = {name: ranges[name] for name in ranges if name not in elsewhere}
+        for name in new:
+            dtype = optimizers[0]["single_partition_of_fp32_groups"][number].dtype
+            _master(found, name, of_group[name], dtype)
         for rank, optimizer in enumerate(optimizers):
             part = optimizer["single_partition_of_fp32_groups"][number]
+            size = part.numel()
             # ZeRO's optimizer removes the padding before it saves; the bf16 optimizer does not.
-            size = part.numel() + (
-                int(optimizer["group_paddings"][number]) if "zero_stage" in optimizer else 0
-            )
+            if "zero_stage" in optimizer:
+                size += int(optimizer["group_paddings"][number])
             low = rank * size
-            states = _states(optimizer, number)
-            for name, (start, stop) in ends.items():
-                cut = slice(max(start, low) - low, min(stop, low + part.numel()) - low)
-                if cut.start < cut.stop and name not in elsewhere:
-                    found.add(WEIGHT, name, "", cut.start + low - start, part[cut])
-                    _add_states(found, name, states, cut.start + low - start, cut)
+            spans = flat_spans(new, low, low + part.numel())
+            _add_spans(found, spans, part, _states(optimizer, number))
+
+
+Spans = dict[str, tuple[slice, int]]  # elements of a parameter, and their offset in a flat tensor
+
+
+def flat_ranges(numels: Mapping[str, int], paddings: Sequence[int] = ()) -> dict[str, range]:
+    """Return the range of each parameter in a flat tensor of the whole parameters.
+
+    Args:
+        numels: Number of elements of each parameter.
+        paddings: Number of elements after each parameter; empty for none.
+    """
+    found = {}
+    start = 0
+    for index, (name, numel) in enumerate(numels.items()):
+        found[name] = range(start, start + numel)
+        start += numel + (paddings[index] if paddings else 0)
+    return found
+
+
+def flat_spans(ranges: Mapping[str, range], low: int, high: int) -> Spans:
+    """Return the parts of parameters in the range [low, high) of a flat tensor.
+
+    Args:
+        ranges: Range of each parameter in the flat tensor.
+        low: First element.
+        high: End of the range.
+    """
+    found = {}
+    for name, own in ranges.items():
+        first = max(low, own.start)
+        last = min(high, own.stop)
+        if first < last:
+            found[name] = slice(first - own.start, last - own.start), first - low
+    return found
+
+
+def partition_spans(numels: Mapping[str, int], rank: int, ranks: int) -> tuple[Spans, int]:
+    """Return the parts of parameters in a rank's flat tensor at stage 3, and its length.
+
+    Args:
+        numels: Number of elements of each parameter.
+        rank: The rank.
+        ranks: Number of ranks.
+    """
+    found = {}
+    offset = 0
+    for name, numel in numels.items():
+        found[name] = partition_slice(numel, rank, ranks), offset
+        offset += -(-numel // ranks)
+    return found, offset
+
+
+def _add_spans(
+    found: DeepSpeedCheckpoint, spans: Spans, flat: Tensor, states: Mapping[str, Any]
+) -> None:
+    """Add parts of main weights and their states from flat tensors."""
+    for name, (cut, offset) in spans.items():
+        here = slice(offset, offset + cut.stop - cut.start)
+        if cut.start < cut.stop:
+            found.add(WEIGHT, name, "", cut.start, flat[here])
+            _add_states(found, name, states, cut.start, here)
 
 
 def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -589,22 +632,23 @@ def _add_partitioned(
         for rank, part in enumerate(parts):
             cut = partition_slice(prod(shape), rank, ranks)
             found.add(WEIGHT, name, "", cut.start, part.reshape(-1)[: cut.stop - cut.start])
-    for rank, optimizer in enumerate(optimizers):
-        for number, of_group in enumerate(models[0]["param_shapes"]):
+    for number, of_group in enumerate(models[0]["param_shapes"]):
+        numels = {name: prod(shape) for name, shape in of_group.items()}
+        for rank, optimizer in enumerate(optimizers):
             flat = optimizer["fp32_flat_groups"][number]
-            states = _states(optimizer, number)
-            offset = 0
-            for name, shape in of_group.items():
-                _fits(found, flat, offset, shape, ranks)
-                if not rank:
+            spans, length = partition_spans(numels, rank, ranks)
+            if length > flat.numel():
+                raise CheckpointError(
+                    f"{found.folder} holds masters of {flat.numel()} elements where more belong.",
+                    "DeepSpeed leaves what it offloads to NVMe out of these files, in a folder "
+                    "offloaded_tensors.",
+                    "save without NVMe offload, or convert it with DeepSpeed's own tools first.",
+                )
+            if not rank:
+                for name, shape in of_group.items():
                     _master(found, name, shape, flat.dtype)
-                    found.manifest.extra["groups"][owner[number]].append(name)
-                cut = partition_slice(prod(shape), rank, ranks)
-                here = slice(offset, offset + cut.stop - cut.start)
-                if here.start < here.stop:
-                    found.add(WEIGHT, name, "", cut.start, flat[here])
-                    _add_states(found, name, states, cut.start, here)
-                offset += -(-prod(shape) // ranks)
+                found.manifest.extra["groups"][owner[number]] += of_group
+            _add_spans(found, spans, flat, _states(optimizer, number))
 
 
 def partition_slice(numel: int, rank: int, ranks: int) -> slice:
@@ -619,19 +663,6 @@ def partition_slice(numel: int, rank: int, ranks: int) -> slice:
     """
     size = -(-numel // ranks)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
-
-
-def _fits(
-    found: DeepSpeedCheckpoint, flat: Tensor, offset: int, shape: Sequence[int], ranks: int
-) -> None:
-    """Raise CheckpointError if a flat tensor ends before a parameter's shard does."""
-    if offset + -(-prod(shape) // ranks) > flat.numel():
-        raise CheckpointError(
-            f"{found.folder} holds masters of {flat.numel()} elements where more belong.",
-            "DeepSpeed leaves what it offloads to NVMe out of these files, in a folder "
-            "offloaded_tensors.",
-            "save without NVMe offload, or convert it with DeepSpeed's own tools first.",
-        )
 
 
 # -- stage 0: the optimizer's state has no names
@@ -693,20 +724,16 @@ def _add_flat_masters(
 
     Each group's parameters are concatenated without padding.
     """
-    number = 0
-    offset = 0
+    ends = list(accumulate(flat.numel() for flat in flats))
     groups: list[list[str]] = [[] for _ in flats]
-    for name in names:
-        shape = found.manifest.parameters[name]["shape"]
-        while offset == flats[number].numel() and number + 1 < len(flats):
-            number = number + 1
-            offset = 0
-        here = slice(offset, offset + prod(shape))
-        _master(found, name, shape, flats[number].dtype)
-        found.add(WEIGHT, name, "", 0, flats[number][here])
-        _add_states(found, name, _states(optimizer, number), 0, here)
-        groups[number].append(name)
-        offset = here.stop
+    numels = {name: prod(found.manifest.parameters[name]["shape"]) for name in names}
+    ranges = flat_ranges(numels)
+    for number, (flat, end) in enumerate(zip(flats, ends, strict=True)):
+        spans = flat_spans(ranges, end - flat.numel(), end)
+        for name in spans:
+            _master(found, name, found.manifest.parameters[name]["shape"], flat.dtype)
+        _add_spans(found, spans, flat, _states(optimizer, number))
+        groups[number] += spans
     return groups
 
 

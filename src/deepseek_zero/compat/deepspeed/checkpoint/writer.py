@@ -43,7 +43,11 @@ from .reader import (
     DynamicLossScaler,
     FragmentAddress,
     LossScaler,
+    Spans,
+    flat_ranges,
+    flat_spans,
     partition_slice,
+    partition_spans,
 )
 
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout is written
@@ -357,8 +361,8 @@ def _fill(source: OpenCheckpoint, what: tuple[str, str, str], cut: slice, into: 
             into[low - cut.start : low - cut.start + part.numel()] = part.reshape(-1)
 
 
-def _keys(source: OpenCheckpoint, names: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(key for name in names for key in source.values.keys(MOMENT, name)))
+def _numels(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, int]:
+    return {name: prod(source.manifest.parameters[name]["shape"]) for name in names}
 
 
 def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
@@ -407,25 +411,16 @@ def _flat(
     paddings = []
     addresses = []
     for number, names in enumerate(groups):
-        places = {}
-        total = 0
-        for name in names:
-            places[name] = total
-            total += prod(source.manifest.parameters[name]["shape"])
+        numels = _numels(source, names)
+        total = sum(numels.values())
         size = -(-total // (2 * layout.ranks)) * 2
         low = rank * size
-        here = {}
-        for name, place in places.items():
-            numel = prod(source.manifest.parameters[name]["shape"])
-            cut = slice(max(low - place, 0), min(low + size - place, numel))
-            if cut.start < cut.stop:
-                here[name] = (cut, place + cut.start - low)
+        here = flat_spans(flat_ranges(numels), low, low + size)
         vector = _Vector(source, here, size)
         held = max(min(size, total - low), 0)
         masters.append(vector.of(WEIGHT, "")[:held].clone())
-        keys = _keys(source, names)
-        if keys:
-            states[number] = _numbers(source, names) | {key: vector.of(MOMENT, key) for key in keys}
+        if found := vector.states(names):
+            states[number] = found
         paddings.append(size - held)
         spans = {
             name: FragmentAddress(numel=cut.stop - cut.start, start=at)
@@ -459,7 +454,7 @@ class _Vector:
     """
 
     source: OpenCheckpoint
-    here: dict[str, tuple[slice, int]]
+    here: Spans
     numel: int
 
     def of(self, kind: str, key: str) -> Tensor:
@@ -473,6 +468,12 @@ class _Vector:
         for name, (cut, at) in self.here.items():
             _fill(self.source, (kind, name, key), cut, values[at:])
         return values
+
+    def states(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the optimizer states of a group of parameters; {} if there are none."""
+        keys = dict.fromkeys(key for name in names for key in self.source.values.keys(MOMENT, name))
+        moments = {key: self.of(MOMENT, key) for key in keys}
+        return _numbers(self.source, names) | moments if moments else {}
 
 
 def _sub_groups(
@@ -506,18 +507,9 @@ def _partitioned(
     for number, group in enumerate(groups):
         first = len(masters)
         for names in _sub_groups(source, group, layout):
-            here = {}
-            place = 0
-            for name in names:
-                numel = prod(source.manifest.parameters[name]["shape"])
-                here[name] = (partition_slice(numel, rank, layout.ranks), place)
-                place += -(-numel // layout.ranks)
-            vector = _Vector(source, here, place)
-            keys = _keys(source, names)
-            if keys:
-                states[len(masters)] = _numbers(source, names) | {
-                    key: vector.of(MOMENT, key) for key in keys
-                }
+            vector = _Vector(source, *partition_spans(_numels(source, names), rank, layout.ranks))
+            if found := vector.states(names):
+                states[len(masters)] = found
             masters.append(vector.of(WEIGHT, ""))
         param_groups.append(_group(source, number, list(range(first, len(masters)))))
     return {
@@ -540,13 +532,8 @@ def _replicated(
     # In this case DeepSpeed numbers the frozen parameters, too.
     if layout.dtype == torch.float32 and len(groups) == 1:
         names = source.manifest.extra.get("names") or {}
-        groups = [
-            [
-                name
-                for name, first in names.items()
-                if name == first and name in source.manifest.parameters
-            ]
-        ]
+        everything = source.manifest.parameters
+        groups = [[name for name, first in names.items() if name == first and name in everything]]
     states: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
     masters: list[list[Tensor]] = []
@@ -557,10 +544,9 @@ def _replicated(
         for index, name in enumerate(group, start=count):
             shape = source.manifest.parameters[name]["shape"]
             vector = _Vector(source, {name: (slice(0, prod(shape)), 0)}, prod(shape))
-            keys = source.values.keys(MOMENT, name)
-            if keys:
-                moments = {key: vector.of(MOMENT, key).view(shape) for key in keys}
-                states[index] = _numbers(source, [name]) | moments
+            if found := vector.states([name]):
+                moments = {key: found[key].view(shape) for key in source.values.keys(MOMENT, name)}
+                states[index] = found | moments
             if layout.dtype != torch.float32:
                 masters[-1].append(vector.of(WEIGHT, "").view(shape))
         count += len(group)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint.convert import convert_to_pth
-from deepseek_zero.checkpoint.format import MOMENT, WEIGHT
+from deepseek_zero.checkpoint.format import MOMENT, WEIGHT, StateRange
 from deepseek_zero.checkpoint.verify import verify
 from deepseek_zero.compat.deepspeed.checkpoint.reader import read_deepspeed
 
@@ -64,9 +64,8 @@ def test_weights_and_moments_have_their_names_and_bits(case: str) -> None:
     assert set(found.manifest.parameters) == names
     for name, value in wanted.items():
         weight, _, key = name.partition(" ")
-        parts = [
-            each for _, each in found.read(MOMENT if key else WEIGHT, weight, key, 0, value.numel())
-        ]
+        kind = MOMENT if key else WEIGHT
+        parts = [each for _, each in found.read(StateRange(kind, weight, key, 0, value.numel()))]
         assert torch.equal(torch.cat(parts).view(value.shape), value), name
 
 
