@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -55,10 +55,8 @@ def convert_size(size_bytes: float) -> str:
     if size_bytes == 0:
         return "0B"
     power = int(math.log(size_bytes, 1024))
-    return (
-        f"{round(size_bytes / 1024**power, 2)} "
-        f"{('B', 'KB', 'MB', 'GB', 'TB', 'PB', 'EB', 'ZB', 'YB')[power]}"
-    )
+    unit = "B KB MB GB TB PB EB ZB YB".split()[power]
+    return f"{round(size_bytes / 1024**power, 2)} {unit}"
 
 
 def get_caller_func(frame: int = 3) -> str:
@@ -231,26 +229,25 @@ class CommsLogger:
         summary: dict[str, Any] = {
             name: self.get_operation_summary(name) for name in self.comms_dict
         }
-        stragglers = (
-            {name: self._stragglers(name) for name in self.comms_dict} if show_straggler else None
-        )
-        for title, table in (
-            (("Comm. Op", summary), ("Straggler effect", stragglers or {})) if print_log else ()
-        ):
-            for name, sizes in table.items():
-                for row in sizes.values():
-                    shown = "  ".join(
-                        f"{key} {value:.2f}"
-                        for key, value in row.items()
-                        if isinstance(value, float)
-                    )
-                    log_dist(
-                        f"{title}: {name}  {row['msg_size_str']}  count {row['count']}  {shown}"
-                    )
+        stragglers = None
+        if show_straggler:
+            stragglers = {name: self._stragglers(name) for name in self.comms_dict}
+        if print_log:
+            self._print("Comm. Op", summary)
+            self._print("Straggler effect", stragglers or {})
         ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         about = {"world_size": ranks[0], "rank": ranks[1], "timestamp": datetime.now().isoformat()}
         found = {"summary": summary, "straggler_analysis": stragglers, "metadata": about}
         return found if return_dict else None
+
+    def _print(self, title: str, table: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
+        for name, sizes in table.items():
+            for row in sizes.values():
+                numbers = [
+                    f"{key} {value:.2f}" for key, value in row.items() if isinstance(value, float)
+                ]
+                shown = "  ".join([row["msg_size_str"], f"count {row['count']}", *numbers])
+                log_dist(f"{title}: {name}  {shown}")
 
     def _stragglers(self, name: str) -> dict[int, dict[str, Any]]:
         found = {}

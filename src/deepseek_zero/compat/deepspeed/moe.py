@@ -34,22 +34,23 @@ def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the shared parameters and the parameters of experts."""
-    given = list(params)
-    return [each for each in given if not is_moe_param(each)], [
-        each for each in given if is_moe_param(each)
-    ]
+    shared: list[nn.Parameter] = []
+    experts: list[nn.Parameter] = []
+    for param in params:
+        (experts if is_moe_param(param) else shared).append(param)
+    return shared, experts
 
 
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the existing gradients of shared parameters and of parameters of experts."""
-    shared, experts = split_params_into_shared_and_expert_params(
-        param for param in group if param.grad is not None
-    )
-    return [param.grad for param in shared if param.grad is not None], [
-        param.grad for param in experts if param.grad is not None
-    ]
+    shared: list[Tensor] = []
+    experts: list[Tensor] = []
+    for param in group:
+        if param.grad is not None:
+            (experts if is_moe_param(param) else shared).append(param.grad)
+    return shared, experts
 
 
 def split_params_into_different_moe_groups_for_optimizer(

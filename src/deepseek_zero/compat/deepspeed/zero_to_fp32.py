@@ -27,21 +27,11 @@ from ...checkpoint.format import MANIFEST
 from ...checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards, shard_names
 from ...checkpoint.read import LazyTensor, open_checkpoint, tensors_of
 from ...checkpoint.safetensors_file import dtype_of
-from ...checkpoint.staging import StagedOutput, in_turn
+from ...checkpoint.staging import in_turn, staged_output
 from .checkpoint.reader import MODEL, MODEL_OF_RANK
 
 M = TypeVar("M", bound=nn.Module)
 BIN_INDEX = "pytorch_model.bin.index.json"
-UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -104,16 +94,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         tag: Name of the checkpoint in the directory; None for the latest.
         exclude_frozen_parameters: Leave out parameters that were not trained.
     """
-    settings: dict[str, Any] = {
-        "max_shard_size": max_shard_size,
-        "safe_serialization": safe_serialization,
-    }
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,
+        max_shard_size=max_shard_size,
+        safe_serialization=safe_serialization,
         tag=tag,
         exclude_frozen_parameters=exclude_frozen_parameters,
-        **settings,
     )
 
 
@@ -121,7 +108,11 @@ def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
     dtype: torch.dtype | str = torch.float32,
-    **settings: Any,
+    *,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the weights of a checkpoint in a dtype.
 
@@ -129,23 +120,19 @@ def convert_zero_checkpoint_to_state_dict(
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
         output_dir: Folder to write.
         dtype: Dtype of the weights.
-        **settings: As for `convert_zero_checkpoint_to_fp32_state_dict`.
-
-    Raises:
-        TypeError: A setting is unknown.
+        max_shard_size: Largest size of a file, in bytes or as a text such as "5GB"; None for one
+            file.
+        safe_serialization: Write safetensors.
+        tag: Name of the checkpoint in the directory; None for the latest.
+        exclude_frozen_parameters: Leave out parameters that were not trained.
     """
-    size = settings.pop("max_shard_size", "5GB")
-    safe = settings.pop("safe_serialization", False)
-    tag = settings.pop("tag", None)
-    skip = settings.pop("exclude_frozen_parameters", False)
-    if settings:
-        raise TypeError(f"unexpected arguments: {', '.join(settings)}")
-    most = _bytes_of(size)
+    most = _bytes_of(max_shard_size)
     source = Path(checkpoint_dir)
     out = Path(output_dir)
+    skip = exclude_frozen_parameters
     # As in DeepSpeed, all ranks of a program may convert into the same folder.
     with in_turn(out):
-        if safe:
+        if safe_serialization:
             convert_to_safetensors(
                 source, out, dtype, tag=tag, max_shard_bytes=most, exclude_frozen=skip
             )
@@ -165,12 +152,8 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     Raises:
         FileNotFoundError: There is no such file.
     """
-    names = (
-        "mp_rank_00_model_states.pt"
-        if zero_stage <= 2
-        else "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    )
-    path = _in_deepspeeds_layout(Path(checkpoint_dir)) / names
+    name = (MODEL if zero_stage <= 2 else MODEL_OF_RANK).format(0)
+    path = _in_deepspeeds_layout(Path(checkpoint_dir)) / name
     if not path.exists():
         raise FileNotFoundError(f"can't find model states file at '{path}'")
     return str(path)
@@ -196,13 +179,7 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
 
 def _by_number(name: str) -> list[int | str]:
     """Return a sort key that compares the numbers in a name by value."""
-    key: list[int | str] = []
-    for part in re.split(r"(\d+)", name):
-        if part.isdigit():
-            key.append(int(part))
-        else:
-            key.append(part)
-    return key
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _in_deepspeeds_layout(folder: Path) -> Path:
@@ -240,15 +217,11 @@ def _write_torch_shards(lazy: dict[str, LazyTensor], out: Path, most: int) -> No
 
     Tied names are in the file of their tensor.
     """
-    draft = StagedOutput(out)
-    draft.open()
-    try:
+    with staged_output(out) as draft:
         _write_torch_files(lazy, draft.path, most)
         draft.publish_folder(
             ("pytorch_model.bin", "pytorch_model-*-of-*.bin", BIN_INDEX), BIN_INDEX
         )
-    finally:
-        draft.discard()  # does nothing after the folder is published
 
 
 def _write_torch_files(lazy: dict[str, LazyTensor], out: Path, most: int) -> None:
@@ -272,10 +245,13 @@ def _bytes_of(size: str | int | None) -> int:
     """Parse a size in bytes, such as "5GB", "1GiB" or a number; None means no limit."""
     if size is None:
         return 1 << 62
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", str(size).strip().upper())
-    if isinstance(size, str) and found is None:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", str(size).strip().upper())
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        return int(float(found[1]) * base ** " KMGT".index(found[2] or " "))
+    if isinstance(size, str):
         raise CheckpointError(f"{size!r} is no size.", fix='write "5GB", "500MB" or "1GiB".')
-    return int(float(found[1]) * UNITS[found[2]]) if found is not None else int(size)
+    return size
 
 
 def main(arguments: list[str] | None = None) -> None:
