@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -22,13 +21,17 @@ from ...engine.mesh_statements import MeshStatement
 CPU_RANKS = "DEEPSEEK_ZERO_CPU_RANKS"
 
 
+def _shared_state(name: str) -> dict[str, Any]:
+    """Return the attributes that all instances of one of accelerate's classes share."""
+    kind = getattr(sys.modules.get("accelerate.state"), name, None)
+    return getattr(kind, "_shared_state", None) or {}
+
+
 def let_accelerate_count() -> None:
     """Set a missing backend in accelerate's state if `CPU_RANKS` is set. Local."""
     if os.environ.get(CPU_RANKS) != "1" or not dist.is_initialized():
         return
-    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    # the attributes that all PartialState instances share
-    shared = getattr(state, "_shared_state", {})
+    shared = _shared_state("PartialState")
     is_unfinished = "backend" in shared and "num_processes" not in shared
     if is_unfinished and shared["backend"] is None and dist.get_world_size() > 1:
         shared["backend"] = dist.get_backend()
@@ -75,9 +78,8 @@ def counted_by_accelerate() -> int | None:
 
     This function does not import accelerate.
     """
-    state: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    shared = getattr(state, "_shared_state", None)
-    if not isinstance(shared, Mapping) or "DEEPSPEED" not in str(shared.get("distributed_type")):
+    shared = _shared_state("PartialState")
+    if "DEEPSPEED" not in str(shared.get("distributed_type")):
         return None
     count = shared.get("num_processes")
     return count if isinstance(count, int) else None
@@ -89,8 +91,7 @@ def accelerate_statements() -> tuple[MeshStatement, ...]:
     This function does not import accelerate. The data axes are left out because accelerate infers
     them.
     """
-    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    config = (getattr(state, "_shared_state", None) or {}).get("parallelism_config")
+    config = _shared_state("AcceleratorState").get("parallelism_config")
     if config is None:
         return ()
     axes = {axis: size for axis, size in axes_of(config).items() if axis in ("sp", "tp")}

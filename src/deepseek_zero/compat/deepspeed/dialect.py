@@ -132,7 +132,11 @@ class DeepSpeedNames(Dialect):
         engine = kind(config, mesh, parts, lr_scheduler, loader, request, is_dropin=self.is_dropin)
         _engines[engine.module] = weakref.ref(engine), engine.runtime.hooks
         groups.use_mesh_of(engine)
+        self.finish(engine)
         return engine
+
+    def finish(self, engine: DeepSpeedEngine) -> None:
+        """Complete a new engine; here there is nothing to do."""
 
     def show_names(self, session: zero_init.Init) -> None:
         show_ds_names(session)
@@ -200,35 +204,17 @@ class DeepSpeedDropIn(DeepSpeedNames):
             return BuildRules(model, dropin_class, scale_at_stage_0)
         return BuildRules(model, dropin_class)
 
-    def make_engine(
-        self,
-        config: Config,
-        mesh: Mesh,
-        parts: Parts,
-        request: Request,
-        lr_scheduler: Any,
-        loader: Any,
-    ) -> DeepSpeedEngine:
-        """Create the engine and the process groups of its mesh.
+    def finish(self, engine: DeepSpeedEngine) -> None:
+        """Create the process groups of the engine's mesh.
 
         If autocast is configured, the parameters of the layers that it covers are marked, as
         DeepSpeed does.
-
-        Args:
-            config: The configuration.
-            mesh: The device mesh.
-            parts: Parts of the engine.
-            request: Arguments of `initialize`.
-            lr_scheduler: Learning-rate scheduler.
-            loader: Loader of the training data.
         """
-        engine = super().make_engine(config, mesh, parts, request, lr_scheduler, loader)
         autocast = engine.runtime.settings.policy.autocast
         if autocast is not None:
             init = import_module(".torch_autocast", __package__).init_autocast_params
             init(engine, autocast, self._autocast_modules)
-        groups.make_groups(mesh)
-        return engine
+        groups.make_groups(engine.mesh)
 
 
 def _layers_of(model: nn.Module) -> nn.Module | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -27,57 +26,6 @@ from ...base.log import log_once
 from . import comm as dist
 
 Gated = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Routes:
-    """Routes of the tokens of one batch.
-
-    The lists have one tensor of shape ``(tokens,)`` for each of the k choices.
-
-    Attributes:
-        l_aux: Load-balancing loss.
-        capacity: Slots per expert.
-        experts: Experts; -1 for dropped tokens.
-        slots: Slots; 0 for dropped tokens.
-        weights: Weights; 0 for dropped tokens.
-        counts: Number of tokens that chose each expert, shape ``(experts,)``.
-    """
-
-    l_aux: Tensor
-    capacity: int
-    experts: list[Tensor]
-    slots: list[Tensor]
-    weights: list[Tensor]
-    counts: Tensor
-
-    def sparse(self) -> Gated:
-        """Return the tuple that DeepSpeed's gates return with `sparse_routes`."""
-        return (
-            self.l_aux,
-            self.capacity,
-            len(self.counts),
-            self.experts,
-            self.slots,
-            self.weights,
-            self.counts,
-        )
-
-    def dense(self) -> Gated:
-        """Return DeepSpeed's dense form of the routes.
-
-        Returns:
-            The loss, weights of shape ``(tokens, experts, slots)``, the mask of nonzero weights,
-            and the counts.
-        """
-        shape = (len(self.experts[0]), len(self.counts), self.capacity)
-        whole = torch.zeros(shape, dtype=self.weights[0].dtype, device=self.weights[0].device)
-        for experts, slots, weights in zip(self.experts, self.slots, self.weights, strict=True):
-            kept = torch.nonzero(experts >= 0).squeeze(1)
-            whole = whole.index_put(
-                (kept, experts[kept], slots[kept]), weights[kept], accumulate=True
-            )
-        return self.l_aux, whole, whole.bool(), self.counts
 
 
 def _capacity(gates: Tensor, capacity_factor: float, min_capacity: int) -> int:
@@ -126,7 +74,7 @@ def _of_chosen(table: Tensor, chosen: Tensor) -> Tensor:
     return table.gather(1, chosen.unsqueeze(1)).squeeze(1)
 
 
-def _routes(
+def _gated(
     l_aux: Tensor,
     capacity: int,
     chosen: list[Tensor],
@@ -134,16 +82,39 @@ def _routes(
     weights: list[Tensor],
     kept: list[Tensor],
     counts: Tensor,
-) -> Routes:
-    """Build the routes. Those that are not kept are marked as dropped."""
-    return Routes(
-        l_aux,
-        capacity,
-        [each.where(keep, -1) for each, keep in zip(chosen, kept, strict=True)],
-        [each.where(keep, 0) for each, keep in zip(slots, kept, strict=True)],
-        [each * keep for each, keep in zip(weights, kept, strict=True)],
-        counts.detach(),
-    )
+    sparse_routes: bool,
+) -> Gated:
+    """Return the routes of the tokens of one batch in one of DeepSpeed's two forms.
+
+    Routes that are not kept are dropped: expert -1, slot 0 and weight 0.
+
+    Args:
+        l_aux: Load-balancing loss.
+        capacity: Slots per expert.
+        chosen: Experts, one tensor of shape ``(tokens,)`` for each of the k choices.
+        slots: Slots, in the same form.
+        weights: Weights, in the same form.
+        kept: Whether a route is kept, in the same form.
+        counts: Number of tokens that chose each expert, shape ``(experts,)``.
+        sparse_routes: Return the routes in sparse form.
+
+    Returns:
+        In sparse form: the loss, the capacity, the number of experts, and the lists of experts,
+        slots and weights. In dense form: the loss, weights of shape ``(tokens, experts, slots)``,
+        and the mask of nonzero weights. The counts are the last element of both.
+    """
+    counts = counts.detach()
+    experts = [each.where(keep, -1) for each, keep in zip(chosen, kept, strict=True)]
+    slots = [each.where(keep, 0) for each, keep in zip(slots, kept, strict=True)]
+    weights = [each * keep for each, keep in zip(weights, kept, strict=True)]
+    if sparse_routes:
+        return l_aux, capacity, len(counts), experts, slots, weights, counts
+    whole = weights[0].new_zeros(len(experts[0]), len(counts), capacity)
+    for expert, slot, weight, keep in zip(experts, slots, weights, kept, strict=True):
+        tokens = torch.nonzero(keep).squeeze(1)
+        index = tokens, expert[tokens], slot[tokens]
+        whole = whole.index_put(index, weight[tokens], accumulate=True)
+    return l_aux, whole, whole.bool(), counts
 
 
 def _shared_out(weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
@@ -203,7 +174,10 @@ def top1gating(
         sparse_routes: Return the routes in sparse form.
 
     Returns:
-        `Routes.sparse()` or `Routes.dense()`.
+        In dense form: the load-balancing loss, weights of shape ``(tokens, experts, slots)``, the
+        mask of nonzero weights, and the number of tokens that chose each expert. In sparse form:
+        the loss, the capacity, the number of experts, lists of experts, slots and weights with one
+        tensor of shape ``(tokens,)`` for each choice, and the counts.
 
     Note:
         Collective over `ep_group` if `drop_tokens` is false.
@@ -228,8 +202,8 @@ def top1gating(
         mask = _best(mask, torch.rand(mask.shape, device=mask.device).clamp(min=1e-6), capacity)
     slots = _of_chosen(_queued(mask), chosen)
     kept = _of_chosen(mask, chosen).bool() & (slots < capacity)
-    found = _routes(l_aux, capacity, [chosen], [slots], [_of_chosen(gates, chosen)], [kept], counts)
-    return found.sparse() if sparse_routes else found.dense()
+    weights = [_of_chosen(gates, chosen)]
+    return _gated(l_aux, capacity, [chosen], [slots], weights, [kept], counts, sparse_routes)
 
 
 def top2gating(
@@ -255,7 +229,10 @@ def top2gating(
         sparse_routes: Return the routes in sparse form.
 
     Returns:
-        `Routes.sparse()` or `Routes.dense()`.
+        In dense form: the load-balancing loss, weights of shape ``(tokens, experts, slots)``, the
+        mask of nonzero weights, and the number of tokens that chose each expert. In sparse form:
+        the loss, the capacity, the number of experts, lists of experts, slots and weights with one
+        tensor of shape ``(tokens,)`` for each choice, and the counts.
 
     Note:
         Collective over `ep_group` if `drop_tokens` is false.
@@ -275,10 +252,8 @@ def top2gating(
     slots = [_of_chosen(_queued(mask), first), _of_chosen(_queued(other) + mask.sum(0), second)]
     kept = [each < capacity for each in slots]
     weights = _shared_out([_of_chosen(gates, first), _of_chosen(gates, second)], kept)
-    found = _routes(
-        _unevenness(gates, mask), capacity, [first, second], slots, weights, kept, counts
-    )
-    return found.sparse() if sparse_routes else found.dense()
+    l_aux = _unevenness(gates, mask)
+    return _gated(l_aux, capacity, [first, second], slots, weights, kept, counts, sparse_routes)
 
 
 def topkgating(
@@ -305,7 +280,10 @@ def topkgating(
         sparse_routes: Return the routes in sparse form.
 
     Returns:
-        `Routes.sparse()` or `Routes.dense()`.
+        In dense form: the load-balancing loss, weights of shape ``(tokens, experts, slots)``, the
+        mask of nonzero weights, and the number of tokens that chose each expert. In sparse form:
+        the loss, the capacity, the number of experts, lists of experts, slots and weights with one
+        tensor of shape ``(tokens,)`` for each choice, and the counts.
 
     Raises:
         ValueError: `drop_policy` is unknown.
@@ -334,8 +312,7 @@ def topkgating(
         for each, slot in zip(chosen, slots, strict=True)
     ]
     weights = _shared_out([_of_chosen(gates, each) for each in chosen], kept)
-    found = _routes(l_aux, capacity, chosen, slots, weights, kept, counts)
-    return found.sparse() if sparse_routes else found.dense()
+    return _gated(l_aux, capacity, chosen, slots, weights, kept, counts, sparse_routes)
 
 
 def _route_slots(

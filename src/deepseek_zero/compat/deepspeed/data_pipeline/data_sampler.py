@@ -100,10 +100,7 @@ class DeepSpeedDataSampler:
         self.index_dtype = find_fit_int_dtype(0, one_epoch_total_samples)
         self.np_rng = np.random.default_rng(data_efficiency_config["seed"])
         self.consumed_samples = self.curriculum_step = 0
-        self.batch: list[
-            int
-            # samples of all ranks that are left in the current step
-        ] = []
+        self.batch: list[int] = []  # samples of all ranks that are left in the current step
         self._given: deque[list[int]] = deque(maxlen=gradient_accumulation_steps)
         self.current_difficulties: Difficulties = {}
         self.data_clusters: list[Cluster] = []
@@ -165,11 +162,9 @@ class DeepSpeedDataSampler:
     def get_start_end_idx(self, batch_len: int | None = None) -> tuple[int, int]:
         """Return the range of this rank's samples in a micro-batch of all ranks."""
         many = batch_len or self.micro_batch_times_data_parallel_size
-        first, last = (round(rank * many / self.data_parallel_size) for rank in self._bounds())
-        return first, last
-
-    def _bounds(self) -> tuple[int, int]:
-        return self.data_parallel_rank, self.data_parallel_rank + 1
+        rank = self.data_parallel_rank
+        size = self.data_parallel_size
+        return round(rank * many / size), round((rank + 1) * many / size)
 
     # -- clusters
 
@@ -185,12 +180,8 @@ class DeepSpeedDataSampler:
         """
         values = self._values[metric]
         rows = self.curriculum_index_to_sample[metric]
-        return self._joined(
-            [
-                rows[int(row)]
-                for row in np.flatnonzero((values > value_start) & (values <= value_end))
-            ]
-        )
+        found = np.flatnonzero((values > value_start) & (values <= value_end))
+        return self._joined([rows[int(row)] for row in found])
 
     def get_sample_based_on_metric_percentile(
         self, metric: str, percentile_start: int, percentile_end: int
@@ -234,15 +225,10 @@ class DeepSpeedDataSampler:
         # With several metrics, a sample must be eligible for all of them. The new samples are then
         # those that are in no cluster yet.
         if len(clustered) > 1:
-            found: Array | None = None
-            for metric in self._metrics:
-                part = (
-                    self._between(metric, None, current[metric])
-                    if metric in clustered
-                    else everything
-                )
-                found = part if found is None else np.intersect1d(found, part, assume_unique=True)
-            assert found is not None
+            found = everything
+            for metric in clustered:
+                part = self._between(metric, None, current[metric])
+                found = np.intersect1d(found, part, assume_unique=True)
             for cluster in self.data_clusters:
                 found = np.setdiff1d(found, cluster.samples, assume_unique=True)
             return found.astype(self.index_dtype)
@@ -367,12 +353,8 @@ class DeepSpeedDataSampler:
             sample for given in list(self._given)[len(self._given) - again :] for sample in given
         ]
         clusters = [
-            {
-                "previous": cluster.previous,
-                "current": cluster.current,
-                "position": cluster.position,
-                "shuffles": list(cluster.shuffles),
-            }
+            {name: getattr(cluster, name) for name in ("previous", "current", "position")}
+            | {"shuffles": list(cluster.shuffles)}
             for cluster in self.data_clusters
         ]
         return {
