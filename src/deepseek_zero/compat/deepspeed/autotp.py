@@ -206,32 +206,26 @@ class TPLayerSpec:
             self.partition_type = PartitionType(self.partition_type.lower())
         if self.shape is None:
             return
-        sizes: list[Any] = []
-        for size in self.shape:
-            if isinstance(size, list):
-                size = tuple(size)
-            sizes.append(size)
-        self.shape = tuple(sizes)
+        self.shape = tuple(tuple(size) if isinstance(size, list) else size for size in self.shape)
         dim = self.get_partition_dim()
         if not 0 <= dim < len(self.shape):
             raise ValueError(
                 f"AutoTP partition_dim {dim} is out of range for shape length {len(self.shape)}."
             )
         for place, size in enumerate(self.shape):
-            nested = size if isinstance(size, tuple) else ()
-            if isinstance(size, tuple) and place != dim:
+            if not isinstance(size, tuple):
+                if not isinstance(size, int) or size == 0 or size < -1:
+                    raise ValueError("AutoTP shape dimensions must be positive integers or -1.")
+                continue
+            if place != dim:
                 raise ValueError(
                     f"AutoTP shape nested tuple only allowed at partition_dim={dim}, got at "
                     f"{place}."
                 )
-            if isinstance(size, tuple) and not nested:
+            if not size:
                 raise ValueError("AutoTP shape nested tuple cannot be empty.")
-            if not all(isinstance(each, int) and each > 0 for each in nested):
+            if not all(isinstance(each, int) and each > 0 for each in size):
                 raise ValueError("AutoTP nested sub-parameter sizes must be positive integers.")
-            if not isinstance(size, tuple) and (
-                not isinstance(size, int) or size == 0 or size < -1
-            ):
-                raise ValueError("AutoTP shape dimensions must be positive integers or -1.")
 
     def get_partition_dim(self) -> int:
         """Return `partition_dim`, or its default: 0 for column and 1 for other layers."""

@@ -63,19 +63,10 @@ def round_values(model: nn.Module, raw: RawConfig) -> None:
     with torch.no_grad():
         for key, param in model.named_parameters():
             owner = owner_of(param)
-            values = (
-                owner.slice
-                if isinstance(owner, InitShard)
-                else param.data
-                if owner is None
-                else None
-            )
-            if (
-                values is not None
-                and values.dtype is torch.float32
-                and not values.is_meta
-                and key not in whole
-            ):
+            if key in whole or not isinstance(owner, InitShard | None):
+                continue
+            values = param.data if owner is None else owner.slice
+            if values.dtype is torch.float32 and not values.is_meta:
                 values.copy_(values.to(dtype))
 
 

@@ -330,22 +330,29 @@ GETTERS |= {
     for name, feature in DISABLED.items()
 }
 
+# DeepSpeed's attribute -> the attribute of the engine that has its value
+PATHS = {
+    "_config": "config",
+    "_is_gradient_accumulation_boundary": "_boundary",
+    "global_rank": "mesh.rank",
+    "world_size": "mesh.world_size",
+    "dp_world_size": "mesh.data_size",
+    "seq_dp_world_size": "mesh.reduce_size",
+    "mp_world_size": "mesh.tp",
+    "sequence_parallel_size": "mesh.sp",
+    "mpu": "client_mpu",
+    "monitor": "observer.monitor",
+    "timers": "observer.timers",
+}
+
 ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
-    "_config": lambda e: e.config,
-    "_is_gradient_accumulation_boundary": lambda e: e._boundary,
+    name: attrgetter(path) for name, path in PATHS.items()
+}
+ATTRIBUTES |= {
     "local_rank": lambda e: local_rank(),
-    "global_rank": lambda e: e.mesh.rank,
-    "world_size": lambda e: e.mesh.world_size,
-    "dp_world_size": lambda e: e.mesh.data_size,
-    "seq_dp_world_size": lambda e: e.mesh.reduce_size,
-    "mp_world_size": lambda e: e.mesh.tp,
-    "sequence_parallel_size": lambda e: e.mesh.sp,
     "data_parallel_group": lambda e: groups.group_of(*groups.DATA, over=e.mesh),
     "seq_parallel_group": lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
-    "mpu": lambda e: e.client_mpu,
     "flops_profiler": _flops_profiler,
-    "monitor": lambda e: e.observer.monitor,
-    "timers": lambda e: e.observer.timers,
     "basic_optimizer": lambda e: e.optimizer.optimizer if e.optimizer is not None else None,
     "communication_data_type": lambda e: (
         e.runtime.settings.policy.reduce or e.runtime.settings.policy.compute

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from ...base.device import default_device
 from ...base.errors import UsageError
 from ...base.given import whole_number
@@ -14,7 +12,7 @@ from ...base.mesh import Mesh
 from ...engine.mesh_statements import MeshStatement
 from ...pipeline.layers import LayerSpec, LayerStages, TiedLayerSpec
 from ...pipeline.partition import balanced, uniform
-from . import activation_checkpointing
+from . import activation_checkpointing, comm
 from .pipe_engine import PipelineEngine, PipelineError
 from .pipe_topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 
@@ -109,8 +107,7 @@ class PipelineModule(LayerStages):
             assert isinstance(checkpointable_layers, list), (
                 "param `checkpointable_layers` must be type of list."
             )
-        is_distributed = dist.is_available() and dist.is_initialized()
-        world_size = dist.get_world_size() if is_distributed else 1
+        world_size = comm.get_world_size()
         stages = topology.get_dim("pipe") if topology is not None else num_stages
         assert stages is not None
         if topology is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -78,6 +79,7 @@ class RecvGrad(BufferOpInstruction):
 Tick = list[PipeInstruction]
 
 
+@dataclass(eq=False)
 class PipeSchedule(ABC):
     """Instructions of one stage. Iterating yields the instructions of each tick.
 
@@ -87,12 +89,18 @@ class PipeSchedule(ABC):
         stage_id: Index of the stage.
     """
 
-    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
-        self.micro_batches = micro_batches
-        self.stages = stages
-        self.stage_id = stage_id
-        self.prev_stage = stage_id - 1
-        self.next_stage = stage_id + 1
+    micro_batches: int
+    stages: int
+    stage_id: int
+
+    def __post_init__(self) -> None:
+        self.stage = self.stage_id
+        self.num_stages = self.stages
+        self.num_micro_batches = self.micro_batches
+        self.prev_stage = self.stage_id - 1
+        self.next_stage = self.stage_id + 1
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.next_stage == self.stages
         self._ticks: Iterator[Tick] | None = None
 
     @abstractmethod
@@ -102,26 +110,6 @@ class PipeSchedule(ABC):
     def num_pipe_buffers(self) -> int:
         """Return the number of buffers of the stage."""
         return self.micro_batches
-
-    @property
-    def stage(self) -> int:
-        return self.stage_id
-
-    @property
-    def num_stages(self) -> int:
-        return self.stages
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.micro_batches
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.stage_id == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage_id == self.stages - 1
 
     def _valid_micro_batch(self, micro_batch_id: int) -> bool:
         return 0 <= micro_batch_id < self.micro_batches

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import comm
+
 
 class ProcessTopology:
     """A mapping of coordinates on named axes to ranks. The last axis is the fastest.
@@ -171,9 +173,8 @@ class PipelineParallelGrid:
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self.global_rank = dist.get_rank() if is_distributed else 0
-        self.world_size = dist.get_world_size() if is_distributed else 1
+        self.global_rank: int = comm.get_rank()
+        self.world_size: int = comm.get_world_size()
         self._topo = topology or PipeDataParallelTopology(1, self.world_size)
         self.data_parallel_size = max(self._topo.get_dim("data"), 1)
         self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
@@ -214,7 +215,7 @@ class PipelineParallelGrid:
 
     def _group(self, name: str, groups: list[list[int]]) -> Any:
         if name not in self._made:
-            if not (dist.is_available() and dist.is_initialized()):
+            if not dist.is_initialized():
                 return None
             for ranks in groups:
                 made = dist.new_group(ranks)

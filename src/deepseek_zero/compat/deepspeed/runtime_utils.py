@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ...api.utils import see_memory_usage
 from ...base.device import allocated_bytes, backward_id, count_reached, default_device
@@ -494,19 +495,14 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
     """
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)
-    lengths = [-(-tensor.numel() // ranks) for tensor in tensors]
-    boxes = torch.zeros(ranks, sum(lengths), dtype=tensors[0].dtype, device=tensors[0].device)
-    for box in range(ranks):
-        parts = zip(boxes[box].split(lengths), tensors, lengths, strict=True)
-        for into, tensor, length in parts:
-            part = tensor.detach().reshape(-1)[box * length : (box + 1) * length]
-            into[: part.numel()].copy_(part).div_(ranks)
+    flats = [tensor.detach().reshape(-1) for tensor in tensors]
+    padded = [pad(flat, (0, -flat.numel() % ranks)).view(ranks, -1) for flat in flats]
+    boxes = torch.cat(padded, 1).div_(ranks)
     dist.all_reduce(boxes, group=group)
-    found = zip(boxes[rank].split(lengths), tensors, lengths, strict=True)
-    return [
-        part[: max(0, min(length, tensor.numel() - rank * length))]
-        for part, tensor, length in found
-    ]
+    parts = boxes[rank].split([each.shape[1] for each in padded])
+    starts = [rank * part.numel() for part in parts]
+    rows = zip(parts, starts, flats, strict=True)
+    return [part[: max(0, flat.numel() - start)] for part, start, flat in rows]
 
 
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:

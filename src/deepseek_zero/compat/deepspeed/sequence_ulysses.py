@@ -12,11 +12,11 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -27,7 +27,7 @@ from ...checkpoint.safetensors_file import dtype_name, dtype_named
 from ...comm.bootstrap import all_gather_bytes
 from ...engine.data import to_device
 from ...parallel.sequence_model import IGNORED, SequenceSettings, heads_of, own_tokens
-from . import groups
+from . import comm, groups
 
 
 class SequenceMpu:
@@ -41,9 +41,7 @@ class SequenceMpu:
     """
 
     def __init__(self, ranks: int, settings: SequenceSettings) -> None:
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        world, rank = (1, 0) if is_alone else (dist.get_world_size(), dist.get_rank())
-        self.mesh = Mesh(sp=ranks).on_world(world, rank)
+        self.mesh = Mesh(sp=ranks).on_world(comm.get_world_size(), comm.get_rank())
         self.sequence_settings = settings
 
     def __getattr__(self, name: str) -> Any:
@@ -130,6 +128,7 @@ def _refuse(config: Any, core: str, ranks: int) -> None:
         )
 
 
+@dataclass(eq=False)
 class UlyssesSPDataLoaderAdapter:
     """Iterate over the batches of all ranks that share sequences.
 
@@ -147,24 +146,16 @@ class UlyssesSPDataLoaderAdapter:
         pad_token_id: Value of the padding of `input_ids`.
     """
 
-    def __init__(
-        self,
-        dl: Any,
-        sp_rank: int,
-        sp_group: Any,
-        sp_world_size: int,
-        device: Any,
-        pad_to_sp_multiple: bool = True,
-        pad_token_id: int = 0,
-    ) -> None:
-        self.dl = dl
-        self.sp_rank = sp_rank
-        self.sp_group = sp_group
-        self.sp_world_size = sp_world_size
-        self.device = device
-        self.pad_to_sp_multiple = pad_to_sp_multiple
-        self.pad_token_id = pad_token_id
-        self.iter = iter(dl)
+    dl: Any
+    sp_rank: int
+    sp_group: Any
+    sp_world_size: int
+    device: Any
+    pad_to_sp_multiple: bool = True
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        self.iter = iter(self.dl)
         self.micro_batches: deque[dict[str, Any]] = deque()
 
     def __len__(self) -> int:

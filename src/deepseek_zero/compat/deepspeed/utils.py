@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
@@ -55,6 +56,7 @@ def should_log_le(max_log_level_str: str) -> bool:
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
+@dataclass(eq=False)
 class OnDevice:
     """Build modules on a device and in a dtype inside a `with` block.
 
@@ -67,12 +69,11 @@ class OnDevice:
         enabled: If False, the block does nothing.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
-    ) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.enabled = enabled
+    dtype: torch.dtype
+    device: str | torch.device = "meta"
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
         self._inside = ExitStack()
 
     def __enter__(self) -> OnDevice:
