@@ -30,8 +30,16 @@ def _device_of(kind: str, index: int | None = None) -> str:
     return kind if index is None or kind == "cpu" else f"{kind}:{index}"
 
 
+def _is_cpu() -> bool:
+    return default_device().type == "cpu"
+
+
+def _allocated(device_index: int | None = None) -> int:
+    return allocated_bytes(default_device())
+
+
 def _pin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor.pin_memory() if default_device().type == "cuda" else tensor
+    return tensor if _is_cpu() else tensor.pin_memory()
 
 
 def _on_accelerator(tensor: torch.Tensor) -> bool:
@@ -46,12 +54,12 @@ SHARED: dict[str, Callable[..., Any]] = {
     ),
     "is_available": lambda: True,
     "communication_backend_name": lambda: default_backend(default_device()),
-    "memory_allocated": lambda device_index=None: allocated_bytes(default_device()),
+    "memory_allocated": _allocated,
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,  # seeds the CPU and all GPUs
     "initial_seed": torch.initial_seed,
     "random": lambda: torch.random,
-    "is_bf16_supported": lambda: default_device().type == "cpu" or has_fast_bf16(default_device()),
+    "is_bf16_supported": lambda: _is_cpu() or has_fast_bf16(default_device()),
     "is_fp16_supported": lambda: True,
     "is_fp64_supported": lambda: True,
     "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
@@ -62,10 +70,10 @@ SHARED: dict[str, Callable[..., Any]] = {
     "op_builder_dir": lambda: "deepspeed.ops.op_builder",
     "visible_devices_envs": lambda: ["CUDA_VISIBLE_DEVICES"],
     "export_envs": lambda: ["NCCL", "LD_LIBRARY", "PATH"],
-    "use_host_timers": lambda: default_device().type == "cpu",
-    "is_synchronized_device": lambda: default_device().type == "cpu",
-    "resolves_data_dependency": lambda: default_device().type == "cpu",
-    "handles_memory_backpressure": lambda: default_device().type == "cpu",
+    "use_host_timers": _is_cpu,
+    "is_synchronized_device": _is_cpu,
+    "resolves_data_dependency": _is_cpu,
+    "handles_memory_backpressure": _is_cpu,
     "get_compile_backend": lambda: "inductor",
     "range_push": _nothing,
     "range_pop": _nothing,
@@ -86,9 +94,9 @@ CPU: dict[str, Callable[..., Any]] = {
     "get_rng_state": lambda device_index=None: torch.get_rng_state(),
     "set_rng_state": lambda new_state, device_index=None: torch.set_rng_state(new_state),
     "default_generator": lambda device_index=None: torch.default_generator,
-    "max_memory_allocated": lambda device_index=None: allocated_bytes(default_device()),
-    "memory_reserved": lambda device_index=None: allocated_bytes(default_device()),
-    "max_memory_reserved": lambda device_index=None: allocated_bytes(default_device()),
+    "max_memory_allocated": _allocated,
+    "memory_reserved": _allocated,
+    "max_memory_reserved": _allocated,
     "memory_stats": lambda device_index=None: {},
     "reset_peak_memory_stats": _nothing,
     "reset_max_memory_allocated": _nothing,
@@ -115,7 +123,7 @@ class Accelerator:
     """DeepSpeed's accelerator interface for the device of this rank, a GPU or the CPU."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        own = CPU if default_device().type == "cpu" else CUDA
+        own = CPU if _is_cpu() else CUDA
         if name in SHARED:
             return SHARED[name]
         if name in own:

@@ -31,14 +31,13 @@ class _CpuSteps(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update all parameters that have a gradient and return the closure's loss."""
-        params = [(group, param) for group in self.param_groups for param in group["params"]]
-        if self.bias_correction and all(self._dtype(param) == param.dtype for _, param in params):
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self.bias_correction and all(self._dtype(param) == param.dtype for param in params):
             # Unwrapped because the decorators import torch's compiler
             return inspect.unwrap(optim.Adam.step)(self, closure)
         loss = _loss(closure)
-        for group, param in params:
-            if param.grad is not None:
-                self._update(group, param, self.state[param])
+        for group, param in self._trained():
+            self._update(group, param, self.state[param])
         return loss
 
     @torch.no_grad()
@@ -56,10 +55,8 @@ class _CpuSteps(optim.Optimizer):
             The closure's loss, or None.
         """
         loss = _loss(closure)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(group, param, self.state[subgroup_id])  # type: ignore[index]
+        for group, param in self._trained():
+            self._update(group, param, self.state[subgroup_id])  # type: ignore[index]
         return loss
 
     @torch.no_grad()
@@ -88,11 +85,18 @@ class _CpuSteps(optim.Optimizer):
                 "been initialized.",
                 fix="call step_subgroup first.",
             )
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._undo(group, param, state, sub_group_id)
+        for group, param in self._trained():
+            self._undo(group, param, state, sub_group_id)
         return loss
+
+    def _trained(self) -> list[tuple[dict[str, Any], Tensor]]:
+        """Return the parameters that have a gradient, with their groups."""
+        return [
+            (group, param)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
 
     def _dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self.fp32_optimizer_states else param.dtype

@@ -6,6 +6,7 @@ attributes. For every other name of DeepSpeed's engine, missing.py has the reaso
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
 from .missing import ENGINE, engine_name_missing, missing_names
 from .parameters import show_ds_names
+from .utils import get_zero_ckpt_name_for_rank
 
 # Imported for type checking only, because importing pydantic is slow.
 if TYPE_CHECKING:
@@ -123,7 +125,6 @@ def curriculum_loader(
     if not data_efficiency(config, *_CURRICULUM)["enabled"]:
         return None
     kind = import_module(".data_pipeline.loader", __package__).CurriculumLoader
-    take = partial(parallel.own_part, model) if mesh.sp > 1 else None
     made: ShardedLoader = kind(
         dataset,
         batch_size or config.train_micro_batch_size_per_gpu,
@@ -132,9 +133,14 @@ def curriculum_loader(
         config.gradient_accumulation_steps,
         collate_fn,
         config.dataloader_drop_last,
-        take,
+        _own_part(mesh, model),
     )
     return made
+
+
+def _own_part(mesh: Mesh, model: nn.Module) -> Callable[[Any], Any] | None:
+    """Return the function that takes this rank's part of a batch; None for the whole batch."""
+    return partial(parallel.own_part, model) if mesh.sp > 1 else None
 
 
 def _flops_profiler(engine: Engine) -> Any:
@@ -495,7 +501,7 @@ class DeepSpeedEngine(ZeroEngine):
         sampler = data_sampler
         drop_last = self.config.dataloader_drop_last
         size = batch_size or self.config.train_micro_batch_size_per_gpu
-        take = partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None
+        take = _own_part(self.mesh, self.module)
         if sampler is None and not isinstance(dataset, IterableDataset):
             shares = self.mesh.data_size, self.mesh.data_index
             is_training = route == "train"
@@ -591,13 +597,8 @@ class DeepSpeedEngine(ZeroEngine):
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
         """Return the path at which DeepSpeed stores this rank's optimizer states."""
-        return str(
-            Path(
-                checkpoints_path,
-                str(tag),
-                f"zero_pp_rank_{self.mesh.rank}_mp_rank_00_optim_states.pt",
-            )
-        )
+        folder = os.path.join(checkpoints_path, str(tag))
+        return get_zero_ckpt_name_for_rank(folder, self.mesh.rank, 0)
 
     @property
     def offloaded_states(self) -> set[Any]:

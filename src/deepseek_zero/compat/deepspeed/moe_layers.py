@@ -351,6 +351,12 @@ def _sparse_decode(rows: Tensor, slots: Tensor, weights: list[Tensor], num_token
     return (taken * torch.stack(weights).unsqueeze(-1).to(taken.dtype)).sum(0)
 
 
+def _exchanged(values: Tensor, group: Any) -> Tensor:
+    output = torch.empty_like(values)
+    dist.all_to_all_single(output, values.contiguous(), group=group)
+    return output
+
+
 class _AllToAll(torch.autograd.Function):
     """Differentiable all-to-all of equal parts of a tensor's first dimension.
 
@@ -370,16 +376,12 @@ class _AllToAll(torch.autograd.Function):
             Collective over `group`.
         """
         ctx.group = group
-        output = torch.empty_like(input)
-        dist.all_to_all_single(output, input.contiguous(), group=group)
-        return output
+        return _exchanged(input, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         """Exchange the gradients in the same way. Collective."""
-        output = torch.empty_like(grads[0])
-        dist.all_to_all_single(output, grads[0].contiguous(), group=ctx.group)
-        return None, output
+        return None, _exchanged(grads[0], ctx.group)
 
 
 class TopKGate(nn.Module):
