@@ -28,7 +28,7 @@ def _shared_state(name: str) -> dict[str, Any]:
 
 
 def let_accelerate_count() -> None:
-    """Set a missing backend in accelerate's state if `CPU_RANKS` is set. Local."""
+    """Set a missing backend in accelerate's state if `CPU_RANKS` is set."""
     if os.environ.get(CPU_RANKS) != "1" or not dist.is_initialized():
         return
     shared = _shared_state("PartialState")

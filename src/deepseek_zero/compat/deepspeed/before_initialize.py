@@ -46,7 +46,7 @@ def tp_model_init(
     tp_group: Any = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """Request tensor parallelism for a model and return the unchanged model. Local.
+    """Request tensor parallelism for a model and return the unchanged model.
 
     `initialize` splits the layers. Until then they are whole.
 

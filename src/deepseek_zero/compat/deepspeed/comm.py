@@ -217,7 +217,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Configure which calls of this module are logged. Local.
+    """Configure which calls of this module are logged.
 
     Arguments other than `deepspeed_config` override the configuration. None keeps the current
     value.

@@ -46,7 +46,7 @@ def defaults_of(raw: RawConfig) -> dict[str, Any]:
 
 
 def round_values(model: nn.Module, raw: RawConfig) -> None:
-    """Round a model's fp32 values to the 16-bit dtype of the computation. Local.
+    """Round a model's fp32 values to the 16-bit dtype of the computation.
 
     DeepSpeed casts the model before it copies the main weights. Parameters that stay in fp32 or
     have no values yet are not changed.

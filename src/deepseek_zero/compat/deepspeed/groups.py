@@ -77,7 +77,7 @@ def _init_tp_mesh_device(
     """Create the groups of a mesh with tensor parallelism.
 
     The functions of this module use this mesh until an engine is created. Returns this rank's
-    data-parallel and tensor-parallel groups. Collective over all ranks.
+    data-parallel and tensor-parallel groups. Every rank must call this.
     """
     size = dist.get_world_size()
     rank = dist.get_rank()
@@ -142,7 +142,7 @@ def group_of(*axes: str, over: Mesh | None = None) -> Any:
         The group; None without a process group.
 
     Note:
-        Collective over all ranks if the groups of the mesh do not exist yet.
+        Every rank must call this if the groups of the mesh do not exist yet.
     """
     if over is None and (stated := _stated()) is not None and axes in stated[1]:
         return stated[1][axes]

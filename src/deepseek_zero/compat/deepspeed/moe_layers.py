@@ -40,7 +40,7 @@ def _capacity(gates: Tensor, capacity_factor: float, min_capacity: int) -> int:
 def _largest(counts: Tensor, ep_group: Any) -> int:
     """Return the smallest capacity that drops no token on any rank.
 
-    Collective over the group.
+    Every rank of the group must call this.
     """
     most = counts.max().reshape(1)
     if ep_group is not None and dist.get_world_size(group=ep_group) > 1:
@@ -180,7 +180,7 @@ def top1gating(
         tensor of shape ``(tokens,)`` for each choice, and the counts.
 
     Note:
-        Collective over `ep_group` if `drop_tokens` is false.
+        Every rank of `ep_group` must call this if `drop_tokens` is false.
     """
     gates = F.softmax(logits, dim=1)
     noisy = (
@@ -235,7 +235,7 @@ def top2gating(
         tensor of shape ``(tokens,)`` for each choice, and the counts.
 
     Note:
-        Collective over `ep_group` if `drop_tokens` is false.
+        Every rank of `ep_group` must call this if `drop_tokens` is false.
     """
     gates = F.softmax(logits, dim=1)
     experts = logits.shape[1]
@@ -289,7 +289,7 @@ def topkgating(
         ValueError: `drop_policy` is unknown.
 
     Note:
-        Collective over `ep_group` if `drop_tokens` is false.
+        Every rank of `ep_group` must call this if `drop_tokens` is false.
     """
     gates = F.softmax(logits, dim=1)
     places = logits.topk(k, dim=1).indices
@@ -373,14 +373,14 @@ class _AllToAll(torch.autograd.Function):
             input: Tensor whose first dimension is divisible by the size of the group.
 
         Note:
-            Collective over `group`.
+            Every rank of the group must call this.
         """
         ctx.group = group
         return _exchanged(input, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        """Exchange the gradients in the same way. Collective."""
+        """Exchange the gradients in the same way. Every rank must call this."""
         return None, _exchanged(grads[0], ctx.group)
 
 

@@ -181,7 +181,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's shards of the reduced gradients by group number, flat. Local.
+        """This rank's shards of the reduced gradients by group number, flat.
 
         Groups without gradients are left out.
         """
@@ -193,7 +193,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
-        """The whole reduced gradients of each group, flat and in fp32. Collective.
+        """The whole reduced gradients of each group, flat and in fp32. Every rank must call this.
 
         Parameters without a gradient are left out.
         """
@@ -201,7 +201,7 @@ class NamedOptimizer(ShardedOptimizer):
         return [_flat(grad for grad in grads if grad is not None) for grads in found]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Return `averaged_gradients` in fp32, by group number and position. Local."""
+        """Return `averaged_gradients` in fp32, by group number and position."""
         return {
             number: {place: part.float() for place, part in enumerate(each)}
             for number, each in self.averaged_gradients.items()
@@ -316,7 +316,7 @@ class FlatStates:
     tensor has the same length on all ranks, even on those without an element of the group. It
     contains this rank's slices of the units in which the group has parameters, in order, with zeros
     elsewhere. If the states do not have the size of their parameters (Adafactor), torch's format is
-    used. Everything else is delegated to the inner optimizer. Local.
+    used. Everything else is delegated to the inner optimizer.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:

@@ -206,7 +206,7 @@ def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> f
         mpu: Model-parallel unit over whose ranks the norm is computed.
 
     Note:
-        Collective over the model-parallel ranks of `mpu`.
+        Every model-parallel rank of `mpu` must call this.
     """
     return _valid(_norm_of(_own(_each(parameters), mpu), float(norm_type), mpu))
 
@@ -224,7 +224,7 @@ def get_flattened_grad_norm(
             elements to leave out.
 
     Note:
-        Collective over the model-parallel ranks of `mpu`.
+        Every model-parallel rank of `mpu` must call this.
     """
     grads = []
     for place, param in enumerate(param for param in _each(parameters) if param.grad is not None):
@@ -245,7 +245,7 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
         mpu: Model-parallel unit over whose ranks the zeros are counted.
 
     Note:
-        Collective over the model-parallel ranks of `mpu`.
+        Every model-parallel rank of `mpu` must call this.
     """
     grads = [param.grad for param in _own(_each(parameters), mpu) if param.grad is not None]
     zeros = torch.tensor(
@@ -267,7 +267,7 @@ def get_global_norm_of_tensors(
         moe_ep_group: Process group of expert-parallel ranks, over which the norm is computed, too.
 
     Note:
-        Collective over the ranks of `mpu` and `moe_ep_group`.
+        Every rank of `mpu` and `moe_ep_group` must call this.
     """
     norm = _norm_of(list(input_tensors), float(norm_type), mpu)
     if moe_ep_group is not None:
@@ -322,7 +322,7 @@ def clip_grad_norm_(
         The norm, averaged over the data-parallel ranks.
 
     Note:
-        Collective over the data-parallel ranks.
+        Every data-parallel rank must call this.
     """
     given = [param for param in _each(parameters) if param.grad is not None]
     grads = [param.grad for param in (given if mpu is None else _own(given, mpu))]
@@ -459,7 +459,7 @@ class PartitionedTensor:
         return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
 
     def full(self, device: Any = None) -> Tensor:
-        """Return the whole tensor on every rank. Collective over the group."""
+        """Return the whole tensor on every rank. Every rank of the group must call this."""
         sizes = [stop - start for start, stop in pairwise(self.partition)]
         own = self.local_data.new_zeros(max(sizes))
         own[: self.local_data.numel()] = self.local_data
@@ -491,7 +491,7 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
         group: The process group.
 
     Note:
-        Collective over the group.
+        Every rank of the group must call this.
     """
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)

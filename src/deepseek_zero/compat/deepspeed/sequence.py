@@ -33,7 +33,7 @@ class GroupRanks:
             what: Ignored.
 
         Note:
-            Collective over the group.
+            Every rank of the group must call this.
         """
         found = []
         for piece in pieces:

@@ -63,7 +63,7 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceMpu | None:
-        """Check that a model can use sequence parallelism and return an mpu. Local.
+        """Check that a model can use sequence parallelism and return an mpu.
 
         Args:
             model_name_or_path: The model, or the location of its configuration.
@@ -168,7 +168,7 @@ class UlyssesSPDataLoaderAdapter:
         """Return this rank's tokens of the next batch.
 
         Note:
-            Collective over the group in every `sp_world_size`-th call.
+            Every rank of the group must call this. Every `sp_world_size`-th call communicates.
         """
         if not self.micro_batches:
             self.refill()
@@ -182,7 +182,7 @@ class UlyssesSPDataLoaderAdapter:
             StopIteration: The loader is exhausted.
 
         Note:
-            Collective over the group.
+            Every rank of the group must call this.
         """
         try:
             batch = next(self.iter)

@@ -287,7 +287,7 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output of shape ``(samples, heads, tokens, width)``. Local.
+        """Return the attention output of shape ``(samples, heads, tokens, width)``.
 
         Args:
             query: Shape ``(samples, heads, tokens, width)``.

@@ -114,8 +114,6 @@ def mark(
 def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     """Return the summary of a model: patterns of names by how parameters are split.
 
-    Local.
-
     Parameters that are not split are replicated. Tied parameters have their first name.
     """
     rows = list[str]()

@@ -79,7 +79,7 @@ class AutoTP:
     ) -> nn.Module:
         """Replace the layers that a rule matches by split ones, in place.
 
-        Returns the model. Local.
+        Returns the model.
         """
         for name, child in r_module.named_children():
             full_name = f"{prev_class_name}.{name}" if prev_class_name else name

@@ -71,7 +71,7 @@ class ColumnParallel(torch.autograd.Function):
             grad: Gradient of the output.
 
         Note:
-            Collective over the group.
+            Every rank of the group must call this.
         """
         return None, grad if ctx.group is None else _summed(grad, ctx.group)
 
@@ -90,7 +90,7 @@ class RowParallel(torch.autograd.Function):
             is_inference_mode: Ignored.
 
         Note:
-            Collective over the group.
+            Every rank of the group must call this.
         """
         return input.view_as(input) if group is None else _summed(input, group)
 
@@ -123,7 +123,7 @@ class GatherFromTensorParallelRegion(torch.autograd.Function):
             partition_sizes: Size of the last dimension on each rank.
 
         Note:
-            Collective over the group.
+            Every rank of the group must call this.
         """
         ctx.own = None
         if group is None or len(partition_sizes) == 1:
@@ -179,7 +179,7 @@ class ScatterToTensorParallelRegion(torch.autograd.Function):
             grad: Gradient of this rank's part.
 
         Note:
-            Collective over the group.
+            Every rank of the group must call this.
         """
         return None, _side_by_side(grad, ctx.sizes, ctx.group), None, None
 
@@ -187,7 +187,7 @@ class ScatterToTensorParallelRegion(torch.autograd.Function):
 def _side_by_side(own: Tensor, widths: Sequence[int], group: Any) -> Tensor:
     """All-gather along the last dimension, whose size on each rank is `widths`.
 
-    Collective.
+    Every rank must call this.
     """
     rows = own.reshape(-1, own.shape[-1])
     parts = _gathered(rows, [(rows.shape[0], width) for width in widths], group)
@@ -195,7 +195,7 @@ def _side_by_side(own: Tensor, widths: Sequence[int], group: Any) -> Tensor:
 
 
 def _gathered(own: Tensor, shapes: Sequence[tuple[int, ...]], group: Any) -> list[Tensor]:
-    """Return the tensors of all ranks. Collective.
+    """Return the tensors of all ranks. Every rank must call this.
 
     They are padded, because torch's all-gather requires equal sizes.
     """
@@ -220,7 +220,7 @@ def gather_part(param: Tensor, split: Split, group: Any) -> None:
         group: The process group.
 
     Note:
-        Collective over the group.
+        Every rank of the group must call this.
     """
     own = param.data
     shapes = [split.local_shape(coordinate) for coordinate in range(len(split.ranges))]
@@ -229,7 +229,7 @@ def gather_part(param: Tensor, split: Split, group: Any) -> None:
 
 
 def cut_part(param: Tensor, split: Split, index: int) -> None:
-    """Replace a gathered parameter by this rank's shard. Local.
+    """Replace a gathered parameter by this rank's shard.
 
     The shard is stored in its memory from before `gather_part`.
 
@@ -364,14 +364,14 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
         """All-gather parameters of the layer, until `_tp_partition`.
 
         Note:
-            Collective over the group.
+            Every rank of the group must call this.
         """
         for param, split in self._cut_params(params_list) if self.mp_group is not None else ():
             gather_part(param, split, self.mp_group)
 
     @torch.no_grad()
     def _tp_partition(self, params_list: Iterable[Tensor | None]) -> None:
-        """Replace parameters by this rank's shards. Local."""
+        """Replace parameters by this rank's shards."""
         for param, split in self._cut_params(params_list):
             cut_part(param, split, self.tp_index)
 
@@ -432,7 +432,7 @@ class LinearLayer(TensorParallel_Layer):
         Backward all-reduces the gradient of the input.
 
         Note:
-            Collective over the group in backward, and with `gather_output`.
+            Every rank of the group must call this if backward runs or `gather_output` is true.
         """
         read: Tensor = ColumnParallel.apply(self.mp_group, input)  # type: ignore[no-untyped-call]
         found = nn.functional.linear(read, self.weight, self.bias)
@@ -511,7 +511,7 @@ class LinearAllreduce(TensorParallel_Layer):
     cuts_bias = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum over all ranks. Collective over the group."""
+        """Return the sum of the results of all ranks; every rank of the group must call this."""
         total: Tensor = RowParallel.apply(  # type: ignore[no-untyped-call]
             self.mp_group, nn.functional.linear(input, self.weight)
         )
@@ -522,7 +522,7 @@ class LinearAllreduceWithReplicatedInput(LinearAllreduce):
     """A row layer that receives all inputs on every rank."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum over all ranks. Collective over the group.
+        """Return the sum over all ranks. Every rank of the group must call this.
 
         Raises:
             UsageError: The input does not have the layer's number of features.
@@ -657,7 +657,7 @@ class SubParamLinearLayer(_OfParts, LinearLayer):
         Backward all-reduces the gradient of the input.
 
         Note:
-            Collective over the group in backward, and with `gather_output`.
+            Every rank of the group must call this if backward runs or `gather_output` is true.
         """
         found = super().forward(input)
         if not self.gather_output or self.tp_world_size == 1:
@@ -735,7 +735,7 @@ class GatherReplacedLayerParams:
 
 
 def show_names(engine: Engine) -> None:
-    """Give the split layers of an engine DeepSpeed's attributes and classes. Local."""
+    """Give the split layers of an engine DeepSpeed's attributes and classes."""
     is_split = False
     for name, module in engine.module.named_modules():
         if not isinstance(module, Layer) or not isinstance(module, Column | Row):

@@ -27,7 +27,7 @@ def get_default_autocast_lower_precision_modules() -> list[str]:
 
 
 def init_autocast_params(engine: Any, dtype: torch.dtype, modules: Iterable[str] | None) -> None:
-    """Mark the parameters of an engine's layers with the autocast dtype. Local.
+    """Mark the parameters of an engine's layers with the autocast dtype.
 
     Args:
         engine: The engine.

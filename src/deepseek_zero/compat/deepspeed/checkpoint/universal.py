@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(args: Any = None) -> None:
-    """Copy the checkpoint `args.input_folder` to `args.output_folder`. Local.
+    """Copy the checkpoint `args.input_folder` to `args.output_folder`.
 
     Args:
         args: Parsed options; None to parse the command line.

@@ -56,7 +56,7 @@ class Cluster:
 
 
 class DeepSpeedDataSampler:
-    """Yield the samples of this rank's micro-batches according to a curriculum. Local.
+    """Yield the samples of this rank's micro-batches according to a curriculum.
 
     Args:
         data_efficiency_config: Result of `get_data_efficiency_config`.

@@ -124,8 +124,6 @@ class MMapIndexedDataset:
 class MMapIndexedDatasetBuilder:
     """Write an indexed dataset: rows with `add_item`, then the index with `finalize`.
 
-    Local.
-
     Args:
         out_file: Path of the .bin file.
         dtype: Integer type of numpy.
