@@ -676,7 +676,7 @@ def _add_replicated(
     The numbers cover either all parameters or the trained ones, whichever has matching shapes.
     """
     base = _base(optimizer)
-    everything = list(found.manifest.parameters)
+    parameters = found.manifest.parameters
     flats: list[Tensor] | None = optimizer.get("fp32_groups_flat")
     masters: list[Tensor] = [each for group in optimizer.get("fp32_groups", []) for each in group]
     numbers = [param for group in base["param_groups"] for param in group["params"]]
@@ -685,33 +685,35 @@ def _add_replicated(
         next((v for v in each.values() if isinstance(v, Tensor) and v.dim()), None)
         for each in states
     ]
-    for names in (everything, [name for name in everything if name in trained]):
-        shapes = [tuple(found.manifest.parameters[name]["shape"]) for name in names]
-        is_used = [bool(state) or not any(states) for state in states]
-        if flats is not None and sum(flat.numel() for flat in flats) == sum(map(prod, shapes)):
-            found.manifest.extra["groups"] = _add_flat_masters(found, optimizer, flats, names)
-            return
-        fit = [
+    for names in (list(parameters), [name for name in parameters if name in trained]):
+        shapes = [tuple(parameters[name]["shape"]) for name in names]
+        if flats is not None:
+            if sum(flat.numel() for flat in flats) == sum(map(prod, shapes)):
+                found.manifest.extra["groups"] = _add_flat_masters(found, optimizer, flats, names)
+                return
+        elif len(numbers) == len(names) and all(
             value is None or tuple(value.shape) == shape
             for value, shape in zip(like, shapes, strict=False)
-        ]
-        if flats is None and len(numbers) == len(names) and all(fit):
-            for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-                if masters:
-                    _master(found, name, shape, masters[index].dtype)
-                    found.add(WEIGHT, name, "", 0, masters[index])
-                found.manifest.parameters[name]["trained"] = is_used[index]
-                _add_states(found, name, states[index], 0, slice(0, prod(shape)))
-            named = iter(zip(names, is_used, strict=True))
-            found.manifest.extra["groups"] = [
-                [name for name, used in islice(named, len(group["params"])) if used]
-                for group in base["param_groups"]
-            ]
-            return
-    found.moments_problem = (
-        "the optimizer's parameters are numbered, and are neither all of the model's nor the "
-        "trained ones"
-    )
+        ):
+            break
+    else:
+        found.moments_problem = (
+            "the optimizer's parameters are numbered, and are neither all of the model's nor the "
+            "trained ones"
+        )
+        return
+    is_used = [bool(state) or not any(states) for state in states]
+    for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        if masters:
+            _master(found, name, shape, masters[index].dtype)
+            found.add(WEIGHT, name, "", 0, masters[index])
+        parameters[name]["trained"] = is_used[index]
+        _add_states(found, name, states[index], 0, slice(0, prod(shape)))
+    named = iter(zip(names, is_used, strict=True))
+    found.manifest.extra["groups"] = [
+        [name for name, used in islice(named, len(group["params"])) if used]
+        for group in base["param_groups"]
+    ]
 
 
 def _add_flat_masters(

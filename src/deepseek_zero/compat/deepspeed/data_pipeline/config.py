@@ -99,16 +99,14 @@ def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
     Raises:
         UsageError: It is enabled and `max_tokens` is missing.
     """
-    given = _part(param_dict, "dynamic_batching")
-    most = given.get("max_batch_size")
-    found = {
-        **given,
-        "enabled": bool(given.get("enabled", False)),
-        "lr_scaling_method": str(given.get("lr_scaling_method", "linear")),
-        "min_batch_size": int(given.get("min_batch_size", 1)),
-        "max_batch_size": int(most) if most is not None else None,
-        "sequence_picking_order": str(given.get("sequence_picking_order", "dataloader")),
-        "verbose": bool(given.get("verbose", False)),
+    found: dict[str, Any] = {
+        "enabled": False,
+        "lr_scaling_method": "linear",
+        "min_batch_size": 1,
+        "max_batch_size": None,
+        "sequence_picking_order": "dataloader",
+        "verbose": False,
+        **_part(param_dict, "dynamic_batching"),
     }
     if found["enabled"] and "max_tokens" not in found:
         raise UsageError(
