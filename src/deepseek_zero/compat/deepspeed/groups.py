@@ -224,8 +224,8 @@ def getter(name: str, over: Callable[[], Mesh] | None = None) -> Callable[[], An
 _GETTER = re.compile(f"_?get_({'|'.join(AXES)})_(group|world_size|rank)")
 
 
-def __getattr__(name: str) -> Callable[[], Any]:
-    return getter(name)
+def __getattr__(name: str) -> Any:
+    return globals().setdefault(name, getter(name))
 
 
 # Variables of DeepSpeed's module, for programs that check whether groups exist

@@ -142,9 +142,10 @@ def _ranks_of(engine: Any) -> str:
     """Return lines about an engine's ranks, in DeepSpeed's form; "" without an engine."""
     if engine is None:
         return ""
+    data = engine.dp_world_size if engine.dp_world_size is not None else engine.seq_dp_world_size
     sizes = {
         "world size": engine.world_size,
-        "data parallel size": engine.dp_world_size,
+        "data parallel size": data,
         "model parallel size": engine.mp_world_size,
         "batch size per GPU": engine.train_micro_batch_size_per_gpu(),
     }
