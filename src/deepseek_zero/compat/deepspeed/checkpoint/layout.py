@@ -127,7 +127,9 @@ class DeepSpeedLayout(EngineLayout):
         return ""
 
     def save(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-        """Write `directory/tag`; see `save_deepspeed`.
+        """Write `directory/tag` in DeepSpeed's layout.
+
+        It needs disk space for two checkpoints. If it raises, the previous checkpoint is kept.
 
         Args:
             directory: Directory of the checkpoints.
@@ -135,90 +137,104 @@ class DeepSpeedLayout(EngineLayout):
             contents: The engine's states to write.
             settings: How to save.
 
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: A rank cannot write, or has a state that the layout cannot hold. Every
+                rank raises it.
+
         Note:
             Collective: every rank must call it.
         """
-        return save_deepspeed(directory, tag, contents, settings)
+        comm = contents.runtime.comm.whole
+        slices_folder = directory / ".slices.saving"
+        run_and_gather(
+            comm,
+            "saving: what DeepSpeed's layout holds",
+            lambda: _refuse(self.unsupported_reason(contents), directory / tag),
+        )
+        written: list[Path] = []
+        output: StagedOutput | None = None
+        try:
+            folder = save(slices_folder, tag, contents, replace(settings, latest=False, wait=True))
+            final = directory / folder.name
+            written = [folder]
+            opened = StagedOutput(final)
+            output = opened
+            _rewrite(folder, output, contents)
+            run_on_first_rank(
+                comm, "saving: the name", lambda: _finish(opened, slices_folder, settings)
+            )
+        except CheckpointError:
+            if comm.rank == 0:
+                if output is not None:
+                    output.discard()
+                _remove_written(written, slices_folder)
+            raise
+        return final
 
     def load(self, directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-        """Load `directory/tag`; see `load_deepspeed`.
+        """Load weights, main weights and moments from DeepSpeed's files.
+
+        The world size and stage may differ from those of the save.
+
+        If it raises, the engine is unchanged.
 
         Args:
             directory: Directory of the checkpoints.
             tag: Name of the checkpoint in `directory`.
             contents: The engine's states to fill.
-            settings: What to load.
+            settings: What to load. With `verify`, each rank first checks a part of the files
+                against their CRC-32 values, which are the only checksums they have.
+
+        Raises:
+            CheckpointError: The files are damaged or do not fit. Every rank raises it.
 
         Note:
             Collective: every rank must call it.
         """
-        return load_deepspeed(directory, tag, contents, settings)
+        runtime = contents.runtime
+        folder = directory / tag
+        follow_requires_grad(runtime)
+        piece = ModelPiece.of(runtime)
+        trained = frozenset(
+            piece.name(member) for group in runtime.trained_groups for member in group.members
+        )
+        names = names_of_all(runtime)
+        comm = runtime.comm.whole
+
+        def read_files() -> DeepSpeedCheckpoint:
+            found = read_deepspeed(folder, trained)
+            check(found.manifest, contents, replace(settings, moments=False), names)
+            if settings.moments and contents.optimizer is not None:
+                _check_states(found, contents.optimizer)
+                split_as_saved(
+                    found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer
+                )
+            return found
+
+        def fill() -> None:
+            restore_weights(found, contents)
+            restore_buffers(found, found.manifest, contents)
+            if settings.moments and contents.optimizer is not None:
+                groups = _known(found.plain["groups"], contents.optimizer)
+                restore_optimizer(found, found.manifest, groups, contents.optimizer)
+
+        def check_bytes() -> None:
+            raise_faults(folder, verify(folder, FileSubset(comm.rank, comm.size)))
+
+        if settings.verify:
+            run_and_gather(comm, f"loading {tag}: checksums", check_bytes)
+        found = run_on_all(comm, f"loading {tag}: DeepSpeed's files", read_files)
+        replace_states(contents, tag, fill)
+        client = found.plain["client"]
+        if found.manifest.world_size == comm.size:
+            client = {**client, **found.clients.get(comm.rank, {})}
+        return Loaded(folder, found.plain["trainer"], client)
 
 
 DEEPSPEED = DeepSpeedLayout()
-
-
-# -- loading
-
-
-def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Load weights, main weights and moments from DeepSpeed's files.
-
-    The world size and stage may differ from those of the save.
-
-    If it raises, the engine is unchanged.
-
-    Args:
-        directory: Directory of the checkpoints.
-        tag: Name of the checkpoint in `directory`.
-        contents: The engine's states to fill.
-        settings: What to load. With `verify`, each rank first checks a part of the files against
-            their CRC-32 values, which are the only checksums they have.
-
-    Raises:
-        CheckpointError: The files are damaged or do not fit. Raised on every rank.
-
-    Note:
-        Collective: every rank must call it.
-    """
-    runtime = contents.runtime
-    folder = directory / tag
-    follow_requires_grad(runtime)
-    piece = ModelPiece.of(runtime)
-    trained = frozenset(
-        piece.name(member) for group in runtime.trained_groups for member in group.members
-    )
-    names = names_of_all(runtime)
-    comm = runtime.comm.whole
-
-    def read_files() -> DeepSpeedCheckpoint:
-        found = read_deepspeed(folder, trained)
-        check(found.manifest, contents, replace(settings, moments=False), names)
-        if settings.moments and contents.optimizer is not None:
-            _check_states(found, contents.optimizer)
-            split_as_saved(
-                found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer
-            )
-        return found
-
-    def fill() -> None:
-        restore_weights(found, contents)
-        restore_buffers(found, found.manifest, contents)
-        if settings.moments and contents.optimizer is not None:
-            groups = _known(found.plain["groups"], contents.optimizer)
-            restore_optimizer(found, found.manifest, groups, contents.optimizer)
-
-    def check_bytes() -> None:
-        raise_faults(folder, verify(folder, FileSubset(comm.rank, comm.size)))
-
-    if settings.verify:
-        run_and_gather(comm, f"loading {tag}: checksums", check_bytes)
-    found = run_on_all(comm, f"loading {tag}: DeepSpeed's files", read_files)
-    replace_states(contents, tag, fill)
-    client = found.plain["client"]
-    if found.manifest.world_size == comm.size:
-        client = {**client, **found.clients.get(comm.rank, {})}
-    return Loaded(folder, found.plain["trainer"], client)
 
 
 def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> None:
@@ -257,58 +273,6 @@ def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[di
         {key: value for key, value in saved.items() if key in mine}
         for saved, mine in zip(groups, optimizer.param_groups, strict=True)
     ]
-
-
-# -- saving
-
-
-def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-    """Write `directory/tag` in DeepSpeed's layout.
-
-    It needs disk space for two checkpoints. If it raises, the previous checkpoint is kept.
-
-    Args:
-        directory: Directory of the checkpoints.
-        tag: Name of the new checkpoint.
-        contents: The engine's states to write.
-        settings: How to save.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        CheckpointError: A rank cannot write, or has a state that the layout cannot hold. Raised on
-            every rank.
-
-    Note:
-        Collective: every rank must call it.
-    """
-    comm = contents.runtime.comm.whole
-    slices_folder = directory / ".slices.saving"
-    run_and_gather(
-        comm,
-        "saving: what DeepSpeed's layout holds",
-        lambda: _refuse(DEEPSPEED.unsupported_reason(contents), directory / tag),
-    )
-    written: list[Path] = []
-    output: StagedOutput | None = None
-    try:
-        folder = save(slices_folder, tag, contents, replace(settings, latest=False, wait=True))
-        final = directory / folder.name
-        written = [folder]
-        opened = StagedOutput(final)
-        output = opened
-        _rewrite(folder, output, contents)
-        run_on_first_rank(
-            comm, "saving: the name", lambda: _finish(opened, slices_folder, settings)
-        )
-    except CheckpointError:
-        if comm.rank == 0:
-            if output is not None:
-                output.discard()
-            _remove_written(written, slices_folder)
-        raise
-    return final
 
 
 def _remove_written(written: list[Path], slices_folder: Path) -> None:
