@@ -245,29 +245,19 @@ def _model_state(
         for name in manifest.parameters
         if name not in trained and source.values.has(WEIGHT, name)
     ]
-    is_sharded = layout.stage == 3
     has_zero = layout.stage > 0
-    shapes = OrderedDict((name, torch.Size(manifest.parameters[name]["shape"])) for name in frozen)
-    parts = (
-        OrderedDict((name, _frozen(source, layout, name, rank)) for name in frozen)
-        if layout.stage > 1
-        else None
-    )
+    has_frozen = layout.stage > 1
+    parts = {name: _frozen(source, layout, name, rank) for name in frozen if has_frozen}
     tied = {name: first for name, first in source.tied.items() if first in manifest.parameters}
-    client = _client(source, layout, rank)
-    subs = (
-        [sub for group in groups for sub in _sub_groups(source, group, layout)]
-        if is_sharded
-        else groups
-    )
+    subs = [sub for group in groups for sub in _sub_groups(source, group, layout)]
     return {
         "module": _module(source, layout, rank),
         "buffer_names": list(manifest.buffers),
         "optimizer": None if has_zero else _replicated(source, layout, groups),
         "param_shapes": [_shapes(source, sub) for sub in subs] if has_zero else None,
-        "frozen_param_shapes": shapes if layout.stage > 1 else None,
+        "frozen_param_shapes": _shapes(source, frozen) if has_frozen else None,
         "shared_params": tied if has_zero else None,
-        "frozen_param_fragments": parts,
+        "frozen_param_fragments": OrderedDict(parts) if has_frozen else None,
         "lr_scheduler": all_to_plain(trainer.get("lr_scheduler")),
         "data_sampler": _curriculum(trainer.get("data")),
         "random_ltd": None,
@@ -276,7 +266,7 @@ def _model_state(
         "mp_world_size": 1,
         "ds_config": _config(source, layout, rank),
         "ds_version": LAYOUT,
-        **client,
+        **_client(source, layout, rank),
     }
 
 
@@ -479,10 +469,12 @@ class _Vector:
 def _sub_groups(
     source: OpenCheckpoint, names: Sequence[str], layout: DeepSpeedTarget
 ) -> list[list[str]]:
-    """Split a group's parameters into the flat tensors of stage 3.
+    """Split a group's parameters into the flat tensors of stage 3; other stages have one tensor.
 
     A new tensor starts when a rank's part has `SUB_GROUP_NUMEL` elements.
     """
+    if layout.stage < 3:
+        return [list(names)]
     found: list[list[str]] = [[]]
     filled = 0
     for name in names:
