@@ -41,7 +41,7 @@ from benchmarks.model import Batches, build_model
 from benchmarks.probes import Peak, machine, settled_memory
 from benchmarks.systems.common import engine_settings, engine_step
 from benchmarks.tiers import described, job_of
-from deepseek_zero.checkpoint.writebehind import BLOCK_BYTES, BLOCKS
+from deepseek_zero.checkpoint.readahead import BLOCK_BYTES, BLOCKS
 from deepseek_zero.engine.saving import Restore, load_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.md"

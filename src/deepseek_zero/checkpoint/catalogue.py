@@ -34,10 +34,9 @@ from ..base.given import did_you_mean
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
-from .format import LATEST, MANIFEST, NEWEST, Manifest, checked_tag
+from .format import LATEST, MANIFEST, NEWEST, STAGING_LOCK, Manifest, checked_tag
 from .layouts import SLICES, CheckpointLayout, is_checkpoint, layout_of
 from .lockstep import run_and_gather_values
-from .staging import STAGING_LOCK
 from .verify import ALL_FILES, NO_FILES, Fault, FileSubset, check_headers, verify
 
 MOST_NAMED = 3  # directories suggested in a message

@@ -40,6 +40,7 @@ VERSION = 2
 SPLIT_VERSION = 3  # version of a manifest with chunks of parts, which older releases cannot read
 LATEST = "latest"
 MANIFEST = "manifest.json"
+STAGING_LOCK = ".writing"  # a file in a hidden folder that the saving job locks
 NEWEST = "newest"  # special tag: load the newest undamaged checkpoint
 # DeepSpeed's counterpart of `latest` for converted checkpoints
 LATEST_UNIVERSAL = "latest_universal"

@@ -26,8 +26,10 @@ from torch import Tensor
 
 from ..base.memory import PAGE, is_cached, private_pages
 from ..base.progress import LongWork
-from .writebehind import BLOCK_BYTES, BLOCKS, THREADS
 
+BLOCK_BYTES = 8 << 20
+BLOCKS = 4  # 32 MiB per open file
+THREADS = 2  # concurrent reads or writes
 FAST = 0.8e9  # bytes per second; about the rate at which a CPU fills the page cache
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # only on Linux
 

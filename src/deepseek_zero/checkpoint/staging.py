@@ -18,8 +18,7 @@ from pathlib import Path
 from ..base.errors import CheckpointError
 from ..base.given import refuse_url
 from . import files
-
-STAGING_LOCK = ".writing"
+from .format import STAGING_LOCK
 
 
 def staging_path(final: Path) -> Path:

@@ -17,10 +17,7 @@ from torch import Tensor
 
 from ..base.memory import PAGE, private_pages
 from . import files
-
-BLOCK_BYTES = 8 << 20
-BLOCKS = 4  # 32 MiB per open file
-THREADS = 2  # concurrent writes
+from .readahead import BLOCK_BYTES, BLOCKS, THREADS
 
 
 class StreamingWriter:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import files
+from deepseek_zero.checkpoint.readahead import BLOCK_BYTES
 from deepseek_zero.checkpoint.safetensors_file import DTYPE_NAMES, TensorInfo, encode_header
-from deepseek_zero.checkpoint.writebehind import BLOCK_BYTES, StreamingWriter
+from deepseek_zero.checkpoint.writebehind import StreamingWriter
 
 RUN = {"run": "a1", "rank": "0"}
 
