@@ -1,7 +1,7 @@
 """A class name has one meaning in the library.
 
 Names that begin with an underscore belong to their file. `compat` repeats names because they are
-DeepSpeed's, `config/keywords.py` is generated from `config/typed.py`, and a class of `api` may have
+DeepSpeed's, `config/keywords.py` has the names of the generated stub, and a class of `api` may have
 the name of its base in the core.
 """
 

@@ -4,6 +4,7 @@ key.
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,7 @@ from deepseek_zero.config import load as checks_room
 from deepseek_zero.config.load import load
 from deepseek_zero.config.not_built import NOT_BUILT, NotBuilt
 from deepseek_zero.config.problems import lookup
-from deepseek_zero.config.reference import render
-from tests.config_keys import NOT_BUILT_KEYS, ROWS, KeyNotBuilt, off_default_config
+from tests.config_keys import CHECKS, NOT_BUILT_KEYS, ROWS, KeyNotBuilt, off_default_config
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_STATUS = {status: [row for row in ROWS if row.status is status] for status in Status}
@@ -27,6 +27,7 @@ def named(row: FieldRow | NotBuilt | KeyNotBuilt) -> str:
 
 def test_the_reference_page_is_what_the_generator_writes() -> None:
     page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    render = runpy.run_path(str(ROOT / "scripts" / "config_reference"))["render"]
     assert page == render(), "run scripts/config_reference"
 
 
@@ -61,7 +62,7 @@ def test_each_effective_key_has_an_example_off_its_default_that_loads(
     monkeypatch.setattr(checks_room, "find_spec", lambda name: object())
     config = resolve(
         load(off_default_config(row.path)),
-        Facts(world_size=row.example if row.effect == "check" else 1),
+        Facts(world_size=row.example if row.path in CHECKS else 1),
     )
     found = lookup(config.model_dump(), row.path)
     expected = tuple(row.example) if isinstance(row.example, list) else row.example

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any, Literal, Self, TypedDict, Union, Unpack, get_args, get_origin
+from typing import Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 AUTO = "auto"
+NO_INF = object()
 
 
 class Status(StrEnum):
@@ -25,38 +26,6 @@ class Status(StrEnum):
 
     EFFECTIVE = "effective"
     ACCEPTED = "accepted"
-
-
-class About(TypedDict, total=False):
-    """The optional facts of a key.
-
-    Attributes:
-        example: A valid value other than the default.
-        unit: The unit of the value.
-        needs: Other keys that must be set for it to have an effect.
-        requires: An optional package.
-        auto: How the value is found if the key is missing, null or "auto".
-        means_auto: Numbers that mean "auto".
-        effect: "check" if the key verifies the run instead of changing its parts.
-        inf: The value that an infinite number stands for.
-        auto_is_value: Whether "auto" is a value of the key.
-        gt: Exclusive lower bound.
-        ge: Lower bound.
-        le: Upper bound.
-    """
-
-    example: Any
-    unit: str
-    needs: dict[str, Any]
-    requires: str
-    auto: str
-    means_auto: tuple[int, ...]
-    effect: str
-    inf: int | None
-    auto_is_value: bool
-    gt: float
-    ge: float
-    le: float
 
 
 _BOUNDS = ("gt", "ge", "le")
@@ -133,34 +102,35 @@ class Section(BaseModel):
         return self.model_copy(update=changes)
 
 
-def _declare(status: Status, default: Any, sentence: str, reason: str, about: About) -> Any:
-    facts: dict[str, Any] = dict(about)
+def _declare(
+    status: Status, default: Any, sentence: str, reason: str, facts: dict[str, Any]
+) -> Any:
     bounds = {name: facts.pop(name) for name in _BOUNDS if name in facts}
-    extra = {"status": status.value, "reason": reason, **facts}
+    extra = {"status": status, "reason": reason, **facts}
     return Field(default=default, description=sentence, json_schema_extra=extra, **bounds)
 
 
-def effective(default: Any, sentence: str, **about: Unpack[About]) -> Any:
+def effective(default: Any, sentence: str, **facts: Any) -> Any:
     """Declare a key that changes the run.
 
     Args:
         default: The default value.
         sentence: The meaning of the key.
-        **about: Other facts (`About`).
+        **facts: Other attributes of its `FieldRow`, and bounds (gt, ge, le) as for pydantic.
     """
-    return _declare(Status.EFFECTIVE, default, sentence, "", about)
+    return _declare(Status.EFFECTIVE, default, sentence, "", facts)
 
 
-def accepted(default: Any, sentence: str, reason: str, **about: Unpack[About]) -> Any:
+def accepted(default: Any, sentence: str, reason: str, **facts: Any) -> Any:
     """Declare a key that is read and has no effect.
 
     Args:
         default: The default value.
         sentence: The meaning of the key.
         reason: Why it is right to ignore the key.
-        **about: Other facts (`About`).
+        **facts: As for `effective`.
     """
-    return _declare(Status.ACCEPTED, default, sentence, reason, about)
+    return _declare(Status.ACCEPTED, default, sentence, reason, facts)
 
 
 def section(model: type[Section], sentence: str) -> Any:
@@ -194,29 +164,29 @@ class FieldRow:
         path: The dotted key.
         type: The name of the type.
         default: The default value.
-        unit: The unit of the value.
-        status: Whether the key is effective or accepted.
         sentence: The meaning of the key.
+        status: Whether the key is effective or accepted.
         reason: Why an accepted key has no effect.
+        unit: The unit of the value.
         example: A valid value other than the default.
-        needs: Other keys that an effective key needs.
-        requires: An optional package.
-        effect: "parts", or "check" if the key only verifies the run.
         auto: How the value is found if the key is missing, null or "auto".
+        means_auto: Numbers that mean "auto".
+        auto_is_value: Whether "auto" is a value of the key.
+        inf: The value that an infinite number stands for; `NO_INF` rejects infinity.
     """
 
     path: str
     type: str
     default: Any
-    unit: str
-    status: Status
     sentence: str
+    status: Status
     reason: str
+    unit: str = ""
     example: Any = None
-    needs: dict[str, Any] = field(default_factory=dict)
-    requires: str = ""
-    effect: str = "parts"
     auto: str = ""
+    means_auto: tuple[int, ...] = ()
+    auto_is_value: bool = False
+    inf: Any = NO_INF
 
 
 @cache
@@ -268,27 +238,12 @@ def _rows(model: type[Section], prefix: str) -> Iterator[FieldRow]:
         path = prefix + name
         about = declared(info)
         if about:
-            yield _row(path, info, about)
+            yield FieldRow(
+                path, spelled(info.annotation), info.default, info.description or "", **about
+            )
         inner = subsection(info)
         if inner is not None:
             yield from _rows(inner, path + ".")
-
-
-def _row(path: str, info: FieldInfo, about: dict[str, Any]) -> FieldRow:
-    return FieldRow(
-        path=path,
-        type=spelled(info.annotation),
-        default=info.default,
-        unit=about.get("unit", ""),
-        status=Status(about["status"]),
-        sentence=info.description or "",
-        reason=about["reason"],
-        example=about.get("example"),
-        needs=about.get("needs", {}),
-        requires=about.get("requires", ""),
-        effect=about.get("effect", "parts"),
-        auto=about.get("auto", ""),
-    )
 
 
 def spelled(kind: Any) -> str:

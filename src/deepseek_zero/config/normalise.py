@@ -25,7 +25,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ..base.errors import article, shown
-from .fields import AUTO, Section, Status, advice, declared, rows, subsections
+from .fields import AUTO, NO_INF, Section, Status, advice, declared, rows, subsections
 from .not_built import NOT_BUILT, NotBuilt, kind_of, names_below, paths_not_built
 from .problems import Problems, lookup, put
 from .schema import Config
@@ -349,7 +349,6 @@ _DTYPES = {
 }
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LARGEST = 2**63 - 1
-NO_INF = object()
 
 
 class Mismatch(Exception):

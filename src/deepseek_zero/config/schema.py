@@ -19,15 +19,6 @@ from .problems import AutoDecision
 
 Device = Literal["none", "cpu", "nvme", "auto"]
 
-_STAGE_3 = {"zero_optimization.stage": 3}
-_STAGE_2 = {"zero_optimization.stage": 2}
-_CODED_WEIGHTS = {"zero_optimization.stage": 3, "zero_optimization.zero_quantized_weights": True}
-_CODED_GRADS = {"zero_optimization.zero_quantized_gradients": True}
-_LOCO = {**_CODED_GRADS, "zero_optimization.zeropp_loco_param": {}}
-_AHEAD = {
-    "zero_optimization.stage": 3,
-    "zero_optimization.offload_optimizer.device": "cpu",
-}
 _WINDOW = "stage3_prefetch_bucket_size limits the prefetched gathers"
 # DeepSpeed's own list. A class whose package is not installed never occurs.
 MOE_BLOCKS = (
@@ -46,14 +37,12 @@ class OffloadParam(Section):
         "memory_budget.",
         example="cpu",
         auto_is_value=True,
-        needs={"zero_optimization.stage": 3},
     )
     nvme_path: str | None = effective(
         None,
         "Directory of the weights with device nvme, for an unnamed file of each rank. If it is "
         "missing, it is created with mode 0700.",
         example="states",
-        needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "nvme"},
     )
     buffer_count: int = accepted(5, "Buffers between disk and host memory.", _WINDOW, ge=1)
     buffer_size: int = accepted(
@@ -73,7 +62,6 @@ class OffloadParam(Section):
         "that memory, so it is enough to set the key in one of them (DeepSpeed's default: "
         "false).",
         example=False,
-        needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "cpu"},
     )
 
 
@@ -86,14 +74,12 @@ class OffloadOptimizer(Section):
         "the fastest one with space in memory_budget.",
         example="cpu",
         auto_is_value=True,
-        needs={"zero_optimization.stage": 3},
     )
     nvme_path: str | None = effective(
         None,
         "Directory of the optimizer states with device nvme, for an unnamed file of each rank. "
         "If it is missing, it is created with mode 0700.",
         example="states",
-        needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "nvme"},
     )
     buffer_count: int = effective(
         4,
@@ -108,7 +94,6 @@ class OffloadOptimizer(Section):
         "that memory, so it is enough to set the key in one of them (DeepSpeed's default: "
         "false).",
         example=False,
-        needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"},
     )
     pipeline: bool = effective(
         True,
@@ -135,7 +120,6 @@ class OffloadOptimizer(Section):
         "Share of the states that is offloaded (Twin-Flow); those of the first units stay on the "
         "device.",
         example=0.5,
-        needs={"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 3},
         ge=0,
         le=1,
     )
@@ -144,7 +128,6 @@ class OffloadOptimizer(Section):
         "Update units in backward, before the norm is known, and undo wrong updates. Results are "
         "bitwise equal.",
         example=True,
-        needs=_AHEAD,
     )
     undo_bytes: int = effective(
         1 << 30,
@@ -152,7 +135,6 @@ class OffloadOptimizer(Section):
         "are updated in the next forward.",
         unit="bytes",
         example=1_000_000,
-        needs={**_AHEAD, "zero_optimization.offload_optimizer.super_offload": True},
         ge=0,
     )
     delayed_update_after: int | None = effective(
@@ -161,7 +143,6 @@ class OffloadOptimizer(Section):
         "update). Results differ.",
         unit="steps",
         example=2,
-        needs={"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 3},
         ge=0,
     )
     cpuadam_cores_perc: float = accepted(
@@ -180,16 +161,14 @@ class LeafModule(Section):
         MOE_BLOCKS,
         "Module classes gathered whole, never split into smaller units.",
         example=["TinyMoeBlock"],
-        needs=_STAGE_3,
     )
     names: tuple[str, ...] = effective(
         (),
         "Module names gathered whole, as in named_modules().",
         example=["blocks.0"],
-        needs=_STAGE_3,
     )
     name_suffixes: tuple[str, ...] = effective(
-        (), "Endings of module names gathered whole.", example=[".mlp"], needs=_STAGE_3
+        (), "Endings of module names gathered whole.", example=[".mlp"]
     )
 
 
@@ -200,7 +179,6 @@ class LocoParam(Section):
         0.8,
         "Weight of the old error in the running mean of errors.",
         example=0.5,
-        needs=_LOCO,
         ge=0,
         le=1,
     )
@@ -209,7 +187,6 @@ class LocoParam(Section):
         "Number of optimizer steps after which errors are reset.",
         unit="steps",
         example=16,
-        needs=_LOCO,
         ge=1,
     )
 
@@ -227,11 +204,8 @@ class WeightCodes(Section):
         "which 4 bits are not enough.",
         unit="bits",
         example=8,
-        needs=_STAGE_3,
     )
-    block: Block = effective(
-        256, "Weights that share a scale.", unit="elements", example=128, needs=_CODED_WEIGHTS
-    )
+    block: Block = effective(256, "Weights that share a scale.", unit="elements", example=128)
     difference: bool | None = accepted(
         None,
         "Send the differences of weights from a copy that all ranks have.",
@@ -255,7 +229,6 @@ class GradientCodes(Section):
         "Number of gradients that share a scale; by default 256 for 8 bits and 128 for 4 bits.",
         unit="elements",
         example=64,
-        needs=_CODED_GRADS,
     )
     inside_bits: Literal[16, 8] = effective(
         16,
@@ -263,14 +236,12 @@ class GradientCodes(Section):
         "host too; 16 sends them unquantized.",
         unit="bits",
         example=8,
-        needs=_CODED_GRADS,
     )
     error_feedback: Literal["off", "bf16", "int8"] = effective(
         "off",
         "Error feedback: store a rank's quantization error in this format and add it to its next "
         "gradients.",
         example="bf16",
-        needs=_CODED_GRADS,
     )
 
 
@@ -284,7 +255,6 @@ class CompressionSection(Section):
         "A unit whose matrices have fewer elements in total is not quantized.",
         unit="elements",
         example=0,
-        needs=_CODED_GRADS,
         ge=0,
     )
     auto: bool = effective(
@@ -293,7 +263,6 @@ class CompressionSection(Section):
         "and the codecs: those of gradients, and at stage 3 of weights. Checkpoints contain the "
         "choice, and a resumed run repeats it.",
         example=True,
-        needs=_STAGE_3,
     )
 
 
@@ -321,7 +290,6 @@ class ZeroOptimization(Section):
         "Largest number of gradient elements in one collective.",
         unit="elements",
         example=1000,
-        needs=_STAGE_2,
         gt=0,
         inf=sys.maxsize,
     )
@@ -364,7 +332,6 @@ class ZeroOptimization(Section):
         "processes all of them with one load of its weights (stage 3).",
         unit="micro-batches",
         example=2,
-        needs=_STAGE_3,
         ge=1,
     )
     sub_group_size: int = effective(
@@ -376,14 +343,12 @@ class ZeroOptimization(Section):
         example=1000,
         gt=0,
         inf=sys.maxsize,
-        needs=_STAGE_3,
     )
     stage3_max_live_parameters: int = effective(
         1_000_000_000,
         "Largest number of gathered weight elements at a time; nothing is prefetched beyond it.",
         unit="elements",
         example=1000,
-        needs=_STAGE_3,
         ge=0,
         inf=sys.maxsize,
     )
@@ -392,7 +357,6 @@ class ZeroOptimization(Section):
         "Keep a unit gathered if it is used again within this number of elements.",
         unit="elements",
         example=1000,
-        needs=_STAGE_3,
         ge=0,
         inf=sys.maxsize,
     )
@@ -402,7 +366,6 @@ class ZeroOptimization(Section):
         "unless it is 0.",
         unit="elements",
         example=1000,
-        needs=_STAGE_3,
         ge=0,
         inf=sys.maxsize,
     )
@@ -411,7 +374,6 @@ class ZeroOptimization(Section):
         "Parameters up to this size stay replicated.",
         unit="elements",
         example=0,
-        needs=_STAGE_3,
         ge=0,
         inf=sys.maxsize,
     )
@@ -420,7 +382,6 @@ class ZeroOptimization(Section):
         "Largest total size of the parameters that stay replicated.",
         unit="elements",
         example=0,
-        needs=_STAGE_3,
         ge=0,
         inf=sys.maxsize,
     )
@@ -428,7 +389,6 @@ class ZeroOptimization(Section):
         False,
         "Allow save_16bit_model and programs to gather full 16-bit weights.",
         example=True,
-        needs=_STAGE_3,
     )
     stage3_module_granularity_threshold: int = effective(
         0,
@@ -467,7 +427,6 @@ class ZeroOptimization(Section):
         "(hpZ): only the first gather after an update uses all ranks.",
         example=2,
         unit="ranks",
-        needs=_STAGE_3,
         ge=1,
     )
     zero_quantized_weights: bool = effective(
@@ -475,14 +434,12 @@ class ZeroOptimization(Section):
         "Send matrices as int8 blocks (qwZ): gathered weights at stage 3, changes of weights at "
         "stages 1 and 2. `compression.weights` has the details.",
         example=True,
-        needs=_STAGE_3,
     )
     zero_quantized_nontrainable_weights: bool = effective(
         False,
         "Store and gather sharded frozen matrices as int8 blocks; they are dequantized for each "
         "use.",
         example=True,
-        needs=_STAGE_3,
     )
     zero_quantized_gradients: bool = effective(
         False,
@@ -498,7 +455,6 @@ class ZeroOptimization(Section):
         "Error feedback for quantized gradients with a running mean of errors (LoCo); in bf16 "
         "unless `compression.gradients.error_feedback` is int8.",
         example={"err_beta": 0.5, "reset_T": 1024},
-        needs=_CODED_GRADS,
     )
     mics_shard_size: int = effective(
         -1,
@@ -506,7 +462,6 @@ class ZeroOptimization(Section):
         "`mesh` with that dp_shard.",
         unit="ranks",
         example=2,
-        effect="check",
     )
     mics_hierarchical_params_gather: bool = accepted(
         False,
@@ -556,12 +511,6 @@ class ZeroOptimization(Section):
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 
-_ADAMW = {"optimizer.type": "AdamW"}
-_FP16 = {"fp16.enabled": True}
-_PLACED = {"zero_optimization.offload_optimizer.device": "auto", "zero_optimization.stage": 3}
-_BF16 = {"bf16.enabled": True}
-_AUTOCAST = {"torch_autocast.enabled": True}
-
 
 class Optimizer(Section):
     """The optimizer and its arguments (section `optimizer`)."""
@@ -576,7 +525,6 @@ class Optimizer(Section):
         {},
         "Arguments of the optimizer, for example lr, betas, eps, weight_decay.",
         example={"lr": 5e-4},
-        needs=_ADAMW,
     )
     moments: Literal["fp32", "bf16", "8bit"] = effective(
         "fp32",
@@ -607,13 +555,11 @@ class Scheduler(Section):
         "Name of the learning-rate schedule: DeepSpeed's five, or any class of "
         "torch.optim.lr_scheduler.",
         example="WarmupLR",
-        needs=_ADAMW,
     )
     params: dict[str, Any] = effective(
         {},
         "Arguments of the schedule.",
         example={"warmup_num_steps": 7},
-        needs={**_ADAMW, "scheduler.type": "WarmupLR"},
     )
 
 
@@ -630,16 +576,14 @@ class Fp16(Section):
         "Cast floating-point inputs to fp16.",
         auto="the top-level auto_cast",
         example=False,
-        needs=_FP16,
     )
     loss_scale: float = effective(
-        0.0, "Constant loss scale; 0 means a dynamic one.", example=128.0, needs=_FP16, ge=0
+        0.0, "Constant loss scale; 0 means a dynamic one.", example=128.0, ge=0
     )
     initial_scale_power: int = effective(
         16,
         "Initial dynamic loss scale, as a power of 2.",
         example=8,
-        needs=_FP16,
         ge=0,
         le=127,
     )
@@ -648,20 +592,18 @@ class Fp16(Section):
         "Number of steps without overflow after which the dynamic scale doubles.",
         unit="steps",
         example=50,
-        needs=_FP16,
     )
     hysteresis: int = effective(
         2,
         "Number of overflows before the dynamic scale is halved.",
         unit="steps",
         example=4,
-        needs=_FP16,
         ge=1,
     )
     consecutive_hysteresis: bool = effective(
-        False, "Reset the hysteresis after every step without overflow.", example=True, needs=_FP16
+        False, "Reset the hysteresis after every step without overflow.", example=True
     )
-    min_loss_scale: float = effective(1.0, "Smallest dynamic loss scale.", example=4.0, needs=_FP16)
+    min_loss_scale: float = effective(1.0, "Smallest dynamic loss scale.", example=4.0)
 
 
 class Bf16(Section):
@@ -673,7 +615,7 @@ class Bf16(Section):
         example=True,
     )
     check_grad_overflow: bool = effective(
-        True, "Skip a step whose gradients are not finite.", example=False, needs=_BF16
+        True, "Skip a step whose gradients are not finite.", example=False
     )
     master: Literal["split", "fp32", "none"] = effective(
         "split",
@@ -681,7 +623,6 @@ class Bf16(Section):
         "fp32: whole, 2 bytes more. none: not stored; weights use stochastic rounding, 2 bytes "
         "less, not exact.",
         example="fp32",
-        needs=_BF16,
     )
     immediate_grad_update: bool = accepted(
         False,
@@ -693,10 +634,9 @@ class Bf16(Section):
         'DeepSpeed\'s name for master = "none" (with one micro-batch per step, gradients are bf16 '
         "anyway).",
         example=True,
-        needs=_BF16,
     )
     bf16_optimizer_states: bool = effective(
-        False, 'DeepSpeed\'s name for optimizer.moments = "bf16".', example=True, needs=_BF16
+        False, 'DeepSpeed\'s name for optimizer.moments = "bf16".', example=True
     )
 
 
@@ -716,7 +656,6 @@ class IntegritySection(Section):
         "over one of these steps.",
         unit="steps",
         example=1,
-        needs={"integrity.mode": "warn"},
         ge=1,
     )
 
@@ -738,7 +677,6 @@ class MemoryBudget(Section):
         'Host memory, with device "auto"; null: none on a CPU, because the device is the host.',
         unit="bytes",
         example=1_000_000_000,
-        needs=_PLACED,
         inf=None,
         ge=0,
     )
@@ -747,7 +685,6 @@ class MemoryBudget(Section):
         'Space on the disk of nvme_path, with device "auto"; null: the free space.',
         unit="bytes",
         example=1_000_000_000,
-        needs={**_PLACED, "zero_optimization.offload_optimizer.nvme_path": "states"},
         inf=None,
         ge=0,
     )
@@ -773,14 +710,13 @@ class Network(Section):
 class MeshSizes(Section):
     """Sizes of the mesh axes (section `mesh`)."""
 
-    pp: int = effective(1, "Ours. Pipeline stages.", unit="ranks", example=2, effect="check", ge=1)
+    pp: int = effective(1, "Ours. Pipeline stages.", unit="ranks", example=2, ge=1)
     dp_replicate: int = effective(
         1,
         "Ours. Ranks that hold the same shards (hybrid sharding); gradients are summed over them "
         "once per step.",
         unit="ranks",
         example=2,
-        effect="check",
         ge=1,
     )
     dp_shard: int = effective(
@@ -788,15 +724,10 @@ class MeshSizes(Section):
         "Ours. Ranks that shard the states; -1: all ranks that the other axes leave.",
         unit="ranks",
         example=2,
-        effect="check",
         ge=-1,
     )
-    sp: int = effective(
-        1, "Ours. Ranks that share one sequence.", unit="ranks", example=2, effect="check", ge=1
-    )
-    tp: int = effective(
-        1, "Ours. Ranks that share one layer.", unit="ranks", example=2, effect="check", ge=1
-    )
+    sp: int = effective(1, "Ours. Ranks that share one sequence.", unit="ranks", example=2, ge=1)
+    tp: int = effective(1, "Ours. Ranks that share one layer.", unit="ranks", example=2, ge=1)
 
 
 class TorchAutocast(Section):
@@ -808,7 +739,6 @@ class TorchAutocast(Section):
         "The autocast dtype.",
         auto="bf16 if the hardware has it, else fp16",
         example="fp16",
-        needs=_AUTOCAST,
     )
 
 
@@ -820,29 +750,22 @@ class DataTypes(Section):
         "Dtype in which gradients are accumulated; null: the plan's choice, which is fp32 with "
         "several micro-batches.",
         example="bf16",
-        needs=_BF16,
     )
 
 
 class TensorBoard(Section):
     """Settings for TensorBoard files (section `tensorboard`)."""
 
-    enabled: bool = effective(
-        False, "Write TensorBoard files on rank 0.", example=True, requires="tensorboard"
-    )
+    enabled: bool = effective(False, "Write TensorBoard files on rank 0.", example=True)
     output_path: str = effective(
         "",
         "Directory of the files.",
         example="tb",
-        needs={"tensorboard.enabled": True},
-        requires="tensorboard",
     )
     job_name: str = effective(
         "DeepSpeedJobName",
         "Sub-directory of the run.",
         example="trial",
-        needs={"tensorboard.enabled": True},
-        requires="tensorboard",
     )
 
 
@@ -850,57 +773,44 @@ class CsvMonitor(Section):
     """Settings for CSV files (section `csv_monitor`)."""
 
     enabled: bool = effective(False, "Write one CSV file per quantity on rank 0.", example=True)
-    output_path: str = effective(
-        "", "Directory of the files.", example="csv", needs={"csv_monitor.enabled": True}
-    )
+    output_path: str = effective("", "Directory of the files.", example="csv")
     job_name: str = effective(
         "DeepSpeedJobName",
         "Sub-directory of the run.",
         example="trial",
-        needs={"csv_monitor.enabled": True},
     )
-
-
-_WANDB: dict[str, Any] = {"needs": {"wandb.enabled": True}, "requires": "wandb"}
-_COMET: dict[str, Any] = {"needs": {"comet.enabled": True}, "requires": "comet_ml"}
 
 
 class Wandb(Section):
     """Settings for Weights & Biases (section `wandb`)."""
 
-    enabled: bool = effective(
-        False, "Send records to Weights & Biases from rank 0.", example=True, requires="wandb"
-    )
-    group: str | None = effective(None, "Group of the run.", example="trials", **_WANDB)
-    team: str | None = effective(None, "Team (entity) that owns the run.", example="us", **_WANDB)
-    project: str = effective("deepspeed", "Project of the run.", example="zero", **_WANDB)
+    enabled: bool = effective(False, "Send records to Weights & Biases from rank 0.", example=True)
+    group: str | None = effective(None, "Group of the run.", example="trials")
+    team: str | None = effective(None, "Team (entity) that owns the run.", example="us")
+    project: str = effective("deepspeed", "Project of the run.", example="zero")
 
 
 class Comet(Section):
     """Settings for Comet (section `comet`)."""
 
-    enabled: bool = effective(
-        False, "Send records to Comet from rank 0.", example=True, requires="comet_ml"
-    )
+    enabled: bool = effective(False, "Send records to Comet from rank 0.", example=True)
     samples_log_interval: int = effective(
-        100, "Samples between two records.", unit="samples", example=10, ge=1, **_COMET
+        100, "Samples between two records.", unit="samples", example=10, ge=1
     )
-    project: str | None = effective(None, "Project of the run.", example="zero", **_COMET)
-    workspace: str | None = effective(None, "Workspace of the project.", example="us", **_COMET)
+    project: str | None = effective(None, "Project of the run.", example="zero")
+    workspace: str | None = effective(None, "Workspace of the project.", example="us")
     api_key: str | None = effective(
-        None, "Key of the account; better given by environment.", example="key", **_COMET
+        None, "Key of the account; better given by environment.", example="key"
     )
-    experiment_name: str | None = effective(
-        None, "Name shown for the run.", example="trial", **_COMET
-    )
+    experiment_name: str | None = effective(None, "Name shown for the run.", example="trial")
     experiment_key: str | None = effective(
-        None, "Key of an experiment to continue.", example="a" * 32, **_COMET
+        None, "Key of an experiment to continue.", example="a" * 32
     )
     online: bool | None = effective(
-        None, "Send at once, or keep an offline archive.", example=False, **_COMET
+        None, "Send at once, or keep an offline archive.", example=False
     )
     mode: str | None = effective(
-        None, "Get, create, or get_or_create the experiment.", example="create", **_COMET
+        None, "Get, create, or get_or_create the experiment.", example="create"
     )
 
 
@@ -917,7 +827,6 @@ class SaveOnSignal(Section):
         ("SIGTERM", "SIGUSR1"),
         "Ours. The signals. Existing handlers are called as well.",
         example=["SIGUSR2"],
-        needs={"checkpoint.save_on_signal.path": "checkpoints"},
     )
 
 
@@ -955,7 +864,6 @@ class Checkpoint(Section):
         unit="steps",
         example=1000,
         ge=1,
-        needs={"checkpoint.keep_last": 3},
     )
     save_on_signal: SaveOnSignal = section(
         SaveOnSignal, "Saving when the job receives a signal to end."
@@ -991,9 +899,6 @@ class TimersSection(Section):
     throughput: Throughput = section(Throughput, "The samples-per-second timer.")
 
 
-_FLOPS: dict[str, Any] = {"needs": {"flops_profiler.enabled": True}}
-
-
 class FlopsProfilerSection(Section):
     """Settings for the FLOPS profiler (section `flops_profiler`)."""
 
@@ -1006,20 +911,18 @@ class FlopsProfilerSection(Section):
         unit="steps",
         example=3,
         ge=0,
-        **_FLOPS,
     )
     recompute_fwd_factor: float = effective(
         0.0,
         "Share of the forward that backward repeats, for the printed step.",
         example=1.0,
         ge=0,
-        **_FLOPS,
     )
-    module_depth: int = effective(-1, "Depth of the table; -1 is the deepest.", example=2, **_FLOPS)
+    module_depth: int = effective(-1, "Depth of the table; -1 is the deepest.", example=2)
     top_modules: int = accepted(1, "Modules listed per level.", "every module is listed", ge=1)
-    detailed: bool = effective(True, "Print every module.", example=False, **_FLOPS)
+    detailed: bool = effective(True, "Print every module.", example=False)
     output_file: str | None = effective(
-        None, "File for the table; null logs it.", example="flops.txt", **_FLOPS
+        None, "File for the table; null logs it.", example="flops.txt"
     )
 
 
@@ -1036,7 +939,6 @@ class Records(Section):
         "Steps between two records.",
         unit="steps",
         example=5,
-        needs={"records.path": "runs/demo"},
         ge=1,
     )
 
@@ -1065,7 +967,6 @@ class ActivationCheckpointing(Section):
         "Number of checkpoints that fit the arena; null: measured in the first forward.",
         example=4,
         ge=1,
-        needs={"activation_checkpointing.contiguous_memory_optimization": True},
     )
     synchronize_checkpoint_boundary: bool = accepted(
         False,
@@ -1087,7 +988,6 @@ class ActivationCheckpointing(Section):
         "Ours. Directory for them with device nvme. If it is missing, it is created with mode "
         "0700.",
         example="parked",
-        needs={"activation_checkpointing.device": "nvme"},
     )
     policy: tuple[str, ...] | None = effective(
         None,
@@ -1114,13 +1014,6 @@ class ActivationCheckpointing(Section):
     )
 
 
-_ON_DISK: dict[str, Any] = {
-    "zero_optimization.stage": 3,
-    "zero_optimization.offload_optimizer.device": "nvme",
-    "zero_optimization.offload_optimizer.nvme_path": "states",
-}
-
-
 class Aio(Section):
     """Settings for transfers to disks (section `aio`)."""
 
@@ -1129,14 +1022,12 @@ class Aio(Section):
         "Largest single request to a disk.",
         unit="bytes",
         example=65536,
-        needs=_ON_DISK,
         ge=4096,
     )
     queue_depth: int = effective(
         8,
         "Number of concurrent transfers, each in its own thread.",
         example=2,
-        needs=_ON_DISK,
         ge=1,
     )
     intra_op_parallelism: int = accepted(
@@ -1149,9 +1040,6 @@ class Aio(Section):
     overlap_events: bool = accepted(True, "Submit while waiting.", "requests always overlap")
 
 
-_TENSOR = {"tensor_parallel.autotp_size": 2}
-
-
 class TpSize(Section):
     """Size of the axis (sections `tensor_parallel.tp` and `tensor_parallel.tensor_parallel`)."""
 
@@ -1160,7 +1048,6 @@ class TpSize(Section):
         "Ranks that share one layer, like `mesh.tp`.",
         unit="ranks",
         example=2,
-        effect="check",
         ge=1,
     )
     tp_grain_size: int = effective(
@@ -1170,7 +1057,6 @@ class TpSize(Section):
         unit="elements",
         example=64,
         ge=1,
-        needs=_TENSOR,
     )
 
 
@@ -1182,7 +1068,6 @@ class TensorParallel(Section):
         "Ranks that share one layer, like `mesh.tp`; 0: not stated.",
         unit="ranks",
         example=2,
-        effect="check",
         ge=0,
     )
     dtype: Any = accepted(
@@ -1200,7 +1085,6 @@ class TensorParallel(Section):
         "Suffixes of names of layers whose products are summed over the ranks (row). They take "
         "precedence over every other rule.",
         example=["out_proj"],
-        needs=_TENSOR,
     )
     partition_config: dict[str, Any] | None = effective(
         None,
@@ -1209,13 +1093,11 @@ class TensorParallel(Section):
         "use_default_specs: whether other rules apply too; strict_mode: whether a layer that no "
         "rule splits is an error.",
         example={"layer_specs": [{"patterns": [".*o_proj.weight$"], "partition_type": "row"}]},
-        needs=_TENSOR,
     )
     preset_model: str | None = effective(
         None,
         "Use the rules of a known model family, whatever the model's type.",
         example="llama",
-        needs=_TENSOR,
     )
     keep_module_on_host: bool = accepted(
         False,
@@ -1231,14 +1113,12 @@ class TensorParallel(Section):
         "false.",
         example=True,
         auto_is_value=True,
-        needs=_TENSOR,
     )
     loss: Literal["split", "gathered"] = effective(
         "split",
         "Ours. How the loss of a split head is computed. split: from split logits, which "
         "training then does not return; gathered: from whole logits.",
         example="gathered",
-        needs=_TENSOR,
     )
 
 
@@ -1255,27 +1135,22 @@ class SequenceParallel(Section):
     )
 
 
-_STAGES = {"pipeline.stages": 2}
-
-
 class PipelineSection(Section):
     """Settings for pipeline parallelism (section `pipeline`)."""
 
     stages: int | None = effective(
-        None, "Pipeline stages, like `mesh.pp`.", unit="ranks", example=2, effect="check", ge=1
+        None, "Pipeline stages, like `mesh.pp`.", unit="ranks", example=2, ge=1
     )
     partition: str = effective(
         "best",
         "How layers are assigned to stages: best (by work, then memory), uniform, parameters (by "
         "trained parameters), type:REGEX (by class name).",
         example="uniform",
-        needs=_STAGES,
     )
     schedule: Literal["1f1b", "interleaved", "breadth_first"] = effective(
         "1f1b",
         "Ours. The order of forwards and backwards. Results are bitwise equal.",
         example="breadth_first",
-        needs=_STAGES,
     )
     virtual: int = effective(
         1,
@@ -1283,7 +1158,6 @@ class PipelineSection(Section):
         unit="stages",
         example=2,
         ge=1,
-        needs={**_STAGES, "pipeline.schedule": "interleaved"},
     )
     group: int | None = effective(
         None,
@@ -1292,7 +1166,6 @@ class PipelineSection(Section):
         unit="micro-batches",
         example=4,
         ge=1,
-        needs={**_STAGES, "pipeline.schedule": "breadth_first"},
     )
     micro_batches: int | None = effective(
         None,
@@ -1302,7 +1175,6 @@ class PipelineSection(Section):
         unit="micro-batches",
         example=8,
         ge=1,
-        needs=_STAGES,
     )
     rows: Literal["shared", "own"] = effective(
         "shared",
@@ -1311,7 +1183,6 @@ class PipelineSection(Section):
         "accelerate. Own rows are sent to all ranks, computed one rank after the other, and "
         "count as those of data-parallel ranks.",
         example="own",
-        needs=_STAGES,
     )
     seed_layers: bool = accepted(
         False,
@@ -1325,7 +1196,6 @@ class PipelineSection(Section):
         unit="layers",
         example=1,
         ge=0,
-        needs=_STAGES,
     )
     use_reentrant: bool | None = accepted(
         None,
@@ -1342,9 +1212,6 @@ class PipelineSection(Section):
         "Send gradients partitioned over tensor-parallel ranks.",
         "the same bits are sent in both cases",
     )
-
-
-_LAYOUT = "sparse_attention.mode"
 
 
 class SparseAttentionSection(Section):
@@ -1365,7 +1232,7 @@ class SparseAttentionSection(Section):
         example=True,
     )
     num_local_blocks: int = effective(
-        4, "Number of blocks in a window.", unit="blocks", example=2, ge=1, needs={_LAYOUT: "fixed"}
+        4, "Number of blocks in a window.", unit="blocks", example=2, ge=1
     )
     num_global_blocks: int = effective(
         1,
@@ -1374,7 +1241,6 @@ class SparseAttentionSection(Section):
         unit="blocks",
         example=2,
         ge=1,
-        needs={_LAYOUT: "fixed"},
     )
     attention: Literal["unidirectional", "bidirectional"] = effective(
         "bidirectional",
@@ -1383,14 +1249,13 @@ class SparseAttentionSection(Section):
         example="unidirectional",
     )
     horizontal_global_attention: bool = effective(
-        False, "Queries of global blocks see all blocks.", example=True, needs={_LAYOUT: "fixed"}
+        False, "Queries of global blocks see all blocks.", example=True
     )
     num_different_global_patterns: int = effective(
         1,
         "Number of choices of global blocks in a window, which alternate between heads.",
         example=2,
         ge=1,
-        needs={_LAYOUT: "fixed", "sparse_attention.different_layout_per_head": True},
     )
     num_random_blocks: int = effective(
         0,
@@ -1398,25 +1263,21 @@ class SparseAttentionSection(Section):
         unit="blocks",
         example=1,
         ge=0,
-        needs={_LAYOUT: "bigbird"},
     )
     local_window_blocks: tuple[int, ...] = effective(
         (4,),
         "Sizes of the windows, one after another; the last repeats.",
         example=[2],
-        needs={_LAYOUT: "variable"},
     )
     global_block_indices: tuple[int, ...] = effective(
         (0,),
         "First indices of ranges of global blocks.",
         example=[1],
-        needs={_LAYOUT: "bslongformer"},
     )
     global_block_end_indices: tuple[int, ...] | None = effective(
         None,
         "End indices of these ranges; null: one block each.",
         example=[2],
-        needs={_LAYOUT: "bslongformer"},
     )
     num_sliding_window_blocks: int = effective(
         3,
@@ -1424,14 +1285,12 @@ class SparseAttentionSection(Section):
         unit="blocks",
         example=5,
         ge=1,
-        needs={_LAYOUT: "bigbird"},
     )
     seed: int = effective(
         0,
         "Ours. Seed of the random blocks, which are the same on every rank.",
         example=1,
         ge=0,
-        needs={_LAYOUT: "bigbird", "sparse_attention.num_random_blocks": 1},
     )
 
 
@@ -1458,7 +1317,6 @@ class DataEfficiency(Section):
         1234,
         "Seed of the order of a curriculum's samples.",
         example=1,
-        needs={"data_efficiency.data_sampling": _CURRICULUM},
     )
     data_sampling: dict[str, Any] = effective(
         {},
@@ -1506,7 +1364,6 @@ class Config(Section):
         "Ranks that share one sequence (Ulysses), like `mesh.sp`.",
         unit="ranks",
         example=2,
-        effect="check",
         ge=1,
     )
     data_parallel_size: int | None = effective(
@@ -1514,7 +1371,6 @@ class Config(Section):
         "Number of data-parallel ranks that the run must have, like `dp_degree`.",
         unit="ranks",
         example=2,
-        effect="check",
         ge=1,
     )
     # Optimizer and schedule
@@ -1589,7 +1445,6 @@ class Config(Section):
         "Ours. Steps between two decisions of precision auto about its units.",
         unit="steps",
         example=2,
-        needs={"precision": "auto"},
         ge=1,
     )
     auto_cast: bool = effective(
@@ -1604,7 +1459,6 @@ class Config(Section):
         (),
         "Ours. Class or module names of the units; empty chooses blocks automatically.",
         example=["Linear"],
-        needs={"zero_optimization.stage": 3},
     )
     deterministic: bool = effective(
         False,
@@ -1645,7 +1499,6 @@ class Config(Section):
         unit="ranks",
         auto="the ranks that the other axes leave",
         example=2,
-        effect="check",
         ge=1,
     )
     pp_degree: int = effective(
@@ -1654,7 +1507,6 @@ class Config(Section):
         unit="ranks",
         auto="of the mesh",
         example=2,
-        effect="check",
         ge=1,
     )
     mp_degree: int = effective(
@@ -1663,7 +1515,6 @@ class Config(Section):
         unit="ranks",
         auto="of the mesh",
         example=2,
-        effect="check",
         ge=1,
     )
     tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism (AutoTP).")
