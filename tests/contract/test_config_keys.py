@@ -27,7 +27,7 @@ from deepseek_zero.base.errors import ConfigError, NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config import Config, Facts, Status, resolve
-from deepseek_zero.config.load import load
+from deepseek_zero.config.load import PACKAGES, load
 from deepseek_zero.config.schema import SparseAttentionSection
 from deepseek_zero.engine import assemble
 from deepseek_zero.engine.memories import open_tiers
@@ -436,9 +436,9 @@ def test_an_effective_key_is_used(
     row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    needed = getattr(row, "requires", None)
+    needed, install = PACKAGES.get(row.path.partition(".")[0], ("", ""))
     if needed and find_spec(needed) is None:
-        pytest.skip(f"needs {needed}")
+        pytest.skip(f"needs {needed}: {install}")
     if row.path in BEHAVIOURS:
         BEHAVIOURS[row.path]()
     else:
