@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 from zlib import crc32
 
 import numpy as np
@@ -64,52 +63,14 @@ class StochasticRounding:
         return torch.from_numpy(words.random_raw(count).view(np.int16)[skipped : skipped + numel])
 
 
-class StorageFormat(Protocol):
-    """A format in which fp32 values are stored.
+@dataclass(frozen=True)
+class BFloat16Format:
+    """Values stored as bf16, without scales.
 
     Attributes:
         dtype: The dtype of the codes.
-        has_scales: One power of two per block is stored, too.
+        has_scales: Whether one power of two per block is stored, too.
     """
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the codes."""
-        ...
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether one power of two per block is stored, too."""
-        ...
-
-    def encode(
-        self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
-    ) -> None:
-        """Encode fp32 values; all tensors are flat.
-
-        Args:
-            values: The fp32 values.
-            codes: Output, of dtype `dtype`.
-            powers: Output, the power of two of each block; None without scales.
-            chance: 16 random bits per element for stochastic rounding; None rounds to nearest.
-        """
-
-    def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Decode to fp32.
-
-        Args:
-            codes: The codes, flat.
-            powers: The power of two of each block; None without scales.
-            out: Output; None allocates it.
-
-        Returns:
-            The fp32 values.
-        """
-
-
-@dataclass(frozen=True)
-class BFloat16Format:
-    """Values stored as bf16, without scales."""
 
     dtype: torch.dtype = torch.bfloat16
     has_scales: bool = False
@@ -266,6 +227,8 @@ class Float8Block:
             part[whole:].mul_(scales[-1])
         return out
 
+
+StorageFormat = BFloat16Format | Float8Block
 
 SIGNED = Float8Block(True, -14)
 MAGNITUDES = Float8Block(False, -30)

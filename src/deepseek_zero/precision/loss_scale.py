@@ -56,36 +56,17 @@ class LossScaleSettings:
     gives_up: bool = True
 
     def __post_init__(self) -> None:
+        wanted = {
+            "loss_scale": (0 <= self.loss_scale < math.inf, "0 or more"),
+            "loss_scale_window": (self.loss_scale_window >= 1, "1 or more"),
+            "hysteresis": (self.hysteresis >= 1, "1 or more"),
+            "min_loss_scale": (0 < self.min_loss_scale < math.inf, "above 0"),
+            "initial_scale_power": (abs(self.initial_scale_power) < 128, "below 128"),
+        }
         problems = [
-            f"{name} is {value}, it must be {wish}"
-            for name, value, sound, wish in (
-                (
-                    "loss_scale",
-                    self.loss_scale,
-                    math.isfinite(self.loss_scale) and self.loss_scale >= 0,
-                    "0 or more",
-                ),
-                (
-                    "loss_scale_window",
-                    self.loss_scale_window,
-                    self.loss_scale_window >= 1,
-                    "1 or more",
-                ),
-                ("hysteresis", self.hysteresis, self.hysteresis >= 1, "1 or more"),
-                (
-                    "min_loss_scale",
-                    self.min_loss_scale,
-                    0 < self.min_loss_scale < math.inf,
-                    "above 0",
-                ),
-                (
-                    "initial_scale_power",
-                    self.initial_scale_power,
-                    abs(self.initial_scale_power) < 128,
-                    "below 128",
-                ),
-            )
-            if not sound
+            f"{name} is {getattr(self, name)}, it must be {wish}"
+            for name, (is_sound, wish) in wanted.items()
+            if not is_sound
         ]
         if (
             not problems
@@ -130,19 +111,6 @@ class LossScaler:
         )
         self.cur_hysteresis = chosen.hysteresis
 
-    @classmethod
-    def static(cls, scale: float = 1.0) -> LossScaler:
-        """Return a scaler that never changes; fp32 and bf16 use 1.0.
-
-        Raises:
-            ConfigError: The scale is not positive.
-        """
-        if scale <= 0:
-            raise ConfigError(
-                f"a static loss scale of {scale} loses the gradient.", fix="give a number above 0."
-            )
-        return cls(LossScaleSettings(loss_scale=scale))
-
     @property
     def dynamic(self) -> bool:
         """Whether the scale changes."""
@@ -185,8 +153,7 @@ class LossScaler:
         Raises:
             UsageError: The state is incomplete.
         """
-        names = ("dynamic", "scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-        missing = [name for name in names if name not in state_dict]
+        missing = [name for name in self.state_dict() if name not in state_dict]
         if missing:
             raise UsageError(
                 f"the loss scaler's state lacks {', '.join(missing)}.",

@@ -23,7 +23,7 @@ from deepseek_zero.pipeline.pipeline import Pipeline, cut_model
 from deepseek_zero.pipeline.rows import cut_rows, join_rows
 from deepseek_zero.pipeline.stage import MicroBatch
 from deepseek_zero.pipeline.ties import Ties
-from deepseek_zero.precision.loss_scale import LossScaler
+from deepseek_zero.precision.loss_scale import LossScaler, LossScaleSettings
 from deepseek_zero.precision.policy import Policy
 from tests.in_process import Rank, World, optimizer_over, run_ranks, sharded
 from tests.models import VOCABULARY, Batch, Gpt, batch_of, seeded
@@ -196,7 +196,9 @@ def test_a_factor_of_the_callers_is_rescaled_once_and_assumed_from_then_on(
     def body(rank: Rank, factor: float) -> tuple[list[list[Tensor]], list[int]]:
         here = Loop(rank, seeded(Tied) if tied else gpt(), 2, 2, stage=2)
         loss_factor = here.runtime.loss_factor
-        loss_factor.scaler = None if scale is None else LossScaler.static(scale)
+        loss_factor.scaler = (
+            None if scale is None else LossScaler(LossScaleSettings(loss_scale=scale))
+        )
         rescaled, now = list[int](), [0]
         inner = here.loop._rescale
 

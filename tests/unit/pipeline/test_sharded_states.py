@@ -21,7 +21,7 @@ from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.sharded_states import ShardedStates
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages, tied_stages
 from deepseek_zero.pipeline.ties import Ties
-from deepseek_zero.precision.loss_scale import LossScaler
+from deepseek_zero.precision.loss_scale import LossScaler, LossScaleSettings
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.sharding.unit import UnitState
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
@@ -251,7 +251,9 @@ def test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages() 
         cut = cut_chain(model, find_chain(model, (batch.tokens, batch.targets)), 3)
         stages = take_stages(model, cut, [rank.index])
         runtime = sharded(rank, model, Mesh(pp=3), stage=1, accumulation=MANY, reduces_once=True)
-        runtime.loss_factor.scaler = LossScaler.static(scale) if scale != 1.0 else None
+        runtime.loss_factor.scaler = (
+            LossScaler(LossScaleSettings(loss_scale=scale)) if scale != 1.0 else None
+        )
         executor = PipelineExecutor(
             StageLinks(rank.comm, mesh, schedule), stages, ShardedStates(runtime)
         )

@@ -103,7 +103,9 @@ def test_a_static_scale_never_moves() -> None:
     scaler = LossScaler(LossScaleSettings(loss_scale=128))
     for verdict in (BAD, BAD, BAD, GOOD):
         scaler.update(verdict)
-    assert (scaler.scale, scaler.dynamic) == (128.0, False) and LossScaler.static().scale == 1.0
+    assert (scaler.scale, scaler.dynamic) == (128.0, False) and LossScaler(
+        LossScaleSettings(loss_scale=1.0)
+    ).scale == 1.0
 
 
 def test_each_overflow_is_logged_with_both_scales(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +129,10 @@ def test_a_loaded_scaler_continues_with_the_saved_state(cut: int) -> None:
 
 
 def test_the_config_decides_between_static_and_dynamic_on_load() -> None:
-    dynamic, static = LossScaler(LossScaleSettings(initial_scale_power=4)), LossScaler.static(8.0)
+    dynamic, static = (
+        LossScaler(LossScaleSettings(initial_scale_power=4)),
+        LossScaler(LossScaleSettings(loss_scale=8.0)),
+    )
     saved_dynamic, saved_static = dynamic.state_dict(), static.state_dict()
     static.load_state_dict(saved_dynamic)
     dynamic.load_state_dict(saved_static)
