@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from deepseek_zero.base.errors import ConfigError
 
+from .common import adam_state, evaluated
+
 
 @dataclasses.dataclass(frozen=True)
 class LambSettings:
@@ -86,10 +88,7 @@ class Lamb(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; the gradients are not changed."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             scratch = _Scratch(used)
@@ -98,7 +97,9 @@ class Lamb(Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any], ratio: Tensor) -> None:
-        state = self._state_of(parameter)
+        state = self.state[parameter]
+        # `step` is on the CPU, so that reading it never waits for the device
+        adam_state(state, parameter, torch.device("cpu"))
         grad = parameter.grad
         mean = state["exp_avg"]
         square = state["exp_avg_sq"]
@@ -118,15 +119,6 @@ class Lamb(Optimizer):
         torch.div(mean, ratio, out=ratio)
         ratio.div_(correct1).add_(parameter, alpha=group["weight_decay"])
         parameter.sub_(ratio.mul_(_trust(parameter, ratio, group) * group["lr"]))
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            # On the CPU, so that reading it never waits for the device
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
 
 
 class _Scratch:

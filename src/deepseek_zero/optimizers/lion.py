@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from deepseek_zero.base.device import PerDevice
 from deepseek_zero.base.errors import ConfigError
 
+from .common import evaluated
+
 # [Note: tiles] The update needs two temporaries. Processing the slice in tiles keeps their size
 # fixed. On a CPU, 2^15 elements stay in a core's cache and below the size from which torch splits
 # an operation over threads; larger tiles were 3 to 9 times slower on two busy cores (20M elements).
@@ -67,10 +69,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; the gradients are not changed."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -88,33 +87,30 @@ class Lion(Optimizer):
         # One rounding per operation and no fused multiply-add (`alpha=`, lerp): a vectorized kernel
         # may fuse in its main loop but not in its tail, and then the result would depend on where a
         # slice is cut.
-        grads = (
-            -parameter.grad
-            if group.get("maximize") and parameter.grad is not None
-            else parameter.grad
-        )
-        for weight, grad, momentum in _tiles(parameter, grads, state["exp_avg"]):
+        grad = parameter.grad
+        assert grad is not None
+        if group.get("maximize"):
+            grad = -grad
+        for weight, part_of_grad, momentum in _tiles(parameter, grad, state["exp_avg"]):
             if scratch is None or scratch[0].shape != weight.shape:
                 scratch = torch.empty_like(weight), torch.empty_like(weight)
             direction, part = scratch
             torch.mul(momentum, beta1, out=direction)
-            torch.mul(grad, 1.0 - beta1, out=part)
+            torch.mul(part_of_grad, 1.0 - beta1, out=part)
             direction.add_(part).sign_()
             # lr times a sign is exact, so a fused operation gives the same result
             weight.mul_(keep).sub_(direction, alpha=lr)
-            torch.mul(grad, 1.0 - beta2, out=part)
+            torch.mul(part_of_grad, 1.0 - beta2, out=part)
             momentum.mul_(beta2).add_(part)
 
 
-def _tiles(weight: Tensor, grad: Tensor | None, momentum: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the three tensors tile by tile, or whole if one is not contiguous.
+def _tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tensors tile by tile, or whole if one is not contiguous.
 
     See [Note: tiles].
     """
-    assert grad is not None
-    tensors = (weight, grad, momentum)
     if not all(tensor.is_contiguous() for tensor in tensors):
         yield tensors
         return
-    size = _TILE_NUMEL.on(weight.device)
+    size = _TILE_NUMEL.on(tensors[0].device)
     yield from zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)

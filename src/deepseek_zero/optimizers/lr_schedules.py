@@ -72,9 +72,7 @@ class LRSchedule(ABC):
     def __init__(self, optimizer: HasParamGroups, *args: Any, **settings: Any) -> None:
         self.settings = self.Settings(*args, **settings)
         self.optimizer = _with_groups(optimizer)
-        self.last_batch_iteration = whole_number(
-            "last_batch_iteration", self.settings.last_batch_iteration, -1
-        )
+        self.last_batch_iteration = _whole(self.settings, "last_batch_iteration", -1)
         self._prepare()
         self._last_lr: list[float] = []
         self._write()
@@ -126,8 +124,10 @@ class LRSchedule(ABC):
                 group["lr"] = rate
         self._last_lr = rates
 
-    def _per_group(self, name: str, value: PerGroup) -> list[float]:
+    def _per_group(self, name: str) -> list[float]:
+        """Return the value of a setting for each group."""
         count = len(self.optimizer.param_groups)
+        value: PerGroup = getattr(self.settings, name)
         if isinstance(value, int | float):
             return [float(value)] * count
         if len(value) != count:
@@ -154,23 +154,21 @@ def _with_groups(optimizer: Any) -> HasParamGroups:
     )
 
 
-def whole_number(name: str, value: Any, least: int) -> int:
+def _whole(settings: Any, name: str, least: int) -> int:
     """Return a setting as an int; 1e3 is accepted, 2.5 is not.
 
-    Args:
-        name: The name of the setting, for the error.
-        value: The value.
-        least: The minimum.
-
-    Raises:
-        ConfigError: The value is not a whole number, or is less than the minimum.
+    Raises ConfigError if it is not a whole number, or is less than `least`.
     """
-    whole = (
-        isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
-    )
-    if not whole or value < least:
+    value = getattr(settings, name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not float(value).is_integer() or value < least:
         raise ConfigError(f"{name} is {value!r}.", fix=f"give a whole number of at least {least}.")
     return int(value)
+
+
+def _between(lows: Sequence[float], highs: Sequence[float], share: float) -> list[float]:
+    """Return the value of each group at a share of the way from low to high."""
+    return [low + (high - low) * share for low, high in zip(lows, highs, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,22 +297,20 @@ class WarmupLR(LRSchedule):
     Settings: ClassVar[type[Any]] = WarmupSettings
 
     def _prepare(self) -> None:
-        self.warmup = _Warmup.of(self.settings)
+        self.warmup = _Warmup(self.settings)
         self.warmup_num_steps, self.warmup_type = self.warmup.num_steps, self.warmup.shape
-        most = self.settings.warmup_max_lr
-        self.min_lrs = self._per_group("warmup_min_lr", self.settings.warmup_min_lr)
-        self.max_lrs = self._own_rates() if most is None else self._per_group("warmup_max_lr", most)
+        self.min_lrs = self._per_group("warmup_min_lr")
+        self.max_lrs = (
+            self._own_rates()
+            if self.settings.warmup_max_lr is None
+            else self._per_group("warmup_max_lr")
+        )
 
     def get_lr(self) -> list[float]:
         """Return the rate of each group at `last_batch_iteration`."""
-        gamma = self._gamma()
-        return [
-            low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
-        ]
-
-    def _gamma(self) -> float:
         rising = self.warmup.at(self.last_batch_iteration)
-        return self._after_warmup() if rising is None else rising
+        gamma = self._after_warmup() if rising is None else rising
+        return _between(self.min_lrs, self.max_lrs, gamma)
 
     def _after_warmup(self) -> float:
         return 1.0
@@ -330,7 +326,7 @@ class WarmupDecayLR(WarmupLR):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self.total_num_steps = _total(self.settings.total_num_steps, self.warmup.num_steps)
+        self.total_num_steps = _total(self.settings, self.warmup.num_steps)
 
     def _after_warmup(self) -> float:
         left = self.total_num_steps - max(self.last_batch_iteration, 0)
@@ -348,9 +344,9 @@ class WarmupCosineLR(LRSchedule):
     Settings: ClassVar[type[Any]] = WarmupCosineSettings
 
     def _prepare(self) -> None:
-        self.warmup = _Warmup.of(self.settings)
+        self.warmup = _Warmup(self.settings)
         self.warmup_num_steps, self.warmup_type = self.warmup.num_steps, self.warmup.shape
-        self.total_num_steps = _total(self.settings.total_num_steps, self.warmup.num_steps)
+        self.total_num_steps = _total(self.settings, self.warmup.num_steps)
         self.org_lrs = self._own_rates()
 
     def get_lr(self) -> list[float]:
@@ -384,10 +380,8 @@ class LRRangeTest(LRSchedule):
     Settings: ClassVar[type[Any]] = LRRangeTestSettings
 
     def _prepare(self) -> None:
-        self.min_lrs = self._per_group("lr_range_test_min_lr", self.settings.lr_range_test_min_lr)
-        self.step_size = whole_number(
-            "lr_range_test_step_size", self.settings.lr_range_test_step_size, 1
-        )
+        self.min_lrs = self._per_group("lr_range_test_min_lr")
+        self.step_size = _whole(self.settings, "lr_range_test_step_size", 1)
 
     def get_lr(self) -> list[float]:
         """Return the rate of each group at `last_batch_iteration`."""
@@ -419,35 +413,26 @@ class OneCycle(LRSchedule):
         chosen = self.settings
         second = chosen.cycle_second_step_size
         stairs = chosen.cycle_second_stair_count
-        self.first_size = whole_number("cycle_first_step_size", chosen.cycle_first_step_size, 1)
+        self.first_size = _whole(chosen, "cycle_first_step_size", 1)
         self.second_size = (
-            self.first_size if second is None else whole_number("cycle_second_step_size", second, 0)
+            self.first_size if second is None else _whole(chosen, "cycle_second_step_size", 0)
         )
         self.total_size = self.first_size + self.second_size
-        self.step_ratio = self.first_size / self.total_size
-        self.first_stairs = whole_number(
-            "cycle_first_stair_count", chosen.cycle_first_stair_count, 0
-        )
+        self.first_stairs = _whole(chosen, "cycle_first_stair_count", 0)
         self.second_stairs = (
-            self.first_stairs
-            if stairs is None
-            else whole_number("cycle_second_stair_count", stairs, 0)
+            self.first_stairs if stairs is None else _whole(chosen, "cycle_second_stair_count", 0)
         )
-        self.decay_size = whole_number("decay_step_size", chosen.decay_step_size, 0)
-        self.min_lrs = self._per_group("cycle_min_lr", chosen.cycle_min_lr)
-        self.max_lrs = self._per_group("cycle_max_lr", chosen.cycle_max_lr)
-        self.min_moms = self._per_group("cycle_min_mom", chosen.cycle_min_mom)
-        self.max_moms = self._per_group("cycle_max_mom", chosen.cycle_max_mom)
+        self.decay_size = _whole(chosen, "decay_step_size", 0)
+        self.min_lrs = self._per_group("cycle_min_lr")
+        self.max_lrs = self._per_group("cycle_max_lr")
+        self.min_moms = self._per_group("cycle_min_mom")
+        self.max_moms = self._per_group("cycle_max_mom")
         self.cycle_momentum = bool(chosen.cycle_momentum) and self._takes_momentum()
 
     def get_lr(self) -> list[float]:
         """Return the rate of each group at `last_batch_iteration`."""
         if self._cycling():
-            scale = self._scale()
-            return [
-                low + (high - low) * scale
-                for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
-            ]
+            return _between(self.min_lrs, self.max_lrs, self._scale())
         factor = 1.0 + self.settings.decay_lr_rate * self._decay_intervals()
         return [low / factor for low in self.min_lrs]
 
@@ -459,11 +444,7 @@ class OneCycle(LRSchedule):
         if not self.cycle_momentum:
             return None
         if self._cycling():
-            scale = self._scale()
-            beta1s = [
-                high - (high - low) * scale
-                for low, high in zip(self.min_moms, self.max_moms, strict=True)
-            ]
+            beta1s = _between(self.max_moms, self.min_moms, self._scale())
         else:
             factor = 1.0 + self.settings.decay_mom_rate * self._decay_intervals()
             beta1s = [high * factor for high in self.max_moms]
@@ -512,25 +493,20 @@ class OneCycle(LRSchedule):
         return True
 
 
-@dataclasses.dataclass(frozen=True)
 class _Warmup:
     """The rise from 0 to 1 that three schedules share."""
 
-    num_steps: int
-    shape: str
-
-    @classmethod
-    def of(cls, settings: Any) -> _Warmup:
-        num_steps = whole_number("warmup_num_steps", settings.warmup_num_steps, 0)
-        shape = settings.warmup_type
-        if shape not in ("log", "linear"):
-            note = (
-                f'warmup_type {shape!r} is not known ("log", "linear"): the warm-up is '
-                "logarithmic, as in DeepSpeed."
+    def __init__(self, settings: Any) -> None:
+        num_steps = _whole(settings, "warmup_num_steps", 0)
+        self.num_steps = max(2, num_steps) if num_steps else 0
+        self.shape = settings.warmup_type
+        if self.shape not in ("log", "linear"):
+            log_once(
+                f'warmup_type {self.shape!r} is not known ("log", "linear"): the warm-up is '
+                "logarithmic, as in DeepSpeed.",
+                logging.WARNING,
             )
-            log_once(note, logging.WARNING)
-            shape = "log"
-        return cls(max(2, num_steps) if num_steps else 0, shape)
+            self.shape = "log"
 
     def at(self, iteration: int) -> float | None:
         """Return gamma at an iteration, or None after the warm-up."""
@@ -543,8 +519,8 @@ class _Warmup:
         return math.log(iteration + 1) / math.log(self.num_steps)
 
 
-def _total(total: Any, warmup: int) -> int:
-    steps = whole_number("total_num_steps", total, 1)
+def _total(settings: Any, warmup: int) -> int:
+    steps = _whole(settings, "total_num_steps", 1)
     if steps < warmup:
         log_once(
             f"total_num_steps {steps} is less than warmup_num_steps {warmup}: the run ends inside "

@@ -20,6 +20,8 @@ from torch.optim.adamw import adamw
 
 from deepseek_zero.base.errors import ConfigError
 
+from .common import adam_state, evaluated
+
 # The quintic p(s) = a s + b s^3 + c s^5 of the source is steepest at 0, so that 5 steps bring every
 # relevant singular value into about [0.7, 1.2]. It is not meant to converge to 1.
 _A = 3.4445
@@ -215,10 +217,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; the gradients are not changed."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not group["use_muon"]:
@@ -247,7 +246,10 @@ class Muon(Optimizer):
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         if not parameters:
             return
-        states = [self._adam_state(parameter) for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
+        for state, parameter in zip(states, parameters, strict=True):
+            # The fused kernel requires `step` on the parameter's device
+            adam_state(state, parameter, parameter.device)
         adamw(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
@@ -264,15 +266,6 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-    def _adam_state(self, parameter: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            # The fused kernel requires it on the parameter's device
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
 
 
 def orthogonalize(matrices: Tensor, method: str = "gram", steps: int = 5) -> Tensor:

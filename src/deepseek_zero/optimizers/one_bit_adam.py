@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from ..base.errors import ConfigError
+from .common import adam_state, evaluated
 
 
 class OneBitAdam(AdamW):
@@ -85,10 +86,7 @@ class OneBitAdam(AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; the gradients are not changed."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         held = [group["params"] for group in self.param_groups]
         frozen = [[param for param in params if self._is_frozen(param)] for params in held]
         try:
@@ -111,7 +109,8 @@ class OneBitAdam(AdamW):
         return param.grad is not None and (self.takes_momenta or float(steps) >= self.freeze_step)
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        state = self._state_of(param)
+        state = self.state[param]
+        adam_state(state, param, param.device)
         grad = param.grad
         mean = state["exp_avg"]
         square = state["exp_avg_sq"]
@@ -129,10 +128,3 @@ class OneBitAdam(AdamW):
         param.mul_(1 - lr * group["weight_decay"]).sub_(
             update.mul_(lr / (1 - beta1 ** float(state["step"])))
         )
-
-    def _state_of(self, param: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), device=param.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-        return state

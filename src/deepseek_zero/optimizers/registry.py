@@ -96,13 +96,7 @@ class OptimizerSpec:
             groups: The user's groups; None for one group of all trainable parameters.
         """
         if groups is None:
-            groups = [
-                {
-                    "params": [
-                        parameter for parameter in model.parameters() if parameter.requires_grad
-                    ]
-                }
-            ]
+            groups = [{"params": [param for param in model.parameters() if param.requires_grad]}]
         given = [dict(group) for group in groups]
         divide = getattr(self.cls, "divide_groups", None)
         divided: list[dict[str, Any]] = given if divide is None else divide(model, given)
@@ -161,21 +155,10 @@ _TORCH: dict[str, type[Optimizer]] = {
     if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
 }
 
-_GRANULARITY: dict[type, Granularity] = {
-    torch.optim.Adam: "element",
-    torch.optim.AdamW: "element",
-    torch.optim.SGD: "element",
-    torch.optim.Adagrad: "element",
-    torch.optim.RMSprop: "element",
-    torch.optim.Adadelta: "element",
-    torch.optim.Adamax: "element",
-    torch.optim.NAdam: "element",
-    torch.optim.RAdam: "element",
-    torch.optim.Rprop: "element",
-    torch.optim.ASGD: "element",
-    torch.optim.Adafactor: "tensor",
-    torch.optim.Muon: "tensor",
-}
+# Optimizers of torch whose update is element-wise
+_ELEMENT_WISE = frozenset(
+    "Adam AdamW SGD Adagrad RMSprop Adadelta Adamax NAdam RAdam Rprop ASGD".split()
+)
 _REFUSED: dict[type, str] = {
     torch.optim.LBFGS: "it evaluates the model several times per step and works on all parameters "
     "as one vector",
@@ -265,8 +248,8 @@ def granularity_of(
     declared = getattr(optimizer, "granularity", None)
     if declared is not None:
         return _valid_granularity(cls, declared)
-    if cls in _GRANULARITY:
-        return _GRANULARITY[cls]
+    if _TORCH.get(cls.__name__.lower()) is cls:
+        return "element" if cls.__name__ in _ELEMENT_WISE else "tensor"
     _note_unknown(f"{cls.__module__}.{cls.__qualname__}")
     return "tensor"
 

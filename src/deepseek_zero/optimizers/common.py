@@ -1,0 +1,31 @@
+"""Parts that the optimizers of this package share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def evaluated(closure: Callable[[], float] | None) -> float | None:
+    """Return the loss of a step's closure, computed with gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def adam_state(state: dict[str, Any], parameter: Tensor, step_device: torch.device) -> None:
+    """Create the state of Adam if there is none: `step`, `exp_avg` and `exp_avg_sq`.
+
+    Args:
+        state: The state of the parameter, changed in place.
+        parameter: The parameter.
+        step_device: The device of `step`.
+    """
+    if not state:
+        state["step"] = torch.zeros((), device=step_device)
+        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
