@@ -18,6 +18,7 @@ from numba import types
 from numba.extending import intrinsic, models, register_model
 
 from .compiler import compiled
+from .primitives import unary
 from .sums import BLOCK, COLUMNS
 
 WIDTH = 64  # Elements that a sum of rows keeps in registers
@@ -105,14 +106,13 @@ _FORMATS = {
 
 
 def _loader(format_: _Format) -> Any:
-    @intrinsic
-    def load(typing: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return format_.widen(builder, _load(builder, args[0], format_.element, format_.nbytes))
-
-        return _floats(types.int64), generate
-
-    return load
+    return unary(
+        _floats,
+        types.int64,
+        lambda builder, address: format_.widen(
+            builder, _load(builder, address, format_.element, format_.nbytes)
+        ),
+    )
 
 
 def _storer(format_: _Format) -> Any:
@@ -134,36 +134,29 @@ def _spread(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(first, empty, _filled(_I32, 0))
 
 
-@intrinsic
-def _plus(typing: Any, left: Any, right: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fadd(*args)
+def _binary(second: Any, emit: Callable[[Any, Any, Any], Any]) -> Any:
+    """Return a function of `_Floats` and an argument of type `second`, as `unary`."""
 
-    return _floats(_floats, _floats), generate
+    @intrinsic
+    def operation(typing: Any, left: Any, right: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return emit(builder, *args)
 
+        return _floats(_floats, second), generate
 
-@intrinsic
-def _times(typing: Any, values: Any, factor: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fmul(args[0], _spread(builder, args[1]))
-
-    return _floats(_floats, types.float32), generate
+    return operation
 
 
-@intrinsic
-def _over(typing: Any, values: Any, divisor: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fdiv(args[0], _spread(builder, args[1]))
-
-    return _floats(_floats, types.float32), generate
-
-
-@intrinsic
-def _rounded_to_bf16(typing: Any, values: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _from_bf16(builder, _to_bf16(builder, args[0]))
-
-    return _floats(_floats), generate
+_plus = _binary(_floats, lambda builder, left, right: builder.fadd(left, right))
+_times = _binary(
+    types.float32, lambda builder, values, factor: builder.fmul(values, _spread(builder, factor))
+)
+_over = _binary(
+    types.float32, lambda builder, values, divisor: builder.fdiv(values, _spread(builder, divisor))
+)
+_rounded_to_bf16 = unary(
+    _floats, _floats, lambda builder, values: _from_bf16(builder, _to_bf16(builder, values))
+)
 
 
 @cache
@@ -267,51 +260,47 @@ def _block_sum(dtype: torch.dtype) -> Any:
     nbytes = _FORMATS[dtype].nbytes
     step = 2 * _VECTOR
 
-    @intrinsic
-    def block_sum(typing: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def row(number: int) -> list[Any]:
-                found = []
-                for place in range(number * COLUMNS, (number + 1) * COLUMNS, step):
-                    there = builder.add(args[0], ir.Constant(_I64, place * nbytes))
-                    found += _wide(builder, there, dtype)
-                return found
+    def emit(builder: Any, address: Any) -> Any:
+        def row(number: int) -> list[Any]:
+            found = []
+            for place in range(number * COLUMNS, (number + 1) * COLUMNS, step):
+                there = builder.add(address, ir.Constant(_I64, place * nbytes))
+                found += _wide(builder, there, dtype)
+            return found
 
-            def plus_square(total: Any, value: Any) -> Any:
-                # A square of float32 is exact in float64, so a fused multiply-add has the same
-                # bits.
-                square = builder.fmul(value, value, flags=["contract"])
-                return builder.fadd(total, square, flags=["contract"])
+        def plus_square(total: Any, value: Any) -> Any:
+            # A square of float32 is exact in float64, so a fused multiply-add has the same
+            # bits.
+            square = builder.fmul(value, value, flags=["contract"])
+            return builder.fadd(total, square, flags=["contract"])
 
-            found = [builder.fmul(value, value) for value in row(0)]
-            for number in range(1, BLOCK // COLUMNS):
-                found = [plus_square(*each) for each in zip(found, row(number), strict=True)]
-            if dtype == torch.bfloat16:
-                pairs = zip(found[::2], found[1::2], strict=True)
-                found = [vector for pair in pairs for vector in _in_order(builder, *pair)]
-            while len(found) > 1:
-                middle = len(found) // 2
-                found = [
-                    builder.fadd(*each) for each in zip(found[:middle], found[middle:], strict=True)
-                ]
-            total = found[0]
-            width = _VECTOR
-            while width > 1:
-                width //= 2
-                halves = [
-                    builder.shuffle_vector(
-                        total,
-                        total,
-                        ir.Constant(ir.VectorType(_I32, width), list(range(first, first + width))),
-                    )
-                    for first in (0, width)
-                ]
-                total = builder.fadd(*halves)
-            return builder.extract_element(total, ir.Constant(_I32, 0))
+        found = [builder.fmul(value, value) for value in row(0)]
+        for number in range(1, BLOCK // COLUMNS):
+            found = [plus_square(*each) for each in zip(found, row(number), strict=True)]
+        if dtype == torch.bfloat16:
+            pairs = zip(found[::2], found[1::2], strict=True)
+            found = [vector for pair in pairs for vector in _in_order(builder, *pair)]
+        while len(found) > 1:
+            middle = len(found) // 2
+            found = [
+                builder.fadd(*each) for each in zip(found[:middle], found[middle:], strict=True)
+            ]
+        total = found[0]
+        width = _VECTOR
+        while width > 1:
+            width //= 2
+            halves = [
+                builder.shuffle_vector(
+                    total,
+                    total,
+                    ir.Constant(ir.VectorType(_I32, width), list(range(first, first + width))),
+                )
+                for first in (0, width)
+            ]
+            total = builder.fadd(*halves)
+        return builder.extract_element(total, ir.Constant(_I32, 0))
 
-        return types.float64(types.int64), generate
-
-    return block_sum
+    return unary(types.float64, types.int64, emit)
 
 
 @cache

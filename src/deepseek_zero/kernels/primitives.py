@@ -7,6 +7,7 @@ the sum of two int32 to int64, which halves the width of vectors, so each result
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -36,67 +37,39 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
-@intrinsic
-def bits_of(typing: Any, value: Any) -> Any:
-    """Return the bits of a float32 as int32.
+def unary(result: Any, argument: Any, emit: Callable[[Any, Any], Any]) -> Any:
+    """Return a function of one argument that numba compiles to given instructions.
 
     Args:
-        typing: The typing context that numba passes.
-        value: The float32.
+        result: The numba type of the result.
+        argument: The numba type of the argument.
+        emit: Called with LLVM's builder and the argument; returns the result.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _I32)
+    @intrinsic
+    def operation(typing: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return emit(builder, args[0])
 
-    return types.int32(types.float32), generate
+        return result(argument), generate
 
-
-@intrinsic
-def float_of(typing: Any, bits: Any) -> Any:
-    """Return the float32 with the given bits.
-
-    Args:
-        typing: The typing context that numba passes.
-        bits: The bits as int32.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _F32)
-
-    return types.float32(types.int32), generate
+    return operation
 
 
-@intrinsic
-def from_fp16(typing: Any, half: Any) -> Any:
-    """Convert fp16 to float32.
-
-    Args:
-        typing: The typing context that numba passes.
-        half: The bits of the fp16 number as int16.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], _F16), _F32)
-
-    return types.float32(types.int16), generate
-
-
-@intrinsic
-def to_fp16(typing: Any, value: Any) -> Any:
-    """Convert float32 to the nearest fp16, ties to even.
-
-    Args:
-        typing: The typing context that numba passes.
-        value: The float32.
-
-    Returns:
-        The bits of the fp16 number as int16.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], _F16), _I16)
-
-    return types.int16(types.float32), generate
+# A float32 and its bits as int32
+bits_of = unary(types.int32, types.float32, lambda builder, value: builder.bitcast(value, _I32))
+float_of = unary(types.float32, types.int32, lambda builder, bits: builder.bitcast(bits, _F32))
+# A float32 and the bits of an fp16 number as int16; rounded to nearest, ties to even
+from_fp16 = unary(
+    types.float32,
+    types.int16,
+    lambda builder, half: builder.fpext(builder.bitcast(half, _F16), _F32),
+)
+to_fp16 = unary(
+    types.int16,
+    types.float32,
+    lambda builder, value: builder.bitcast(builder.fptrunc(value, _F16), _I16),
+)
 
 
 @njit

@@ -422,6 +422,7 @@ class OneCycle(LRSchedule):
         self.second_stairs = (
             self.first_stairs if stairs is None else _whole(chosen, "cycle_second_stair_count", 0)
         )
+        self.step_ratio = self.first_size / self.total_size
         self.decay_size = _whole(chosen, "decay_step_size", 0)
         self.min_lrs = self._per_group("cycle_min_lr")
         self.max_lrs = self._per_group("cycle_max_lr")
