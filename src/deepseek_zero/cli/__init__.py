@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -27,8 +27,6 @@ from deepseek_zero.cli.run import HELP as RUN_HELP
 from deepseek_zero.cli.run import RunOptions
 from deepseek_zero.cli.run import run as run_script
 from deepseek_zero.cli.worker import leave
-
-Options = TypeVar("Options")
 
 USAGE_EXIT_CODE = 2
 
@@ -51,27 +49,29 @@ def _hyphened(word: str) -> str:
     return word.replace("_", "-")
 
 
-def _command_of(options: type[Options], act: Callable[[Options], int]) -> Callable[..., None]:
-    """Create a typer command from a dataclass: each field is an option.
+def _run_command(act: Callable[[RunOptions], int]) -> Callable[..., None]:
+    """Create the command `run`, whose options are the fields of `RunOptions`.
 
-    The command passes an instance of the dataclass to `act`.
+    The command passes an instance of `RunOptions` to `act`.
     """
-    hints = get_type_hints(options, include_extras=True)
+    hints = get_type_hints(RunOptions)
+    parameters = []
+    for each in fields(RunOptions):
+        about = each.metadata
+        info = about.get("argument")
+        if info is None:
+            info = about["create"](f"--{_hyphened(each.name)}", *about["aliases"])
+        kind = Annotated[hints[each.name], info]
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(
+            inspect.Parameter(each.name, keyword_only, default=each.default, annotation=kind)
+        )
 
     def command(**values: Any) -> None:
-        raise typer.Exit(act(options(**values)))
+        raise typer.Exit(act(RunOptions(**values)))
 
-    parameters = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=one.default,
-            annotation=hints[one.name],
-        )
-        for one in fields(options)  # type: ignore[arg-type]  # every caller passes a dataclass
-    ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = hints
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
 
 
@@ -83,7 +83,7 @@ RUN_CONTEXT: dict[str, Any] = {
 }
 
 app.add_typer(checkpoint_app, name="checkpoint")
-app.command("run", help=RUN_HELP, context_settings=RUN_CONTEXT)(_command_of(RunOptions, run_script))
+app.command("run", help=RUN_HELP, context_settings=RUN_CONTEXT)(_run_command(run_script))
 for _contribution in contributions(COMMANDS):
     _contribution.add_commands(app)
 

@@ -3,7 +3,7 @@
 works             --save_pid, --log_level, --quiet
 has no effect     --no_ssh, --no_ssh_check (nothing is started over ssh);
                   --launcher, --launcher_args on one machine
-is refused        all others; REFUSED has the reasons and alternatives
+is refused        all others; `_refused` has the reasons and alternatives
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -27,73 +28,70 @@ START_EACH = (
     "hostfile as they name themselves."
 )
 
+WHERE = "Where ranks run"
 PANEL = "DeepSpeed's other options"
-NOT_HERE = "Refused."
 BIND = (
+    "Ranks are not bound to cores.",
     "Ranks share the cores by threads (OMP_NUM_THREADS); start the command under taskset to bind "
-    "all of it."
+    "all of it.",
 )
 ELASTIC = (
     "A world of changing size is not built.",
     "Use --max_restarts, and load the last checkpoint at any world size.",
 )
 
-# option: (reason, alternative)
-REFUSED: dict[str, tuple[str, str]] = {
-    "force_multi": ("There is no launcher for a remote machine.", START_EACH),
-    "ssh_port": ("Nothing is started over ssh.", START_EACH),
-    "venv_script": (
-        "Ranks run in the Python that runs this command.",
-        "Activate the environment first.",
-    ),
-    "autotuning": (
-        "Autotuning is not planned.",
-        'Set a key to "auto": docs/reference/config.md has the resulting values.',
-    ),
-    "elastic_training": ELASTIC,
-    "min_elastic_nodes": ELASTIC,
-    "max_elastic_nodes": ELASTIC,
-    "bind_cores_to_rank": ("Ranks are not bound to cores.", BIND),
-    "bind_core_list": ("Ranks are not bound to cores.", BIND),
-}
+
+def cli_option(default: Any, text: str, panel: str, *aliases: str) -> Any:
+    """Declare a field of a dataclass as an option: `num_gpus` is --num-gpus.
+
+    Args:
+        default: The default value.
+        text: The text for --help.
+        panel: The heading in --help.
+        aliases: Other names of the option.
+    """
+    create = partial(typer.Option, help=text, rich_help_panel=panel, show_default=False)
+    return field(default=default, metadata={"create": create, "aliases": aliases})
 
 
-def _option(*names: str, text: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=PANEL, show_default=False)
+def _refused(default: Any, why: str, fix: str) -> Any:
+    """Declare an option that is refused, with the reason and an alternative."""
+    create = partial(typer.Option, help="Refused.", rich_help_panel=PANEL, show_default=False)
+    return field(default=default, metadata={"create": create, "aliases": (), "refused": (why, fix)})
 
 
 @dataclass(frozen=True)
 class LauncherOptions:
     """Options of the `deepspeed` command in addition to those that RunOptions defines."""
 
-    launcher: Annotated[
-        str | None,
-        _option("--launcher", text="Without effect on one machine; refused for several."),
-    ] = None
-    launcher_args: Annotated[str, _option("--launcher-args", text="As --launcher.")] = ""
-    no_ssh: Annotated[
-        bool, _option("--no-ssh", text="Without effect: nothing is started over ssh.")
-    ] = False
-    no_ssh_check: Annotated[bool, _option("--no-ssh-check", text="As --no-ssh.")] = False
-    save_pid: Annotated[
-        bool,
-        _option(
-            "--save-pid", text="Keep the launcher's process id in TMP/PID.deepspeed while it runs."
-        ),
-    ] = False
-    log_level: Annotated[
-        str | None, _option("--log-level", text=f"Log level of the launcher: {', '.join(LEVELS)}.")
-    ] = None
-    quiet: Annotated[bool, _option("--quiet", "-q", text="The launcher logs errors only.")] = False
-    force_multi: Annotated[bool, _option("--force-multi", text=NOT_HERE)] = False
-    ssh_port: Annotated[int | None, _option("--ssh-port", text=NOT_HERE)] = None
-    venv_script: Annotated[str | None, _option("--venv-script", text=NOT_HERE)] = None
-    autotuning: Annotated[str | None, _option("--autotuning", text=NOT_HERE)] = None
-    elastic_training: Annotated[bool, _option("--elastic-training", text=NOT_HERE)] = False
-    min_elastic_nodes: Annotated[int | None, _option("--min-elastic-nodes", text=NOT_HERE)] = None
-    max_elastic_nodes: Annotated[int | None, _option("--max-elastic-nodes", text=NOT_HERE)] = None
-    bind_cores_to_rank: Annotated[bool, _option("--bind-cores-to-rank", text=NOT_HERE)] = False
-    bind_core_list: Annotated[str | None, _option("--bind-core-list", text=NOT_HERE)] = None
+    launcher: str | None = cli_option(
+        None, "Without effect on one machine; refused for several.", PANEL
+    )
+    launcher_args: str = cli_option("", "As --launcher.", PANEL)
+    no_ssh: bool = cli_option(False, "Without effect: nothing is started over ssh.", PANEL)
+    no_ssh_check: bool = cli_option(False, "As --no-ssh.", PANEL)
+    save_pid: bool = cli_option(
+        False, "Keep the launcher's process id in TMP/PID.deepspeed while it runs.", PANEL
+    )
+    log_level: str | None = cli_option(
+        None, f"Log level of the launcher: {', '.join(LEVELS)}.", PANEL
+    )
+    quiet: bool = cli_option(False, "The launcher logs errors only.", PANEL, "-q")
+    force_multi: bool = _refused(False, "There is no launcher for a remote machine.", START_EACH)
+    ssh_port: int | None = _refused(None, "Nothing is started over ssh.", START_EACH)
+    venv_script: str | None = _refused(
+        None, "Ranks run in the Python that runs this command.", "Activate the environment first."
+    )
+    autotuning: str | None = _refused(
+        None,
+        "Autotuning is not planned.",
+        'Set a key to "auto": docs/reference/config.md has the resulting values.',
+    )
+    elastic_training: bool = _refused(False, *ELASTIC)
+    min_elastic_nodes: int | None = _refused(None, *ELASTIC)
+    max_elastic_nodes: int | None = _refused(None, *ELASTIC)
+    bind_cores_to_rank: bool = _refused(False, *BIND)
+    bind_core_list: str | None = _refused(None, *BIND)
 
 
 def refuse_options(options: LauncherOptions) -> None:
@@ -102,9 +100,12 @@ def refuse_options(options: LauncherOptions) -> None:
     Raises:
         NotBuiltError: An option is not supported, or `log_level` is unknown.
     """
-    for name, (why, fix) in REFUSED.items():
-        if getattr(options, name):
-            raise NotBuiltError(f"--{name} of the deepspeed command is not supported.", why, fix)
+    for each in fields(options):
+        refused = each.metadata.get("refused")
+        if refused and getattr(options, each.name):
+            raise NotBuiltError(
+                f"--{each.name} of the deepspeed command is not supported.", *refused
+            )
     if options.log_level is not None and options.log_level not in LEVELS:
         raise NotBuiltError(
             f"--log_level {options.log_level} is not known.", "", f"use {', '.join(LEVELS)}."

@@ -9,7 +9,7 @@
     scheduler variables (base/world.py)     anything that no option sets, without a hostfile
 
 The functions are pure: they compute a `NodePlan` from `RankOptions`, `Nodes` and a `NodeMachine`.
-They use only the standard library, so torch is not needed if there are no GPUs to count.
+They do not need torch if there are no GPUs to count.
 """
 
 from __future__ import annotations
@@ -23,28 +23,44 @@ from typing import Any
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.world import Nodes
 from deepseek_zero.cli.hostfile import Slots, filter_slots, parse_filter, read_hostfile
-from deepseek_zero.cli.launcher_options import START_EACH
+from deepseek_zero.cli.launcher_options import START_EACH, WHERE, cli_option
 
 LAST_PORT = 65_535
 DEFAULT_PORT = 29500
 """Port of node 0 with several nodes and without --master_port; a single node uses any free port."""
 
 LOCALHOST = "localhost"
+DEFAULT_HOSTFILE = Path("/job/hostfile")
+"""DeepSpeed's default hostfile, used if it exists and --hostfile is not given."""
 
 
 @dataclass(frozen=True)
 class RankOptions:
     """Options of `deepseek-zero run` that place the ranks; None means not given."""
 
-    nproc: int | None = None
-    num_gpus: int | None = None
-    num_nodes: int | None = None
-    hostfile: Path | None = None
-    include: str = ""
-    exclude: str = ""
-    master_addr: str | None = None
-    master_port: int = 0
-    node_rank: int | None = None
+    nproc: int | None = cli_option(
+        None, "Processes here. Default: GPUs, else a pair of cores each.", WHERE
+    )
+    num_gpus: int | None = cli_option(
+        None, "GPUs to use here (on each host of a hostfile).", WHERE, "--num-accelerators"
+    )
+    num_nodes: int | None = cli_option(None, "Machines to use. Default: 1, or all.", WHERE)
+    hostfile: Path | None = cli_option(  # noqa: RUF009  it returns a field
+        None, f"Lines of `hostname slots=N`. Default: {DEFAULT_HOSTFILE}.", WHERE, "-H"
+    )
+    include: str = cli_option(
+        "", "Only these: NAME[:SLOT,...][@NAME...], here: localhost:0,2", WHERE, "-i"
+    )
+    exclude: str = cli_option("", "All but these; the same grammar.", WHERE, "-e")
+    master_addr: str | None = cli_option(
+        None, "Address of node 0. Default: the first host, or here.", WHERE
+    )
+    master_port: int = cli_option(
+        0, "Port of node 0. Default 0: any free one; 29500 for several.", WHERE
+    )
+    node_rank: int | None = cli_option(
+        None, "This machine's number. Default: its place in the hostfile.", WHERE
+    )
 
 
 @dataclass(frozen=True)

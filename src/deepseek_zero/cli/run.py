@@ -15,9 +15,8 @@ import shutil
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,7 +32,9 @@ from deepseek_zero.base.plugins import COMMANDS, contributions
 from deepseek_zero.base.world import Nodes, discover, nodes_of, suspect_lone_process
 from deepseek_zero.cli.launcher_options import (
     START_EACH,
+    WHERE,
     LauncherOptions,
+    cli_option,
     pid_file,
     refuse_launcher,
     refuse_options,
@@ -41,11 +42,14 @@ from deepseek_zero.cli.launcher_options import (
 )
 from deepseek_zero.cli.lifeline import Lifeline
 from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
-from deepseek_zero.cli.nodes import NodeMachine, NodePlan, RankOptions, plan_node
+from deepseek_zero.cli.nodes import (
+    DEFAULT_HOSTFILE,
+    NodeMachine,
+    NodePlan,
+    RankOptions,
+    plan_node,
+)
 from deepseek_zero.cli.ranks import Command, Outcome, Target
-
-DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""DeepSpeed's default hostfile, used if it exists and --hostfile is not given."""
 
 HELP = f"""Run a script as one process per GPU (without GPUs: one per pair of CPU cores).
 
@@ -57,190 +61,62 @@ Under Slurm (srun), SkyPilot, dstack, or with PET_* set, environment variables a
 
 Started over ssh, --end-with-input ends everything here when that connection does."""
 
-WHERE = "Where ranks run"
 WHAT = "What they run"
 AXES = ("pp", "tp", "sp")
 """Options that set axes of the mesh. Ranks read them from the environment."""
 
 
-def _option(*names: str, text: str, panel: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
-
-
 @dataclass(frozen=True)
-class RunOptions(LauncherOptions):
+class RunOptions(RankOptions, LauncherOptions):
     """The command line of `run`, with one field for each option.
 
     cli/__init__.py creates the command from the fields.
     """
 
-    nproc: Annotated[
-        int | None,
-        _option(
-            "--nproc", text="Processes here. Default: GPUs, else a pair of cores each.", panel=WHERE
-        ),
-    ] = None
-    num_gpus: Annotated[
-        int | None,
-        _option(
-            "--num-gpus",
-            "--num-accelerators",
-            text="GPUs to use here (on each host of a hostfile).",
-            panel=WHERE,
-        ),
-    ] = None
-    num_nodes: Annotated[
-        int | None, _option("--num-nodes", text="Machines to use. Default: 1, or all.", panel=WHERE)
-    ] = None
-    hostfile: Annotated[
-        Path | None,
-        _option(
-            "--hostfile",
-            "-H",
-            text=f"Lines of `hostname slots=N`. Default: {DEFAULT_HOSTFILE}.",
-            panel=WHERE,
-        ),
-    ] = None
-    include: Annotated[
-        str,
-        _option(
-            "--include",
-            "-i",
-            text="Only these: NAME[:SLOT,...][@NAME...], here: localhost:0,2",
-            panel=WHERE,
-        ),
-    ] = ""
-    exclude: Annotated[
-        str, _option("--exclude", "-e", text="All but these; the same grammar.", panel=WHERE)
-    ] = ""
-    master_addr: Annotated[
-        str | None,
-        _option(
-            "--master-addr",
-            text="Address of node 0. Default: the first host, or here.",
-            panel=WHERE,
-        ),
-    ] = None
-    master_port: Annotated[
-        int,
-        _option(
-            "--master-port",
-            text="Port of node 0. Default 0: any free one; 29500 for several.",
-            panel=WHERE,
-        ),
-    ] = 0
-    node_rank: Annotated[
-        int | None,
-        _option(
-            "--node-rank",
-            text="This machine's number. Default: its place in the hostfile.",
-            panel=WHERE,
-        ),
-    ] = None
-    interface: Annotated[
-        str | None,
-        _option(
-            "--interface",
-            text="Where ranks listen: a network interface, or an address of this host.",
-            panel=WHERE,
-        ),
-    ] = None
-    ports: Annotated[
-        str | None,
-        _option(
-            "--ports",
-            text="The ports that ranks listen at, FIRST-LAST. Default: any free ones.",
-            panel=WHERE,
-        ),
-    ] = None
-    tls: Annotated[
-        bool,
-        _option(
-            "--tls", text="Encrypt what leaves a host: our own sockets, by TLS 1.3.", panel=WHERE
-        ),
-    ] = False
-    pp: Annotated[
-        int, _option("--pp", text="Pipeline stages, as `mesh.pp` of the configuration.", panel=WHAT)
-    ] = 1
-    tp: Annotated[
-        int,
-        _option(
-            "--tp", text="Ranks that share one layer (tensor parallel), as `mesh.tp`.", panel=WHAT
-        ),
-    ] = 1
-    sp: Annotated[
-        int,
-        _option("--sp", text="Ranks that share one sequence (Ulysses), as `mesh.sp`.", panel=WHAT),
-    ] = 1
-    module: Annotated[
-        bool,
-        _option("--module", "-m", text="The script is a module's name (python -m).", panel=WHAT),
-    ] = False
-    no_python: Annotated[
-        bool,
-        _option("--no-python", text="The script is an executable, not Python source.", panel=WHAT),
-    ] = False
-    no_local_rank: Annotated[
-        bool,
-        _option(
-            "--no-local-rank",
-            text="Never pass --local_rank=N (default: if the script has that option).",
-            panel=WHAT,
-        ),
-    ] = False
-    max_restarts: Annotated[
-        int,
-        _option(
-            "--max-restarts",
-            text="Times to start all ranks again after a failure. Default 0.",
-            panel=WHAT,
-        ),
-    ] = 0
-    save_grace: Annotated[
-        float,
-        _option(
-            "--save-grace",
-            text="Seconds for ranks that save on SIGTERM to do so. Default 300.",
-            panel=WHAT,
-        ),
-    ] = 300.0
-    end_with_input: Annotated[
-        bool,
-        _option(
-            "--end-with-input",
-            text="End all ranks here when standard input ends (started over ssh).",
-            panel=WHAT,
-        ),
-    ] = False
-    dead_after: Annotated[
-        float,
-        _option(
-            "--dead-after",
-            text="Seconds of silence until a machine is lost, or inf. Default 10.",
-            panel=WHERE,
-        ),
-    ] = DEFAULT_DEAD_AFTER
-    as_deepspeed: Annotated[
-        bool,
-        _option(
-            "--as-deepspeed",
-            text="`import deepspeed` in the script means this library.",
-            panel=WHAT,
-        ),
-    ] = False
-    log_dir: Annotated[
-        Path | None,
-        _option(
-            "--log-dir",
-            "--enable-each-rank-log",
-            text="Ranks other than the first write DIR/rank_N.log, not the terminal.",
-            panel=WHAT,
-        ),
-    ] = None
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments."),
-    ] = None
+    interface: str | None = cli_option(
+        None, "Where ranks listen: a network interface, or an address of this host.", WHERE
+    )
+    ports: str | None = cli_option(
+        None, "The ports that ranks listen at, FIRST-LAST. Default: any free ones.", WHERE
+    )
+    tls: bool = cli_option(False, "Encrypt what leaves a host: our own sockets, by TLS 1.3.", WHERE)
+    pp: int = cli_option(1, "Pipeline stages, as `mesh.pp` of the configuration.", WHAT)
+    tp: int = cli_option(1, "Ranks that share one layer (tensor parallel), as `mesh.tp`.", WHAT)
+    sp: int = cli_option(1, "Ranks that share one sequence (Ulysses), as `mesh.sp`.", WHAT)
+    module: bool = cli_option(False, "The script is a module's name (python -m).", WHAT, "-m")
+    no_python: bool = cli_option(False, "The script is an executable, not Python source.", WHAT)
+    no_local_rank: bool = cli_option(
+        False, "Never pass --local_rank=N (default: if the script has that option).", WHAT
+    )
+    max_restarts: int = cli_option(
+        0, "Times to start all ranks again after a failure. Default 0.", WHAT
+    )
+    save_grace: float = cli_option(
+        300.0, "Seconds for ranks that save on SIGTERM to do so. Default 300.", WHAT
+    )
+    end_with_input: bool = cli_option(
+        False, "End all ranks here when standard input ends (started over ssh).", WHAT
+    )
+    dead_after: float = cli_option(
+        DEFAULT_DEAD_AFTER, "Seconds of silence until a machine is lost, or inf. Default 10.", WHERE
+    )
+    as_deepspeed: bool = cli_option(
+        False, "`import deepspeed` in the script means this library.", WHAT
+    )
+    log_dir: Path | None = cli_option(  # noqa: RUF009  it returns a field
+        None,
+        "Ranks other than the first write DIR/rank_N.log, not the terminal.",
+        WHAT,
+        "--enable-each-rank-log",
+    )
+    command: list[str] | None = field(
+        default=None,
+        metadata={
+            "argument": typer.Argument(
+                metavar="SCRIPT [ARGS]...", help="The script and its own arguments."
+            )
+        },
+    )
 
 
 def run(options: RunOptions) -> int:
@@ -278,7 +154,9 @@ def run(options: RunOptions) -> int:
     # imported late, because it imports torch and --help must be fast
     agent = importlib.import_module("deepseek_zero.cli.agent")
     machine = NodeMachine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
-    asked = _asked(options)
+    asked: RankOptions = options
+    if asked.hostfile is None and DEFAULT_HOSTFILE.is_file():
+        asked = replace(asked, hostfile=DEFAULT_HOSTFILE)
     said = _said(asked)
     plan = plan_node(_enough(asked, machine, axes, said), machine, own_names(), said)
     _check_axes(plan, axes)
@@ -418,13 +296,6 @@ def _said(asked: RankOptions) -> Nodes | None:
                 f"({outer.source}): each of them starts a separate training"
             )
     return said
-
-
-def _asked(options: RunOptions) -> RankOptions:
-    asked = RankOptions(**{one.name: getattr(options, one.name) for one in fields(RankOptions)})
-    if asked.hostfile is None and DEFAULT_HOSTFILE.is_file():
-        return replace(asked, hostfile=DEFAULT_HOSTFILE)
-    return asked
 
 
 def _command(options: RunOptions) -> Command:
