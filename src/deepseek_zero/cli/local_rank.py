@@ -44,21 +44,21 @@ def accepts_local_rank(source: Path | None, args: Sequence[str] = ()) -> bool:
     return False
 
 
-def find_module(name: str, folders: Sequence[str] | None = None) -> Path | None:
+def find_module(name: str) -> Path | None:
     """Return the file that `python -m name` would run.
 
     It is searched for by path, because importing it would execute the parent packages.
-
-    Args:
-        name: Name of the module.
-        folders: Folders to search; None uses the current one and `sys.path`.
     """
-    for folder in folders if folders is not None else [str(Path.cwd()), *sys.path]:
-        base = Path(folder).joinpath(*name.split("."))
-        for candidate in (base.with_name(f"{base.name}.py"), base / "__main__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
+    folders = [str(Path.cwd()), *sys.path]
+    files = (file for folder in folders for file in _files_of(name, Path(folder), "__main__.py"))
+    return next(files, None)
+
+
+def _files_of(name: str, folder: Path, in_package: str) -> list[Path]:
+    """Return the files of a module in a folder: NAME.py, and `in_package` of a package."""
+    base = folder.joinpath(*name.split("."))
+    candidates = (base.with_name(f"{base.name}.py"), base / in_package)
+    return [file for file in candidates if file.is_file()]
 
 
 def _parse(path: Path) -> ast.Module | None:
@@ -83,10 +83,7 @@ def _takes_option(node: ast.AST) -> bool:
 
 def _local_imports(tree: ast.Module, folder: Path) -> Iterator[Path]:
     for name in _imported_names(tree):
-        base = folder.joinpath(*name.split("."))
-        for candidate in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
-            if candidate.is_file():
-                yield candidate
+        yield from _files_of(name, folder, "__init__.py")
 
 
 def _imported_names(tree: ast.Module) -> Iterator[str]:

@@ -12,13 +12,16 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from deepseek_zero.base.errors import host_and_ranks
 from deepseek_zero.base.launch import TELL_AFTER
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.ranks import Outcome
 from deepseek_zero.comm.net.key_value_store import GONE
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public
 
 ASK_SECONDS = 0.5
 FAREWELL_SECONDS = 2.0
@@ -37,21 +40,6 @@ FINISHED_KEY = "deepseek_zero/finished"
 ALIVE_KEY = "deepseek_zero/alive"
 
 
-class RendezvousKeys(Protocol):
-    """The methods of torch's stores that launchers use.
-
-    They raise RuntimeError if the store is gone.
-    """
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-
-
 class PeerWatch:
     """Exchange failures with the other machines' launchers, and detect lost machines.
 
@@ -60,12 +48,12 @@ class PeerWatch:
     """
 
     def __init__(
-        self, store: RendezvousKeys, node: int, nodes: int, ranks: Sequence[int], dead_after: float
+        self, store: Store, node: int, nodes: int, ranks: Sequence[int], dead_after: float
     ) -> None:
         """Start the thread.
 
         Args:
-            store: The store of node 0.
+            store: The store of node 0. Its methods raise RuntimeError if it is gone.
             node: Number of this node.
             nodes: Number of nodes.
             ranks: Global ranks of this machine.

@@ -67,12 +67,15 @@ def test_an_option_the_user_gave_is_not_given_twice(tmp_path: Path, given: list[
     assert not accepts_local_rank(script, given)
 
 
-def test_a_module_is_found_without_importing_it(tmp_path: Path) -> None:
+def test_a_module_is_found_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (package / "__main__.py").touch()
     (package / "train.py").touch()
-    assert find_module("package.train", [str(tmp_path)]) == package / "train.py"
-    assert find_module("package", [str(tmp_path)]) == package / "__main__.py"
-    assert find_module("package.absent", [str(tmp_path)]) is None
+    assert find_module("package.train") == package / "train.py"
+    assert find_module("package") == package / "__main__.py"
+    assert find_module("package.absent") is None
