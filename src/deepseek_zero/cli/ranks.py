@@ -128,7 +128,7 @@ class Ranks:
 
     command: Command
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _running: dict[int, _Running] = field(default_factory=dict)
+    _running: list[_Running] = field(default_factory=list)  # by local rank
     _groups: set[int] = field(default_factory=set)
     _files: ExitStack = field(default_factory=ExitStack)
     _attempt: int = 0
@@ -148,27 +148,25 @@ class Ranks:
     @property
     def finished(self) -> bool:
         """Return whether every rank has ended with code 0."""
-        return bool(self._running) and all(rank.finished for rank in self._running.values())
+        return bool(self._running) and all(rank.finished for rank in self._running)
 
     @property
     def saved(self) -> bool:
         """Return whether all ranks have ended, none failed, and at least one saved first."""
-        ranks = self._running.values()
-        return any(rank.saved for rank in ranks) and all(
-            rank.finished or rank.saved for rank in ranks
-        )
+        have_ended = all(rank.finished or rank.saved for rank in self._running)
+        return have_ended and any(rank.saved for rank in self._running)
 
     @property
     def have_all_ended(self) -> bool:
         """Return whether every rank has ended or has reported the error that ends it."""
-        return all(rank.finished or rank.death for rank in self._running.values())
+        return all(rank.finished or rank.death for rank in self._running)
 
     def stopped(self) -> list[tuple[int, int]]:
         """Return the ranks that a signal has stopped (SIGSTOP), with their CPU ticks.
 
         Without /proc (not Linux) the list is empty.
         """
-        running = [rank for rank in self._running.values() if not (rank.finished or rank.death)]
+        running = [rank for rank in self._running if not (rank.finished or rank.death)]
         found = ((rank.rank, stopped_after(rank.process.pid)) for rank in running)
         return [(rank, ticks) for rank, ticks in found if ticks is not None]
 
@@ -206,8 +204,8 @@ class Ranks:
         self._attempt += 1
         self._running.clear()
         for local_rank, environment in enumerate(environments):
-            self._running[local_rank] = self._start_one(local_rank, environment)
-        return {local_rank: rank.process.pid for local_rank, rank in self._running.items()}
+            self._running.append(self._start_one(local_rank, environment))
+        return {place: rank.process.pid for place, rank in enumerate(self._running)}
 
     def _start_one(self, local_rank: int, environment: Mapping[str, str]) -> _Running:
         error_file = self._folder / f"attempt_{self._attempt}_rank_{local_rank}.json"
@@ -243,9 +241,7 @@ class Ranks:
 
     def wait(self, seconds: float) -> None:
         """Return when a rank ends, or after `seconds`."""
-        living = [
-            rank.process.pid for rank in self._running.values() if rank.process.returncode is None
-        ]
+        living = [rank.process.pid for rank in self._running if rank.process.returncode is None]
         with ExitStack() as stack:
             try:
                 watched = []
@@ -262,9 +258,9 @@ class Ranks:
 
     def poll(self) -> Death | None:
         """Check every rank, and return the failure to act on, if any."""
-        for rank in self._running.values():
+        for rank in self._running:
             self._look_at(rank)
-        deaths = [rank.death for rank in self._running.values() if rank.death]
+        deaths = [rank.death for rank in self._running if rank.death]
         return first_cause(deaths) if deaths and not self._is_leaving(deaths) else None
 
     def _is_leaving(self, deaths: Sequence[Death]) -> bool:
@@ -291,12 +287,12 @@ class Ranks:
         self._groups.discard(group)
         self._guard.drop(group)
 
+    def _living(self) -> list[_Running]:
+        return [rank for rank in self._running if rank.process.poll() is None]
+
     def pass_on(self, number: signal.Signals) -> None:
         """Forward a signal of the launcher to the ranks, which handle it."""
-        send(
-            [rank.process.pid for rank in self._running.values() if rank.process.poll() is None],
-            number,
-        )
+        send([rank.process.pid for rank in self._living()], number)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End every process of this launch.
@@ -306,26 +302,18 @@ class Ranks:
         """
         if self._attempt:
             mark(self._notes, ENDING)
-        living = [rank.process for rank in self._running.values() if rank.process.poll() is None]
+        living = self._living()
         # A rank that raised an error is already ending: its exit handlers get the time without the
         # signal.
-        send(
-            [
-                rank.process.pid
-                for rank in self._running.values()
-                if rank.process in living and not rank.death
-            ],
-            number,
-        )
+        send([rank.process.pid for rank in living if not rank.death], number)
         deadline = time.monotonic() + POLITE_SECONDS
-        for process in living:
+        for rank in living:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
         Launch(self.mark, frozenset(self._groups)).end()
-        for process in living:
-            if process.poll() is None:
-                process.kill()  # if the sweep found nothing (without /proc)
-                process.wait()
+        for rank in self._living():  # if the sweep found nothing (without /proc)
+            rank.process.kill()
+            rank.process.wait()
         for group in list(self._groups):
             self._forget(group)
 
@@ -334,7 +322,7 @@ class Ranks:
 
         It may be one that a rank reported only while the ranks were being ended.
         """
-        found = [rank.death_by_report() or rank.death for rank in self._running.values()]
+        found = [rank.death_by_report() or rank.death for rank in self._running]
         deaths = [death for death in found if death is not None]
         return first_cause(deaths) if deaths else None
 
