@@ -41,6 +41,8 @@ SMALLEST_BYTES = 4096  # Minimum size of a tensor that is offloaded
 # Bytes of offloaded and restored tensors after which free heap pages are returned to the system
 HOLES_BYTES = 64 << 20
 
+Block = tuple[int, int]  # The bytes [low, high) of an arena
+
 
 class ActivationOffload:
     """The offloaded inputs of one process.
@@ -125,9 +127,8 @@ class ActivationOffload:
         self.sweep()
         self._store_newest()
         forms = [TensorMeta.of(tensor) for tensor in tensors]
-        stay = OffloadedInputs(
-            self._block_for(sum(rounded(form.nbytes, ALIGNMENT) for form in forms)), forms
-        )
+        nbytes = sum(rounded(form.nbytes, ALIGNMENT) for form in forms)
+        stay = OffloadedInputs(*self._block_for(nbytes), forms)
         self._passage.copy_out(tensors, stay)
         self._arrived += 1
         self._stays[self._arrived] = stay
@@ -148,13 +149,16 @@ class ActivationOffload:
         self.sweep()
         self._passage.synchronize()
         stay = self._stays[number]
-        stay.place.fetch()
+        stay.storage.fetch(*stay.block)
         soon = self._before(number, AHEAD)
-        tickets = [self._stays[other].place.fetch() for other in soon]
+        tickets = []
+        for other in soon:
+            earlier = self._stays[other]
+            tickets.append(earlier.storage.fetch(*earlier.block))
         numbers = range(len(stay.forms)) if wanted is None else wanted
         found = self._passage.copy_in(number, stay, numbers)
         if stay.is_stored:
-            stay.place.evict()
+            stay.storage.evict(*stay.block)
         if soon and tickets[0].is_done():
             self._passage.prefetch(soon[0], self._stays[soon[0]])
         self._count_holes(stay)
@@ -172,7 +176,7 @@ class ActivationOffload:
         """
         newest = next(reversed(self._stays.values()), None)
         if newest is not None and not newest.is_stored:
-            self._leaving.append(newest.place.store())
+            self._leaving.append(newest.storage.store(*newest.block))
             newest.is_stored = True
         while len(self._leaving) > BEHIND:
             self._leaving.popleft().wait()
@@ -189,19 +193,21 @@ class ActivationOffload:
 
     # -- memory
 
-    def _block_for(self, nbytes: int) -> ArenaBlock:
+    def _block_for(self, nbytes: int) -> tuple[Arena, Block]:
+        """Allocate a block, and return its arena and its range."""
         self._largest_bytes = max(self._largest_bytes, nbytes)
         if not self._stays and len(self.slabs) > 1:
             self._join()
         self._chunk_bytes = self._chunk_bytes or self._best_chunk()
         whole = rounded(nbytes, self._chunk_bytes)
         for arena in self.slabs:
-            if (place := arena.take(whole)) is not None:
-                return place
+            if (block := arena.take(whole)) is not None:
+                return arena, block
         count = 1 if self.slabs or self.checkpoints is None else self.checkpoints
-        place = self._reserve(whole * count).take(whole)
-        assert place is not None
-        return place
+        arena = self._reserve(whole * count)
+        block = arena.take(whole)
+        assert block is not None
+        return arena, block
 
     def _join(self) -> None:
         """Replace several arenas by one, while nothing is offloaded."""
@@ -232,7 +238,7 @@ class ActivationOffload:
             self._passage.discard(number := self._dropped.popleft())
             stay = self._stays.pop(number)
             self.used_bytes -= stay.nbytes
-            stay.place.free()
+            stay.arena.free(stay.block)
 
     def _sweep_after_backward(self) -> None:
         """Free blocks at the end of backward, because handles are dropped after `restore`."""
@@ -337,19 +343,21 @@ class OffloadedInputs:
     """The inputs of one checkpoint in the arena.
 
     Attributes:
-        place: The block.
+        arena: The arena.
+        block: The bytes of the arena that hold them.
         forms: The metadata of each tensor.
         is_stored: The block was written to the tier.
     """
 
-    place: ArenaBlock
+    arena: Arena
+    block: Block
     forms: list[TensorMeta]
     is_stored: bool = False
 
     @property
     def storage(self) -> Storage:
         """Return the storage that contains the block."""
-        return self.place.arena.storage
+        return self.arena.storage
 
     @property
     def nbytes(self) -> int:
@@ -380,7 +388,7 @@ class ActivationCopy:
             tensors: The tensors.
             stay: Their block.
         """
-        bytes_ = stay.place.write()
+        bytes_ = stay.storage.write(*stay.block)
         sources = list(tensors)
         with self._copy_engine(stay).d2h(stay.storage, sources.clear):
             for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
@@ -422,7 +430,7 @@ class ActivationCopy:
     def _start(
         self, stay: OffloadedInputs, wanted: Sequence[int]
     ) -> tuple[CopyEvent, dict[int, Tensor]]:
-        parts = stay.parts(stay.place.read())
+        parts = stay.parts(stay.storage.read(*stay.block))
         found = {number: stay.forms[number].empty() for number in wanted}
         with self._copy_engine(stay).h2d(stay.storage) as copy_event:
             for number, tensor in found.items():
@@ -462,61 +470,22 @@ class Arena:
     def __init__(self, memory: TierMemory, nbytes: int, chunk_bytes: int) -> None:
         self.nbytes = nbytes
         self.storage = memory.reserve(nbytes, torch.uint8, chunk_bytes, "activations")
-        self._taken: list[tuple[int, int]] = []  # [low, high) in bytes, ascending
+        self._taken: list[Block] = []  # Ascending
 
-    def take(self, nbytes: int) -> ArenaBlock | None:
+    def take(self, nbytes: int) -> Block | None:
         """Allocate the first gap of `nbytes` bytes (whole chunks), or return None."""
         start = 0
         for number, (low, high) in enumerate([*self._taken, (self.nbytes, self.nbytes)]):
             if low - start >= nbytes:
                 self._taken.insert(number, (start, start + nbytes))
-                return ArenaBlock(self, start, start + nbytes)
+                return start, start + nbytes
             start = high
         return None
 
-    def free(self, place: ArenaBlock) -> None:
+    def free(self, block: Block) -> None:
         """Free a block that nothing reads any more."""
-        self._taken.remove((place.low, place.high))
-        self.storage.discard(place.low, place.high)
-
-
-@dataclass(frozen=True)
-class ArenaBlock:
-    """The bytes [low, high) of an arena, with the methods of a storage.
-
-    Attributes:
-        arena: The arena.
-        low: The first byte.
-        high: The byte after the last one.
-    """
-
-    arena: Arena
-    low: int
-    high: int
-
-    def write(self) -> Tensor:
-        """Return the bytes for writing."""
-        return self.arena.storage.write(self.low, self.high)
-
-    def read(self) -> Tensor:
-        """Wait until the bytes were fetched, and return them for reading."""
-        return self.arena.storage.read(self.low, self.high)
-
-    def fetch(self) -> Work:
-        """Start to read the block from the tier."""
-        return self.arena.storage.fetch(self.low, self.high)
-
-    def store(self) -> Work:
-        """Start to write the block to the tier."""
-        return self.arena.storage.store(self.low, self.high)
-
-    def evict(self) -> None:
-        """Drop the block's copy outside the tier."""
-        self.arena.storage.evict(self.low, self.high)
-
-    def free(self) -> None:
-        """Return the block to its arena."""
-        self.arena.free(self)
+        self._taken.remove(block)
+        self.storage.discard(*block)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from ..sharding.saved_tensor_hooks import others_see
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
 from ..tiers.tier import Storage, Tier, TierMemory
-from .offload import ActivationOffload, extract_tensors, insert_tensors
-from .partition import PartitionedInputs
+from .offload import ActivationOffload, ParkedTensors, extract_tensors, insert_tensors
+from .partition import InputShare, PartitionedInputs
 from .policy import compiled_contexts, contexts, operators_of
 from .profile import Profile
 
@@ -145,14 +145,6 @@ class Recompute:
         return [slab.storage for slab in self.parking.slabs] if self.parking is not None else []
 
 
-class Parked(Protocol):
-    """The stored inputs of one checkpoint."""
-
-    def restore(self) -> list[Tensor]:
-        """Return the inputs."""
-        ...
-
-
 class _Filled:
     """A function whose placeholders are replaced when it is called.
 
@@ -160,7 +152,12 @@ class _Filled:
     the graph can be recomputed, and keeps the offloaded inputs for that time.
     """
 
-    def __init__(self, function: Callable[..., Any], tensors: list[Tensor], parked: Parked) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        tensors: list[Tensor],
+        parked: ParkedTensors | InputShare,
+    ) -> None:
         self.function = function
         self.parked = parked
         self.tensors: list[Tensor] | None = tensors

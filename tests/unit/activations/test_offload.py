@@ -69,10 +69,10 @@ def here_bytes(parking: ActivationOffload) -> int:
 
 
 def state_of(stay: OffloadedInputs) -> set[ChunkState]:
-    storage = stay.place.arena.storage
+    storage = stay.storage
     if not isinstance(storage, DiskStorage):
         return {ChunkState.HERE}
-    return {chunk.state for chunk in storage._of(stay.place.low, stay.place.high)}
+    return {chunk.state for chunk in storage._of(*stay.block)}
 
 
 # -- bytes
