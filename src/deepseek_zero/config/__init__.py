@@ -14,7 +14,7 @@ from ..base.lazy import loads_on_first_use
 
 if TYPE_CHECKING:
     from .auto import Facts, resolve
-    from .batch import Batch, BatchRequest, solve
+    from .batch import Batch, BatchRequest
     from .fields import FieldRow, Status
     from .load import choose_source
     from .problems import AutoDecision
@@ -32,7 +32,6 @@ __all__ = [
     "Status",
     "choose_source",
     "resolve",
-    "solve",
 ]
 
 if not TYPE_CHECKING:  # otherwise a type checker accepts any name
@@ -40,7 +39,7 @@ if not TYPE_CHECKING:  # otherwise a type checker accepts any name
         __name__,
         {
             "auto": "Facts resolve",
-            "batch": "Batch BatchRequest solve",
+            "batch": "Batch BatchRequest",
             "fields": "FieldRow Status",
             "load": "choose_source",
             "problems": "AutoDecision",

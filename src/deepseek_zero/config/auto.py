@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.log import log_once
-from .batch import Batch, BatchRequest, attempt
+from .batch import BATCH_KEYS, Batch, BatchRequest, solve
 from .problems import AutoDecision, Problem, Problems, put
 from .raw_config import RawConfig
 from .schema import Config
 
 _ZERO = "zero_optimization."
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Defaults of torch (for Lion and LAMB, of their papers). "" is every other optimizer.
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "": {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "betas": [0.9, 0.999], "momentum": 0.0},
@@ -47,8 +46,6 @@ class Facts:
         hidden_size: The model's hidden size, or None if unknown.
         loader_micro_batch: The batch size of the program's data loader, or None.
         client_optimizer: Default options of an optimizer that the program passes (lr, betas, ...).
-        total_steps: The planned number of optimizer steps, or None.
-        require_batch_key: Reject a configuration without a batch size, as DeepSpeed does.
     """
 
     world_size: int = 1
@@ -62,8 +59,6 @@ class Facts:
     hidden_size: int | None = None
     loader_micro_batch: int | None = None
     client_optimizer: Mapping[str, Any] = field(default_factory=dict)
-    total_steps: int | None = None
-    require_batch_key: bool = False
 
 
 def resolve(raw: RawConfig, facts: Facts) -> Config:
@@ -233,7 +228,7 @@ def _sample_ranks(run: _Resolver) -> int:
 
 def _batch(run: _Resolver) -> None:
     """Determine the batch sizes; log one line if the configuration has no batch key."""
-    train_key, micro_key, steps_key = _BATCH_KEYS
+    train_key, micro_key, steps_key = BATCH_KEYS
     if run.facts.counts_model_ranks:
         _recount(run)
     request = BatchRequest(
@@ -243,17 +238,15 @@ def _batch(run: _Resolver) -> None:
         accumulation=run.get(steps_key),
         loader=run.facts.loader_micro_batch,
         micro_auto=micro_key in run.asked,
-        require_key=run.facts.require_batch_key
-        and not run.asked.intersection((train_key, micro_key)),
     )
-    answer = attempt(request)
+    answer = solve(request)
     if isinstance(answer, Problem):
         run.problems.found.append(answer)
         return
-    if all(run.silent(key) for key in _BATCH_KEYS):
+    if all(run.silent(key) for key in BATCH_KEYS):
         run.news.append(_batch_line(answer))
     for key, value in zip(
-        _BATCH_KEYS, (answer.train, answer.micro, answer.accumulation), strict=True
+        BATCH_KEYS, (answer.train, answer.micro, answer.accumulation), strict=True
     ):
         if run.silent(key):
             run.decide(key, value, answer.why)
@@ -264,7 +257,7 @@ def _recount(run: _Resolver) -> None:
 
     accelerate and the Trainer count this way.
     """
-    stated = [run.get(key) for key in _BATCH_KEYS]
+    stated = [run.get(key) for key in BATCH_KEYS]
     if all(isinstance(size, int) and size > 0 for size in stated):
         train, micro, steps = stated
         ranks = _sample_ranks(run)
@@ -272,7 +265,7 @@ def _recount(run: _Resolver) -> None:
         copy = _data_size(run.facts) * run.facts.stages * run.facts.tensor_size // ranks
         if train != right and train == right * copy:
             run.decide(
-                _BATCH_KEYS[0], right, f"{train} counts the {copy} ranks of each copy of the model"
+                BATCH_KEYS[0], right, f"{train} counts the {copy} ranks of each copy of the model"
             )
 
 
@@ -323,16 +316,15 @@ def _optimizer(run: _Resolver) -> None:
 def _scheduler(run: _Resolver) -> None:
     """Decide scheduler.params that are "auto"."""
     lr = run.config.optimizer.params.get("lr", run.facts.client_optimizer.get("lr"))
-    found = {
-        **{name: (value, "DeepSpeed's default") for name, value in SCHEDULER_DEFAULTS.items()},
-        "warmup_max_lr": (lr, "the optimizer's lr"),
-        "total_num_steps": (run.facts.total_steps, "the planned steps"),
-    }
     for key in sorted(run.open):
         prefix, _, name = key.rpartition(".")
-        if prefix == "scheduler.params" and name in found and found[name][0] is not None:
-            run.decide(key, *found[name])
-        elif key == "scheduler.params.total_num_steps":
+        if prefix != "scheduler.params":
+            continue
+        if name in SCHEDULER_DEFAULTS:
+            run.decide(key, SCHEDULER_DEFAULTS[name], "DeepSpeed's default")
+        elif name == "warmup_max_lr" and lr is not None:
+            run.decide(key, lr, "the optimizer's lr")
+        elif name == "total_num_steps":
             run.problems.add(
                 key,
                 "the number of steps is not known here",

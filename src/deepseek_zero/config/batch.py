@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .problems import Problem, as_error
+from .problems import Problem
 
-NOTHING_STATED = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_LABELS = ("Train batch size", "Micro batch size per gpu", "Gradient accumulation steps")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class BatchRequest:
         loader: The batch size of the program's own data loader.
         micro_auto: Whether the micro-batch key is "auto", so that the loader's size takes
             precedence over a division.
-        require_key: Reject a configuration without a batch size, as DeepSpeed does.
     """
 
     data_size: int
@@ -45,40 +45,17 @@ class BatchRequest:
     accumulation: int | None = None
     loader: int | None = None
     micro_auto: bool = False
-    require_key: bool = False
 
 
-def solve(request: BatchRequest, source: str = "the configuration") -> Batch:
-    """Determine the three batch sizes from the known ones.
-
-    Args:
-        request: The known values.
-        source: Name of the configuration in messages.
-
-    Raises:
-        ConfigError: The sizes are missing or contradict each other. The message is DeepSpeed's.
-    """
-    answer = attempt(request)
-    if isinstance(answer, Problem):
-        raise as_error([answer], source)
-    return answer
-
-
-def attempt(request: BatchRequest) -> Batch | Problem:
-    """Return the three batch sizes, or the first problem."""
+def solve(request: BatchRequest) -> Batch | Problem:
+    """Return the three batch sizes, or the first problem. Its message is DeepSpeed's."""
     stated = (request.train, request.micro, request.accumulation)
-    for value, key, label in zip(stated, _KEYS, _LABELS, strict=True):
+    for value, key, label in zip(stated, BATCH_KEYS, _LABELS, strict=True):
         if value is not None and value <= 0:
             return Problem(
                 key, f"{label}: {value} has to be greater than 0", f"set {key} to 1 or more", value
             )
-    if request.require_key and request.train is None and request.micro is None:
-        return Problem(_KEYS[0], NOTHING_STATED, f"set {_KEYS[0]} or {_KEYS[1]}")
     return _check(_fill(_with_loader(request)))
-
-
-_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_LABELS = ("Train batch size", "Micro batch size per gpu", "Gradient accumulation steps")
 
 
 def _with_loader(request: BatchRequest) -> BatchRequest:
@@ -135,11 +112,11 @@ def _why_micro(request: BatchRequest) -> str:
 def _check(batch: Batch) -> Batch | Problem:
     solved = (batch.train, batch.micro, batch.accumulation)
     least = batch.data_size * max(1, batch.accumulation)
-    for value, key, label in zip(solved, _KEYS, _LABELS, strict=True):
+    for value, key, label in zip(solved, BATCH_KEYS, _LABELS, strict=True):
         if value <= 0:
             fix = (
-                f"with {batch.data_size} data-parallel ranks, {_KEYS[0]} must be a multiple of "
-                f"{least}"
+                f"with {batch.data_size} data-parallel ranks, {BATCH_KEYS[0]} must be a "
+                f"multiple of {least}"
             )
             return Problem(key, f"{label}: {value} has to be greater than 0", fix, value)
     ranks = batch.data_size
@@ -147,10 +124,10 @@ def _check(batch: Batch) -> Batch | Problem:
         return batch
     product = batch.micro * batch.accumulation * ranks
     return Problem(
-        _KEYS[0],
+        BATCH_KEYS[0],
         "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * "
         f"gradient_acc_step * world_size {batch.train} != {batch.micro} * {batch.accumulation} * "
         f"{ranks}",
-        f'set {_KEYS[0]} to {product}, or write "auto" for one of the three keys',
+        f'set {BATCH_KEYS[0]} to {product}, or write "auto" for one of the three keys',
         batch.train,
     )

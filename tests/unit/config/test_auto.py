@@ -203,18 +203,15 @@ def test_an_auto_schedule_uses_the_optimizers_rate_as_its_peak() -> None:
     given = {
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}},
         "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": dict.fromkeys(
-                ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), AUTO
-            ),
+            "type": "WarmupLR",
+            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), AUTO),
         },
     }
-    config = resolved(given, Facts(total_steps=400))
+    config = resolved(given)
     assert config.scheduler.params == {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": 5e-4,
         "warmup_num_steps": 1000,
-        "total_num_steps": 400,
     }
 
 
@@ -284,12 +281,6 @@ def test_ranks_of_one_copy_that_a_client_counted_are_taken_out_of_its_batch() ->
 def test_a_stated_batch_size_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert resolved({"train_batch_size": 6}, Facts(world_size=2)).batch.micro == 3
     assert capsys.readouterr().err == ""
-
-
-def test_deepspeeds_refusal_applies_to_the_apis_that_use_it() -> None:
-    with pytest.raises(ConfigError, match="needs to be provided"):
-        resolved({}, Facts(require_batch_key=True))
-    assert resolved({"train_batch_size": AUTO}, Facts(require_batch_key=True)).batch.train == 1
 
 
 # The result

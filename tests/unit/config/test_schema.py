@@ -143,7 +143,6 @@ def test_a_clients_configuration_is_accepted(client: str) -> None:
 
 FACTS = Facts(
     client_optimizer={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    total_steps=100,
     hidden_size=16,
     loader_micro_batch=1,
 )
