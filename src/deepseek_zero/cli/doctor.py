@@ -306,11 +306,8 @@ def _formats(machine: NodeMachine) -> Iterator[Finding]:
     flags = _cpu_flags()
     on_gpu = bool(machine.gpus)
     # Compute capability 8.0 (Ampere) added bf16 units; older GPUs emulate bf16, slower than fp16.
-    bf16 = (
-        min(map(torch.cuda.get_device_capability, range(len(machine.gpus)))) >= (8, 0)
-        if on_gpu
-        else False
-    )
+    capabilities = map(torch.cuda.get_device_capability, range(len(machine.gpus)))
+    bf16 = on_gpu and min(capabilities) >= (8, 0)
     yield _format("bf16", on_gpu, bf16, [flag for flag in BF16_CPU_FLAGS if flag in flags])
     yield _format("fp16", on_gpu, on_gpu, [flag for flag in FP16_CPU_FLAGS if flag in flags])
 
@@ -336,17 +333,15 @@ def _cpu_flags() -> set[str]:
 
 
 def _backends(machine: NodeMachine) -> Iterator[Finding]:
-    gloo = dist.is_available() and dist.is_gloo_available()
-    severity = Severity.GOOD if gloo else Severity.BAD
-    yield Finding("gloo", *_yes_no(gloo), "connects ranks on CPUs", severity)
-    nccl = dist.is_available() and dist.is_nccl_available()
-    needed = "connects ranks on GPUs" if machine.gpus else "only GPUs need it"
-    severity = Severity.BAD if machine.gpus and not nccl else Severity.GOOD
-    yield Finding("nccl", *_yes_no(nccl), needed, severity)
-
-
-def _yes_no(there: bool) -> tuple[str]:
-    return ("yes" if there else "no",)
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    nccl_use = "connects ranks on GPUs" if machine.gpus else "only GPUs need it"
+    for name, there, is_needed, use in (
+        ("gloo", has_gloo, True, "connects ranks on CPUs"),
+        ("nccl", has_nccl, bool(machine.gpus), nccl_use),
+    ):
+        severity = Severity.BAD if is_needed and not there else Severity.GOOD
+        yield Finding(name, "yes" if there else "no", use, severity)
 
 
 def _spaces() -> Iterator[Finding]:
@@ -379,17 +374,9 @@ def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "" if soft == hard else f", up to {_limit(hard)} with `ulimit -n`"
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        return Finding(
-            "open files",
-            f"{soft}{most}",
-            "tight: ranks and data loader workers need more",
-            Severity.NOTE,
-        )
-    return Finding(
-        "open files",
-        f"{_limit(soft)}{most}",
-        "ranks and data loader workers need them",
-    )
+        meaning = "tight: ranks and data loader workers need more"
+        return Finding("open files", f"{soft}{most}", meaning, Severity.NOTE)
+    return Finding("open files", f"{_limit(soft)}{most}", "ranks and data loader workers need them")
 
 
 def _limit(number: int) -> str:

@@ -149,22 +149,22 @@ def pid_file(options: LauncherOptions) -> Iterator[None]:
     Raises:
         UsageError: The file cannot be written, for example because another user owns it.
     """
-    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed" if options.save_pid else None
-    if path is not None:
-        try:
-            _write_own(path, str(os.getpid()))
-        except OSError as error:
-            raise UsageError(
-                f"--save_pid cannot write {path}: {error.strerror}.",
-                "DeepSpeed chose that name, which every user of this machine can guess.",
-                "remove what is there, set TMPDIR to a folder of your own, or leave --save_pid "
-                "out.",
-            ) from None
+    if not options.save_pid:
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
+    try:
+        _write_own(path, str(os.getpid()))
+    except OSError as error:
+        raise UsageError(
+            f"--save_pid cannot write {path}: {error.strerror}.",
+            "DeepSpeed chose that name, which every user of this machine can guess.",
+            "remove what is there, set TMPDIR to a folder of your own, or leave --save_pid out.",
+        ) from None
     try:
         yield
     finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _write_own(path: Path, text: str) -> None:
