@@ -335,7 +335,7 @@ class RankAgent(SimpleElasticAgent):
         self._attempt = -1
         self._failed_since: float | None = None
         self._standstill = Standstill()
-        self.elsewhere: Outcome | None = None
+        self._elsewhere: Outcome | None = None
 
     @property
     def world_size(self) -> int:
@@ -396,8 +396,8 @@ class RankAgent(SimpleElasticAgent):
         self._standstill.look(self._ranks)
         if self._peers is not None:
             self._peers.stopped = self._standstill.logged_stopped
-            if self.elsewhere is None and (heard := self._peers.failure_of_others()) is not None:
-                self.elsewhere = heard
+            if self._elsewhere is None and (heard := self._peers.failure_of_others()) is not None:
+                self._elsewhere = heard
                 logger.warning(f"{heard.headline}; ending the ranks here")
             if death is not None and not death.secondary:
                 # Report it before the other ranks of this machine have ended
@@ -410,7 +410,7 @@ class RankAgent(SimpleElasticAgent):
                     f"{death.headline(self.world_size)}; restarting all ranks of this machine"
                 )
             return RunResult(WorkerState.FAILED)
-        if self.elsewhere is not None:
+        if self._elsewhere is not None:
             return RunResult(WorkerState.FAILED)
         ended_well = self._ranks.finished or self._ranks.saved
         if ended_well and (self._peers is None or self._peers.all_finished()):
@@ -421,7 +421,7 @@ class RankAgent(SimpleElasticAgent):
 
     def _is_early(self, death: Death | None) -> bool:
         """Return whether to wait for further reports about a failure, here or elsewhere."""
-        if death is None and self.elsewhere is None:
+        if death is None and self._elsewhere is None:
             return False
         now = time.monotonic()
         self._failed_since = self._failed_since or now
@@ -436,13 +436,13 @@ class RankAgent(SimpleElasticAgent):
             death is not None
             and death.secondary
             and self._peers is not None
-            and self.elsewhere is None
+            and self._elsewhere is None
         ):
             return FOLLOW_SECONDS  # another machine has the cause and reports it
         if self._ranks.have_all_ended:
             return 0.0
-        if self.elsewhere is not None:
-            return FOLLOW_SECONDS if self.elsewhere.is_silence else SAY_SECONDS
+        if self._elsewhere is not None:
+            return FOLLOW_SECONDS if self._elsewhere.is_silence else SAY_SECONDS
         return SAY_SECONDS if death is not None and death.report is not None else 0.0
 
     def hear(self, number: int, _: FrameType | None = None) -> None:
@@ -485,15 +485,32 @@ class RankAgent(SimpleElasticAgent):
         if not self._ranks.finished:
             self._ranks.end(death_sig)
 
-    def stay_for_others(self) -> None:
-        """Wait until the other nodes can have read a reported failure."""
-        if self._peers is not None:
-            self._peers.stay_for_others()
+    def outcome(self, result: RunResult) -> Outcome:
+        """Return how the launch ended, and report a failure to the other nodes.
 
-    def report_failure(self, death: Death) -> None:
-        """Report a failure to the other nodes, if there are any."""
+        Args:
+            result: The result of `run`.
+        """
+        if not result.is_failed():
+            if not self._ranks.saved:
+                return Outcome()
+            logger.info(
+                f"all ranks saved and ended (exit code {SAVED_EXIT_CODE}); run the same command "
+                "again to continue"
+            )
+            return Outcome(SAVED_EXIT_CODE)
+        death = self._ranks.cause()
+        # A rank that only lost its peer has less information than the node of that peer.
+        if self._elsewhere and (death is None or death.secondary):
+            if self._peers is not None:
+                self._peers.stay_for_others()
+            return self._elsewhere
+        if death is None:
+            return Outcome(1, "a rank failed without a traceback")
+        outcome = self._outcome_of(death)
         if self._peers is not None:
-            self._peers.report_failure(self._outcome_of(death))
+            self._peers.report_failure(outcome)
+        return outcome
 
     def _outcome_of(self, death: Death) -> Outcome:
         return Outcome(death.exit_code, death.headline(self.world_size), death.story())
@@ -552,27 +569,7 @@ def run_ranks(
             result = agent.run()
         except SignalException as error:
             return Outcome(128 + error.sigval, f"the launcher received {error.sigval.name}")
-        return _outcome(agent, ranks, result)
-
-
-def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
-    if not result.is_failed():
-        if not ranks.saved:
-            return Outcome()
-        logger.info(
-            f"all ranks saved and ended (exit code {SAVED_EXIT_CODE}); run the same command again "
-            "to continue"
-        )
-        return Outcome(SAVED_EXIT_CODE)
-    death = ranks.cause()
-    # A rank that only lost its peer has less information than the node of that peer.
-    if agent.elsewhere and (death is None or death.secondary):
-        agent.stay_for_others()
-        return agent.elsewhere
-    if death is None:
-        return Outcome(1, "a rank failed without a traceback")
-    agent.report_failure(death)
-    return Outcome(death.exit_code, death.headline(agent.world_size), death.story())
+        return agent.outcome(result)
 
 
 def _catch_signals(agent: RankAgent) -> None:

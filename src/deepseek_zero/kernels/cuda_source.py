@@ -6,6 +6,7 @@ of numbers, and each operation appends a line of CUDA C.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
@@ -40,6 +41,15 @@ const Scalars& scalars,
 """
 
 
+def _operation(function: str) -> Callable[[_Name, _Name], _Name]:
+    """Return an operator that appends a call of a CUDA function."""
+
+    def operator(self: _Name, other: _Name) -> _Name:
+        return self.result(f"{function}({self.name}, {other.name})")
+
+    return operator
+
+
 class _Name:
     """A number in a formula, represented by its name in CUDA C."""
 
@@ -56,17 +66,10 @@ class _Name:
     def __neg__(self) -> _Name:
         return self.result(f"-{self.name}")
 
-    def __add__(self, other: _Name) -> _Name:
-        return self.result(f"__fadd_rn({self.name}, {other.name})")
-
-    def __sub__(self, other: _Name) -> _Name:
-        return self.result(f"__fsub_rn({self.name}, {other.name})")
-
-    def __mul__(self, other: _Name) -> _Name:
-        return self.result(f"__fmul_rn({self.name}, {other.name})")
-
-    def __truediv__(self, other: _Name) -> _Name:
-        return self.result(f"__fdiv_rn({self.name}, {other.name})")
+    __add__ = _operation("__fadd_rn")
+    __sub__ = _operation("__fsub_rn")
+    __mul__ = _operation("__fmul_rn")
+    __truediv__ = _operation("__fdiv_rn")
 
 
 def _fma(a: _Name, b: _Name, c: _Name) -> _Name:
