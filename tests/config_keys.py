@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from deepseek_zero.config import Config
+from deepseek_zero.config.fields import rows
 from deepseek_zero.config.not_built import NOT_BUILT, NotBuilt
 from deepseek_zero.config.problems import put
 
-ROWS = Config.field_table()
+ROWS = rows(Config)
 _CURRICULUM = next(row.example for row in ROWS if row.path == "data_efficiency.data_sampling")
 # What must be set for keys to have an effect, and the keys
 _NEEDS: tuple[tuple[dict[str, Any], str], ...] = (

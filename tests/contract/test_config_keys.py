@@ -27,6 +27,7 @@ from deepseek_zero.base.errors import ConfigError, NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config import Config, Facts, Status, resolve
+from deepseek_zero.config.fields import rows
 from deepseek_zero.config.load import PACKAGES, load
 from deepseek_zero.config.schema import SparseAttentionSection
 from deepseek_zero.engine import assemble
@@ -106,8 +107,8 @@ STATED: dict[str, dict[str, Any]] = {
     },
     "activation_checkpointing.nvme_path": {"activation_checkpointing": {"nvme_path": "other"}},
 }
-ROWS = [row for row in Config.field_table() if row.status is Status.EFFECTIVE]
-ACCEPTED = [row for row in Config.field_table() if row.status is Status.ACCEPTED]
+ROWS = [row for row in rows(Config) if row.status is Status.EFFECTIVE]
+ACCEPTED = [row for row in rows(Config) if row.status is Status.ACCEPTED]
 
 
 @dataclasses.dataclass

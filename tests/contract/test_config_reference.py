@@ -42,7 +42,7 @@ def test_each_key_has_one_sentence_and_a_status(row: FieldRow) -> None:
         ("fp16", "bf16", "throughput", "fixed_linear")
     )
     assert row.sentence.endswith(".")
-    assert row.type
+    assert row.kind is not None
     if row.status is not Status.EFFECTIVE:
         assert row.reason, "a key without effect says why"
         assert not row.reason.endswith(".")

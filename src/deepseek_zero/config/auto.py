@@ -12,6 +12,7 @@ from typing import Any
 
 from ..base.log import log_once
 from .batch import BATCH_KEYS, Batch, BatchRequest, solve
+from .fields import rows
 from .problems import AutoDecision, Problem, Problems, put
 from .raw_config import RawConfig
 from .schema import Config
@@ -119,7 +120,7 @@ class _Resolver:
 
     def finish(self) -> Config:
         """Record the defaults of the remaining "auto" keys, and return the configuration."""
-        table = {row.path: row.default for row in Config.field_table()}
+        table = {row.path: row.default for row in rows(Config)}
         for key in sorted(self.open):
             if key in table:
                 self.decisions.append(AutoDecision(key, table[key], "the default of the key", True))

@@ -7,12 +7,11 @@ model. Known keys that are not built are in the table in not_built.py.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any, Literal, Self, Union, get_args, get_origin
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -145,24 +144,13 @@ def section(model: type[Section], sentence: str) -> Any:
     return Field(default_factory=cache(model), description=sentence)
 
 
-_WORDS = {
-    int: "int",
-    float: "float",
-    bool: "bool",
-    str: "text",
-    dict: "object",
-    types.NoneType: "null",
-    Any: "any",
-}
-
-
 @dataclass(frozen=True)
 class FieldRow:
     """One key as a row of a table.
 
     Attributes:
         path: The dotted key.
-        type: The name of the type.
+        kind: The annotation of its type.
         default: The default value.
         sentence: The meaning of the key.
         status: Whether the key is effective or accepted.
@@ -176,7 +164,7 @@ class FieldRow:
     """
 
     path: str
-    type: str
+    kind: Any
     default: Any
     sentence: str
     status: Status
@@ -238,24 +226,7 @@ def _rows(model: type[Section], prefix: str) -> Iterator[FieldRow]:
         path = prefix + name
         about = declared(info)
         if about:
-            yield FieldRow(
-                path, spelled(info.annotation), info.default, info.description or "", **about
-            )
+            yield FieldRow(path, info.annotation, info.default, info.description or "", **about)
         inner = subsection(info)
         if inner is not None:
             yield from _rows(inner, path + ".")
-
-
-def spelled(kind: Any) -> str:
-    """Return the name of a type as the reference page spells it."""
-    origin = get_origin(kind)
-    inner = get_args(kind)
-    if origin is Literal:
-        return " / ".join(str(option) for option in inner)
-    if origin in (Union, types.UnionType):
-        return " or ".join(spelled(option) for option in inner)
-    if origin is tuple:
-        return f"list of {spelled(inner[0])}"
-    if isinstance(kind, type) and issubclass(kind, Section):
-        return "section"
-    return _WORDS.get(origin or kind, str(kind))

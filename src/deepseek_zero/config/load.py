@@ -72,7 +72,6 @@ def load(
         config=config,
         autos=frozenset(normaliser.autos),
         source=document.source,
-        given=source,
         notes=tuple(problems.notes),
         not_built=normaliser.not_built,
     )

@@ -22,7 +22,6 @@ class RawConfig:
             not in `model_fields_set`.
         autos: The dotted keys that are "auto".
         source: A file name, "dict", "args" or "base64".
-        given: The object that the caller passed, unchanged.
         notes: The warnings, which are logged already.
         not_built: Values of set keys that are not built and without which the run continues, by
             dotted key.
@@ -31,7 +30,6 @@ class RawConfig:
     config: Config
     autos: frozenset[str]
     source: str
-    given: Any
     notes: tuple[str, ...] = ()
     not_built: Mapping[str, Any] = field(default_factory=dict)
 

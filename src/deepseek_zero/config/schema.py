@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import PrivateAttr
 
 from .batch import Batch
-from .fields import FieldRow, Section, accepted, effective, rows, section
+from .fields import Section, accepted, effective, section
 from .problems import AutoDecision
 
 Device = Literal["none", "cpu", "nvme", "auto"]
@@ -1596,8 +1596,3 @@ class Config(Section):
         """Store the record of the resolver (auto.py), and return the configuration."""
         self._decisions = decisions
         return self
-
-    @classmethod
-    def field_table(cls) -> tuple[FieldRow, ...]:
-        """Return one row per key: path, type, default, unit, status, sentence, reason, example."""
-        return rows(cls)
