@@ -1,11 +1,10 @@
-"""No file names a path of one machine; src/ touches no FSDP, and torch's private names in two
-guarded files only.
+"""No file names a path of one machine; src/ touches no FSDP, and torch's private names in one
+guarded file only.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import subprocess
 from collections.abc import Iterator
@@ -16,12 +15,11 @@ import pytest
 import torch
 import torch.utils.data
 from torch import nn
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "deepseek_zero"
-# Each with tests of the names: test_device.py, below
-MAY_TOUCH_PRIVATE_TORCH = {"base/device.py", "cli/agent.py"}
+# With tests of the names: test_device.py
+MAY_TOUCH_PRIVATE_TORCH = {"base/device.py"}
 # Says nothing about one machine
 EVERYWHERE = {Path("/"), Path("/tmp"), Path("/home"), Path("/srv"), Path("/opt")}
 
@@ -44,7 +42,7 @@ def test_src_never_touches_fsdp() -> None:
     assert not found
 
 
-def test_private_torch_names_are_used_only_in_the_files_with_tests_for_them() -> None:
+def test_private_torch_names_are_used_only_in_the_file_with_tests_for_them() -> None:
     found = [
         f"{path}: {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -61,21 +59,10 @@ def test_private_torch_names_are_used_only_in_the_files_with_tests_for_them() ->
         "def hold(module): return list(module._parameters)",
         "def version(tensor): return tensor._version",
         "def hooks(model): return getattr(model, '_forward_pre_hooks')",
-        "class Agent(SimpleElasticAgent):\n    def end(self): self._remaining_restarts = 0",
     ],
 )
 def test_a_private_name_of_torchs_is_found_on_whatever_object_it_is_read(source: str) -> None:
     assert _private_torch_names(ast.parse(source))
-
-
-def test_torchs_agent_has_the_attributes_that_the_launchers_agent_changes() -> None:
-    assert {
-        "_remaining_restarts",
-        "_start_workers",
-        "_stop_workers",
-        "_monitor_workers",
-        "_shutdown",
-    } <= (_private_names_of_torchs_agent())
 
 
 def test_a_private_name_of_this_library_is_not_reported_as_torchs() -> None:
@@ -120,13 +107,6 @@ def _private_torch_names(tree: ast.Module) -> list[str]:
         if isinstance(target, ast.Attribute) and _is_self(target.value)
     }
     private = _private_names_of_torchs_objects() - own
-    bases = [
-        base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases
-    ]
-    if any(isinstance(base, ast.Name) and base.id == SimpleElasticAgent.__name__ for base in bases):
-        # The launcher's agent is a subclass of torch's: what it assigns there is torch's, what it
-        # defines is its own.
-        private |= _private_names_of_torchs_agent() - defined
     found = [name for name in _torch_names(tree) if re.search(r"\._(?!_)", name)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in private:
@@ -172,11 +152,6 @@ def _private_names_of_torchs_objects() -> frozenset[str]:
     ]
     names = {name for each in made for name in (*dir(each), *getattr(each, "__dict__", {}))}
     return frozenset(name for name in names if re.match(r"_[^_]", name))
-
-
-@cache
-def _private_names_of_torchs_agent() -> frozenset[str]:
-    return frozenset(re.findall(r"self\.(_[^_]\w*)", inspect.getsource(SimpleElasticAgent)))
 
 
 def _files() -> list[Path]:

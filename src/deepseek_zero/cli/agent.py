@@ -1,15 +1,13 @@
-"""Run the ranks of this machine within torch's elastic framework.
+"""Run the ranks of this machine: rendezvous, rank numbers, restarts and failures.
 
-torch provides the rendezvous, rank numbers and restarts; cli/ranks.py runs the processes. torch's
-LocalElasticAgent is not used: it waits thirty seconds for the other ranks after a failure, orders
-failures by whole seconds, and does not end the children of a killed rank. `SimpleElasticAgent` is
-torch's documented extension point. Several nodes report failures through the store of node 0. This
-module imports torch, so cli/run.py imports it late.
+cli/ranks.py runs the processes. The environment of a rank is that of torchrun, whose agent is not
+used: it waits thirty seconds for the other ranks after a failure, orders failures by whole seconds,
+and does not end the children of a killed rank. Several nodes report failures through the store of
+node 0. This module imports torch, so cli/run.py imports it late.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 import socket
@@ -18,24 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import Any
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]  # public
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import (
@@ -57,6 +39,9 @@ from deepseek_zero.comm.net.store import NO_SECRET, RendezvousStore, keep_store,
 from deepseek_zero.comm.net.tls import require_cryptography
 
 ROLE = "default"
+
+SIZE_KEY = "deepseek_zero/ranks"
+"""Prefix of the keys with the number of ranks of each node."""
 
 POLL_SECONDS = 0.1
 
@@ -94,41 +79,32 @@ def gpus_of_this_machine(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 @dataclass
-class Meeting(RendezvousHandler):
+class Meeting:
     """A rendezvous at a store of node 0.
 
     A single node uses a port that the system chooses when the store opens.
 
     Attributes:
         plan: What this machine runs.
-        run_id: Mark of the launch.
         secret: Secret that all nodes and ranks of the job share.
         place: Address and port of the store, for the ranks.
+        master_port: Port at which rank 0 may open a store of torch, without a secret.
     """
 
     plan: NodePlan
-    run_id: str
     secret: bytes = field(repr=False)
     place: str = ""
+    master_port: int = 0
     _stores: list[RendezvousStore] = field(default_factory=list)
 
-    def get_backend(self) -> str:
-        """Return the name for torch's event log."""
-        return "deepseek_zero"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Return False: a script may open torch's own store at MASTER_PORT.
-
-        The library's APIs use the launcher's store (`place`) instead.
-        """
-        return False
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open or join the store.
+    def open(self) -> RendezvousStore:
+        """Open the store of node 0 or connect to it.
 
         A restart (on a single node) opens a new store at a new port. The old store contains the
         addresses of the previous ranks, and its port is still in use.
+
+        Raises:
+            UsageError: The store cannot be opened or reached.
         """
         plan = self.plan
         if plan.num_nodes > 1:
@@ -138,13 +114,8 @@ class Meeting(RendezvousHandler):
         host, port = self._open(wanted)
         self.place = f"{host}:{port}"
         # For scripts that call torch's init_process_group: rank 0 listens there without a secret.
-        master_port = port + 1 if plan.num_nodes > 1 else _free_port(host)
-        return RendezvousInfo(
-            self._stores[-1],
-            plan.node_rank,
-            plan.num_nodes,
-            RendezvousStoreInfo(plan.master_addr, master_port),
-        )
+        self.master_port = port + 1 if plan.num_nodes > 1 else _free_port(host)
+        return self._stores[-1]
 
     def _open(self, port: int) -> Address:
         """Open or reach the store; return its address and port."""
@@ -195,25 +166,6 @@ class Meeting(RendezvousHandler):
             "a free one), or node 0 is not running there, or the address cannot be "
             "reached from here.",
         )
-
-    def is_closed(self) -> bool:
-        """Return False: the rendezvous lasts as long as the launcher."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: the number of nodes is fixed."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the mark of the launch."""
-        return self.run_id
-
-    def shutdown(self) -> bool:
-        """Return True: the store ends with this process."""
-        return True
 
 
 def _resolved(host: str) -> str:
@@ -310,86 +262,121 @@ class Standstill:
         self.logged_stopped = stopped
 
 
-class RankAgent(SimpleElasticAgent):
-    """Run one machine's ranks for torch's elastic framework."""
+class EndedBySignal(Exception):
+    """A signal ends the launch."""
+
+    def __init__(self, name: signal.Signals) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class RankAgent:
+    """Run one machine's ranks, and restart them after failures.
+
+    Args:
+        meeting: The rendezvous of the nodes.
+        ranks: The processes.
+        environment: Variables of every rank, in addition to its place in the world.
+        max_restarts: How often to restart all ranks after a failure.
+        grace: Seconds for ranks that save on SIGTERM.
+        dead_after: Seconds of silence after which another machine is lost.
+    """
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        plan: NodePlan,
+        meeting: Meeting,
         ranks: Ranks,
         environment: Mapping[str, str],
+        max_restarts: int,
         grace: float,
         dead_after: float,
     ) -> None:
-        super().__init__(spec)
-        assert isinstance(spec.rdzv_handler, Meeting)
-        self._meeting = spec.rdzv_handler
+        self._meeting = meeting
+        self._plan = meeting.plan
         self._ranks = ranks
         self._environment = environment
         self._request = EndRequest(grace)
-        self._plan = plan
         self._dead_after = dead_after
         # set after all machines have met, if there are several
         self._peers: PeerWatch | None = None
         self._attempt = -1
+        self._max_restarts = self._remaining_restarts = max_restarts
+        self._world_size = 0
         self._failed_since: float | None = None
         self._standstill = Standstill()
         self._elsewhere: Outcome | None = None
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks of all nodes, after they have met."""
-        workers = self.get_worker_group().workers
-        return int(workers[0].world_size) if workers else 0
+    def run(self) -> Outcome:
+        """Run the ranks until they end, and return how.
 
-    @property
-    def _meeting_store(self) -> Store:
-        return self.get_worker_group().store  # type: ignore[return-value]  # torch annotates it as None
+        Raises:
+            UsageError: The nodes cannot meet.
+            EndedBySignal: The launcher received a signal that ends it.
+        """
+        self._start()
+        while True:
+            succeeded = self._look()
+            if succeeded is None:
+                continue
+            if succeeded or not self._remaining_restarts:
+                break
+            self._remaining_restarts -= 1
+            self._ranks.end()
+            self._start()
+        if not self._ranks.finished:
+            self._ranks.end()
+        return self._outcome(succeeded)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start(self) -> None:
+        """Meet the other nodes, and start the ranks."""
         self._attempt += 1
         self._failed_since = None
         plan = self._plan
-        own = [worker.global_rank for worker in worker_group.workers]
+        store = self._meeting.open()
+        nproc = plan.share.nproc
+        sizes = [nproc]
+        if plan.num_nodes > 1:
+            store.set(f"{SIZE_KEY}/{plan.node_rank}", str(nproc))
+            sizes = [int(store.get(f"{SIZE_KEY}/{node}")) for node in range(plan.num_nodes)]
+        first = sum(sizes[: plan.node_rank])
+        self._world_size = sum(sizes)
         if plan.num_nodes > 1:
             # After the rendezvous, `dead_after` limits how long a machine may be silent
-            self._meeting_store.set_timeout(PATIENCE)
-            self._peers = PeerWatch(
-                self._meeting_store, plan.node_rank, plan.num_nodes, own, self._dead_after
-            )
-        return self._ranks.start(
-            [self._rank_environment(worker_group, worker) for worker in worker_group.workers]
+            store.set_timeout(PATIENCE)
+            own = list(range(first, first + nproc))
+            self._peers = PeerWatch(store, plan.node_rank, plan.num_nodes, own, self._dead_after)
+        self._ranks.start(
+            [self._rank_environment(first + local_rank, local_rank) for local_rank in range(nproc)]
         )
 
-    def _rank_environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
+    def _rank_environment(self, rank: int, local_rank: int) -> dict[str, str]:
         """Return the variables that torchrun sets for a rank, and DeepSpeed's equivalents."""
-        local_world_size = str(group.spec.local_world_size)
+        plan = self._plan
         values = {
-            "RANK": worker.global_rank,
-            "LOCAL_RANK": worker.local_rank,
-            "WORLD_SIZE": worker.world_size,
-            "LOCAL_WORLD_SIZE": local_world_size,
-            "LOCAL_SIZE": local_world_size,
-            "GROUP_RANK": group.group_rank,
-            "CROSS_RANK": group.group_rank,
-            "GROUP_WORLD_SIZE": group.group_world_size,
-            "CROSS_SIZE": group.group_world_size,
-            "ROLE_RANK": worker.role_rank,
-            "ROLE_NAME": group.spec.role,
-            "ROLE_WORLD_SIZE": worker.role_world_size,
-            "MASTER_ADDR": group.master_addr,
-            "MASTER_PORT": group.master_port,
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self._world_size,
+            "LOCAL_WORLD_SIZE": plan.share.nproc,
+            "LOCAL_SIZE": plan.share.nproc,
+            "GROUP_RANK": plan.node_rank,
+            "CROSS_RANK": plan.node_rank,
+            "GROUP_WORLD_SIZE": plan.num_nodes,
+            "CROSS_SIZE": plan.num_nodes,
+            "ROLE_RANK": rank,
+            "ROLE_NAME": ROLE,
+            "ROLE_WORLD_SIZE": self._world_size,
+            "MASTER_ADDR": plan.master_addr,
+            "MASTER_PORT": self._meeting.master_port,
             "TORCHELASTIC_RESTART_COUNT": self._attempt,
-            "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
-            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
+            "TORCHELASTIC_RUN_ID": self._ranks.mark,
             "TORCHELASTIC_USE_AGENT_STORE": False,
-            STORE: f"{self._meeting.place}/{group.master_port}",
+            STORE: f"{self._meeting.place}/{self._meeting.master_port}",
         }
         return {**self._environment, **{name: str(value) for name, value in values.items()}}
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # The framework sleeps between calls; waiting here returns as soon as a rank ends.
+    def _look(self) -> bool | None:
+        """Wait a moment; return whether the ranks succeeded, or None if they still run."""
         self._ranks.wait(POLL_SECONDS)
         self._act_on_request()
         death = self._ranks.poll()
@@ -403,21 +390,17 @@ class RankAgent(SimpleElasticAgent):
                 # Report it before the other ranks of this machine have ended
                 self._peers.post_failure(self._outcome_of(death))
         if self._is_early(death):
-            return RunResult(WorkerState.HEALTHY)
+            return None
         if death is not None:
             if self._remaining_restarts > 0:
                 logger.warning(
-                    f"{death.headline(self.world_size)}; restarting all ranks of this machine"
+                    f"{death.headline(self._world_size)}; restarting all ranks of this machine"
                 )
-            return RunResult(WorkerState.FAILED)
+            return False
         if self._elsewhere is not None:
-            return RunResult(WorkerState.FAILED)
+            return False
         ended_well = self._ranks.finished or self._ranks.saved
-        if ended_well and (self._peers is None or self._peers.all_finished()):
-            return RunResult(
-                WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers}
-            )
-        return RunResult(WorkerState.HEALTHY)
+        return True if ended_well and (self._peers is None or self._peers.all_finished()) else None
 
     def _is_early(self, death: Death | None) -> bool:
         """Return whether to wait for further reports about a failure, here or elsewhere."""
@@ -476,22 +459,9 @@ class RankAgent(SimpleElasticAgent):
             )
             _end_by(signal.SIGTERM)
 
-    def _stop_workers(self, worker_group: WorkerGroup, *_: object) -> None:
-        self._shutdown()
-
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0, *_: object
-    ) -> None:
-        if not self._ranks.finished:
-            self._ranks.end(death_sig)
-
-    def outcome(self, result: RunResult) -> Outcome:
-        """Return how the launch ended, and report a failure to the other nodes.
-
-        Args:
-            result: The result of `run`.
-        """
-        if not result.is_failed():
+    def _outcome(self, succeeded: bool) -> Outcome:
+        """Return how the launch ended, and report a failure to the other nodes."""
+        if succeeded:
             if not self._ranks.saved:
                 return Outcome()
             logger.info(
@@ -513,7 +483,7 @@ class RankAgent(SimpleElasticAgent):
         return outcome
 
     def _outcome_of(self, death: Death) -> Outcome:
-        return Outcome(death.exit_code, death.headline(self.world_size), death.story())
+        return Outcome(death.exit_code, death.headline(self._world_size), death.story())
 
 
 def run_ranks(
@@ -539,7 +509,6 @@ def run_ranks(
     """
     if uses_tls():
         require_cryptography()
-    _silence_scaffolding()
     with Ranks(command) as ranks:
         secret = read_secret()
         # only for a single node: other nodes could not get the secret
@@ -555,21 +524,15 @@ def run_ranks(
             )
         elif secret is None:
             secret = NO_SECRET
-        spec = WorkerSpec(
-            role=ROLE,
-            local_world_size=plan.share.nproc,
-            rdzv_handler=Meeting(plan, ranks.mark, secret),
-            entrypoint=command.target,
-            max_restarts=max_restarts,
-            monitor_interval=0.001,
-        )
-        agent = RankAgent(spec, plan, ranks, environment, grace, dead_after)
+        meeting = Meeting(plan, secret)
+        agent = RankAgent(meeting, ranks, environment, max_restarts, grace, dead_after)
         _catch_signals(agent)
         try:
-            result = agent.run()
-        except SignalException as error:
-            return Outcome(128 + error.sigval, f"the launcher received {error.sigval.name}")
-        return agent.outcome(result)
+            return agent.run()
+        except EndedBySignal as ended:
+            if not ranks.finished:
+                ranks.end(ended.name)
+            return Outcome(128 + ended.name, f"the launcher received {ended.name.name}")
 
 
 def _catch_signals(agent: RankAgent) -> None:
@@ -584,11 +547,4 @@ def _end_by(name: signal.Signals) -> None:
     # orphans.
     for each in ENDING_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    raise SignalException(f"received {name.name}", name)
-
-
-def _silence_scaffolding() -> None:
-    """Silence torch's elastic loggers, which would repeat the launcher's messages."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    raise EndedBySignal(name)

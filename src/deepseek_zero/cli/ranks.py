@@ -347,7 +347,6 @@ class Report:
 
     Attributes:
         text: The error as the interpreter would print it.
-        summary: The error in one line.
         at: Time by `time.monotonic()`, which all processes of a machine share and which is never
             set.
         exit_code: The rank's exit code.
@@ -355,7 +354,6 @@ class Report:
     """
 
     text: str
-    summary: str
     at: float
     exit_code: int
     secondary: bool
@@ -461,7 +459,6 @@ def read_report(path: Path) -> Report | None:
         told = time.monotonic() - (time.time() - float(message["extraInfo"]["timestamp"]))
         return Report(
             text=message["extraInfo"]["py_callstack"],
-            summary=message["message"],
             at=float(ours.get("at", told)),
             exit_code=int(ours.get("exit_code", 1)),
             secondary=bool(ours.get("secondary", False)),

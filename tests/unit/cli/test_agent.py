@@ -24,7 +24,7 @@ SECRET = b"s" * 32
 def meeting(
     node: int, port: int, master_addr: str = "127.0.0.1", secret: bytes = SECRET
 ) -> Meeting:
-    return Meeting(NodePlan(NodeShare(1), 2, node, master_addr, port), "a run", secret)
+    return Meeting(NodePlan(NodeShare(1), 2, node, master_addr, port), secret)
 
 
 def test_a_store_on_an_unreachable_address_is_refused(
@@ -33,9 +33,9 @@ def test_a_store_on_an_unreachable_address_is_refused(
     monkeypatch.setenv(INTERFACE, "127.0.0.2")
     said = r"(?s)connect to 127\.0\.0\.1, .* listens at 127\.0\.0\.2.*--master_addr=127\.0\.0\.2"
     with pytest.raises(UsageError, match=said):
-        meeting(0, free_port()).next_rendezvous()
+        meeting(0, free_port()).open()
     found = meeting(0, port := free_port(), "127.0.0.2")
-    found.next_rendezvous()
+    found.open()
     assert found.place == f"127.0.0.2:{port}"
     found._stores[0]._store.close()
 
@@ -53,7 +53,7 @@ def test_without_a_secret_a_reachable_store_is_logged_once(
 ) -> None:
     monkeypatch.setenv(INTERFACE, interface)
     found = meeting(0, free_port(), interface, secret)
-    found.next_rendezvous()
+    found.open()
     found._stores[0]._store.close()
     assert (
         caplog.text.count(f"launchers have no secret: anyone who can reach {found.place}")
@@ -68,7 +68,7 @@ def test_a_node_that_cannot_reach_node_0_logs_that_once_and_retries(
     monkeypatch.setattr(agent, "STILL_WAITING_SECONDS", 0.05)
     monkeypatch.setattr(agent, "MEETING_TIMEOUT", timedelta(seconds=0.5))
     with pytest.raises(UsageError, match="rendezvous failed"):
-        meeting(1, port := free_port()).next_rendezvous()
+        meeting(1, port := free_port()).open()
     (said,) = [line for line in caplog.messages if "still waiting" in line]
     assert said.startswith(f"still waiting for node 0 at 127.0.0.1:{port}: [Errno ")
 
@@ -81,7 +81,7 @@ def test_tls_on_one_node_only_is_reported_immediately(
     _, board, (_, port) = keep_store("127.0.0.1", 0, SECRET)
     monkeypatch.setenv(TLS, str(1 - int(by_tls)))
     with pytest.raises(UsageError, match="use --tls on every host, or on none"):
-        meeting(1, port).next_rendezvous()
+        meeting(1, port).open()
     board.close()
 
 
