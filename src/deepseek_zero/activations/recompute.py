@@ -249,12 +249,18 @@ def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
 def configure_for(
     settings: RecomputeSettings, comm: Comm, *, shards_tokens: bool
 ) -> Recompute | None:
-    """Call `configure` if a run has settings for recomputation. Collective.
+    """Call `configure` if a run has settings for recomputation.
 
     Args:
         settings: The settings for recomputation.
         comm: The communicator of the world.
         shards_tokens: Activations between layers are sharded over tokens along "tp".
+
+    Returns:
+        The configuration; None without settings.
+
+    Note:
+        Collective: every rank of the world must call it.
     """
     if settings == RecomputeSettings():
         return None

@@ -169,7 +169,7 @@ class _Ranks:
             self._axis = layer.axis
             self.first = sum(layer.part.widths[: self._axis.group.index])
 
-    def told(self, own: Tensor) -> list[Tensor]:
+    def gathered(self, own: Tensor) -> list[Tensor]:
         return [own] if self._axis is None else self._axis.all_gather([own], "the loss of a tile")
 
     def summed(self, partial: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class _Loop:
         inside, place = places(targets, self.ranks.first, values.shape[1])
         target = values.gather(1, place[:, None])[:, 0].masked_fill_(~inside, 0.0)
         values.sub_(highest[:, None]).exp_()
-        lse, target = joined(self.ranks.told(torch.stack([highest, values.sum(1), target], 1)))
+        lse, target = joined(self.ranks.gathered(torch.stack([highest, values.sum(1), target], 1)))
         if self.gx is not None or self.gw is not None or self.gb is not None:
             values.mul_((torch.exp(highest - lse) * counts * self.factor)[:, None])
             values.scatter_add_(

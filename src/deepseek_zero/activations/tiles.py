@@ -196,8 +196,8 @@ def fp32_sums(
         A function that converts a function of tiles, which reads the module, to one with fp32 sums.
     """
     found: dict[int, _Weight] = {}
-    asks = module is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    for each in module.modules() if module is not None and asks else ():
+    is_used = module is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    for each in module.modules() if module is not None and is_used else ():
         for name, param in each.named_parameters(recurse=False, remove_duplicate=False):
             if _is_summed(param, only):
                 found.setdefault(id(param), _Weight(param)).places.append((each, name))

@@ -297,14 +297,14 @@ def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
 
 def _verdict(entry: CheckpointInfo, faults: Sequence[Fault]) -> dict[str, Any]:
     unknown = num_without_checksum(entry.manifest) if entry.manifest is not None else None
-    told = [_fault(fault) for fault in faults]
+    listed = [_fault(fault) for fault in faults]
     note = "" if faults else checksum_coverage(entry.folder)
     return {
         "tag": entry.tag,
         "good": not faults,
         "chunks_without_checksum": unknown,
         "note": note,
-        "faults": told,
+        "faults": listed,
     }
 
 

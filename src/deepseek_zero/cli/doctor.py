@@ -137,14 +137,14 @@ def _world() -> Finding:
             return Finding("world", "one process", str(warning), Severity.NOTE)
         return Finding("world", "one process", f"source: {found.source}")
     places = {"local rank": (found.local_rank, found.local_size), "host": (found.node, found.nodes)}
-    told = "".join(
+    position = "".join(
         f"; {place} {here} of {many}"
         for place, (here, many) in places.items()
         if None not in (here, many)
     )
     where = f"ranks meet at {found.address}:{found.port}"
     return Finding(
-        "world", f"rank {found.rank} of {found.size}", f"source: {found.source}{told}; {where}"
+        "world", f"rank {found.rank} of {found.size}", f"source: {found.source}{position}; {where}"
     )
 
 
@@ -407,14 +407,14 @@ def _default_launch(machine: NodeMachine) -> Iterator[Finding]:
         "`run` starts", f"{nproc} x {threads} threads", f"{device}; --nproc N sets another number"
     )
     try:
-        said = nodes_of(os.environ)
+        nodes = nodes_of(os.environ)
     except UsageError as error:
         yield Finding("`run` joins", "nothing", str(error), Severity.BAD)
         return
-    if said is not None and said.num_nodes > 1:
-        where = f"rendezvous at {said.address}" if said.address else "--master-addr is needed"
-        here = f"node {'?' if said.node_rank is None else said.node_rank} of {said.num_nodes}"
-        yield Finding("`run` joins", here, f"source: {said.source}; {where}; options override it")
+    if nodes is not None and nodes.num_nodes > 1:
+        where = f"rendezvous at {nodes.address}" if nodes.address else "--master-addr is needed"
+        here = f"node {'?' if nodes.node_rank is None else nodes.node_rank} of {nodes.num_nodes}"
+        yield Finding("`run` joins", here, f"source: {nodes.source}; {where}; options override it")
 
 
 def show(*, as_json: bool = False) -> None:

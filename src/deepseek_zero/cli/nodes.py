@@ -310,9 +310,9 @@ def _instead_of_gpus(option: str, wanted: int, machine: NodeMachine) -> NodeShar
     More than two ranks run only if each has a core.
     """
     nproc = min(wanted, max(2, machine.cores))
-    asks = f"{option} requests {_count(wanted, 'GPU')} and this machine has none"
+    wanted_gpus = f"{option} requests {_count(wanted, 'GPU')} and this machine has none"
     running = f"running {_count(nproc, 'CPU rank')} instead on {_count(machine.cores, 'core')}"
-    return NodeShare(nproc, note=f"{asks}: {running} (--nproc N sets another number)")
+    return NodeShare(nproc, note=f"{wanted_gpus}: {running} (--nproc N sets another number)")
 
 
 def _cpu_default(machine: NodeMachine) -> str:

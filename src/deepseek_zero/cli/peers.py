@@ -94,8 +94,8 @@ class PeerWatch:
     def post_failure(self, outcome: Outcome) -> None:
         """Report a failure without waiting; only this machine's first one is kept."""
         headline = f"{outcome.headline}, on {self._host}"
-        told = {"exit_code": outcome.exit_code, "headline": headline, "story": outcome.story}
-        self._failure = self._failure or json.dumps(told)
+        message = {"exit_code": outcome.exit_code, "headline": headline, "story": outcome.story}
+        self._failure = self._failure or json.dumps(message)
         self._has_news.set()
 
     def failure_of_others(self) -> Outcome | None:
@@ -161,9 +161,9 @@ class PeerWatch:
                     self._store.compare_set(FAILED_KEY, "", self._failure)
                     self._is_failure_stored.set()
                 if self._failure_elsewhere is None and self._store.check([FAILED_KEY]):
-                    told = json.loads(self._store.get(FAILED_KEY))
+                    message = json.loads(self._store.get(FAILED_KEY))
                     self._failure_elsewhere = Outcome(
-                        int(told["exit_code"]), told["headline"], told["story"]
+                        int(message["exit_code"]), message["headline"], message["story"]
                     )
                 self._look_at_others()
                 self._look_for_ended()

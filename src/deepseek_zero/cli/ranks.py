@@ -456,10 +456,10 @@ def read_report(path: Path) -> Report | None:
         message = data["message"]
         ours = data.get("deepseek_zero", {})
         # torch's timestamp has a resolution of one second
-        told = time.monotonic() - (time.time() - float(message["extraInfo"]["timestamp"]))
+        reported_at = time.monotonic() - (time.time() - float(message["extraInfo"]["timestamp"]))
         return Report(
             text=message["extraInfo"]["py_callstack"],
-            at=float(ours.get("at", told)),
+            at=float(ours.get("at", reported_at)),
             exit_code=int(ours.get("exit_code", 1)),
             secondary=bool(ours.get("secondary", False)),
         )

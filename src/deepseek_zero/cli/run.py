@@ -157,8 +157,8 @@ def run(options: RunOptions) -> int:
     asked: RankOptions = options
     if asked.hostfile is None and DEFAULT_HOSTFILE.is_file():
         asked = replace(asked, hostfile=DEFAULT_HOSTFILE)
-    said = _said(asked)
-    plan = plan_node(_enough(asked, machine, axes, said), machine, own_names(), said)
+    stated = _stated_nodes(asked)
+    plan = plan_node(_enough(asked, machine, axes, stated), machine, own_names(), stated)
     _check_axes(plan, axes)
     refuse_launcher(options, plan.num_nodes)
     if plan.num_nodes > 1 and options.max_restarts:
@@ -212,22 +212,22 @@ def _listening_environment(options: RunOptions) -> dict[str, str]:
 
 
 def _enough(
-    asked: RankOptions, machine: NodeMachine, axes: Mapping[str, int], said: Nodes | None
+    asked: RankOptions, machine: NodeMachine, axes: Mapping[str, int], stated: Nodes | None
 ) -> RankOptions:
     """Set `nproc` to whole copies of the model if nothing else determines it.
 
     This applies if there are no GPUs and neither options nor variables set the number of ranks.
     """
     copy = math.prod(axes.values())
-    asks = (
+    options = (
         asked.nproc,
         asked.num_gpus,
         asked.hostfile,
         asked.include or None,
         asked.exclude or None,
     )
-    tells = (said.nproc, said.num_gpus) if said is not None else ()
-    if copy == 1 or machine.gpus or any(one is not None for one in (*asks, *tells)):
+    variables = (stated.nproc, stated.num_gpus) if stated is not None else ()
+    if copy == 1 or machine.gpus or any(one is not None for one in (*options, *variables)):
         return asked
     return replace(asked, nproc=max(1, machine.default_nproc // copy) * copy)
 
@@ -275,27 +275,32 @@ def own_names() -> set[str]:
     return names
 
 
-def _said(asked: RankOptions) -> Nodes | None:
+def _stated_nodes(asked: RankOptions) -> Nodes | None:
     """Return the nodes that a scheduler's variables describe.
 
     Options take precedence, also over invalid variables.
     """
     try:
-        said = nodes_of(os.environ)
+        stated = nodes_of(os.environ)
     except UsageError:
         if asked.hostfile is None and asked.num_nodes is None:
             raise
         return None
     warning = suspect_lone_process(os.environ)
-    if warning is not None and said is None and asked.num_nodes is None and asked.hostfile is None:
+    if (
+        warning is not None
+        and stated is None
+        and asked.num_nodes is None
+        and asked.hostfile is None
+    ):
         logger.warning(str(warning))
     with suppress(UsageError):  # the ranks do not get these variables
-        if said is None and asked.num_nodes is None and (outer := discover(os.environ)).size > 1:
+        if stated is None and asked.num_nodes is None and (outer := discover(os.environ)).size > 1:
             logger.warning(
                 f"this launcher was itself started as rank {outer.rank} of {outer.size} "
                 f"({outer.source}): each of them starts a separate training"
             )
-    return said
+    return stated
 
 
 def _command(options: RunOptions) -> Command:

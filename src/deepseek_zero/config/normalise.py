@@ -133,13 +133,13 @@ class Normaliser:
         return [self._copied_value(item, path, depth - 1) for item in value]
 
     def _unknown_kind(self, name: Any, value: Any, prefix: str) -> None:
-        told = f"{prefix}{shown(name)}"
+        path = f"{prefix}{shown(name)}"
         if self.unknown_is_error or prefix:
             self.problems.add(
-                told, f"a key must be a string, not {article(name)}", "write it in quotes", value
+                path, f"a key must be a string, not {article(name)}", "write it in quotes", value
             )
         else:
-            self.problems.warn(told, f"a key that is {article(name)} instead of a string, ignored")
+            self.problems.warn(path, f"a key that is {article(name)} instead of a string, ignored")
 
     def _section(
         self, model: type[Section], given: Mapping[str, Any], prefix: str
@@ -211,12 +211,12 @@ class Normaliser:
 
     def _leaf(self, info: FieldInfo, value: Any, path: str) -> Any:
         about = declared(info)
-        said = (
+        is_auto = (
             isinstance(value, str)
             and value.strip().lower() == AUTO
             and not about.get("auto_is_value")
         )
-        if said or (type(value) is int and value in about.get("means_auto", ())):
+        if is_auto or (type(value) is int and value in about.get("means_auto", ())):
             self.autos.add(path)
             return _SILENT
         if value is None and NoneType not in get_args(info.annotation):

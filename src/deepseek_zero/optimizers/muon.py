@@ -355,8 +355,8 @@ def _is_hidden(tensor: Tensor, outer: Collection[int]) -> bool:
 
     `outer` has the ids of embeddings and heads.
     """
-    said = getattr(tensor, "use_muon", None)
-    return tensor.ndim >= 2 and (id(tensor) not in outer if said is None else bool(said))
+    stated = getattr(tensor, "use_muon", None)
+    return tensor.ndim >= 2 and (id(tensor) not in outer if stated is None else bool(stated))
 
 
 def _is_outer(name: str) -> bool:

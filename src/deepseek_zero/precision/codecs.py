@@ -187,9 +187,9 @@ class Blocks:
         torch.amax(rows, 1, out=scale)
         torch.maximum(scale, torch.amin(rows, 1, out=low).neg_(), out=scale)
         scale.mul_(1.0 / LARGEST[self.bits])
-        asks = scale.device.type == "cpu"
+        may_wait = scale.device.type == "cpu"
         is_lost = None
-        if not asks or not isfinite(float(scale.sum())):
+        if not may_wait or not isfinite(float(scale.sum())):
             # An infinity becomes a NaN; finite numbers stay the same
             scale.add_(torch.sub(scale, scale, out=low))
             is_lost = scale.isnan()
@@ -199,7 +199,7 @@ class Blocks:
                 # The bits of a NaN may be all ones, to which the rounding was added
                 scale.masked_fill_(is_lost, float("nan"))
         torch.reciprocal(scale, out=inverse)
-        if not asks or not float(scale.amin()) >= SMALLEST_SCALE:
+        if not may_wait or not float(scale.amin()) >= SMALLEST_SCALE:
             is_zero = scale < SMALLEST_SCALE
             scale.masked_fill_(is_zero, 0.0)
             inverse.masked_fill_(is_zero, 0.0)
