@@ -61,7 +61,7 @@ def _run_command(act: Callable[[RunOptions], int]) -> Callable[..., None]:
         info = about.get("argument")
         if info is None:
             info = about["create"](f"--{_hyphened(each.name)}", *about["aliases"])
-        kind = Annotated[hints[each.name], info]
+        kind: Any = Annotated[hints[each.name], info]
         keyword_only = inspect.Parameter.KEYWORD_ONLY
         parameters.append(
             inspect.Parameter(each.name, keyword_only, default=each.default, annotation=kind)
