@@ -156,7 +156,7 @@ class FieldRow:
         status: Whether the key is effective or accepted.
         reason: Why an accepted key has no effect.
         unit: The unit of the value.
-        example: A valid value other than the default.
+        example: A valid value other than the default. A bool has the only one.
         auto: How the value is found if the key is missing, null or "auto".
         means_auto: Numbers that mean "auto".
         auto_is_value: Whether "auto" is a value of the key.
@@ -226,6 +226,8 @@ def _rows(model: type[Section], prefix: str) -> Iterator[FieldRow]:
         path = prefix + name
         about = declared(info)
         if about:
+            if info.annotation is bool:
+                about = {"example": not info.default, **about}
             yield FieldRow(path, info.annotation, info.default, info.description or "", **about)
         inner = subsection(info)
         if inner is not None:

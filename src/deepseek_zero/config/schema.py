@@ -61,7 +61,6 @@ class OffloadParam(Section):
         "With a GPU, page-lock the host memory of offloaded weights. Both offload sections share "
         "that memory, so it is enough to set the key in one of them (DeepSpeed's default: "
         "false).",
-        example=False,
     )
 
 
@@ -93,24 +92,20 @@ class OffloadOptimizer(Section):
         "With a GPU, page-lock the host memory of offloaded states. Both offload sections share "
         "that memory, so it is enough to set the key in one of them (DeepSpeed's default: "
         "false).",
-        example=False,
     )
     pipeline: bool = effective(
         True,
         "Update sharded weights when the next forward gathers them: offloaded ones, those of an "
         "accelerator that the host updates, and those that several hosts share. Results are "
         "bitwise equal.",
-        example=False,
     )
     pipeline_read: bool = effective(
         True,
         "Read the next tiles while one is updated (DeepSpeed's default: false).",
-        example=False,
     )
     pipeline_write: bool = effective(
         True,
         "Write the last tiles while one is updated (DeepSpeed's default: false).",
-        example=False,
     )
     fast_init: bool = accepted(
         False, "Write the first states to disk in large pieces.", "they always are"
@@ -127,7 +122,6 @@ class OffloadOptimizer(Section):
         False,
         "Update units in backward, before the norm is known, and undo wrong updates. Results are "
         "bitwise equal.",
-        example=True,
     )
     undo_bytes: int = effective(
         1 << 30,
@@ -262,7 +256,6 @@ class CompressionSection(Section):
         "On several hosts, choose the bits that are not stated from measured times of the link "
         "and the codecs: those of gradients, and at stage 3 of weights. Checkpoints contain the "
         "choice, and a resumed run repeats it.",
-        example=True,
     )
 
 
@@ -315,7 +308,6 @@ class ZeroOptimization(Section):
         True,
         "Gather and reduce during the computation, at every stage; needs memory for the "
         "gradients of one more unit.",
-        example=False,
     )
     elastic_checkpoint: bool = accepted(
         False,
@@ -388,7 +380,6 @@ class ZeroOptimization(Section):
     stage3_gather_16bit_weights_on_model_save: bool = effective(
         False,
         "Allow save_16bit_model and programs to gather full 16-bit weights.",
-        example=True,
     )
     stage3_module_granularity_threshold: int = effective(
         0,
@@ -411,7 +402,6 @@ class ZeroOptimization(Section):
     ignore_unused_parameters: bool = effective(
         True,
         "Use zeros for parameters without a gradient; if false, a missing gradient is an error.",
-        example=False,
     )
     legacy_stage1: bool = accepted(
         False, "Use DeepSpeed's first stage 1.", "there is one mechanism for every stage"
@@ -433,19 +423,16 @@ class ZeroOptimization(Section):
         False,
         "Send matrices as int8 blocks (qwZ): gathered weights at stage 3, changes of weights at "
         "stages 1 and 2. `compression.weights` has the details.",
-        example=True,
     )
     zero_quantized_nontrainable_weights: bool = effective(
         False,
         "Store and gather sharded frozen matrices as int8 blocks; they are dequantized for each "
         "use.",
-        example=True,
     )
     zero_quantized_gradients: bool = effective(
         False,
         "Reduce gradients of matrices as int4 blocks (qgZ). `compression.gradients` has the "
         "details.",
-        example=True,
     )
     compression: CompressionSection = section(
         CompressionSection, "Matrices that are sent between ranks in fewer bits."
@@ -569,13 +556,11 @@ class Fp16(Section):
     enabled: bool = effective(
         False,
         'Compute in fp16 with fp32 main weights and loss scaling; "auto": on a GPU without bf16.',
-        example=True,
     )
     auto_cast: bool = effective(
         True,
         "Cast floating-point inputs to fp16.",
         auto="the top-level auto_cast",
-        example=False,
     )
     loss_scale: float = effective(
         0.0, "Constant loss scale; 0 means a dynamic one.", example=128.0, ge=0
@@ -601,7 +586,7 @@ class Fp16(Section):
         ge=1,
     )
     consecutive_hysteresis: bool = effective(
-        False, "Reset the hysteresis after every step without overflow.", example=True
+        False, "Reset the hysteresis after every step without overflow."
     )
     min_loss_scale: float = effective(1.0, "Smallest dynamic loss scale.", example=4.0)
 
@@ -612,11 +597,8 @@ class Bf16(Section):
     enabled: bool = effective(
         False,
         'Compute in bf16 with fp32 main weights; "auto": if the hardware has it.',
-        example=True,
     )
-    check_grad_overflow: bool = effective(
-        True, "Skip a step whose gradients are not finite.", example=False
-    )
+    check_grad_overflow: bool = effective(True, "Skip a step whose gradients are not finite.")
     master: Literal["split", "fp32", "none"] = effective(
         "split",
         "How the fp32 main weight is stored. split: as the bf16 weight and 16 more bits, exact. "
@@ -633,10 +615,9 @@ class Bf16(Section):
         False,
         'DeepSpeed\'s name for master = "none" (with one micro-batch per step, gradients are bf16 '
         "anyway).",
-        example=True,
     )
     bf16_optimizer_states: bool = effective(
-        False, 'DeepSpeed\'s name for optimizer.moments = "bf16".', example=True
+        False, 'DeepSpeed\'s name for optimizer.moments = "bf16".'
     )
 
 
@@ -733,7 +714,7 @@ class MeshSizes(Section):
 class TorchAutocast(Section):
     """Settings for torch.autocast (section `torch_autocast`)."""
 
-    enabled: bool = effective(False, "Run the forward under torch.autocast.", example=True)
+    enabled: bool = effective(False, "Run the forward under torch.autocast.")
     dtype: Literal["fp16", "bf16"] = effective(
         "bf16",
         "The autocast dtype.",
@@ -756,7 +737,7 @@ class DataTypes(Section):
 class TensorBoard(Section):
     """Settings for TensorBoard files (section `tensorboard`)."""
 
-    enabled: bool = effective(False, "Write TensorBoard files on rank 0.", example=True)
+    enabled: bool = effective(False, "Write TensorBoard files on rank 0.")
     output_path: str = effective(
         "",
         "Directory of the files.",
@@ -772,7 +753,7 @@ class TensorBoard(Section):
 class CsvMonitor(Section):
     """Settings for CSV files (section `csv_monitor`)."""
 
-    enabled: bool = effective(False, "Write one CSV file per quantity on rank 0.", example=True)
+    enabled: bool = effective(False, "Write one CSV file per quantity on rank 0.")
     output_path: str = effective("", "Directory of the files.", example="csv")
     job_name: str = effective(
         "DeepSpeedJobName",
@@ -784,7 +765,7 @@ class CsvMonitor(Section):
 class Wandb(Section):
     """Settings for Weights & Biases (section `wandb`)."""
 
-    enabled: bool = effective(False, "Send records to Weights & Biases from rank 0.", example=True)
+    enabled: bool = effective(False, "Send records to Weights & Biases from rank 0.")
     group: str | None = effective(None, "Group of the run.", example="trials")
     team: str | None = effective(None, "Team (entity) that owns the run.", example="us")
     project: str = effective("deepspeed", "Project of the run.", example="zero")
@@ -793,7 +774,7 @@ class Wandb(Section):
 class Comet(Section):
     """Settings for Comet (section `comet`)."""
 
-    enabled: bool = effective(False, "Send records to Comet from rank 0.", example=True)
+    enabled: bool = effective(False, "Send records to Comet from rank 0.")
     samples_log_interval: int = effective(
         100, "Samples between two records.", unit="samples", example=10, ge=1
     )
@@ -902,9 +883,7 @@ class TimersSection(Section):
 class FlopsProfilerSection(Section):
     """Settings for the FLOPS profiler (section `flops_profiler`)."""
 
-    enabled: bool = effective(
-        False, "Count a forward's operations by module, once, on rank 0.", example=True
-    )
+    enabled: bool = effective(False, "Count a forward's operations by module, once, on rank 0.")
     profile_step: int = effective(
         1,
         "Steps taken before the forward that is counted.",
@@ -920,7 +899,7 @@ class FlopsProfilerSection(Section):
     )
     module_depth: int = effective(-1, "Depth of the table; -1 is the deepest.", example=2)
     top_modules: int = accepted(1, "Modules listed per level.", "every module is listed", ge=1)
-    detailed: bool = effective(True, "Print every module.", example=False)
+    detailed: bool = effective(True, "Print every module.")
     output_file: str | None = effective(
         None, "File for the table; null logs it.", example="flops.txt"
     )
@@ -950,17 +929,14 @@ class ActivationCheckpointing(Section):
         False,
         "Each tensor-parallel rank stores only its share of the inputs of each checkpoint; "
         "backward gathers them. Without such ranks it has no effect.",
-        example=True,
     )
     cpu_checkpointing: bool = effective(
         False,
         'Store inputs of checkpoints in host memory: DeepSpeed\'s name for device "cpu".',
-        example=True,
     )
     contiguous_memory_optimization: bool = effective(
         False,
         "Store inputs of checkpoints in one preallocated arena of device memory.",
-        example=True,
     )
     number_checkpoints: int | None = effective(
         None,
@@ -976,7 +952,6 @@ class ActivationCheckpointing(Section):
     profile: bool = effective(
         False,
         "Time forward and backward of each checkpoint of the first step, and log them once.",
-        example=True,
     )
     device: Literal["none", "cpu", "nvme"] = effective(
         "none",
@@ -1229,7 +1204,6 @@ class SparseAttentionSection(Section):
     different_layout_per_head: bool = effective(
         False,
         "Heads may differ: in random blocks, or by num_different_global_patterns.",
-        example=True,
     )
     num_local_blocks: int = effective(
         4, "Number of blocks in a window.", unit="blocks", example=2, ge=1
@@ -1248,9 +1222,7 @@ class SparseAttentionSection(Section):
         "causal with both values.",
         example="unidirectional",
     )
-    horizontal_global_attention: bool = effective(
-        False, "Queries of global blocks see all blocks.", example=True
-    )
+    horizontal_global_attention: bool = effective(False, "Queries of global blocks see all blocks.")
     num_different_global_patterns: int = effective(
         1,
         "Number of choices of global blocks in a window, which alternate between heads.",
@@ -1357,7 +1329,6 @@ class Config(Section):
         True,
         "If false, the caller sets the boundary: every step() updates, after any number of "
         "backwards.",
-        example=False,
     )
     sequence_parallel_size: int = effective(
         1,
@@ -1400,7 +1371,6 @@ class Config(Section):
         True,
         "Skip a step whose gradients are not finite, in fp32. bf16 has bf16.check_grad_overflow, "
         "and fp16 always skips.",
-        example=False,
     )
     # Communication
     communication_data_type: Dtype | None = effective(
@@ -1416,7 +1386,6 @@ class Config(Section):
     prescale_gradients: bool = effective(
         False,
         "Divide gradients by the number of ranks before the reduction instead of after.",
-        example=True,
     )
     gradient_predivide_factor: float = effective(
         1.0,
@@ -1447,9 +1416,7 @@ class Config(Section):
         example=2,
         ge=1,
     )
-    auto_cast: bool = effective(
-        True, "Ours. Cast floating-point inputs to the compute dtype.", example=False
-    )
+    auto_cast: bool = effective(True, "Ours. Cast floating-point inputs to the compute dtype.")
     # ZeRO
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "ZeRO itself.")
     memory_budget: MemoryBudget = section(
@@ -1464,7 +1431,6 @@ class Config(Section):
         False,
         "Ours. Results are bitwise equal in every run, also on CUDA: use torch's deterministic "
         "algorithms while the engine exists. An operation without one raises.",
-        example=True,
     )
     transport: Literal["fastest", "gloo", "tcp", "measured"] = effective(
         "measured",
@@ -1530,14 +1496,10 @@ class Config(Section):
         ge=1,
     )
     wall_clock_breakdown: bool = effective(
-        False, "Measure the times of forward, backward and step separately.", example=True
+        False, "Measure the times of forward, backward and step separately."
     )
-    memory_breakdown: bool = effective(
-        False, "Log the memory in use with each summary line.", example=True
-    )
-    dump_state: bool = effective(
-        False, "Log the parts of the engine once at the start.", example=True
-    )
+    memory_breakdown: bool = effective(False, "Log the memory in use with each summary line.")
+    dump_state: bool = effective(False, "Log the parts of the engine once at the start.")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = effective(
         None, "Level of the deepseek_zero logger; null leaves it.", example="debug"
     )
@@ -1546,7 +1508,6 @@ class Config(Section):
         False,
         "Drop the last samples of an epoch if they do not fill a step. If false, the epoch's "
         "first samples fill it.",
-        example=True,
     )
     vocabulary_size: int | None = accepted(
         None, "Size of the vocabulary.", "DeepSpeed only warns about its alignment"
