@@ -61,7 +61,7 @@ class ActivationOffload:
         self.memory = open_memory()
         self.slabs: list[Arena] = []
         self.used_bytes = self.peak_bytes = 0
-        self._stays: dict[int, OffloadedInputs] = {}  # In order of arrival
+        self._offloaded: dict[int, OffloadedInputs] = {}  # In order of arrival
         # Filled by finalizers, which may run anywhere and therefore do nothing else
         self._dropped: deque[int] = deque()
         self._leaving: deque[Work] = deque()
@@ -69,7 +69,7 @@ class ActivationOffload:
         self._chunk_bytes = self._largest_bytes = 0
         self._backward = -1  # The last backward that ends with a sweep
         self._known: dict[int, KnownTensor] = {}  # By id, while the tensor exists
-        self._passage = ActivationCopy()
+        self._copies = ActivationCopy()
 
     @property
     def reserved_bytes(self) -> int:
@@ -128,12 +128,12 @@ class ActivationOffload:
         self._store_newest()
         forms = [TensorMeta.of(tensor) for tensor in tensors]
         nbytes = sum(rounded(form.nbytes, ALIGNMENT) for form in forms)
-        stay = OffloadedInputs(*self._block_for(nbytes), forms)
-        self._passage.copy_out(tensors, stay)
+        inputs = OffloadedInputs(*self._block_for(nbytes), forms)
+        self._copies.copy_out(tensors, inputs)
         self._arrived += 1
-        self._stays[self._arrived] = stay
-        self._count_holes(stay)
-        self.used_bytes += stay.nbytes
+        self._offloaded[self._arrived] = inputs
+        self._count_holes(inputs)
+        self.used_bytes += inputs.nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return OffloadHandle(self, self._arrived)
 
@@ -147,46 +147,46 @@ class ActivationOffload:
             wanted: Indices of the tensors; None for all.
         """
         self.sweep()
-        self._passage.synchronize()
-        stay = self._stays[number]
-        stay.storage.fetch(*stay.block)
+        self._copies.synchronize()
+        inputs = self._offloaded[number]
+        inputs.storage.fetch(*inputs.block)
         soon = self._before(number, AHEAD)
         tickets = []
         for other in soon:
-            earlier = self._stays[other]
+            earlier = self._offloaded[other]
             tickets.append(earlier.storage.fetch(*earlier.block))
-        numbers = range(len(stay.forms)) if wanted is None else wanted
-        found = self._passage.copy_in(number, stay, numbers)
-        if stay.is_stored:
-            stay.storage.evict(*stay.block)
+        numbers = range(len(inputs.forms)) if wanted is None else wanted
+        found = self._copies.copy_in(number, inputs, numbers)
+        if inputs.is_stored:
+            inputs.storage.evict(*inputs.block)
         if soon and tickets[0].is_done():
-            self._passage.prefetch(soon[0], self._stays[soon[0]])
-        self._count_holes(stay)
+            self._copies.prefetch(soon[0], self._offloaded[soon[0]])
+        self._count_holes(inputs)
         self._sweep_after_backward()
         return found
 
     def _before(self, number: int, count: int) -> list[int]:
         """Return the numbers of earlier checkpoints, latest first, as backward needs them."""
-        return list(islice((other for other in reversed(self._stays) if other < number), count))
+        return list(islice((other for other in reversed(self._offloaded) if other < number), count))
 
     def _store_newest(self) -> None:
         """Write the newest checkpoint to the tier, because another one follows.
 
         Wait if the disk is too slow.
         """
-        newest = next(reversed(self._stays.values()), None)
+        newest = next(reversed(self._offloaded.values()), None)
         if newest is not None and not newest.is_stored:
             self._leaving.append(newest.storage.store(*newest.block))
             newest.is_stored = True
         while len(self._leaving) > BEHIND:
             self._leaving.popleft().wait()
 
-    def _count_holes(self, stay: OffloadedInputs) -> None:
+    def _count_holes(self, inputs: OffloadedInputs) -> None:
         """Count the storages that are freed here and the restored copies.
 
         Each of them soon leaves a hole in the heap.
         """
-        self._holes_bytes += stay.nbytes
+        self._holes_bytes += inputs.nbytes
         if self._holes_bytes >= HOLES_BYTES:
             self._holes_bytes = 0
             trim_heap()
@@ -196,7 +196,7 @@ class ActivationOffload:
     def _block_for(self, nbytes: int) -> tuple[Arena, Block]:
         """Allocate a block, and return its arena and its range."""
         self._largest_bytes = max(self._largest_bytes, nbytes)
-        if not self._stays and len(self.slabs) > 1:
+        if not self._offloaded and len(self.slabs) > 1:
             self._join()
         self._chunk_bytes = self._chunk_bytes or self._best_chunk()
         whole = rounded(nbytes, self._chunk_bytes)
@@ -235,10 +235,10 @@ class ActivationOffload:
     def sweep(self) -> None:
         """Free the blocks of dropped handles."""
         while self._dropped:
-            self._passage.discard(number := self._dropped.popleft())
-            stay = self._stays.pop(number)
-            self.used_bytes -= stay.nbytes
-            stay.arena.free(stay.block)
+            self._copies.discard(number := self._dropped.popleft())
+            inputs = self._offloaded.pop(number)
+            self.used_bytes -= inputs.nbytes
+            inputs.arena.free(inputs.block)
 
     def _sweep_after_backward(self) -> None:
         """Free blocks at the end of backward, because handles are dropped after `restore`."""
@@ -251,11 +251,11 @@ class ActivationOffload:
 
         In that case it is freed with the graph.
         """
-        if len(self._dropped) == len(self._stays):
+        if len(self._dropped) == len(self._offloaded):
             self._dropped.clear()
-            self._stays.clear()
-            self._passage.synchronize()
-            self._passage = ActivationCopy()
+            self._offloaded.clear()
+            self._copies.synchronize()
+            self._copies = ActivationCopy()
             self._release_memory()
 
     def explain(self) -> str:
@@ -378,73 +378,75 @@ class ActivationCopy:
     """Copies between an arena and the device of the tensors."""
 
     def __init__(self) -> None:
-        self._ferries: dict[torch.device, CopyEngine] = {}
-        self._coming: dict[int, tuple[CopyEvent, dict[int, Tensor]]] = {}
+        self._engines: dict[torch.device, CopyEngine] = {}
+        self._prefetched: dict[int, tuple[CopyEvent, dict[int, Tensor]]] = {}
 
-    def copy_out(self, tensors: Sequence[Tensor], stay: OffloadedInputs) -> None:
+    def copy_out(self, tensors: Sequence[Tensor], inputs: OffloadedInputs) -> None:
         """Copy tensors to their block; they are kept alive until the copy has ended.
 
         Args:
             tensors: The tensors.
-            stay: Their block.
+            inputs: The offloaded inputs and their block.
         """
-        bytes_ = stay.storage.write(*stay.block)
+        bytes_ = inputs.storage.write(*inputs.block)
         sources = list(tensors)
-        with self._copy_engine(stay).d2h(stay.storage, sources.clear):
-            for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
+        with self._copy_engine(inputs).d2h(inputs.storage, sources.clear):
+            for tensor, (form, part) in zip(tensors, inputs.parts(bytes_), strict=True):
                 form.write(tensor, part)
 
-    def copy_in(self, number: int, stay: OffloadedInputs, wanted: Sequence[int]) -> list[Tensor]:
+    def copy_in(self, number: int, inputs: OffloadedInputs, wanted: Sequence[int]) -> list[Tensor]:
         """Return new tensors with values from a block, ready for use on the device.
 
         Args:
             number: The number of the offloaded inputs.
-            stay: Their block.
+            inputs: The offloaded inputs and their block.
             wanted: Indices of the tensors.
         """
         copy_event, found = (
-            self._coming.pop(number) if number in self._coming else self._start(stay, wanted)
+            self._prefetched.pop(number)
+            if number in self._prefetched
+            else self._start(inputs, wanted)
         )
         copy_event.wait_stream()
         return [found[place] for place in wanted]
 
-    def prefetch(self, number: int, stay: OffloadedInputs) -> None:
+    def prefetch(self, number: int, inputs: OffloadedInputs) -> None:
         """Start to copy a block to the device, if such copies overlap with computation.
 
         Args:
             number: The number of the offloaded inputs.
-            stay: Their block.
+            inputs: The offloaded inputs and their block.
         """
-        if number not in self._coming and self._copy_engine(stay).overlaps:
-            self._coming[number] = self._start(stay, range(len(stay.forms)))
+        if number not in self._prefetched and self._copy_engine(inputs).overlaps:
+            self._prefetched[number] = self._start(inputs, range(len(inputs.forms)))
 
     def discard(self, number: int) -> None:
         """Drop a prefetched copy."""
-        self._coming.pop(number, None)
+        self._prefetched.pop(number, None)
 
     def synchronize(self) -> None:
         """Release the sources of all copies to the arena, because no more follow for now."""
-        for copy_engine in self._ferries.values():
+        for copy_engine in self._engines.values():
             copy_engine.synchronize()
 
     def _start(
-        self, stay: OffloadedInputs, wanted: Sequence[int]
+        self, inputs: OffloadedInputs, wanted: Sequence[int]
     ) -> tuple[CopyEvent, dict[int, Tensor]]:
-        parts = stay.parts(stay.storage.read(*stay.block))
-        found = {number: stay.forms[number].empty() for number in wanted}
-        with self._copy_engine(stay).h2d(stay.storage) as copy_event:
+        parts = inputs.parts(inputs.storage.read(*inputs.block))
+        found = {number: inputs.forms[number].empty() for number in wanted}
+        with self._copy_engine(inputs).h2d(inputs.storage) as copy_event:
             for number, tensor in found.items():
                 form, part = parts[number]
                 form.read(tensor, part)
         return copy_event, found
 
-    def _copy_engine(self, stay: OffloadedInputs) -> CopyEngine:
+    def _copy_engine(self, inputs: OffloadedInputs) -> CopyEngine:
         """Return the copy engine of the tensors' device."""
-        home = stay.storage.memory.device
-        device = next((form.device for form in stay.forms if form.device != home), home)
-        if device not in self._ferries:
-            self._ferries[device] = CopyEngine() if device == home else copy_engine_for(device)
-        return self._ferries[device]
+        home = inputs.storage.memory.device
+        device = next((form.device for form in inputs.forms if form.device != home), home)
+        if device not in self._engines:
+            self._engines[device] = CopyEngine() if device == home else copy_engine_for(device)
+        return self._engines[device]
 
 
 def rounded(nbytes: int, unit: int) -> int:

@@ -64,7 +64,7 @@ def cycle(parking: ActivationOffload, count: int, numel: int = NUMEL) -> int:
 def here_bytes(parking: ActivationOffload) -> int:
     """Bytes of parked checkpoints that have pages, or are about to."""
     return sum(
-        stay.nbytes for stay in parking._stays.values() if state_of(stay) - {ChunkState.AWAY}
+        stay.nbytes for stay in parking._offloaded.values() if state_of(stay) - {ChunkState.AWAY}
     )
 
 
@@ -277,7 +277,7 @@ def test_the_next_activation_of_backward_is_prefetched(tmp_path: Path) -> None:
         ticket.wait()
     parked[5].restore()
     coming = [
-        number for number, stay in parking._stays.items() if state_of(stay) != {ChunkState.AWAY}
+        number for number, stay in parking._offloaded.items() if state_of(stay) != {ChunkState.AWAY}
     ]
     assert coming == [4, 5, 8]  # numbered from 1: the two before the sixth, and the newest
 
