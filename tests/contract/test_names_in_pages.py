@@ -16,7 +16,7 @@ import re
 import sys
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+
+from deepseek_zero.cli.run import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "deepseek_zero"
@@ -245,7 +247,8 @@ def missing_in(span: str) -> list[str]:
     if is_known(span):
         return []
     if span.startswith("-") or "deepseek-zero" in span or span.split()[0] in COMMANDS | SUBCOMMANDS:
-        words = house().words | {"--help", "--install-completion"}  # typer adds the two
+        run = {f"--{each.name.replace('_', '-')}" for each in fields(RunOptions)}
+        words = house().words | run | {"--help", "--install-completion"}  # typer adds the two
         return [
             option
             for option in re.findall(r"--[\w-]+", span)

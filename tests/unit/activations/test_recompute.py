@@ -138,7 +138,9 @@ def test_only_activations_are_offloaded(parking: ActivationOffload) -> None:
         small,
         x,
     )
-    assert [form.size for stay in parking._offloaded.values() for form in stay.forms] == [hidden.shape]
+    assert [form.size for stay in parking._offloaded.values() for form in stay.forms] == [
+        hidden.shape
+    ]
     out.sum().backward()
     parking.sweep()
     assert parking.used_bytes == 0
