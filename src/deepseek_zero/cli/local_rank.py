@@ -55,7 +55,7 @@ def find_module(name: str) -> Path | None:
 
 
 def _files_of(name: str, folder: Path, in_package: str) -> list[Path]:
-    """Return the files of a module in a folder: NAME.py, and `in_package` of a package."""
+    """Return the files of a module in a folder: its own, and `in_package` of a package."""
     base = folder.joinpath(*name.split("."))
     candidates = (base.with_name(f"{base.name}.py"), base / in_package)
     return [file for file in candidates if file.is_file()]
