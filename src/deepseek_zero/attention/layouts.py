@@ -184,17 +184,15 @@ class _WithRandomBlocks(BlockLayout):
 
     Attributes:
         num_random_blocks: Random blocks per row.
-        seed: The seed of the random blocks.
     """
 
     num_random_blocks: int = 0
-    seed: int = 0
 
     def variant(self, head: int) -> int:
         """Return the head if its random blocks differ from other heads', else 0."""
         return head if self.different_layout_per_head and self.num_random_blocks else 0
 
-    def _random(self, head: int, row: Tensor, blocks: int) -> Tensor:
+    def _random(self, seed: int, head: int, row: Tensor, blocks: int) -> Tensor:
         """Return the random blocks of each row, or all blocks if there are fewer.
 
         If the layout is causal, they are chosen from the blocks up to the row itself.
@@ -204,7 +202,7 @@ class _WithRandomBlocks(BlockLayout):
         if many:
             for place, number in enumerate(row.flatten().tolist()):
                 among = min(number + 1, blocks) if self.is_causal else blocks
-                seen[place, _sample(self.seed, head, number, among, min(many, among))] = True
+                seen[place, _sample(seed, head, number, among, min(many, among))] = True
         return seen
 
 
@@ -226,6 +224,7 @@ class Variable(_WithRandomBlocks):
     global_block_indices: tuple[int, ...] = (0,)
     global_block_end_indices: tuple[int, ...] | None = None
     horizontal_global_attention: bool = False
+    seed: int = 0
 
     def _check(self) -> None:
         if not self.local_window_blocks or min(self.local_window_blocks) < 1:
@@ -250,7 +249,7 @@ class Variable(_WithRandomBlocks):
         seen = near | _global(
             spans, row, column, blocks, self.is_causal, self.horizontal_global_attention
         )
-        return seen | self._random(head, row, blocks)
+        return seen | self._random(self.seed, head, row, blocks)
 
 
 @dataclass(frozen=True)
@@ -269,11 +268,12 @@ class BigBird(_WithRandomBlocks):
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
     num_global_blocks: int = 1
+    seed: int = 0
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
         near = (row - column).abs() <= self.num_sliding_window_blocks // 2
         seen = near | (row < self.num_global_blocks) | (column < self.num_global_blocks)
-        return seen | self._random(head, row, blocks)
+        return seen | self._random(self.seed, head, row, blocks)
 
 
 @dataclass(frozen=True)

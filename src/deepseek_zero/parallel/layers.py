@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,6 @@ from ..planner.split import Split, laid_out
 from .functions import Entry, column, enter, enter_tokens, gather, leave, row, scatter
 from .group import TensorGroup
 from .streams import Streams, align_generators
-
-if TYPE_CHECKING:
-    from .virtual import VirtualAxis
-
-Axis: TypeAlias = "TensorAxis | VirtualAxis"
 
 
 @dataclass(frozen=True)
@@ -73,6 +68,22 @@ class LayerPart:
         blocks = zip(*self.weight.ranges, strict=True)
         widths = [[high - low for low, high in block] for block in blocks]
         return Split("split", (sum(map(sum, widths)),), 0, laid_out(widths))
+
+
+class Axis(Protocol):
+    """Computes layers that are parts: a `TensorAxis` or a `VirtualAxis`."""
+
+    splits_loss: bool
+
+    def column(self, layer: Layer, x: Tensor) -> Tensor: ...
+
+    def row(self, layer: Layer, x: Tensor) -> Tensor: ...
+
+    def look_up(self, layer: Layer, ids: Tensor) -> Tensor: ...
+
+    def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]: ...
+
+    def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]: ...
 
 
 class Layer(nn.Module):
