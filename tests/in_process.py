@@ -35,9 +35,8 @@ from deepseek_zero.extensions.group_parts import group_parts
 from deepseek_zero.extensions.state_dicts import StateDicts
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
-from deepseek_zero.planner.machine import Machine
 from deepseek_zero.planner.plan import plan_model
-from deepseek_zero.planner.plan_settings import PlanSettings
+from deepseek_zero.planner.plan_settings import Machine, PlanSettings
 from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.group_build import build_group
 from deepseek_zero.sharding.message import Pool

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import deepseek_zero
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.engine.engine import plan_of
-from deepseek_zero.planner.machine import Machine
 from deepseek_zero.planner.plan import plan_model
+from deepseek_zero.planner.plan_settings import Machine
 from deepseek_zero.planner.update import ParamGroupPlan, UpdateSettings
 from deepseek_zero.report.measure import live_storages
 from tests.models import Gpt, seeded

@@ -461,7 +461,8 @@ def said_by(call: Callable[[], object]) -> str:
 def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
     run = Run(3, transport=transport)
     engine = start_engine(run, seeded(Gpt))
-    engine.observer.config = engine.config.model_copy(update={"steps_per_print": 1000})
+    engine.config = engine.config.model_copy(update={"steps_per_print": 1000})
+    engine.observer.config = engine.config
     train_step(engine, run, 0)
     engine.runtime.comm.meter.reset()
     with engine.timeline() as seen:

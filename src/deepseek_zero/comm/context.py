@@ -25,19 +25,18 @@ from ..base.errors import PeerError, UsageError
 from ..base.launch import dead_after
 from ..base.mesh import PATIENCE
 from ..base.network import lead_gloo
+from . import net, transports
 from .bootstrap import Hosts, all_gather_text
 from .flight_recorder import FlightRecorder, Position
 from .ids import engine_of
 from .net.channel import Listener, end_with_the_host
 from .net.key_value_store import listening_host, listening_ports, open_store
-from .net.links import Links
 from .outside_calls import watch_outside_calls
 from .transports.base import PointToPoint, Transport
 from .transports.composed import Hierarchical
 from .transports.gloo import Gloo, Tags, for_connections, open_files
 from .transports.nccl import NcclGroups
 from .transports.shared_memory import HostPages, SharedMemory, connect_local
-from .transports.tcp import Tcp
 
 Partition = tuple[tuple[int, ...], ...]  # The world divided into groups of ranks
 # gloo's connections outlive a lost host by this time, so that the store, which can name the host,
@@ -105,7 +104,7 @@ class WorldContext:
         self._secret = secret
         self._listener = listener
         self._gloo_files: dict[int, int] = {}
-        self._links: Links | None = None  # Created when a transport needs them
+        self._links: net.Links | None = None  # Created when a transport needs them
         self._refusal = ""  # Why the links cannot be created
         self._nccl_groups: dict[Partition, NcclGroups] = {}
         self.ranks = tuple(range(self.size))
@@ -240,7 +239,7 @@ class WorldContext:
             if rank != self.rank and rank not in self._near:
                 addresses[rank] = (address[0], address[1])
         assert listener is not None
-        links = Links(self.rank, self._secret, listener, addresses, self.hosts.names)
+        links = net.Links(self.rank, self._secret, listener, addresses, self.hosts.names)
         problems = all_gather_text(links.connect(), self.size, self._gloo_group)
         if any(problems):
             links.hang_up()
@@ -253,7 +252,7 @@ class WorldContext:
         """Return shared memory within this host and this library's sockets between hosts."""
         assert self._links is not None
         peers = [index for index, rank in enumerate(ranks) if rank in self._links.links]
-        far = Tcp(ranks.index(self.rank), ranks, peers, self._links)
+        far = transports.Tcp(ranks.index(self.rank), ranks, peers, self._links)
         return self._with_intra_node(ranks, far)
 
     def fastest_over(self, ranks: Sequence[int]) -> Transport:

@@ -24,9 +24,8 @@ from ..comm.measure import inter_node_rate
 from ..optim.step_settings import StepSettings, update_settings_of
 from ..planner.auto_wrap_policy import ModelShape
 from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
-from ..planner.machine import Machine
 from ..planner.plan import Plan, plan_shape
-from ..planner.plan_settings import Compression, PlanSettings
+from ..planner.plan_settings import Compression, Machine, PlanSettings
 from ..planner.row_of_group import plan_for
 from ..planner.spec import S
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers

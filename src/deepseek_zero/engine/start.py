@@ -31,8 +31,8 @@ from ..config.load import load
 from ..extensions.ties import tie_shared
 from ..optimizers.lr_schedules import resolve_schedule
 from ..planner.auto_wrap_policy import read_model
-from ..planner.machine import Machine
 from ..planner.plan import Plan, plan_shape
+from ..planner.plan_settings import Machine
 from ..planner.split import refuse_other_cuts
 from .assemble import assemble
 from .changes import plan_large_layers, refuse_changes_on, refuse_split_states

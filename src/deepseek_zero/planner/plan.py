@@ -19,11 +19,10 @@ from ..tiers.host import HostPiece
 from ..tiers.tier import Tier
 from .auto_wrap_policy import ModelShape, read_model
 from .extras import can_be_shared, second_copy_of
-from .machine import Machine
 from .make_schedule import schedule_units
 from .memory import STATES, group_bytes, host_pieces, is_known, moments_for, total_bytes
 from .pieces import LOSS_BYTES, VERDICT_BYTES, PipelinePlan, SequencePlan, TensorPlan
-from .plan_settings import PlanSettings
+from .plan_settings import Machine, PlanSettings
 from .pool_estimate import Size, buffer_bytes, pool_buffers
 from .schedule import Schedule
 from .unit_tiers import PlacementSettings, TierChoices, assign_tiers, split_by_ratio

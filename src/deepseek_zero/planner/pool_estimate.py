@@ -22,10 +22,9 @@ from ..tiers.tier import Tier
 from .by_host import hop_buffer_sizes
 from .extras import can_be_shared, momenta_codec_of
 from .layout import FlatLayout
-from .machine import Machine
 from .make_schedule import schedule_units
 from .messages import MAX_IN_FLIGHT, SUM_TILE_NUMEL, Messages, inbox_sizes, messages_of
-from .plan_settings import PlanSettings
+from .plan_settings import Machine, PlanSettings
 from .schedule import ActionKind, Schedule
 from .spec import S
 from .units import GroupPlan, UnitPlan

@@ -24,9 +24,8 @@ from deepseek_zero.engine.planning import (
 from deepseek_zero.engine.settings import step_settings_of
 from deepseek_zero.optim.step_settings import TILE_NUMEL
 from deepseek_zero.planner.extras import second_copy_of
-from deepseek_zero.planner.machine import Machine
 from deepseek_zero.planner.plan import plan_model
-from deepseek_zero.planner.plan_settings import Compression, PlanSettings, UnitTiers
+from deepseek_zero.planner.plan_settings import Compression, Machine, PlanSettings, UnitTiers
 from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.tiers.tier import Tier
 from tests.compositions import engines_of_threads

@@ -11,9 +11,8 @@ import torch
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.auto_wrap_policy import read_model
-from deepseek_zero.planner.machine import Machine
 from deepseek_zero.planner.plan import plan_model
-from deepseek_zero.planner.plan_settings import PlanSettings
+from deepseek_zero.planner.plan_settings import Machine, PlanSettings
 from deepseek_zero.planner.unit_tiers import PlacementSettings
 from deepseek_zero.planner.units import plan_units
 from deepseek_zero.planner.update import ParamGroupPlan, UpdateSettings

@@ -11,9 +11,8 @@ import torch
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.auto_wrap_policy import read_model
 from deepseek_zero.planner.layout import even_layout
-from deepseek_zero.planner.machine import Machine
 from deepseek_zero.planner.messages import SUM_TILE_NUMEL
-from deepseek_zero.planner.plan_settings import PlanSettings
+from deepseek_zero.planner.plan_settings import Machine, PlanSettings
 from deepseek_zero.planner.pool_estimate import buffer_bytes, pool_buffers
 from deepseek_zero.planner.row_of_group import plan_for
 from deepseek_zero.planner.units import GroupPlan, UnitPlan, plan_units

@@ -12,11 +12,10 @@ import torch
 
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.layout import even_layout
-from deepseek_zero.planner.machine import Machine
 from deepseek_zero.planner.make_schedule import plan_schedule
 from deepseek_zero.planner.memory import group_bytes
 from deepseek_zero.planner.plan import Plan
-from deepseek_zero.planner.plan_settings import PlanSettings
+from deepseek_zero.planner.plan_settings import Machine, PlanSettings
 from deepseek_zero.planner.row_of_group import plan_for
 from deepseek_zero.planner.schedule import ActionKind
 from deepseek_zero.planner.units import GroupPlan, UnitPlan

@@ -16,4 +16,20 @@ texts before there are connections (`bootstrap.py`), and the names of a wait tha
 uses (`transports/base.py`).
 
 The package is frozen: bugs are fixed here, but features are not added.
+
+`Links` loads on first use, because a job on one host does not need it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...base.lazy import loads_on_first_use
+
+if TYPE_CHECKING:
+    from .links import Links
+
+__all__ = ["Links"]
+
+if not TYPE_CHECKING:  # A type checker would accept any name
+    __getattr__ = loads_on_first_use(__name__, {"links": "Links"})
