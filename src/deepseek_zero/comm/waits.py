@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from ..base.errors import PeerError, UsageError
 from .context import Lane, WorldContext
@@ -21,9 +21,6 @@ from .flight_recorder import KILLED_FIX, KILLED_WHY, LOST, raised_in
 from .outside_calls import outside_call
 from .transports import base
 from .transports.base import ConnectionLost, Transport, first_line
-
-if TYPE_CHECKING:
-    from .by_host import ByHost
 
 T = TypeVar("T")
 LIFE_SECONDS = 0.25  # Between checks of other hosts during a wait
@@ -53,6 +50,17 @@ class IssuedCollective:
     arrived: list[float] = field(default_factory=list)
 
 
+class Hops(Protocol):
+    """Two-hop collectives, whose second hop is issued during any wait of the engine."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a second hop is still to be issued."""
+
+    def advance(self) -> None:
+        """Issue all hops that can be issued, without waiting."""
+
+
 @dataclass
 class Waits:
     """Ends the waits of one engine, in all of its groups.
@@ -70,7 +78,7 @@ class Waits:
     has_raised: bool = False
     _lone_call: str = ""  # The current call of `lone_call`
     # A list, because `len` of a WeakSet costs more than all its uses here
-    _hops: list[weakref.ref[ByHost]] = field(default_factory=list)
+    _hops: list[weakref.ref[Hops]] = field(default_factory=list)
 
     @functools.cached_property
     def spans_hosts(self) -> bool:
@@ -82,7 +90,7 @@ class Waits:
 
     # -- second hops
 
-    def add_hops(self, hops: ByHost) -> None:
+    def add_hops(self, hops: Hops) -> None:
         """Issue these second hops during waits, for as long as the object exists."""
         self._hops.append(weakref.ref(hops, self._hops.remove))
 
