@@ -6,17 +6,24 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..base.memory import LOCK_BYTES, private_pages
 
-if TYPE_CHECKING:
-    from .tier import Work
-
 ALIGNMENT = 256  # bytes; the ring is divided at multiples of it
+
+
+class Copy(Protocol):
+    """A copy from or to a range of the ring."""
+
+    def wait(self) -> None:
+        """Wait until the copy is complete."""
+
+    def is_done(self) -> bool:
+        """Return whether the copy is complete, so that `wait` returns at once."""
 
 
 @dataclass(eq=False)
@@ -31,7 +38,7 @@ class _UsedRange:
 
     start: int
     stop: int
-    copy_event: Work | None = None
+    copy_event: Copy | None = None
 
 
 class StagingRing:
@@ -46,7 +53,7 @@ class StagingRing:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used: deque[_UsedRange] = deque()
         self._taken: dict[int, _UsedRange] = {}  # by address
-        self._spare: dict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)  # by size
+        self._spare: dict[int, deque[tuple[Copy, Tensor]]] = defaultdict(deque)  # by size
         weakref.finalize(self, _wait_for_all, self._used, self._spare).atexit = False
 
     @property
@@ -91,7 +98,7 @@ class StagingRing:
         self._taken[found.data_ptr()] = room
         return found
 
-    def give(self, room: Tensor, copy_event: Work) -> None:
+    def give(self, room: Tensor, copy_event: Copy) -> None:
         """Release memory that `take` has returned.
 
         Args:
@@ -129,7 +136,7 @@ class StagingRing:
 
 
 def _wait_for_all(
-    rooms: Iterable[_UsedRange], spare: Mapping[int, Iterable[tuple[Work, Tensor]]]
+    rooms: Iterable[_UsedRange], spare: Mapping[int, Iterable[tuple[Copy, Tensor]]]
 ) -> None:
     """Wait for every copy in progress, because memory must not be freed before."""
     copies = [room.copy_event for room in rooms]

@@ -38,7 +38,6 @@ from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
 from .missing import ENGINE, engine_name_missing, missing_names
 from .parameters import show_ds_names
-from .utils import get_zero_ckpt_name_for_rank
 
 # Imported for type checking only, because importing pydantic is slow.
 if TYPE_CHECKING:
@@ -597,8 +596,8 @@ class DeepSpeedEngine(ZeroEngine):
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
         """Return the path at which DeepSpeed stores this rank's optimizer states."""
-        folder = os.path.join(checkpoints_path, str(tag))
-        return get_zero_ckpt_name_for_rank(folder, self.mesh.rank, 0)
+        name = f"zero_pp_rank_{self.mesh.rank}_mp_rank_00_optim_states.pt"
+        return os.path.join(checkpoints_path, str(tag), name)
 
     @property
     def offloaded_states(self) -> set[Any]:
