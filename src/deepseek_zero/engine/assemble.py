@@ -72,20 +72,25 @@ def assemble(
     sequence: parallel.SequenceSettings | None,
     rules: BuildRules = BuildRules(),  # noqa: B008  # frozen
 ) -> Parts:
-    """Shard the model and build its optimizer.
+    """Shard the model over the mesh and build its optimizer and the other parts.
 
     Args:
-        config: The configuration.
-        model: The model; it is changed in place.
-        mesh: The mesh of ranks.
+        config: The run's configuration, from which the settings are read.
+        model: The model to shard; its parameters are replaced in place.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
         client: An optimizer, or a callable that makes one from parameters. None takes the
             configuration's, if it names one.
         params: The parameters or parameter groups to train; None for all that require gradients.
         leaf_modules: The full names of modules that are not divided into units, in addition to
             those of the configuration.
-        example: Returns a micro-batch; a pipeline finds the model's blocks by its shapes.
+        example: Returns a micro-batch. A pipeline runs the model on its shapes to find the sequence
+            of blocks.
         sequence: The settings of sequence parallelism; None without it.
-        rules: The decisions of the API about the parts.
+        rules: The classes and defaults that the calling API chooses for the parts.
+
+    Returns:
+        The parts of an engine: the runtime of the sharded model, the optimizer, the loss scaler and
+        the optional features that the configuration enables.
 
     Note:
         Collective: every rank must call it.

@@ -36,13 +36,13 @@ def change_whole(
     recomputing: RecomputeSettings,
     sparse: attention.SparseAttention | None,
 ) -> None:
-    """Make the changes to a whole model, before it is cut along axes.
+    """Enable recomputation and sparse attention in a model before it is cut along mesh axes.
 
     Args:
-        model: The model; it is changed in place.
-        comm: The communicator of the ranks.
-        recomputing: The settings of recomputation.
-        sparse: The settings of sparse attention, if it is configured.
+        model: The whole model; changed in place.
+        comm: The communicator of the ranks that call this function.
+        recomputing: Which activations are recomputed and where checkpoints are kept.
+        sparse: The sparse attention that replaces the model's attention; None to keep it.
 
     Note:
         Collective: every rank must call it. An error on one rank is raised on all.
@@ -66,12 +66,12 @@ def change_whole(
 
 
 def change_piece(model: nn.Module, comm: Comm, config: Config) -> None:
-    """Make the changes to the piece of a model that this rank has.
+    """Apply the configured changes to the part of the model that this rank holds.
 
     Args:
-        model: The piece; it is changed in place.
-        comm: The communicator of the ranks.
-        config: The configuration.
+        model: The layers, or slices of layers, of this rank; changed in place.
+        comm: The communicator of the ranks that call this function.
+        config: The run's configuration, from which the settings are read.
 
     Note:
         Collective: every rank must call it. An error on one rank is raised on all.
@@ -113,15 +113,15 @@ def _cut_large_layers(model: nn.Module, config: Config) -> None:
 
 
 def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -> OptimizerParts:
-    """Cut the large layers of a copy on the meta device, and rename the parameters.
+    """Plan how large layers are cut into tiles, on a model on the meta device.
 
     Args:
-        config: The configuration.
-        model: The model. It is not changed.
-        parts: The optimizer, with the names of whole parameters.
+        config: The run's configuration, from which the settings are read.
+        model: A copy of the model on the meta device, whose large layers are cut in place.
+        parts: The parts of the optimizer; its parameter groups name whole parameters.
 
     Returns:
-        The optimizer, with the names of the tiles.
+        The same parts, whose parameter groups name the tiles of the layers that were cut.
     """
     choice = _choose_tiles(config, model)
     wholes = choice.cut()
@@ -140,11 +140,11 @@ def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -
 
 
 def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None:
-    """Raise `NotBuiltError` if an optimizer needs a matrix whole but it is cut.
+    """Raise `NotBuiltError` if an optimizer needs a whole matrix that is cut into tiles.
 
     Args:
-        parts: The optimizer.
-        tiles: For each tile, the name of the whole parameter.
+        parts: The parts of the optimizer, with the names of its parameters.
+        tiles: The name of the whole parameter, by the name of each tile.
     """
     for group in parts.planned:
         cut = sorted(group.names & tiles.keys())
@@ -159,10 +159,10 @@ def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None
 
 
 def refuse_split_states(parts: OptimizerParts, model: nn.Module) -> None:
-    """Raise `NotBuiltError` if an optimizer needs a tensor whole that "tp" splits.
+    """Raise `NotBuiltError` if an optimizer needs a whole tensor that is split along "tp".
 
     Args:
-        parts: The optimizer.
+        parts: The parts of the optimizer, with the names of its parameters.
         model: The model, or this rank's piece of it; the split is recorded on its parameters.
     """
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -176,8 +176,8 @@ def refuse_changes_on(config: Config, mesh: Mesh) -> None:
     """Raise `NotBuiltError` if changes conflict with each other or with an axis.
 
     Args:
-        config: The configuration.
-        mesh: The mesh of ranks.
+        config: The run's configuration, from which the settings are read.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
 
     Raises:
         NotBuiltError: Two changes affect one layer, or a change affects a layer that an axis cuts.

@@ -28,7 +28,16 @@ PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class WholeState:
-    """The state of one whole parameter, and the dtype of the parameter at that time."""
+    """The optimizer state of one unsharded parameter.
+
+    Attributes:
+        param: The parameter.
+        values: The entries of the optimizer's `state` for it.
+        dtype: The dtype of the parameter when the state was recorded.
+        param: The parameter.
+        values: The entries of the optimizer's `state` for it.
+        dtype: The dtype of the parameter when the state was recorded.
+    """
 
     param: nn.Parameter
     values: Mapping[str, Any]
@@ -61,10 +70,7 @@ class ClientStates:
         }
 
     def release_trained(self) -> None:
-        """Drop the states of trainable parameters.
-
-        Call it after the states of their shards were cut.
-        """
+        """Free the states of trainable parameters, after they were cut into shards."""
         self._by_param = {
             key: state for key, state in self._by_param.items() if not state.param.requires_grad
         }
@@ -86,7 +92,7 @@ class ClientStates:
         return max(counted, default=0.0)
 
     def describe(self) -> list[str]:
-        """Return one line per state. Ranks with equal optimizer states get equal lines."""
+        """Return one line per state, for comparing the states of all ranks."""
         found = []
         for number, state in enumerate(self._by_param.values()):
             for key, value in state.values.items():
@@ -110,7 +116,9 @@ class ClientStates:
         return tuple(found)
 
     def cut_for(self, shard: MasterShard) -> dict[str, Any]:
-        """Return the state of a shard whose parameters agree in `counters`.
+        """Return the optimizer state of a shard, cut from the states of whole parameters.
+
+        All parameters of the shard must have the same `counters`.
 
         Raises:
             UsageError: The shard is a part of a parameter, and a state of that parameter is neither

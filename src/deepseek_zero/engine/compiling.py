@@ -22,11 +22,12 @@ def compile_units(runtime: Runtime, options: dict[str, Any]) -> list[Callable[[]
     PyTorch does not compile modules of its own classes, such as an nn.Sequential used as a block.
 
     Args:
-        runtime: The runtime of the model.
-        options: The arguments of torch.compile.
+        runtime: The runtime of the wrapped model; the modules of its units are compiled in place.
+        options: The keyword arguments that are passed to `torch.compile`.
 
     Returns:
-        Functions that undo it.
+        One function per compiled module. Calling it restores the module's original `forward`,
+        unless the `forward` was replaced in the meantime.
     """
     modules = [unit.module for unit in runtime.units[1:]] or [runtime.root.module]
     found = list[Callable[[], None]]()

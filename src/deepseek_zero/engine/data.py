@@ -23,24 +23,25 @@ from ..base.nested import map_inputs
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return `value` with all its tensors on a device.
+    """Return `value` with all its tensors copied to a device.
 
     Args:
         value: A tensor, or tensors nested in mappings, lists and tuples.
-        device: The device.
+        device: The target of the copies. Tensors that are already there are not copied.
     """
     return map_inputs(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(eq=False)
 class StepOrder:
-    """Yields the samples of this rank's micro-batches.
+    """Iterator over the sample indices of this rank's micro-batches.
 
     A step has the same samples at any number of ranks. The order of an epoch is a permutation that
     is seeded with the epoch's number, or the order of the dataset (`shuffles=False`). Step s takes
     the positions [s * step_samples, (s + 1) * step_samples) of it, and blocks of `batch_size`
-    positions are assigned to the shares round-robin. The last step is filled from the beginning of
-    the order, or dropped (`drop_last`). `step_samples` is a multiple of batch_size * shares.
+    positions are assigned to the data-parallel ranks round-robin. The last step is filled from the
+    beginning of the order, or dropped (`drop_last`). `step_samples` is a multiple of batch_size *
+    shares.
     """
 
     length: int
@@ -57,7 +58,7 @@ class StepOrder:
     _order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch."""
+        """Set the epoch, whose number seeds the permutation."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = torch.empty(0, dtype=torch.int64)
@@ -79,7 +80,10 @@ class StepOrder:
         return self._order
 
     def fingerprint(self) -> int:
-        """Return the CRC-32 of the epoch's order."""
+        """Return the CRC-32 of the epoch's order.
+
+        A checkpoint stores it to detect that a resumed run uses another order.
+        """
         return zlib.crc32(self.order.numpy().data)
 
     def _stop(self, first: int) -> int:
@@ -125,8 +129,15 @@ class ShardedLoader:
     at the position that `state_dict` returned.
 
     Args:
-        step_samples: The samples of a step over all ranks; None for one micro-batch of each rank.
+        dataset: The dataset of all ranks, map-style or iterable.
+        batch_size: The number of samples of one micro-batch.
+        mesh: The device mesh; ranks along its data axes get different samples.
+        collate_fn: Combines a list of samples to a batch; None for PyTorch's default.
+        drop_last: Drop the last incomplete step of an epoch instead of filling it.
+        sampler: Yields the indices of this rank; None to distribute samples by steps.
         take: Returns the part of a batch that this rank uses; None for all of it.
+        step_samples: The samples of a step over all ranks; None for one micro-batch of each rank.
+        shuffles: Shuffle each epoch. Not used with a sampler.
     """
 
     def __init__(
@@ -216,7 +227,7 @@ class ShardedLoader:
             )
 
     def deal_steps_of(self, samples: int) -> None:
-        """Distribute steps of `samples` samples over all ranks, from the next epoch on."""
+        """Set the number of samples of a step over all ranks, from the next epoch on."""
         if isinstance(self.sampler, StepOrder):
             self.sampler.step_samples = samples
 
@@ -233,7 +244,7 @@ class ShardedLoader:
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the shuffle; the end of an epoch selects the next one."""
+        """Set the epoch, which seeds the shuffle. It increases by one at the end of each epoch."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.samples = 0

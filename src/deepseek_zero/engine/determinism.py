@@ -44,7 +44,10 @@ class _Switches:
 
 
 class Determinism:
-    """One engine's use of the switches, until `release` or until it is collected."""
+    """Enables PyTorch's deterministic algorithms for as long as one engine exists.
+
+    The switches are restored by `release`, or when the object is garbage-collected.
+    """
 
     _holds: ClassVar[int] = 0
     _before: ClassVar[_Switches] = _Switches()
@@ -66,7 +69,7 @@ class Determinism:
         self._end.atexit = False
 
     def release(self) -> None:
-        """Restore the switches, unless another engine uses them; idempotent."""
+        """Restore PyTorch's switches, unless another engine still needs them. Idempotent."""
         self._end()
 
     @classmethod

@@ -27,13 +27,14 @@ E = TypeVar("E", bound=Engine)
 
 @dataclass(frozen=True)
 class BuildRules:
-    """Rules for the parts of an engine that an API sets before they are built.
+    """The classes and defaults that an API chooses for the parts of an engine.
 
     Attributes:
-        model: The rules of the wrapped model.
+        model: How the wrapped model behaves, for example whether its state dict is gathered.
         optimizer_class: Returns the class of the sharded optimizer, from the class of the inner
             optimizer and the settings of the plan.
-        loss_scale: Returns the settings of the loss scale, from those of the configuration.
+        loss_scale: Returns the settings of the loss scale that are used instead of the configured
+            ones.
     """
 
     model: ModelRules = field(default_factory=ModelRules)
@@ -50,12 +51,12 @@ class EngineDialect(Generic[E]):
         self.engine_class = engine_class
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        """Return the rules for the parts of an engine, before they are built.
+        """Return the classes and defaults with which `assemble` builds an engine.
 
         Args:
-            config: The configuration.
-            mesh: The mesh of ranks.
-            request: The arguments of the call that builds the engine.
+            config: The run's configuration, from which the settings are read.
+            mesh: The device mesh: the size of each axis and this rank's coordinates.
+            request: The checked arguments that the user passed to the API.
         """
         return BuildRules()
 
@@ -63,9 +64,9 @@ class EngineDialect(Generic[E]):
         """Return the loader of this rank's share of `request.training_data`.
 
         Args:
-            config: The configuration.
-            mesh: The mesh of ranks.
-            request: The arguments of the call that builds the engine.
+            config: The run's configuration, from which the settings are read.
+            mesh: The device mesh: the size of each axis and this rank's coordinates.
+            request: The checked arguments that the user passed to the API.
         """
         take = None
         if mesh.sp > 1:
@@ -93,11 +94,11 @@ class EngineDialect(Generic[E]):
         """Return the engine, built from its parts.
 
         Args:
-            config: The configuration.
-            mesh: The mesh of ranks.
-            parts: The parts of the engine.
-            request: The arguments of the call that builds the engine.
-            lr_scheduler: The learning-rate schedule, or None.
-            loader: The loader of the training data, or None.
+            config: The run's configuration, from which the settings are read.
+            mesh: The device mesh: the size of each axis and this rank's coordinates.
+            parts: The runtime, the optimizer and the features that `assemble` built.
+            request: The checked arguments that the user passed to the API.
+            lr_scheduler: The learning-rate schedule that `step` advances, or None.
+            loader: The loader of the training data; None if the user passed no data.
         """
         return self.engine_class(config, mesh, parts, lr_scheduler, loader)

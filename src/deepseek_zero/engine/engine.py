@@ -78,13 +78,13 @@ def plan_of(
     pipeline: Pipeline | None = None,
     tokens: int | None = None,
 ) -> Plan:
-    """Return the current plan of an engine.
+    """Return the current plan of an engine: its units, schedule and expected bytes.
 
     Args:
-        runtime: The runtime of the model.
-        optimizer: The optimizer, if there is one.
+        runtime: The runtime of the wrapped model, with its units and parameter groups.
+        optimizer: The engine's sharded optimizer; None if the engine has none.
         pipeline: The pipeline, if there is one; it has the message sizes of the last step.
-        tokens: The tokens of a micro-batch in the last step.
+        tokens: The number of tokens of a micro-batch in the last step; None if it is unknown.
     """
     update = optimizer.plan if optimizer is not None else None
     found = replace(runtime.plan, update=update)
@@ -103,6 +103,13 @@ class Engine(StandsForModule):
 
     The wrapped model is `engine.module`; attributes that the engine lacks are read from it.
     `loss.backward()` and `engine.backward(loss)` have the same effect.
+
+    Args:
+        config: The run's configuration.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
+        parts: The runtime, the optimizer and the features that `assemble` built.
+        lr_scheduler: The learning-rate schedule that `step` advances, or None.
+        training_dataloader: The loader of the training data, or None.
 
     Attributes:
         client_state: Returns the client state of checkpoints that a signal starts
@@ -156,7 +163,7 @@ class Engine(StandsForModule):
 
     @property
     def runtime(self) -> Runtime:
-        """Return the runtime of the sharded model."""
+        """The runtime of the sharded model, with its units and parameter groups."""
         return self.parts.runtime
 
     # -- forward, backward, step
@@ -165,6 +172,13 @@ class Engine(StandsForModule):
         """Run the model's forward on this rank's micro-batch.
 
         With pipeline stages, a forward in training also runs the backward.
+
+        Args:
+            args: The positional arguments of the model's forward.
+            kwargs: The keyword arguments of the model's forward.
+
+        Returns:
+            The output of the model.
         """
         self.runtime.step.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
@@ -194,6 +208,9 @@ class Engine(StandsForModule):
         Args:
             loss: A tensor of any shape.
             scale_wrt_gas: Divide by the accumulation steps.
+
+        Returns:
+            The scaled loss, a new tensor of the same shape.
         """
         scaled = self.runtime.loss_factor.apply(loss, by_accumulation=scale_wrt_gas)
         self._losses.scaled(scaled, loss)
@@ -352,7 +369,7 @@ class Engine(StandsForModule):
             self.parts.integrity.after_step(self.global_steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Discard the gradients of the current accumulation."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
@@ -395,7 +412,7 @@ class Engine(StandsForModule):
         )
 
     def destroy(self) -> None:
-        """Remove the hooks from the model and free what the engine holds; idempotent.
+        """Remove the hooks from the model and free the engine's memory. Idempotent.
 
         Note:
             Collective if a checkpoint is being written, which is completed first.
@@ -414,7 +431,7 @@ class Engine(StandsForModule):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of this rank."""
+        """The device on which this rank trains."""
         return self.mesh.device
 
 

@@ -9,7 +9,10 @@ from ..optim.sharded import ShardedOptimizer
 
 
 def explain_updates(optimizer: ShardedOptimizer) -> list[str]:
-    """Return the line of `engine.explain` that names the implementation of updates."""
+    """Return a line that says whether a kernel of this library or PyTorch updates the shards.
+
+    If PyTorch updates some of them, the line contains the reason.
+    """
     shards = optimizer.shards()
     name = type(optimizer.inner).__name__
     rules = [optimizer.updater.one_pass.rule(group) for group in optimizer.param_groups]

@@ -12,7 +12,7 @@ from .explain_updates import explain_updates
 
 
 def describe(parts: Parts) -> list[str]:
-    """Return one line per part of an engine, then its units and schedule.
+    """Return lines that describe each part of an engine, its units and its schedule.
 
     `dump_state` logs these lines. Tests compare them to find configuration keys without effect.
     """
@@ -34,11 +34,18 @@ def describe(parts: Parts) -> list[str]:
 
 
 def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[str]:
-    """Return lines about how this rank spent its steps since the second one.
+    """Return lines that say where this rank's step time went, for `engine.explain`.
+
+    They cover the steps since the second one, because the first one includes warm-up. The lines
+    name the time spent on computation, on waiting for each kind of transfer, the bytes moved over
+    each link, and the implementation of the optimizer update.
 
     Args:
-        runtime: The runtime of the model.
-        optimizer: The optimizer, if there is one.
+        runtime: The runtime of the wrapped model, whose meter has measured the steps.
+        optimizer: The optimizer whose updates are described; None to leave them out.
+
+    Returns:
+        One string per line, without line ends.
     """
     settings = runtime.settings
     comm = runtime.comm
@@ -59,11 +66,16 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
 
 
 def lines_about_network(runtime: Runtime, plan: Plan) -> list[str]:
-    """Return a line for each link between hosts that steps use.
+    """Return a line for each network link that steps use, the links between hosts first.
+
+    Each line states the bytes that a step sends over the link, and the measured rate.
 
     Args:
-        runtime: The runtime of the model.
-        plan: The current plan.
+        runtime: The runtime of the wrapped model, whose meter has counted the transfers.
+        plan: The current plan, which contains the expected bytes of each collective.
+
+    Returns:
+        One string per line; none before two steps were taken.
     """
     comm = runtime.comm
     links = report.network_links(plan, comm.meter, line_of(comm), runtime.comm_ctx)

@@ -49,7 +49,7 @@ class Exports:
             exclude_frozen: Leave out parameters that no stage trains.
 
         Returns:
-            The path.
+            `path` as a `Path`; all files are complete.
 
         Note:
             Collective: every rank must call it with the same path.
@@ -72,7 +72,7 @@ class Exports:
 
         Args:
             path: A folder in the layout of Hugging Face, or one file.
-            strict: Raise if the files and the model have different parameters.
+            strict: Raise if the names of parameters in the files and in the model differ.
 
         Note:
             Collective: every rank must call it.

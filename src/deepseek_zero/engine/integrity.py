@@ -83,11 +83,11 @@ class State:
 
     @property
     def key(self) -> str:
-        """Return the key under which ranks compare this state."""
+        """The key under which ranks compare this state."""
         return f"{self.what} of '{self.group.members[0].name}' from {self.low}"
 
     def names_in(self, block: int) -> str:
-        """Return the parameters to which a block of this memory belongs."""
+        """Return the names of the parameters that have elements in a block of this memory."""
         names = [member.name for member in self.group.members]
         # Codes and halves of numbers have no position in the layout
         if self.dtype.is_floating_point:
@@ -104,7 +104,14 @@ class State:
 
 
 class Integrity:
-    """The checks of one engine."""
+    """Detects memory corruption in the states of one engine (`integrity` in the configuration).
+
+    Args:
+        runtime: The runtime of the wrapped model, whose weights and gradients are checked.
+        optimizer: The sharded optimizer, whose main weights and moments are checked.
+        mesh: The device mesh, which determines the ranks that hold equal states.
+        settings: The section `integrity`: how often to check, and what to do if states differ.
+    """
 
     def __init__(
         self, runtime: Runtime, optimizer: ShardedOptimizer, mesh: Mesh, settings: IntegritySection
@@ -122,9 +129,10 @@ class Integrity:
         self._reported: set[str] = set()
 
     def after_step(self, step: int) -> None:
-        """Compute the sums of states at rest, if the next step checks.
+        """Compute checksums of the states that stay unchanged until the next step.
 
-        Pending updates run first. If a disk fails on a rank, the error is sent to the other ranks.
+        This is only done if the next step checks them. Pending updates run first. If a disk fails
+        on a rank, the error is sent to the other ranks.
         """
         if (step + 1) % self.settings.every:
             return
@@ -144,7 +152,7 @@ class Integrity:
         A third field contains the number of states at rest that have changed.
 
         Args:
-            message: The message of the step.
+            message: The fields that this rank sends with the norm of the gradients.
             step: The number of the step.
         """
         if step % self.settings.every:
@@ -173,7 +181,7 @@ class Integrity:
 
         Args:
             step: The number of the step.
-            fields: The fields of the step message.
+            fields: The fields that all ranks sent with the norm of the gradients.
 
         Raises:
             IntegrityError: States differ and the configuration ends the run; raised on every rank.
@@ -290,7 +298,7 @@ def _state(
 def found_in(
     reports: Sequence[tuple[Table, Table, list[str]]], pieces: Partition, replicas: Partition
 ) -> list[str]:
-    """Return a line for each difference: the state, and the set of ranks.
+    """Return a line for each state that differs between ranks, with the ranks that report it.
 
     Args:
         reports: For each rank of the world, three results: states shared by all ranks with its
@@ -312,10 +320,10 @@ def found_in(
 
 
 def differences(tables: Mapping[int, Table]) -> list[str]:
-    """Return a line for each state that differs between the ranks that have it.
+    """Return a line for each state whose checksums differ between ranks.
 
     Args:
-        tables: The sums of each rank.
+        tables: For each rank, the checksums of its states by key.
     """
     lines: dict[tuple[str, str], list[str]] = {}  # by state and ranks
     for key in dict.fromkeys(key for table in tables.values() for key in table):

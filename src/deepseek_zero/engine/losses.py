@@ -19,7 +19,7 @@ from ..base.device import hook_every_backward
 
 
 class Losses:
-    """Finds the losses of one engine.
+    """Records the losses that a program differentiates through one engine's model.
 
     Args:
         reached: Returns a value that changes with each backward through the engine's model.
@@ -34,7 +34,9 @@ class Losses:
         hook_every_backward(_find_losses)
 
     def scaled(self, scaled: Tensor, loss: Tensor) -> None:
-        """Remember which loss a tensor was scaled from, as long as the tensor exists.
+        """Record the loss from which a scaled tensor was computed.
+
+        The record is dropped when the tensor is freed.
 
         Args:
             scaled: The scaled loss.

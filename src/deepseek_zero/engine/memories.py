@@ -20,13 +20,16 @@ if TYPE_CHECKING:  # as in engine.py
 
 
 def open_tiers(plan: Plan, config: Config, comm: Comm, chunk_numel: int) -> Tiers:
-    """Open the memories that a plan uses.
+    """Open the host memory and the files to which a plan offloads states.
 
     Args:
-        plan: The plan.
-        config: The configuration.
-        comm: The communicator of the ranks.
+        plan: The plan, which assigns each state to a memory.
+        config: The run's configuration, from which the settings are read.
+        comm: The communicator of the ranks that call this function.
         chunk_numel: The size of a transferred chunk in elements.
+
+    Returns:
+        The opened memories, from which states are allocated and through which they are transferred.
 
     Raises:
         StorageError: The disk of a rank cannot be used; raised on every rank.
@@ -58,9 +61,9 @@ def check_space(plan: Plan, tiers: Tiers, comm: Comm) -> None:
     """Raise on every rank if a memory is too small for the plan.
 
     Args:
-        plan: The plan.
+        plan: The plan, which assigns each state to a memory.
         tiers: The memories that were opened for it.
-        comm: The communicator of the ranks.
+        comm: The communicator of the ranks that call this function.
 
     Note:
         Collective: every rank must call it.
@@ -80,7 +83,7 @@ def commit(tiers: Tiers, comm: Comm) -> None:
 
     Args:
         tiers: The memories that were opened for the plan.
-        comm: The communicator of the ranks.
+        comm: The communicator of the ranks that call this function.
 
     Note:
         Collective: every rank must call it.

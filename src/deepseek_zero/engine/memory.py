@@ -16,13 +16,12 @@ from .engine import Parts, plan_of
 
 
 def memory_report(parts: Parts) -> MemoryReport:
-    """Return the bytes on this rank by state.
+    """Return the planned and the measured bytes of each state on this rank.
 
-    Offloaded activations are no state and are not counted. Messages of a pipeline have storage of
-    their own.
+    Offloaded activations are not counted. Pipeline messages are counted by their own storages.
 
     Args:
-        parts: The parts of the engine.
+        parts: The parts of the engine whose storages are measured.
     """
     resting = [*offloaded_of(parts.runtime, parts.optimizer), *_parked(parts)]
     seen = {storage.memory.untyped_storage().data_ptr() for storage in resting}
@@ -44,10 +43,10 @@ def _parked(parts: Parts) -> list[Storage]:
 
 
 def traced(parts: Parts) -> report.MemoryTrace:
-    """Return a trace of the memory of an engine.
+    """Return a context that records the bytes of each state after every operator.
 
     Args:
-        parts: The parts of the engine.
+        parts: The parts of the engine whose storages are measured.
     """
     runtime = parts.runtime
 
@@ -66,11 +65,11 @@ def traced(parts: Parts) -> report.MemoryTrace:
 
 
 def offloaded_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Storage]:
-    """Return the storages of an engine's offloaded states.
+    """Return the storages of the weights, gradients and optimizer states that are offloaded.
 
     Args:
-        runtime: The runtime of the model.
-        optimizer: The optimizer, if there is one.
+        runtime: The runtime of the wrapped model, with its units and parameter groups.
+        optimizer: The engine's sharded optimizer; None if the engine has none.
     """
     found = list(optimizer.moments.offloaded()) if optimizer is not None else []
     return found + [storage for group in runtime.groups for storage in group.offloaded()]

@@ -40,7 +40,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A change of the configuration.
+    """A change of the configuration that reduces the memory of a run.
 
     Attributes:
         text: The change, as an error message names it.
@@ -62,7 +62,7 @@ class MemoryAdvice:
     the program (`explain_uncaught`).
 
     Attributes:
-        plan: The plan that the run is built from.
+        plan: The plan of this rank, with the predicted bytes of each state.
         shape: The model's shape, the input for the plans of other configurations.
         update: The optimizer, as the planner needs it.
         batch: Samples of a micro-batch, and micro-batches of a step.
@@ -105,8 +105,12 @@ class MemoryAdvice:
         """Return the explanation of a failed allocation.
 
         Args:
-            error: The error that the allocator raised.
-            where: The name of the call that failed.
+            error: The error that the allocator raised; its message states the requested bytes.
+            where: The name of the engine's method in which the allocation failed.
+
+        Returns:
+            Several lines: the planned bytes by state, and a change of the configuration that would
+            fit.
         """
         device = self.plan.mesh.device
         available = available_bytes(device)
@@ -202,7 +206,7 @@ class MemoryAdvice:
 
 
 def explain_uncaught(advice: MemoryAdvice) -> None:
-    """Explain failed allocations that end the program by this advice only."""
+    """Explain failed allocations that end the program by this advice, instead of earlier ones."""
     _UNCAUGHT.explain(advice)
 
 

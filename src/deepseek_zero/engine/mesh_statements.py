@@ -37,7 +37,7 @@ _MICS = "mics_shard_size"
 
 @dataclass(frozen=True)
 class MeshStatement:
-    """One statement about the mesh.
+    """A requirement on the mesh from one source, such as an argument or a configuration key.
 
     Attributes:
         where: The source of the statement, for error messages.
@@ -59,12 +59,12 @@ class MeshStatement:
 def statements_of(
     raw: RawConfig, given: Any = None, others: Iterable[MeshStatement] = (), launched: bool = True
 ) -> tuple[MeshStatement, ...]:
-    """Return all statements about the mesh of this process's run.
+    """Collect all requirements on the mesh from the arguments and the configuration.
 
     Args:
-        raw: The configuration.
+        raw: The configuration as the user wrote it.
         given: `mesh=`, as in `mesh_of`.
-        others: The statements of the caller's other arguments.
+        others: Requirements that follow from other arguments of the caller, such as `mpu`.
         launched: Include the launcher's command line.
 
     Raises:
@@ -101,7 +101,7 @@ def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
     """Return the mesh that the statements describe, for this rank of the world.
 
     Args:
-        statements: The statements.
+        statements: The requirements from the arguments, the configuration and the launcher.
         world: The world, with every rank along dp_shard.
 
     Raises:

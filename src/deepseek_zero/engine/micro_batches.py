@@ -27,8 +27,12 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
     """Return the positional and keyword arguments of the model for a micro-batch.
 
     Args:
-        model: The model.
-        batch: The micro-batch.
+        model: The model, which is either a list of layers or a module that returns its loss.
+        batch: The micro-batch: a pair (inputs, labels) for a list of layers, otherwise a mapping, a
+            sequence or a single argument.
+
+    Returns:
+        The positional arguments, and the keyword arguments, to call the model's forward with.
     """
     if isinstance(model, pipeline.LayerStages):
         return (pipeline.Labelled.of(batch).inputs,), {}
@@ -40,9 +44,10 @@ def loss_of(model: nn.Module, output: Any, batch: Any) -> Tensor:
     """Return the loss of a micro-batch from the model's output.
 
     Args:
-        model: The model.
+        model: The model, which is either a list of layers or a module that returns its loss.
         output: The output of its forward.
-        batch: The micro-batch. Only a list of layers needs it, for the labels.
+        batch: The micro-batch: a pair (inputs, labels) for a list of layers, otherwise a mapping, a
+            sequence or a single argument. Only a list of layers needs it, for the labels.
     """
     if isinstance(model, pipeline.LayerStages):
         return pipeline.LayersStage(model).loss(output, pipeline.Labelled.of(batch))
@@ -53,7 +58,7 @@ def mean_of_ranks(losses: Sequence[Tensor], world: Comm, device: torch.device) -
     """Return the mean loss of all ranks' micro-batches.
 
     Args:
-        losses: The losses of this rank's micro-batches.
+        losses: The losses of this rank's micro-batches, scalars.
         world: The communicator of the world.
         device: The device of the result.
 
@@ -71,7 +76,7 @@ def has_graph(loss: Any, mesh: Mesh) -> bool:
 
     Args:
         loss: The loss that the program passed.
-        mesh: The mesh of ranks.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
 
     Raises:
         UsageError: The loss is not a tensor, or it has no graph in a world of one rank.
@@ -101,8 +106,8 @@ def change_accumulation(
     of the weight.
 
     Args:
-        runtime: The runtime of the model.
-        optimizer: The optimizer, if there is one.
+        runtime: The runtime of the wrapped model, with its units and parameter groups.
+        optimizer: The engine's sharded optimizer; None if the engine has none.
         accumulation: The number of micro-batches per step from now on.
     """
     policy = runtime.settings.policy
@@ -118,7 +123,7 @@ def change_accumulation(
 
 @dataclass
 class HeldReductions:
-    """Records whether a context that postpones the reduction of gradients is open.
+    """Tracks the context, such as `no_sync`, that currently postpones gradient reduction.
 
     Attributes:
         name: The name of the open context, or an empty string.

@@ -11,9 +11,10 @@ from ..base.given import NoSuchNameError
 
 
 class StandsForModule(nn.Module):
-    """Base of objects that wrap a model as `module`.
+    """Base class of wrappers that forward missing attributes to the wrapped model.
 
-    Attributes that the object lacks are read from the model.
+    Attributes:
+        module: The wrapped model.
     """
 
     module: nn.Module

@@ -59,7 +59,7 @@ class Observed(Protocol):
 
 
 def summary(record: StepRecord) -> str:
-    """Return a line about a step; unknown tokens and losses are left out."""
+    """Return a one-line summary of a step for the log; unknown values are left out."""
     loss = "" if record.loss is None else f"loss {record.loss:.4f}, "
     pace = ""
     if record.tokens_per_second:
@@ -124,7 +124,10 @@ class Observer:
             self._unread = []
 
     def planned(self, plan: Plan) -> None:
-        """Write the plan as text next to the records, and again after a unit was promoted."""
+        """Write the plan as a text file next to the step records.
+
+        It is called again after the precision of a unit has changed.
+        """
         if self.writer is not None:
             text = "\n".join(plan.explain()) + "\n"
             (self.writer.folder / PLAN_NAME).write_text(text, encoding="utf-8")
@@ -182,12 +185,12 @@ class Observer:
                 return
 
     def loss(self, loss: Tensor) -> None:
-        """Keep a micro-batch's loss for `record`."""
+        """Store the loss of a micro-batch for `record`."""
         if loss.numel() == 1:
             self._losses.append(loss.detach())
 
     def stepped(self, engine: Observed) -> None:
-        """Record a finished step."""
+        """Record a finished step: its time, tokens, loss, learning rate and memory."""
         optimizer = engine.optimizer
         assert optimizer is not None and optimizer.last is not None
         now = time.perf_counter()

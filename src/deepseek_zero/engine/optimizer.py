@@ -28,7 +28,7 @@ Make = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """The parts of an optimizer.
+    """The parameter groups of an optimizer, and how to build it over shards.
 
     Attributes:
         groups: The parameter groups, of whole parameters.
@@ -56,13 +56,13 @@ def optimizer_parts(
     is_part: bool = False,
     coordinate: int = 0,
 ) -> OptimizerParts:
-    """Return the parts of the optimizer.
+    """Build the parameter groups and the constructor of the optimizer.
 
     They are empty if neither the client nor the configuration has an optimizer.
 
     Args:
-        config: The configuration.
-        model: The model.
+        config: The run's configuration, from which the settings are read.
+        model: The model whose parameters are trained.
         client: The client's optimizer, or a callable that makes one.
         params: The parameters or parameter groups to train; None for all that require gradients.
         is_part: The model has only some stages of a pipeline; parameters of other stages are left
@@ -116,7 +116,7 @@ def optimizer_parts(
 def forget_others(
     model: nn.Module, optimizer: Any, params: Sequence[Any] | None
 ) -> Sequence[Any] | None:
-    """Remove the parameters of other stages from an optimizer's groups.
+    """Remove the parameters of other pipeline stages from an optimizer's groups.
 
     Args:
         model: The model with the stages of this rank.
@@ -150,11 +150,11 @@ def planned_groups(
     granularity: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[ParamGroupPlan, ...]:
-    """Return parameter groups as the planner needs them.
+    """Describe parameter groups for the planner, by the names of their parameters.
 
     Args:
-        model: The model.
-        groups: The parameter groups.
+        model: The model whose parameters are trained.
+        groups: The optimizer's parameter groups, which contain parameters of `model`.
         granularity: For each group, how finely its state may be cut.
         defaults: The defaults of hyper-parameters that decide how many moments there are, and
             whether a kernel updates them.
@@ -198,7 +198,7 @@ def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
     """Return the state of a client's optimizer for whole parameters, or None if empty.
 
     Args:
-        client: The optimizer.
+        client: The user's optimizer, which may already have state for whole parameters.
         coordinate: The coordinate of this rank along "tp".
 
     Raises:

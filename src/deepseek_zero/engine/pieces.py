@@ -43,20 +43,20 @@ if TYPE_CHECKING:  # as in engine.py
 
 @dataclass(frozen=True)
 class PiecePlans:
-    """The plans of the axes that cut the model; a `Plan` has them next to its units."""
+    """The plans for "pp", "tp" and "sp", each None if the axis has one rank."""
 
     pipeline: PipelinePlan | None = None
     tensor: TensorPlan | None = None
     sequence: SequencePlan | None = None
 
     def added_to(self, plan: Plan) -> Plan:
-        """Return the plan with these plans."""
+        """Return a copy of `plan` that also contains these plans."""
         return replace(plan, **vars(self))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A micro-batch for which plans are made.
+    """A micro-batch whose shapes determine the sizes of messages in a plan.
 
     Attributes:
         micro: The arguments of the model's forward; None if they are unknown.
@@ -66,7 +66,7 @@ class Sample:
 
     @classmethod
     def of(cls, batch: Any) -> Sample:
-        """Return the sample of a micro-batch, which is empty if the micro-batch is None."""
+        """Create a sample from a micro-batch; from None, create one without shapes."""
         return cls() if batch is None else cls(pipeline.MicroBatch.of(batch))
 
     @property
@@ -82,20 +82,20 @@ class Sample:
 
     @property
     def words(self) -> str:
-        """Return a description, which is empty if there is no tensor."""
+        """The shapes of the micro-batch as text; empty if it has no tensor."""
         for name, first in self._tensors:
             return f"for {name} {tuple(first.shape)}"
         return ""
 
     def chain_of(self, model: nn.Module) -> pipeline.Chain | None:
-        """Return the chain of blocks of a whole model, or None if it is unknown."""
+        """Return the blocks that a model runs in sequence, or None if they cannot be found."""
         if self.micro is None:
             return None
         return pipeline.find_chain(model, self.micro.args, self.micro.kwargs)
 
     @property
     def tokens(self) -> int | None:
-        """Return the number of tokens, or None if the sample has no tensor.
+        """The number of tokens, or None if the sample has no tensor.
 
         This is the number of elements of the first integer tensor. Without one, it is the number of
         rows of the first tensor.
@@ -110,19 +110,22 @@ class Sample:
 
 @dataclass
 class Stages:
-    """The pipeline stages of this rank, and what they share with other stages."""
+    """The pipeline stages of this rank, and the parameters that are tied to other stages."""
 
     staged: pipeline.StagedModel
     ties: pipeline.Ties
     settings: PipelineSettings
 
     def connect(self, comm: Comm, mesh: Mesh, runtime: Runtime) -> pipeline.PlainLoop:
-        """Build the pipeline over the wrapped stages, and the plain loop over it.
+        """Build the pipeline over the wrapped stages, and the loop that runs its schedule.
 
         Args:
             comm: The communicator of the ranks of one piece; `comm.whole` is the world.
-            mesh: The mesh of ranks.
-            runtime: The runtime of the wrapped stages.
+            mesh: The device mesh: the size of each axis and this rank's coordinates.
+            runtime: The runtime of the wrapped stages, which shards their weights.
+
+        Returns:
+            The loop, through which the engine runs forward and backward of the stages.
 
         Note:
             Collective: every rank of the world must call it.
@@ -161,13 +164,16 @@ def cut_along_axes(
     of blocks is searched in the whole model.
 
     Args:
-        config: The configuration.
-        model: The model.
-        mesh: The mesh of ranks.
+        config: The run's configuration, from which the settings are read.
+        model: The whole model, before it is cut.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
         comm: The communicator of the world.
-        example: As in `assemble`.
-        sequence: As in `assemble`.
-        layers: The result of `plan_layers`.
+        example: Returns a micro-batch, on whose shapes the model is run to find its blocks.
+        sequence: The settings of sequence parallelism; None without it.
+        layers: How layers are split along "tp", as `plan_layers` returns it.
+
+    Returns:
+        This rank's pipeline stages (None without "pp"), and the plans of the axes.
 
     Note:
         Collective: every rank must call it. It raises before anything is cut along an axis.
@@ -197,11 +203,11 @@ def cut_along_axes(
 def refuse_auto_on(config: Config, mesh: Mesh) -> None:
     """Raise if precision "auto" is used with pipeline stages.
 
-    It might promote units of one stage and not of another.
+    One stage might then change to fp32 while the next one expects 16-bit activations.
 
     Args:
-        config: The configuration.
-        mesh: The mesh of ranks.
+        config: The run's configuration, from which the settings are read.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
 
     Raises:
         NotBuiltError: The mesh has stages, and the precision of units is "auto".
@@ -217,12 +223,15 @@ def refuse_auto_on(config: Config, mesh: Mesh) -> None:
 
 
 def refuse_shared_loader(config: Config, mesh: Mesh, what: str) -> None:
-    """Raise if each rank of a pipeline needs rows of its own, but all get the same.
+    """Raise if each rank of a pipeline needs different rows of a batch but all get the same.
 
     Args:
-        config: The configuration.
-        mesh: The mesh of ranks.
-        what: What gives all ranks the same rows, for the message.
+        config: The run's configuration, from which the settings are read.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
+        what: The name of the loader that gives all ranks the same rows, for the error message.
+
+    Raises:
+        UsageError: The pipeline has more than one rank and each needs its own rows.
     """
     if mesh.pp > 1 and pipeline_settings_of(config).has_own_rows:
         raise UsageError(
@@ -289,8 +298,8 @@ def compare_stages(batch: Any, comm: Comm) -> None:
     """Raise `BatchMismatchError` on every rank of a pipeline if their batches differ.
 
     Args:
-        batch: The batch of this rank.
-        comm: The communicator along "pp".
+        batch: The batch of this rank, whose tensors are compared by shape and checksum.
+        comm: The communicator of the ranks of one pipeline.
 
     Note:
         Collective: every rank of `comm` must call it.
@@ -316,16 +325,16 @@ def plans_of(
     shared: parallel.SequenceTraffic | None,
     sample: Sample,
 ) -> PiecePlans:
-    """Return the plans of one rank for the axes.
+    """Compute the plans of one rank for the axes "pp", "tp" and "sp".
 
     Args:
-        config: The configuration.
-        mesh: The mesh of ranks.
-        staged: The model, cut along "pp".
+        config: The run's configuration, from which the settings are read.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
+        staged: The model, cut along "pp"; None without pipeline stages.
         trained: For each parameter of the whole model, whether it is trained.
-        traffic: The traffic of the whole model's layers.
-        shared: The traffic of the whole model's attention.
-        sample: A micro-batch of the model.
+        traffic: The bytes that each layer split along "tp" sends.
+        shared: The bytes that attention sends along "sp"; None without that axis.
+        sample: A micro-batch; messages have unknown sizes if it is empty.
     """
     policy = policy_of(config)
     settings = pipeline_settings_of(config)
@@ -372,7 +381,7 @@ def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
 
     Args:
         layers: The number of attention layers of the model.
-        staged: The model, cut along "pp".
+        staged: The model, cut along "pp"; None without pipeline stages.
 
     Returns:
         None if the number is unknown.
@@ -390,13 +399,16 @@ def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
 def stages_of(
     settings: PipelineSettings, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh
 ) -> pipeline.StagedModel:
-    """Cut a model to one rank's stages (`pipeline.cut_model`).
+    """Cut a whole model to the pipeline stages of one rank.
 
     Args:
-        settings: The settings of the pipeline.
+        settings: The schedule, and how layers are distributed over stages.
         model: The whole model.
         chain: The chain of its blocks, or None for a list of layers.
-        mesh: The mesh of ranks.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
+
+    Returns:
+        The model with this rank's stages, in which other stages are replaced by stand-ins.
     """
     return pipeline.cut_model(
         model,
@@ -413,14 +425,13 @@ def stages_of(
 def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
     """Return how a whole model is split along "tp", and the bytes its layers send.
 
-    The bytes are counted for each region of its layers. Local; it does not change the model. It
-    runs copies of the model's modules, so it must come before changes that only the engine's own
-    modules can run (sparse attention).
+    The model does not change. Copies of its modules are run on meta tensors, so the function must
+    be called before changes that only the engine's own modules can run (sparse attention).
 
     Args:
-        config: The configuration.
-        model: The model.
-        mesh: The mesh of ranks.
+        config: The run's configuration, from which the settings are read.
+        model: The whole model, before it is cut.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
     """
     if mesh.tp == 1:
         return None, []
@@ -453,8 +464,8 @@ def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool)
     For a list of layers this is the rank's stage.
 
     Args:
-        model: The model.
-        mesh: The mesh of ranks.
+        model: The whole model, before it is cut.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
         is_optimized_by_caller: The caller's optimizer or parameters are those of the stage.
     """
     index = mesh.coordinates["pp"]
@@ -482,9 +493,9 @@ def plan_pieces(
     This does not change the model.
 
     Args:
-        config: The configuration.
-        model: The model.
-        mesh: The mesh of ranks.
+        config: The run's configuration, from which the settings are read.
+        model: The whole model, before it is cut.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
         example: A micro-batch; None for the model's `dummy_inputs`, if it has them.
     """
     if example is None:
@@ -511,7 +522,7 @@ def plan_pieces(
 
 
 def no_example(argument: str) -> UsageError:
-    """Return the error for a pipeline without a batch to inspect its model with.
+    """Create the error for a pipeline that has no example batch to inspect its model with.
 
     Args:
         argument: The argument that could provide a batch.

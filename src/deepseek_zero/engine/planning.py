@@ -60,13 +60,13 @@ def plan_run(
     """Return the plan of this process, and log the choices that were made.
 
     Args:
-        config: The configuration.
+        config: The run's configuration, from which the settings are read.
         settings: The settings of sharding and its schedule.
-        step: The settings of the optimizer's step.
-        shape: The names and shapes of the model.
-        optimizer: The parts of the optimizer.
-        comm: The communicator of the ranks.
-        mesh: The mesh of ranks.
+        step: The settings of the optimizer step, such as tile sizes and kernels.
+        shape: The names, shapes and dtypes of the model's parameters, by unit.
+        optimizer: The optimizer's class and parameter groups, which decide the sizes of its states.
+        comm: The communicator of the ranks that call this function.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
 
     Note:
         Collective if memories are "auto".
@@ -109,10 +109,10 @@ def with_chosen_codes(
     would only cost time there.
 
     Args:
-        config: The configuration.
-        settings: The settings to complete.
-        comm: The communicator of the ranks.
-        mesh: The mesh of ranks.
+        config: The run's configuration, from which the settings are read.
+        settings: The settings in which codecs may still be open.
+        comm: The communicator of the ranks that call this function.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
 
     Note:
         Collective if a codec is left open and there are several hosts.
@@ -164,11 +164,11 @@ def with_chosen_codes(
 
 
 def log_fixed_bits(config: Config, settings: PlanSettings) -> None:
-    """Log that codecs do not adapt to their errors, if the precision of units adapts.
+    """Log that precision "auto" does not adapt the codecs of messages.
 
     Args:
-        config: The configuration.
-        settings: The settings of sharding, with the codecs.
+        config: The run's configuration, from which the settings are read.
+        settings: The settings of sharding, which name the codecs.
     """
     asked = settings.compression
     codecs = (asked.weights, asked.gradients, asked.inside, asked.frozen)
@@ -186,7 +186,7 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
     This takes some milliseconds.
 
     Args:
-        codec: The codec.
+        codec: The codec whose encoder and decoder are timed.
         device: The device that runs it.
 
     Returns:
@@ -215,7 +215,7 @@ def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
     """Log why weights or gradients are not coded although the settings ask for it.
 
     Args:
-        plan: The plan.
+        plan: The plan whose specs are inspected.
         among_hosts: There are several hosts; also log if no codes are sent between them.
     """
     asked = plan.settings.compression
@@ -267,7 +267,7 @@ def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
 
 
 def log_whole_weights(plan: Plan) -> None:
-    """Log that stage 3 shards almost nothing.
+    """Warn if stage 3 shards almost nothing.
 
     This happens because the default threshold is meant for large models.
     """
@@ -286,7 +286,7 @@ def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
     """Return whether the device computes in bf16 natively, if the run uses it.
 
     Args:
-        policy: The dtypes of the run.
+        policy: The dtypes of weights, gradients and sums.
         device: The training device.
 
     Returns:
@@ -310,7 +310,7 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
 
     Args:
         settings: The settings of the plan.
-        mesh: The mesh of ranks.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
         in_place: The ranks that share slices read each other's memory.
     """
     size = settings.secondary_ranks
@@ -332,15 +332,15 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
 def with_order_of_sums(
     settings: PlanSettings, mesh: Mesh, counted: int, optimizer: type[Optimizer] | None
 ) -> PlanSettings:
-    """Return the settings with the number of ranks per host that the sums follow.
+    """Return the settings with the order in which gradients of ranks are summed.
 
-    The number is configured or counted.
+    Sums are formed within each host first if this number is above 1. It is configured or counted.
 
     Args:
         settings: The settings of the plan.
-        mesh: The mesh of ranks.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
         counted: The number of ranks of each host; 1 if there is one host, or if hosts differ.
-        optimizer: The class of the optimizer.
+        optimizer: The class of the optimizer, which may require one order; None without one.
     """
     if settings.ranks_per_host is not None:
         return settings
@@ -360,12 +360,12 @@ def with_order_of_sums(
 def update_of(
     config: Config, settings: StepSettings, optimizer: OptimizerParts
 ) -> UpdateSettings | None:
-    """Return the planner's view of the optimizer, or None without one.
+    """Return the optimizer's settings for the planner, or None without an optimizer.
 
     Args:
-        config: The configuration.
-        settings: The settings of the optimizer's step.
-        optimizer: The parts of the optimizer.
+        config: The run's configuration, from which the settings are read.
+        settings: The settings of the optimizer step, such as tile sizes and kernels.
+        optimizer: The optimizer's class and parameter groups, which decide the sizes of its states.
     """
     if optimizer.cls is None:
         return None
@@ -385,7 +385,7 @@ def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device)
 
     Args:
         placement: The configured bytes and the path of the disk.
-        comm: The communicator of the ranks.
+        comm: The communicator of the ranks that call this function.
         device: The training device.
 
     Note:

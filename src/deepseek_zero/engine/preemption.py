@@ -35,7 +35,11 @@ FIELD = "preemption signal"  # name of the field of the step message
 
 
 class Preemption:
-    """The signal handlers of one engine."""
+    """Saves a checkpoint and ends the run after a rank has received a signal.
+
+    Args:
+        settings: The settings `checkpoint.save_on_signal`: the signals, and where to save.
+    """
 
     def __init__(self, settings: SaveOnSignal) -> None:
         self.settings = settings
@@ -45,11 +49,11 @@ class Preemption:
         self._before: dict[int, Any] = {}
 
     def add_to(self, message: StepMessage) -> None:
-        """Add the signal that this rank has received, or 0, to the message of a step."""
+        """Add the signal that this rank has received, or 0, to the step message."""
         message.add(FIELD, [self._signal_number])
 
     def watch(self) -> None:
-        """Install handlers for the signals; they call the previous handlers, too."""
+        """Install the signal handlers. Each also calls the handler that it replaces."""
         numbers = [signal.Signals[name] for name in self.settings.signals]
         self._before = {int(number): signal.getsignal(number) for number in numbers}
         foreign = [
@@ -86,7 +90,14 @@ class Preemption:
                 signal.signal(number, self._before[number])
 
     def act(self, engine: Trainer) -> None:
-        """Save and end after a step if a rank received a signal. Then every rank must call it."""
+        """Save a checkpoint and raise `SystemExit` after a step in which a rank received a signal.
+
+        Args:
+            engine: The engine whose state is saved.
+
+        Note:
+            Collective: every rank must call it after each step.
+        """
         assert engine.optimizer is not None and engine.optimizer.last is not None
         number = int(max(asked for (asked,) in engine.optimizer.last.verdict.fields[FIELD]))
         if not number:

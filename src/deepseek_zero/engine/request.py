@@ -18,7 +18,7 @@ from .mesh_statements import MeshStatement
 
 @dataclass
 class Request:
-    """The arguments of an API; None if an argument was not passed."""
+    """The arguments that a user passed to an API, checked; None for each that was not passed."""
 
     model: nn.Module
     optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None
@@ -93,10 +93,11 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
     Args:
         call: The name of the call that received the argument, for errors.
         name: The name of the argument, for errors.
-        given: The argument.
+        given: The value of the argument.
 
     Raises:
-        UsageError: The argument is something else.
+        UsageError: The argument is neither a parameter nor a sequence of parameters, pairs or
+            groups.
     """
     wanted = "an iterable of parameters, or of groups of them"
     if isinstance(given, Mapping):

@@ -107,7 +107,7 @@ class Trainer(Protocol):
 
 
 class Saver:
-    """The checkpoint that an engine is writing, and the removal of older ones.
+    """Publishes the checkpoints of one engine and removes older ones.
 
     Removing gigabytes takes time, so a thread of rank 0 does it. It ends before the next save
     begins, and the interpreter waits for it. After a crash, hidden folders may be left; the next
@@ -129,7 +129,7 @@ class Saver:
         """Lock a directory for this job.
 
         Args:
-            comm: The communicator of the world.
+            comm: The communicator of all ranks, on which an error of one rank is raised on all.
             directory: The directory of the checkpoints.
 
         Raises:
@@ -145,7 +145,7 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Release the lock on the directory; this engine saves no more checkpoints."""
+        """Release the lock on the checkpoint directory. The engine cannot save afterwards."""
         self._writer_lock.release()
 
     def commit_if_written(self) -> None:
@@ -211,10 +211,10 @@ def save_checkpoint(
     *,
     preferred: str = "",
 ) -> Path:
-    """Write a checkpoint and return its path, at the end of an accumulation.
+    """Write a checkpoint of an engine between two steps and return its path.
 
     Args:
-        engine: The engine.
+        engine: The engine whose state is saved or restored.
         directory: The directory of the checkpoints.
         tag: The name of the checkpoint; None for `global_step<N>`.
         client: The values of the program to save.
@@ -341,10 +341,10 @@ def load_checkpoint(
     has checkpoints.
 
     Args:
-        engine: The engine.
+        engine: The engine whose state is saved or restored.
         directory: The directory of the checkpoints.
         tag: The name of the checkpoint; None for the one that `latest` names.
-        restore: The parts to restore.
+        restore: Which parts of the checkpoint are applied.
 
     Raises:
         CheckpointError: The checkpoint does not fit or is damaged; raised on every rank. The engine

@@ -43,16 +43,17 @@ TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME, "auto": Tier.
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a pipeline is cut and run. The mesh has its number of ranks.
+    """How a model is cut into pipeline stages and which schedule runs them.
 
     Attributes:
         partition: How layers are distributed over stages (pipeline/partition.py).
-        schedule: As in `make_schedule`.
-        virtual: As in `make_schedule`.
-        group: As in `make_schedule`.
+        schedule: The name of the schedule, for example "1f1b".
+        virtual: The number of stages per rank (virtual pipeline stages).
+        group: The number of micro-batches that a rank runs in one stage before its next stage
+            ("breadth_first"); None for all.
         micro_batches: The micro-batches of a step.
         parts: The number of parts into which `engine(batch)` cuts a batch; None if it is not set.
-        has_own_rows: Each rank of a pipeline receives rows of its own.
+        has_own_rows: Each rank of a pipeline loads different rows of a batch.
         recomputed: Recompute this many layers of a list at a time; 0 leaves it to the list.
     """
 
@@ -125,7 +126,7 @@ EXACT_INSIDE = 16  # inside_bits that select no codes for any dtype of gradients
 
 
 def compression_of(config: Config) -> Compression:
-    """Return how matrices are compressed.
+    """Return how matrices are compressed in messages between ranks.
 
     The library's own section takes precedence over DeepSpeed's keys.
     """
@@ -242,8 +243,8 @@ def is_open(config: Config, key: str) -> bool:
     """Return whether a key of `zero_optimization` is missing or "auto".
 
     Args:
-        config: The configuration.
-        key: The key.
+        config: The run's configuration, from which the settings are read.
+        key: A key of the section `zero_optimization`.
     """
     decided = {decision.key for decision in config.decisions}
     return (
@@ -258,7 +259,7 @@ def plan_settings_of(
     """Return the settings of sharding and its schedule.
 
     Args:
-        config: The configuration.
+        config: The run's configuration, from which the settings are read.
         leaf_modules: The full names of modules that are not divided into units, in addition to
             those of the configuration.
         stages: The number of stages along "pp".
@@ -318,7 +319,7 @@ def scaler_of(
     """Return the loss scaler of fp16; None for other number formats.
 
     Args:
-        config: The configuration.
+        config: The run's configuration, from which the settings are read.
         adjusted: Returns the settings of the loss scale with the changes of the API.
     """
     fp16 = config.fp16
@@ -338,12 +339,12 @@ def scaler_of(
 def step_settings_of(
     config: Config, granularity: tuple[str, ...], device: torch.device
 ) -> StepSettings:
-    """Return the settings of a step.
+    """Return the settings of the optimizer step: clipping, tile sizes and kernels.
 
     Args:
-        config: The configuration.
-        granularity: How finely the state of each parameter group may be cut.
-        device: The training device.
+        config: The run's configuration, from which the settings are read.
+        granularity: For each parameter group, "element" or "tensor": where its state may be cut.
+        device: The training device, which decides whether kernels can be used.
     """
     zero = config.zero_optimization
     offload = zero.offload_optimizer
@@ -384,7 +385,7 @@ def state_folder(config: Config) -> str | None:
 
 
 def placement_settings_of(config: Config) -> PlacementSettings:
-    """Return the memories that may be chosen for states."""
+    """Return which states may be placed in which memories, and the budgets of these."""
     zero = config.zero_optimization
     budget = config.memory_budget
     undo_bytes = zero.offload_optimizer.undo_bytes if updates_ahead(config) else 0
@@ -402,7 +403,7 @@ def placement_settings_of(config: Config) -> PlacementSettings:
 
 
 def policy_settings_of(config: Config) -> PolicySettings:
-    """Return the settings of the update policies."""
+    """Return the settings of delayed and early updates and of adaptive precision."""
     offload = config.zero_optimization.offload_optimizer
     precision_window = config.precision_window if config.precision == "auto" else None
     return PolicySettings(
@@ -413,7 +414,7 @@ def policy_settings_of(config: Config) -> PolicySettings:
 
 
 def recompute_settings_of(config: Config) -> RecomputeSettings:
-    """Return where the inputs of checkpoints are offloaded to.
+    """Return the settings of activation checkpointing: where checkpoint inputs are kept.
 
     Defaults are returned if the configuration has no setting.
     """
@@ -439,7 +440,7 @@ def recompute_settings_of(config: Config) -> RecomputeSettings:
 
 
 def tile_settings_of(config: Config) -> TileSettings:
-    """Return the settings of computation in parts of the tokens."""
+    """Return the settings of layers that process the tokens of a sequence in parts."""
     return TileSettings(
         config.activation_checkpointing.tiled_loss, config.activation_checkpointing.tiled_mlp
     )
@@ -474,8 +475,8 @@ def sequence_settings_of(
     """Return the settings of sequence parallelism.
 
     Args:
-        config: The configuration.
-        stated: The settings of a caller's mpu, whose loader cuts sequences in order.
+        config: The run's configuration, from which the settings are read.
+        stated: The settings that follow from the caller's `mpu`; None without one.
     """
     asked = config.sequence_parallel.attention
     if stated is None:
@@ -496,8 +497,8 @@ def sparse_attention_of(config: Config, mesh: Mesh) -> attention.SparseAttention
     A resolved configuration may contain arguments of other layouts, at their defaults.
 
     Args:
-        config: The configuration.
-        mesh: The mesh of ranks.
+        config: The run's configuration, from which the settings are read.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
 
     Raises:
         ConfigError: The section contradicts itself.
@@ -518,7 +519,7 @@ def sparse_attention_of(config: Config, mesh: Mesh) -> attention.SparseAttention
 
 
 def pipeline_settings_of(config: Config) -> PipelineSettings:
-    """Return the settings of the pipeline."""
+    """Return the settings of pipeline parallelism."""
     section = config.pipeline
     return PipelineSettings(
         partition=section.partition,

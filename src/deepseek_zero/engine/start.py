@@ -61,11 +61,11 @@ E = TypeVar("E", bound=Engine)
 
 
 def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> Facts:
-    """Return the known facts about a run, with which "auto" values are resolved.
+    """Collect the facts about a run from which "auto" values are resolved.
 
     Args:
-        request: The arguments of the user.
-        mesh: The mesh of ranks.
+        request: The checked arguments that the user passed to the API.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
         has_bf16: The device computes in bf16; None to ask this machine's device.
     """
     model_config = getattr(request.model, "config", None)
@@ -118,12 +118,15 @@ def prepare_process(raw: RawConfig) -> None:
 
 
 def start(raw: RawConfig, request: Request, dialect: EngineDialect[E]) -> E:
-    """Build an engine with the decisions of a dialect.
+    """Build an engine from a configuration and the user's arguments.
 
     Args:
-        raw: The configuration, with "auto" values.
-        request: The arguments of the user.
-        dialect: The decisions of the API about the parts.
+        raw: The configuration as the user wrote it, in which values may be "auto".
+        request: The checked arguments that the user passed to the API.
+        dialect: Builds the engine of the calling API, with the API's defaults.
+
+    Returns:
+        The engine, an instance of the dialect's engine class, ready to train.
 
     Note:
         Collective: every rank must call it with the same model and configuration.
@@ -162,7 +165,7 @@ def start(raw: RawConfig, request: Request, dialect: EngineDialect[E]) -> E:
 
 
 def example_of(request: Request) -> Any:
-    """Return a micro-batch for the model's forward.
+    """Return an example micro-batch for the model's forward.
 
     It comes from the training data or from the model's `dummy_inputs`.
     """

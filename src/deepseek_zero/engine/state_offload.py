@@ -37,7 +37,7 @@ KINDS = (OPTIM_STATES, HP_PARAMS, LP_PARAMS, LP_GRADS, GRAD_BUFFER)
 
 @dataclass
 class StateOffload:
-    """The offloaded states of one engine.
+    """Moves the states of one engine to other memory between two phases of a program.
 
     Attributes:
         offloaded: The kinds of state that are offloaded now.
@@ -57,7 +57,8 @@ class StateOffload:
         States that are offloaded already stay so.
 
         Args:
-            kinds: The kinds of state.
+            kinds: The kinds of state to offload, for example "optim_states"
+                (`OffloadStateTypeEnum`).
             pinned: Page-lock the host memory.
             in_file: Write to a file, even if there is an accelerator.
             folder: The folder of the file; None for the system's folder for temporary files.
@@ -135,7 +136,7 @@ class StateOffload:
         self.offloaded = set()
 
     def refuse(self) -> None:
-        """Raise if any state is offloaded."""
+        """Raise `UsageError` if any state is offloaded."""
         if self.offloaded - {GRAD_BUFFER, LP_GRADS}:
             refuse_offloaded_state()
 
@@ -237,21 +238,21 @@ def _address(tensor: Tensor) -> int:
 
 
 class OffloadedGuard(StateGuard):
-    """The guard of an offloaded state: every access raises."""
+    """A guard that raises on every access to an offloaded state."""
 
     is_offloaded = True
 
     def before_read(self) -> None:
-        """Raise, because the state is offloaded."""
+        """Raise `UsageError`, because the state is offloaded."""
         refuse_offloaded_state()
 
     def before_write(self) -> None:
-        """Raise, because the state is offloaded."""
+        """Raise `UsageError`, because the state is offloaded."""
         refuse_offloaded_state()
 
 
 def refuse_offloaded_state() -> NoReturn:
-    """Raise the error for the use of an offloaded state."""
+    """Raise the `UsageError` for the use of an offloaded state."""
     raise UsageError(
         "a state is used that engine.offload_states() has moved.",
         "Its memory was freed.",

@@ -17,19 +17,30 @@ if TYPE_CHECKING:  # most runs use none of these parts
 
 @dataclass
 class StepFields:
-    """The parts of an engine that exchange fields of the step message."""
+    """The features of an engine that add fields to the step message.
+
+    Attributes:
+        preemption: Sends the signals that a rank received; None if signals are not handled.
+        stragglers: Sends the times of each rank; None if they cannot be compared.
+        integrity: Sends checksums of states; None if states are not checked.
+    """
 
     preemption: Preemption | None = None
     stragglers: Stragglers | None = None
     integrity: Integrity | None = None
 
     def update(self, optimizer: ShardedOptimizer, update: Callable[..., None], step: int) -> None:
-        """Update the weights; the norm's all-gather carries the fields. Every rank must call it.
+        """Update the weights and exchange the fields of the step message.
+
+        The fields are sent with the norm of the gradients, in the same all-gather.
 
         Args:
-            optimizer: The optimizer.
-            update: Its method that updates the weights.
+            optimizer: The sharded optimizer, to whose step message the fields are added.
+            update: A method of `optimizer` that updates the weights.
             step: The number of the step.
+
+        Note:
+            Collective: every rank must call it.
         """
         message = StepMessage()
         if self.preemption is not None:

@@ -45,10 +45,10 @@ ALL = "its own work"
 
 @dataclass
 class Stragglers:
-    """Compares the ranks of one engine.
+    """Finds ranks, or a link between hosts, that slow down the steps of one engine.
 
     Attributes:
-        meter: The meter of this rank.
+        meter: Measures the time that this rank spends on each part of a step.
         hosts: The names of the hosts.
         link: The line about the link between hosts, while steps wait for it.
     """
@@ -65,13 +65,13 @@ class Stragglers:
     _in_a_row: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def add_to(self, message: StepMessage, step: int) -> None:
-        """Add this rank's timings to the message of every seventh step.
+        """Add this rank's timings to the step message of every seventh step.
 
         The timings are the seconds of each part since the last such step, and the waiting time in
         each step of the window. Call it once in each step.
 
         Args:
-            message: The message of the step.
+            message: The fields that this rank sends with the norm of the gradients.
             step: The number of the step.
         """
         waited = sum(self.meter.wait_seconds.values())
@@ -95,7 +95,7 @@ class Stragglers:
 
         Args:
             step: The number of the step.
-            fields: The fields of the step message.
+            fields: The fields that all ranks sent with the norm of the gradients.
         """
         if OWN_SECONDS not in fields:
             return
@@ -145,8 +145,8 @@ def stragglers_of(mesh: Mesh, comm: Comm) -> Stragglers | None:
     ahead of the device, so its times have no meaning.
 
     Args:
-        mesh: The mesh of ranks.
-        comm: The communicator of the ranks.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
+        comm: The communicator of the ranks that call this function.
     """
     if mesh.device.type != "cpu" or not mesh.pp == mesh.tp == mesh.sp == 1:
         return None

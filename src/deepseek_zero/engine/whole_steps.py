@@ -76,8 +76,8 @@ def evaluate(
         engine: The engine.
         data_iter: Yields micro-batches.
         many: The number of micro-batches; None takes as many as a step has.
-        keeps_outputs: Return the outputs, too.
-        has_loss: Compute the loss.
+        keeps_outputs: Keep the outputs of all micro-batches and return them.
+        has_loss: Compute the mean loss; if false, None is returned for it.
 
     Returns:
         The mean loss if `has_loss`, and the outputs on the ranks that compute them.
@@ -117,9 +117,14 @@ def evaluate(
 
 
 def taken(engine: Engine, batches: Iterator[Any], many: int) -> list[Any]:
-    """Take micro-batches from an iterator.
+    """Take the next micro-batches of a step from an iterator.
 
     If ranks share sequences, only this rank's part of each micro-batch is returned.
+
+    Args:
+        engine: The engine, whose mesh decides which part this rank uses.
+        batches: Yields micro-batches.
+        many: The number of micro-batches to take.
     """
     found = [next(batches) for _ in range(many)]
     if engine.mesh.sp == 1:

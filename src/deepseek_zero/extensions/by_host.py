@@ -114,7 +114,7 @@ class TwoHopBuffers(MessageBuffers):
             pieces: This rank's message to each rank, in rank order.
             low: The first element of the slice that is exchanged.
             high: The end of that range.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             add_up: Called with the messages of all hosts for this rank.
 
         Returns:

@@ -47,7 +47,7 @@ class ErrorFeedback(GradReduction):
         Args:
             partial: This rank's partial gradient.
             target: The buffer for the sum.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             add: Add the sum to the values of `target`.
 
         Returns:

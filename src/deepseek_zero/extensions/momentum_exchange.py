@@ -109,7 +109,7 @@ class MomentumExchange(GradReduction):
 
         Args:
             partial: This rank's gradient of all elements of the group.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             has_earlier_sum: The step has an earlier sum. This is not possible here.
 
         Raises:

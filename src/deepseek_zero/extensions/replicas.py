@@ -48,7 +48,7 @@ class SumOverReplicas(GradReduction):
 
         Args:
             partial: This rank's gradient of all elements of the group.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             has_earlier_sum: Not used.
 
         Note:
@@ -62,7 +62,7 @@ class SumOverReplicas(GradReduction):
 
         Args:
             buffer: The sum within this replica.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
 
         Note:
             Collective over the ranks that hold the same slices, and at stage 0 within the replica.

@@ -34,7 +34,7 @@ class WeightDifferences(WeightGather):
         """Start to send the coded differences of an update, or the whole changed slices.
 
         Args:
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             is_update: A step has changed the main weights; False if a program wrote values, which
                 are sent uncoded.
 
@@ -83,7 +83,7 @@ def send_differences(
         source: This rank's slice of the main weights, fp32, in any memory. It is not changed.
         target: The whole weight; its spec names the codec.
         comm_ctx: The context of the ranks that share the slices.
-        what: The name of the unit, for messages.
+        what: The name of the unit, used in error messages.
 
     Note:
         Collective within the gather lane.

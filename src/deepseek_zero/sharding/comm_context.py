@@ -107,7 +107,7 @@ class MessageBuffers:
             pieces: One piece for each rank.
             low: The first element of each slice that its piece covers.
             high: The end of these elements.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             add_up: Sums the received pieces.
 
         Note:
@@ -147,7 +147,7 @@ class Route:
             full: The output, with this rank's slice in place.
             lane: The name of the lane.
             comm_ctx: The ranks that share slices.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
 
         Note:
             Collective within the lane.

@@ -39,7 +39,7 @@ class GradReduction:
         Args:
             partial: This rank's gradient of all elements of the group.
             target: The output, this rank's slice of the sum.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             add: Add the sum to the values of `target`.
 
         Note:
@@ -55,7 +55,7 @@ class GradReduction:
 
         Args:
             partial: This rank's gradient of all elements of the group.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             has_earlier_sum: The step has an earlier sum, to which the caller adds this one.
 
         Note:
@@ -73,7 +73,7 @@ class GradReduction:
 
         Args:
             buffer: The partial sum.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
 
         Note:
             Collective over the ranks that hold the same slices.

@@ -193,7 +193,7 @@ class Gradient:
         Missing members and the padding count as zeros.
 
         Args:
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             is_last: No other sum is expected before the step, so that an accelerator can compute
                 the norm while backward goes on.
 
@@ -261,7 +261,7 @@ class Gradient:
 
         Args:
             partial: The partial gradient.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             squares: Gets the squares of this rank's part of the sum.
         """
         own = self.sum.own()
@@ -289,7 +289,7 @@ class Gradient:
         Nothing is done if the sum is already complete.
 
         Args:
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
 
         Note:
             Collective over the ranks that hold the same slices.

@@ -36,7 +36,7 @@ def move(
         target: The output; may share storage with `source` (a partial gradient reduced in place).
             Slices are sent exactly unless `target.coded_as` is set.
         comm_ctx: The ranks that share slices.
-        what: The name of the unit, for messages.
+        what: The name of the unit, used in error messages.
         add: Add sums to the values of `target`.
 
     Returns:
@@ -125,7 +125,7 @@ def gather_message(
         message: The codes of the whole buffer; only this rank's piece is written.
         target: The output, with all elements.
         comm_ctx: The ranks that share slices.
-        what: The name of the unit, for messages.
+        what: The name of the unit, used in error messages.
 
     Note:
         Collective within the gather lane.
@@ -146,7 +146,7 @@ def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pen
         full: The output, shape ``(ranks * slice_numel,)``; this rank's slice must be in place.
         lane: The name of the lane.
         comm_ctx: The ranks that share slices.
-        what: The name of the unit, for messages.
+        what: The name of the unit, used in error messages.
 
     Returns:
         A handle; `full` may not be read or written before ``wait()`` returns.
@@ -180,7 +180,7 @@ class _ReduceScatter:
             own: The elements of this rank's sum.
             storage: The storage of `own`.
             comm_ctx: The ranks that share slices.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             add: Add the sum to the values of `own`.
         """
         self.source = source

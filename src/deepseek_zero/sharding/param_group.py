@@ -169,7 +169,7 @@ class ParamGroup:
         their turn, so that their states are fetched meanwhile.
 
         Args:
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
 
         Returns:
             A handle; call `point_to_unsharded` after ``wait()``, which raises `PeerError` if
@@ -235,7 +235,7 @@ class ParamGroup:
         This is an all-gather at stages 1 and 2, and nothing at other stages.
 
         Args:
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             is_update: A step has changed the main weight; False if a program wrote it.
 
         Note:

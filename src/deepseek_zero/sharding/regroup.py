@@ -215,7 +215,7 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
 
     Args:
         group: The group.
-        what: The name of the unit, for messages.
+        what: The name of the unit, used in error messages.
         to_fp32: Use fp32; False for the dtypes of the original plan.
 
     Note:

@@ -58,7 +58,7 @@ class WeightGather:
 
         Args:
             whole: The output, from `lend`.
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
 
         Note:
             Collective within the gather lane.
@@ -71,7 +71,7 @@ class WeightGather:
         """Start to send the changed slices to every rank.
 
         Args:
-            what: The name of the unit, for messages.
+            what: The name of the unit, used in error messages.
             is_update: A step has changed the slices; False if a program wrote them.
 
         Note:
