@@ -1,4 +1,4 @@
-"""Layers that several ranks compute together: tensor and sequence parallelism.
+"""Tensor and sequence parallelism: layers and attention that several ranks compute together.
 
 The names below are imported on first use, because a run without these axes needs none of them.
 """

@@ -40,23 +40,24 @@ def parallelize(
 ) -> dict[str, Split]:
     """Split a whole model over the tensor-parallel ranks, in place.
 
-    Values are those of the first rank. Afterwards the parameters of this rank are its own parts,
-    and the first forward compares its inputs with those of the other ranks. Errors are raised
-    before anything is split.
+    All ranks receive the first rank's parameter values. Afterwards, each parameter of this rank's
+    model is its shard, and the first forward compares its inputs with those of the other ranks.
+    Errors are raised before anything is split.
 
     Args:
-        model: The whole model, equal on all ranks.
+        model: The whole model, with the same architecture on all ranks.
         comm: The communicator of the tensor-parallel ranks.
-        settings: The settings; by default `ParallelSettings()`.
-        plan: The result of `choose` for this model and these settings, completed by `prove`. By
-            default it is made here.
+        settings: Which layers are split and how the loss is computed; by default
+            `ParallelSettings()`.
+        plan: The result of `choose` for this model and these settings, completed by `prove`. If it
+            is None, both are called here.
 
     Returns:
         How each parameter is split, by its name in the model.
 
     Raises:
-        UsageError: A layer that was named does not fit.
-        NotBuiltError: The model cannot be split.
+        UsageError: A layer that the settings name cannot be split over this number of ranks.
+        NotBuiltError: Tensor parallelism does not support the model.
 
     Note:
         Collective: every rank of `comm` must call it.
@@ -83,21 +84,23 @@ def parallelize(
 def virtual(
     model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None = None
 ) -> nn.Module:
-    """Make a whole model compute in one process as it would on several ranks.
+    """Make one process compute what several tensor-parallel ranks would compute.
 
-    This is a debugging tool: loss and gradients are those of the ranks bit for bit, with whole
-    parameters.
+    This is a debugging tool. Loss and gradients are bitwise equal to those of a tensor-parallel
+    run, but the parameters stay whole.
 
     Args:
-        model: The whole model, which is changed in place.
-        tp: The number of tensor-parallel ranks, or a mesh.
-        settings: The settings; by default `ParallelSettings()`.
+        model: The whole model. Its split layers and attentions change their class in place.
+        tp: The number of simulated tensor-parallel ranks, or a mesh with this number.
+        settings: Which layers are split and how the loss is computed; by default
+            `ParallelSettings()`.
 
     Returns:
-        The model.
+        `model` itself.
 
     Raises:
-        NotBuiltError: The model cannot be split, or a part of it has no virtual counterpart.
+        NotBuiltError: Tensor parallelism does not support the model, or one process cannot simulate
+            it.
     """
     tp = tp.tp if isinstance(tp, Mesh) else tp
     settings = settings or ParallelSettings()
@@ -177,15 +180,15 @@ def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether a module has an attribute that enables dropout in training."""
+    """Return whether a module of the model has an attribute that enables dropout in training."""
     return any(_has_probability(module) for module in model.modules())
 
 
 def may_draw(model: nn.Module) -> bool:
     """Return whether the model may draw random numbers in training.
 
-    A forward may also read a probability from the configuration. A configuration may have some that
-    no layer uses.
+    A forward may also read a dropout probability from the model's configuration, so nonzero
+    probabilities there count even if no layer uses them.
     """
     configs = [getattr(module, "config", None) for module in model.modules()]
     return has_dropout(model) or any(_has_probability(config) for config in configs)

@@ -27,12 +27,15 @@ class _WithBackward(torch.autograd.Function):
 def with_backward(
     forward: Callable[..., T], backward: Callable[..., tuple[Tensor | None, ...]], *tensors: Tensor
 ) -> T:
-    """Return the result of a linear function, with its backward.
+    """Apply a linear function to tensors, with a given function as its backward.
 
     Args:
         forward: Computes a tensor, or a tuple of tensors, from `tensors`.
-        backward: Computes the gradients of `tensors` from those of the results.
+        backward: Computes a tuple of the gradients of `tensors` from those of the results.
         *tensors: The arguments of `forward`.
+
+    Returns:
+        The result of `forward`, which requires a gradient if one of `tensors` does.
     """
     found: T = _WithBackward.apply(forward, backward, *tensors)  # type: ignore[no-untyped-call]
     return found

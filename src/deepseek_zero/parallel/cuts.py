@@ -1,7 +1,7 @@
 """Split whole tensors into the parts of tensor-parallel ranks, and join them.
 
-`cut` is for the weights of one rank. `blocks` and `join` are differentiable: the virtual axis
-(virtual.py) uses them for everything that several ranks would hold.
+`cut` returns the weights of one rank. `blocks` and `join` are differentiable: the virtual axis
+(virtual.py) uses them for the tensors that several ranks would hold.
 """
 
 from __future__ import annotations
@@ -18,25 +18,31 @@ from .autograd import with_backward
 
 
 def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
-    """Return a contiguous copy of one rank's part of a tensor.
+    """Return one rank's part of a tensor.
 
     Args:
         whole: The whole tensor.
-        split: How it is split. If it is not, `whole` itself is returned.
-        coordinate: The rank's index on the axis.
+        split: How the tensor is split over the ranks.
+        coordinate: The rank's index on the tensor-parallel axis.
+
+    Returns:
+        A contiguous copy of the part, or `whole` itself if every rank holds the whole tensor.
     """
     return taken(whole, split.dim, split.ranges[coordinate]) if split.kind == "split" else whole
 
 
 def blocks(whole: Tensor, split: Split) -> tuple[Tensor, ...]:
-    """Return the parts of all ranks, by coordinate.
+    """Return the parts of all ranks of a whole tensor.
 
-    In backward their gradients are joined. Gradients of a part that several ranks hold are summed
-    in rank order.
+    Backward joins the gradients of the parts. If several ranks hold the same part, their gradients
+    are summed in rank order.
 
     Args:
         whole: The whole tensor.
-        split: How it is split.
+        split: How the tensor is split over the ranks.
+
+    Returns:
+        A contiguous copy of each rank's part, in rank order.
     """
     dim = _dim(split)
     return with_backward(
@@ -47,11 +53,14 @@ def blocks(whole: Tensor, split: Split) -> tuple[Tensor, ...]:
 
 
 def join(parts: tuple[Tensor, ...], split: Split) -> Tensor:
-    """Return the whole tensor of these parts; its gradient is split.
+    """Return the whole tensor of which these are the parts. Backward splits its gradient.
 
     Args:
-        parts: The parts, by coordinate.
-        split: How the whole is split.
+        parts: The part of each rank, in rank order.
+        split: How the whole tensor is split over the ranks.
+
+    Returns:
+        A new tensor. If several ranks hold the same part, it contains their sum.
     """
     dim = _dim(split)
     return with_backward(
@@ -62,9 +71,9 @@ def join(parts: tuple[Tensor, ...], split: Split) -> Tensor:
 
 
 def ordered(parts: tuple[Tensor, ...]) -> Tensor:
-    """Return the sum of tensors of one shape, in this order.
+    """Return the sum of tensors of one shape, added in the given order.
 
-    The sum is formed in fp32 and rounded once. It has no gradient.
+    The sum is formed in fp32 and rounded once. It is not differentiable.
     """
     found = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
     scratch = torch.empty(
@@ -85,9 +94,12 @@ def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
     """Return a contiguous copy of ranges of a dimension, concatenated.
 
     Args:
-        whole: The tensor.
-        dim: The dimension.
-        ranges: The ranges (start, stop).
+        whole: The tensor to copy from.
+        dim: The dimension to which the ranges apply.
+        ranges: The ranges (start, stop) to copy, in this order.
+
+    Returns:
+        A new tensor; its size in `dim` is the total length of the ranges.
     """
     found = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
     return (
@@ -98,12 +110,15 @@ def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 
 def put_together(parts: Sequence[Tensor], split: Split, dim: int) -> Tensor:
-    """Return the whole of these parts; parts that several ranks hold are summed.
+    """Return the whole tensor of which these are the parts. It is not differentiable.
 
     Args:
-        parts: The parts, by coordinate.
-        split: How the whole is split.
-        dim: The split dimension of the tensors.
+        parts: The part of each rank, in rank order.
+        split: How the whole tensor is split over the ranks.
+        dim: The dimension of `parts` that is split.
+
+    Returns:
+        A new tensor. If several ranks hold the same part, it contains their sum in rank order.
     """
     shape = list(parts[0].shape)
     shape[dim] = split.shape[split.dim]

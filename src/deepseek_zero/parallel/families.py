@@ -36,14 +36,20 @@ class Fused:
 
 @dataclass(frozen=True)
 class StyleRule:
-    """The style of the modules whose names end with a pattern."""
+    """How to split the layers whose module names match a pattern.
+
+    Attributes:
+        pattern: A regular expression that is matched to the last parts of a module's name.
+        style: How these layers are split, for example "column" or "row".
+        fused: How several projections are stored in such a layer, or None if it has one.
+    """
 
     pattern: str
     style: Style
     fused: Fused | None = None
 
     def matches(self, name: str) -> bool:
-        """Return whether a module name, or its last parts, match the pattern."""
+        """Return whether a module name, or its last dotted parts, match the pattern."""
         return re.search(rf"(?:^|\.)(?:{self.pattern})$", name) is not None
 
 
@@ -109,17 +115,20 @@ NAMES: tuple[StyleRule, ...] = (
 
 
 def common_path(names: Iterable[str]) -> list[str]:
-    """Return the parts of the longest dotted path with which all names begin."""
+    """Return the parts of the longest dotted prefix that all names have in common."""
     paths = zip(*(name.split(".") for name in names), strict=False)
     return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, paths)]
 
 
 def asked(model: nn.Module, getter: str) -> nn.Module | None:
-    """Return the layer that a method of a transformers model returns, or None without one.
+    """Call a method of a transformers model that returns one of its layers.
 
     Args:
-        model: The model.
+        model: The model, of transformers or any other library.
         getter: The name of the method, for example "get_input_embeddings".
+
+    Returns:
+        The layer, or None if the model does not have the method or the layer.
     """
     try:
         found = getattr(model, getter)()

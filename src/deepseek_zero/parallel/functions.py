@@ -38,14 +38,17 @@ NewBuffer = Callable[[Sequence[int], torch.dtype], Tensor]
 def product(
     rows: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, out: Tensor
 ) -> Tensor:
-    """Compute rows times a weight, of shape (rows, out).
+    """Compute the matrix product of a linear layer into a given tensor.
 
     Args:
         rows: The inputs, shape (rows, in).
         weight: The weight, shape (out, in), or (in, out) if transposed.
         bias: The bias, shape (out,), or None.
         transposed: Whether the weight is (in, out).
-        out: The output.
+        out: The tensor that receives the result, shape (rows, out).
+
+    Returns:
+        `out`.
     """
     right = weight if transposed else weight.t()
     if bias is None:
@@ -67,7 +70,7 @@ def _parameter_gradients(ctx: Any, rows: Tensor, x: Tensor) -> tuple[Tensor | No
 
 
 def flat(x: Tensor) -> Tensor:
-    """Reshape (..., n) to a contiguous (rows, n)."""
+    """Reshape a tensor (..., n) to a contiguous (rows, n)."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
@@ -75,14 +78,14 @@ def flat(x: Tensor) -> Tensor:
 
 
 class Entry:
-    """A tensor that column layers read, with the buffer of their gradients for it.
+    """Accumulates the gradients of several column layers that read the same input.
 
-    `readers` counts the layers that have read it in forward. When all of them have added their
-    gradient, `start` receives the buffer.
+    The gradients for the input are added into one buffer. When all layers that read it in forward
+    (`readers`) have added theirs, `start` is called with the buffer.
 
     Args:
         new: Returns an uninitialized buffer of a shape and a dtype.
-        start: Called with the accumulated gradient of all layers.
+        start: Called with the accumulated gradient, for example to start its all-reduce.
     """
 
     def __init__(self, new: NewBuffer, start: Callable[[Tensor], Any]) -> None:
@@ -94,11 +97,11 @@ class Entry:
         self._started: Any = None
 
     def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
-        """Add one layer's gradient for the input.
+        """Add one column layer's gradient for the shared input.
 
         Args:
             grad: The gradient of the layer's outputs, shape (rows, out).
-            weight: The layer's weight.
+            weight: The layer's weight on this rank, which `grad` is multiplied with.
             transposed: Whether the weight is (in, out).
         """
         left = weight.t() if transposed else weight
@@ -114,7 +117,8 @@ class Entry:
     def finish(self) -> Any:
         """Return the result of `start`, or None if no layer has added a gradient.
 
-        No layer will add to it. If some layers have not added theirs, it calls `start`.
+        It calls `start` if some of the layers did not take part in this backward. No layer may add
+        a gradient afterwards.
         """
         self._close()
         found = self._started
@@ -150,15 +154,16 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
-    """Enter a tensor that column layers read.
+    """Make backward sum the gradient of column layers' input over the ranks.
 
     Args:
-        x: The tensor, whole on every rank.
-        group: The group.
-        what: The name of the first layer, for messages.
+        x: The input, whole on every rank.
+        group: The tensor-parallel ranks over which the gradient is summed.
+        what: The name of the first layer that reads it, for messages.
 
     Returns:
-        The tensor to read and its entry; `x` and None if `x` needs no gradient.
+        The tensor that the layers must read, and the `Entry` that accumulates their gradients for
+        it. If `x` needs no gradient, `x` and None.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, None
@@ -168,15 +173,18 @@ def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | Non
 
 
 def enter_tokens(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
-    """Gather and enter a tensor that is sharded over tokens.
+    """All-gather the tokens of a tensor that column layers read.
+
+    Backward sums the gradient over the ranks and returns the part for this rank's tokens.
 
     Args:
         x: This rank's tokens, shape (batch, tokens / ranks, n).
-        group: The group.
-        what: The name of the layer, for messages.
+        group: The tensor-parallel ranks that hold the other tokens.
+        what: The name of the first layer that reads them, for messages.
 
     Returns:
-        All tokens, and their entry as in `enter`.
+        All tokens, shape (batch, tokens, n), and the `Entry` that accumulates the layers' gradients
+        for them, or None if `x` needs no gradient.
 
     Raises:
         NotBuiltError: `x` does not have three dimensions.
@@ -238,11 +246,14 @@ def column(
     """Return this rank's outputs of a column layer.
 
     Args:
-        x: The entered tensor, shape (..., in).
-        weight: This rank's weight.
-        bias: This rank's bias, or None.
-        entry: The entry of `x`, or None.
+        x: The input that `enter` or `enter_tokens` returned, shape (..., in).
+        weight: This rank's rows of the weight, shape (own outputs, in), or its transpose.
+        bias: This rank's elements of the bias, or None.
+        entry: The `Entry` that accumulates the gradient for `x`, or None if `x` needs none.
         transposed: Whether the weight is (in, out).
+
+    Returns:
+        A tensor of shape (..., own outputs).
     """
     found: Tensor = _Column.apply(x, weight, bias, entry, transposed)  # type: ignore[no-untyped-call]
     return found
@@ -289,13 +300,16 @@ class _Row(torch.autograd.Function):
 
 
 def row_part(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Return one rank's summand of a row layer's outputs.
+    """Return one rank's product of a row layer, before the sum over the ranks.
 
     Args:
-        x: The rank's inputs, shape (..., in).
-        weight: The rank's weight.
-        bias: The bias to add, or None.
+        x: The rank's inputs, shape (..., own inputs).
+        weight: The rank's columns of the weight, shape (out, own inputs), or its transpose.
+        bias: The bias to add, or None. Only one rank may add it.
         transposed: Whether the weight is (in, out).
+
+    Returns:
+        A tensor of shape (..., out).
     """
 
     def new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -319,19 +333,22 @@ def row(
     *,
     shards_tokens: bool = False,
 ) -> Tensor:
-    """Return the sum of every rank's product, plus the bias.
+    """Return the outputs of a row layer: the sum of every rank's product, plus the bias.
 
     The first rank adds the bias to its product.
 
     Args:
-        x: This rank's inputs, shape (..., in).
-        weight: This rank's weight.
+        x: This rank's inputs, shape (..., own inputs).
+        weight: This rank's columns of the weight, shape (out, own inputs), or its transpose.
         bias: The bias, whole on every rank, or None.
-        group: The group.
+        group: The tensor-parallel ranks over which products are summed.
         transposed: Whether the weight is (in, out).
         what: The name of the layer, for messages.
-        shards_tokens: Return only this rank's tokens: (batch, tokens, in) becomes (batch, tokens /
-            ranks, out). Backward gathers them, so it is collective too.
+        shards_tokens: Return only this rank's tokens (reduce-scatter): (batch, tokens, in) becomes
+            (batch, tokens / ranks, out). Backward all-gathers them, so it is collective too.
+
+    Returns:
+        A tensor of shape (..., out), equal on every rank unless `shards_tokens`.
 
     Note:
         Collective and blocking: every rank must call it.
@@ -351,12 +368,15 @@ def row(
 
 
 def leave(x: Tensor, group: TensorGroup, what: str) -> Tensor:
-    """Return the sum of every rank's tensor; each receives the whole gradient.
+    """Return the sum of every rank's tensor. Backward passes the gradient on unchanged.
 
     Args:
-        x: This rank's summand.
-        group: The group.
+        x: This rank's summand, with the same shape and dtype on every rank.
+        group: The tensor-parallel ranks over which the tensors are summed.
         what: The name of the sum, for messages.
+
+    Returns:
+        A new tensor with the shape and dtype of `x`, equal on every rank.
 
     Note:
         Collective and blocking: every rank must call it.
@@ -371,13 +391,18 @@ def _unchanged(grad: Tensor) -> tuple[Tensor]:
 
 
 def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
-    """Return every rank's columns in the order of the whole.
+    """All-gather the columns of every rank.
+
+    Backward returns this rank's columns of the gradient, which must be equal on every rank.
 
     Args:
-        x: This rank's columns, shape (..., own columns). The gradient must be equal on every rank.
-        group: The group.
+        x: This rank's columns, shape (..., own columns).
+        group: The tensor-parallel ranks that hold the other columns.
         columns: How the columns are split over the ranks.
         what: The name of the collective, for messages.
+
+    Returns:
+        A tensor of shape (..., all columns), in the order of the whole model.
 
     Note:
         Collective and blocking: every rank must call it.
@@ -397,14 +422,19 @@ def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
 def scatter(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
     """Return this rank's columns of a tensor that is whole on every rank.
 
+    Forward sends nothing. Backward all-gathers the gradient.
+
     Args:
-        x: The whole tensor.
-        group: The group.
+        x: The whole tensor, shape (..., all columns).
+        group: The tensor-parallel ranks over which the columns are split.
         widths: The number of columns of each rank.
-        what: The name of the collective, for messages.
+        what: The name of the collective in backward, for messages.
+
+    Returns:
+        A contiguous tensor of shape (..., own columns).
 
     Note:
-        Backward gathers: it is collective and blocking.
+        Backward is collective and blocking: every rank must run it.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -418,11 +448,14 @@ def scatter(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> 
 
 
 def own_tokens(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return a copy of this rank's tokens.
+    """Return a contiguous copy of this rank's tokens. It is not differentiable.
 
     Args:
         x: All tokens, shape (batch, tokens, n).
-        group: The group.
+        group: The tensor-parallel ranks over which the tokens are split.
+
+    Returns:
+        A tensor of shape (batch, tokens / ranks, n).
     """
     own = x.shape[1] // group.size
     return x.narrow(1, group.index * own, own).clone(memory_format=torch.contiguous_format)
@@ -431,13 +464,18 @@ def own_tokens(x: Tensor, group: TensorGroup) -> Tensor:
 def shard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
     """Return this rank's tokens of a tensor that is whole on every rank.
 
+    Forward sends nothing. Backward all-gathers the gradient.
+
     Args:
         x: All tokens, shape (batch, tokens, n); the number of ranks divides `tokens`.
-        group: The group.
-        what: The name of the collective, for messages.
+        group: The tensor-parallel ranks over which the tokens are split.
+        what: The name of the module that reads `x`, for messages.
+
+    Returns:
+        A tensor of shape (batch, tokens / ranks, n).
 
     Note:
-        Backward gathers: it is collective and blocking.
+        Backward is collective and blocking: every rank must run it.
     """
     name = f"the gradient into {what}"
     return with_backward(
@@ -446,13 +484,17 @@ def shard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
 
 
 def unshard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
-    """Return all tokens of a tensor that is sharded over tokens.
+    """All-gather a tensor that is sharded over tokens.
+
+    Backward returns this rank's tokens of the gradient, which must be equal on every rank.
 
     Args:
-        x: This rank's tokens, shape (batch, tokens / ranks, n). The gradient must be equal on every
-            rank.
-        group: The group.
-        what: The name of the collective, for messages.
+        x: This rank's tokens, shape (batch, tokens / ranks, n).
+        group: The tensor-parallel ranks that hold the other tokens.
+        what: The name of the module that returned `x`, for messages.
+
+    Returns:
+        A tensor of shape (batch, tokens, n).
 
     Note:
         Collective and blocking: every rank must call it.

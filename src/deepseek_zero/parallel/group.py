@@ -22,12 +22,13 @@ LEAST_BUFFERS = 3  # created before a buffer that is still read is waited for
 
 
 class TensorGroup:
-    """The ranks that hold parts of the same layers.
+    """The collectives of one tensor-parallel group, with reusable buffers.
 
-    All of them must make the same calls in the same order.
+    All ranks of the group must make the same calls in the same order.
 
     Args:
-        comm: The communicator of these ranks. Only this object uses its lane "reduce".
+        comm: The communicator of the tensor-parallel ranks. No other object may use its lane
+            "reduce".
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -44,13 +45,17 @@ class TensorGroup:
     # -- buffers
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized buffer for this rank's part of a sum.
+        """Return an uninitialized buffer for this rank's summand of a sum.
 
-        `sum` takes it back. It waits if other ranks still read every buffer.
+        `sum` returns the buffer to the pool. The call blocks if other ranks still read every
+        buffer.
 
         Args:
-            shape: The shape.
-            dtype: The dtype.
+            shape: The shape of the returned tensor.
+            dtype: The dtype of the returned tensor.
+
+        Returns:
+            A view of a buffer that other ranks can read directly.
         """
         numel = math.prod(shape)
         nbytes = numel * dtype.itemsize
@@ -72,16 +77,19 @@ class TensorGroup:
         return buffer[:nbytes].view(dtype).view(tuple(shape))
 
     def buffers(self) -> list[Tensor]:
-        """Return the memory that is kept for sums."""
+        """Return the pooled buffers and the scratch memory that sums use."""
         return [self.scratch, *self._free]
 
     def sum(self, part: Tensor, what: str) -> Sum:
-        """Start the sum of every rank's part, in rank order, in fp32, rounded once.
+        """Start an all-reduce in rank order, in fp32, rounded once.
 
         Args:
             part: A buffer of `take` with the same shape and dtype on every rank. The group owns it
                 from now on.
             what: The name of the sum, for messages.
+
+        Returns:
+            A handle whose `wait()` returns a new tensor with the shape and dtype of `part`.
 
         Note:
             Collective: every rank must call it.
@@ -90,14 +98,16 @@ class TensorGroup:
         return Sum(self, part, [flat] * self.size, torch.empty_like(part), what)
 
     def sum_own_tokens(self, part: Tensor, what: str) -> Sum:
-        """Start the sum of every rank's part for this rank's tokens.
+        """Start a reduce-scatter over tokens in rank order, in fp32, rounded once.
 
         Args:
-            part: As for `sum`, shape (batch, tokens, n); the number of ranks divides `tokens`.
+            part: A buffer of `take`, shape (batch, tokens, n), with the same shape and dtype on
+                every rank; the number of ranks divides `tokens`. The group owns it from now on.
             what: The name of the sum, for messages.
 
         Returns:
-            The sum, of shape (batch, tokens / size, n).
+            A handle whose `wait()` returns the sum for this rank's tokens, shape
+            (batch, tokens / size, n).
 
         Note:
             Collective: every rank must call it.
@@ -119,10 +129,10 @@ class TensorGroup:
     # -- movements
 
     def all_gather(self, part: Tensor, widths: Sequence[int], what: str) -> list[Tensor]:
-        """Return every rank's part, by rank, each of shape (rows, widths[rank]).
+        """Return every rank's part, in rank order, each of shape (rows, widths[rank]).
 
         Args:
-            part: This rank's part, contiguous; it is returned as its own entry.
+            part: This rank's part, contiguous. The returned list contains this tensor itself.
             widths: The width of each rank's part.
             what: The name of the collective, for messages.
 
@@ -139,14 +149,14 @@ class TensorGroup:
         return found
 
     def gather_tokens(self, own: Tensor, what: str) -> Tensor:
-        """Return all tokens of a tensor that is sharded over tokens.
+        """All-gather a tensor that is sharded over tokens.
 
         Args:
             own: This rank's tokens, shape (batch, tokens / size, n).
             what: The name of the collective, for messages.
 
         Returns:
-            A tensor of shape (batch, tokens, n).
+            A new tensor of shape (batch, tokens, n).
 
         Note:
             Collective and blocking: every rank must call it.
@@ -179,13 +189,13 @@ def _boxes(group: TensorGroup, own: Tensor) -> list[Tensor | None]:
 
 
 class Sum:
-    """A sum that a group started.
+    """Handle of a sum that a `TensorGroup` has started.
 
     Args:
-        group: The group.
-        part: The buffer of this rank's part.
-        pieces: For each rank, what it receives of the part.
-        found: The output, for the sum of this rank's piece.
+        group: The group whose buffers and communicator the sum uses.
+        part: The buffer with this rank's summand, which `wait` returns to the group's pool.
+        pieces: For each rank, the piece of `part` that it receives.
+        found: The tensor that receives the sum of this rank's piece over all ranks.
         what: The name of the sum, for messages.
     """
 
@@ -206,7 +216,7 @@ class Sum:
         self._pending = group.comm.exchange(pieces, boxes, "reduce", what, use, KIND)
 
     def wait(self) -> Tensor:
-        """Return the sum over the ranks.
+        """Block until the sum is complete, and return it.
 
         Raises:
             PeerError: Another rank failed or issued a different collective.
@@ -217,4 +227,4 @@ class Sum:
 
 
 def keep_in_place(received: Sequence[Tensor]) -> None:
-    """Do nothing with received pieces: they are used where they were received."""
+    """Do nothing with received tensors, for an exchange that receives into their final memory."""

@@ -1,4 +1,4 @@
-"""Copies of the modules around split layers that a proof can run, and their arguments."""
+"""Copies of the modules that contain split layers, which the proof (proof.py) runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ class _Enough(Exception):
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """The arguments of one call of a module."""
+    """The arguments of one call of a module.
+
+    Attributes:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+    """
 
     args: Args
     kwargs: Kwargs
@@ -39,21 +44,23 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class RegionHolder:
-    """The smallest module with all split layers of its regions, without values.
+    """A module that contains column layers and the row layers that read their outputs.
+
+    It is the smallest such module, and a copy without parameter values.
 
     Attributes:
-        names: The names of all modules of this kind; the first one is examined.
+        names: The names of all modules of this kind in the model; only the first one is examined.
         template: A copy of the module with parameters on the meta device.
-        members: The split layers of its regions, by name in the module.
-        given: The layers of other rules and of holders inside, which count as whole here.
-        inside: The names of these holders.
-        attributes: By (module, attribute), the head counts of each rank.
+        members: The split layers of these column-row groups, by name in the module.
+        given: Split layers that do not belong to them, by name; the proof treats them as whole.
+        inside: The names of other holders inside this module.
+        attributes: The number of heads of each rank, by (module, attribute) that stores it.
         widths: For attentions: how the ranks split a dimension of a given number of features or
             heads.
-        ranks: The number of ranks.
+        ranks: The number of tensor-parallel ranks.
         device: The device of the parameters.
         dtype: The dtype of the parameters.
-        vectors: Values of parameters with fewer than two dimensions.
+        vectors: Values of parameters with fewer than two dimensions, by name.
     """
 
     names: list[str]
@@ -76,7 +83,7 @@ class RegionHolder:
         )
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that belong to no split layer.
+        """Return the parameters that belong to no split layer, by name in the module.
 
         The bias of a row layer is included, because every rank holds it.
         """
@@ -87,21 +94,21 @@ class RegionHolder:
         }
 
     def layer_of(self, parameter: str) -> Choice | None:
-        """Return the split layer of a parameter, or None if it is the module's own."""
+        """Return the split layer to which a parameter belongs, or None if it belongs to none."""
         name, _, leaf = parameter.rpartition(".")
         choice = self.members.get(name) or self.given.get(name)
         return None if choice is not None and choice.style == "row" and leaf == "bias" else choice
 
     def ranges_of(self, layer: str, style: str | None, rank: int | None) -> Ranges | None:
-        """Return a rank's part of the outputs or inputs of a layer.
+        """Return the outputs or inputs of a split layer that a rank computes or reads.
 
         Args:
-            layer: The name of the layer.
-            style: "column" for outputs, "row" for inputs, None for what no layer computes.
-            rank: The rank, or None for the whole module.
+            layer: The name of the layer in the module.
+            style: "column" for outputs, "row" for inputs, None for a result that no layer computes.
+            rank: The tensor-parallel rank, or None for the whole module.
 
         Returns:
-            The ranges, or None if the rank has all of them.
+            The ranges (start, stop) of features, or None if the rank has all of them.
         """
         choice = self.members.get(layer)
         if rank is None or choice is None or choice.style != style:
@@ -113,11 +120,16 @@ class RegionHolder:
 
 
 def holders_of(model: nn.Module, plan: ParallelPlan) -> list[RegionHolder]:
-    """Return one holder for each kind of module around split layers.
+    """Return one holder for each kind of module that contains split layers.
+
+    Modules are of one kind if their classes, shapes and split layers are equal.
 
     Args:
-        model: The whole model.
-        plan: Its plan.
+        model: The whole model, before anything is split.
+        plan: Which of its layers are split, and how.
+
+    Returns:
+        The holders; `names` of each contains all modules of its kind.
     """
     named: dict[str, nn.Module] = dict(model.named_modules())
     columns: dict[str, list[Choice]] = {}
@@ -155,18 +167,18 @@ def is_inside(name: str, other: str) -> bool:
     """Return whether a module is a descendant of another one.
 
     Args:
-        name: The name of the module.
+        name: The dotted name of the module in the model.
         other: The name of the possible ancestor; "" is the model.
     """
     return name != other and (not other or name.startswith(f"{other}."))
 
 
 def joined(holder: str, name: str) -> str:
-    """Return the full name of a module or parameter.
+    """Return the full dotted name of a module or parameter.
 
     Args:
-        holder: The name of the module that contains it.
-        name: Its name in that module.
+        holder: The name of the module that contains it; "" is the model.
+        name: Its name in that module; "" is the module itself.
     """
     return ".".join(each for each in (holder, name) if each)
 
@@ -182,7 +194,7 @@ def _layers_in(plan: ParallelPlan, holder: str) -> dict[str, Choice]:
 
 
 def widths_of(choice: Choice) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of a whole layer, even after it was split."""
+    """Return the numbers of outputs and inputs of the whole layer, even after it was split."""
     first, second = choice.part.weight.shape
     return (second, first) if choice.part.transposed else (first, second)
 
@@ -297,13 +309,17 @@ def _template(name: str, module: nn.Module) -> nn.Module:
 
 
 def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, ModuleCall]:
-    """Return the calls of modules in a forward of the model on its `dummy_inputs`.
+    """Record the calls of modules in a forward of the model on its `dummy_inputs`.
 
-    A copy of the model runs on tensors without values. If it fails, there are fewer calls.
+    A copy of the model runs on fake tensors. If its forward fails, the calls before the failure are
+    returned.
 
     Args:
         model: The whole model.
-        names: The names of the modules.
+        names: The names of the modules whose calls are recorded.
+
+    Returns:
+        The arguments of the first call of each module that was called, by name.
     """
     example = getattr(model, "dummy_inputs", None)
     calls: dict[str, ModuleCall] = {}
@@ -342,9 +358,12 @@ def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, ModuleCall]:
 
 
 def simple_call(holder: RegionHolder) -> ModuleCall | None:
-    """Return generated arguments for a module that takes one tensor, or None.
+    """Generate arguments for a module whose forward takes one tensor.
 
     Feed-forward layers are such modules.
+
+    Returns:
+        The arguments, on the meta device, or None if the forward needs other arguments.
     """
     parameters = inspect.signature(holder.template.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -356,7 +375,7 @@ def simple_call(holder: RegionHolder) -> ModuleCall | None:
 
 
 def without_caches(value: Any) -> Any:
-    """Return arguments without key/value caches, which training does not use."""
+    """Return arguments with None in place of key/value caches, which training does not use."""
     if hasattr(value, "get_seq_length"):
         return None
     if type(value) is dict:
@@ -365,13 +384,17 @@ def without_caches(value: Any) -> Any:
 
 
 def small_copy(args: Args, kwargs: Kwargs) -> ModuleCall:
-    """Return arguments with fewer rows and tokens.
+    """Return arguments with fewer batch rows and tokens, so that a module runs faster.
 
-    These dimensions are recognized by their sizes.
+    The dimensions of rows and tokens are recognized by the sizes of the first floating-point
+    tensor.
 
     Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+        args: The positional arguments of a call.
+        kwargs: The keyword arguments of the same call.
+
+    Returns:
+        Arguments with detached, shortened views of the tensors.
     """
     given = all_tensors((args, kwargs), visits_objects=False)
     hidden = next((each for each in given if each.is_floating_point() and each.dim() >= 2), None)

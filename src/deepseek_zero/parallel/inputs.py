@@ -17,14 +17,17 @@ from ..comm.collectives import Comm
 
 
 def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
-    """Make the model's first forward compare its inputs across tensor-parallel ranks.
+    """Register a hook that compares the inputs of the model's first forward over the ranks.
 
-    That forward raises BatchMismatchError on each rank if their tensors differ, because each rank
-    would compute its part of another batch. The message contains DeepSpeed's text.
+    If the tensors differ, that forward raises BatchMismatchError on each rank, because the ranks
+    would compute parts of different batches. The message contains DeepSpeed's text.
 
     Args:
-        model: The model.
+        model: The model whose next forward is checked.
         comm: The communicator of the tensor-parallel ranks.
+
+    Note:
+        The first forward is collective: every rank of `comm` must run it.
     """
 
     def compare(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -41,14 +44,15 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
 
 
 def difference(batch: Any, comm: Comm) -> str | None:
-    """Return a description of how the tensors of a batch differ between ranks.
+    """Compare the tensors of a batch over the ranks that must all receive the same one.
 
     Args:
-        batch: This rank's batch.
-        comm: The communicator of the ranks.
+        batch: This rank's batch: tensors, or nested containers with tensors.
+        comm: The communicator of the ranks to compare.
 
     Returns:
-        The description, or None if the batches are equal.
+        A description of the first difference for an error message, or None if the shapes, dtypes
+        and values are equal on all ranks.
 
     Note:
         Collective: every rank of `comm` must call it.

@@ -1,8 +1,8 @@
-"""Layers that are changed in place into parts of layers.
+"""Layers that are changed in place into their tensor-parallel parts.
 
 A layer stays the same object, and a parameter the same Parameter, so ties, optimizers and names
-remain valid. The axis of a layer computes it: `TensorAxis` for one rank of a group, `VirtualAxis`
-(virtual.py) for a whole model in one process.
+remain valid. The `axis` of a layer computes its forward: a `TensorAxis` for one rank of a group, or
+a `VirtualAxis` (virtual.py) for a whole model in one process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .streams import Streams, align_generators
 
 @dataclass(frozen=True)
 class LayerPart:
-    """How a layer is split over the ranks of an axis.
+    """How a layer is split over the tensor-parallel ranks.
 
     Attributes:
-        name: The name of the module.
+        name: The name of the module in the model.
         weight: How the weight is split.
-        transposed: Whether the weight is (in, out).
-        gathers: Whether the outputs of a column layer are gathered at once.
-        scatters: Whether the inputs of a row layer are whole.
-        is_head: Whether the outputs are logits, which a loss may read split.
+        transposed: Whether the weight is (in, out) instead of (out, in).
+        gathers: Whether a column layer all-gathers its outputs.
+        scatters: Whether the inputs of a row layer are whole, so that each rank takes its part.
+        is_head: Whether the outputs are logits, which a loss may read without gathering them.
         shards_tokens: Whether, in training, the inputs of a column layer or the outputs of a row
             layer are sharded over tokens.
     """
@@ -48,21 +48,20 @@ class LayerPart:
 
     @property
     def widths(self) -> list[int]:
-        """Return how many elements of the split dimension each rank holds."""
+        """Return how many elements of the weight's split dimension each rank holds."""
         return [sum(stop - start for start, stop in ranges) for ranges in self.weight.ranges]
 
     @property
     def side(self) -> Split:
-        """Return the split of the split dimension alone: of row inputs, or of a bias."""
+        """Return how a vector along the split dimension is split, such as a column layer's bias."""
         return Split("split", (self.weight.shape[self.weight.dim],), 0, self.weight.ranges)
 
     @cached_property
     def outputs(self) -> Split:
         """Return how the outputs of a column layer are split over the ranks.
 
-        The outputs are next to each other in the order of the whole model. If several ranks share a
-        part (a key/value head), each has its own copy of the output: the outputs are those of a
-        model that has the part several times.
+        If several ranks hold the same part of the weight (a key/value head), each has its own copy
+        of the output, and the whole output contains every copy.
         """
         # For each block of a fused q, k, v: the widths of the ranks' parts
         blocks = zip(*self.weight.ranges, strict=True)
@@ -71,7 +70,7 @@ class LayerPart:
 
 
 class Axis(Protocol):
-    """Computes layers that are parts: a `TensorAxis` or a `VirtualAxis`."""
+    """Interface of the objects that compute split layers: `TensorAxis` and `VirtualAxis`."""
 
     splits_loss: bool
 
@@ -87,7 +86,15 @@ class Axis(Protocol):
 
 
 class Layer(nn.Module):
-    """A layer that is a part. Not instantiated: modules change their class to a subclass."""
+    """Base class of the split layers that a model contains after `parallelize`.
+
+    It is not instantiated. `parallelize` changes the class of a module, such as `nn.Linear`, to one
+    that also derives from a subclass of `Layer`. The parameters are then this rank's shards.
+
+    Attributes:
+        axis: Computes the forward of the layer and its collectives.
+        part: How the layer is split over the ranks.
+    """
 
     axis: Axis
     part: LayerPart
@@ -97,39 +104,39 @@ class Layer(nn.Module):
 
 
 class Column(Layer):
-    """A layer of which each rank computes its own outputs."""
+    """A linear layer of which each rank computes some of the outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs that the axis computes."""
+        """Return this rank's outputs, or all outputs if the layer all-gathers them."""
         return self.axis.column(self, x)
 
 
 class Row(Layer):
-    """A layer of which each rank reads its own inputs; the outputs are summed."""
+    """A linear layer of which each rank reads some of the inputs. Products are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum that the axis computes."""
+        """Return the sum of all ranks' products, plus the bias."""
         return self.axis.row(self, x)
 
 
 class Vocabulary(nn.Embedding, Layer):
-    """An embedding of which each rank holds its own rows.
+    """An embedding of which each rank holds some of the rows.
 
-    The forward of a subclass may call this one.
+    The forward of the module's original class may call this one.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the embeddings that the axis computes."""
+        """Return the embeddings of indices into the whole table."""
         return self.axis.look_up(self, ids)
 
 
 def become(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-    """Change the class of a module into a subclass of a kind and of its class.
+    """Change the class of a module to a new subclass of `kind` and of its current class.
 
     Args:
-        module: The module.
-        kind: The kind, for example `Column`, `Row` or `Vocabulary`.
-        **attributes: Attributes of the kind, for example `axis` and `part`.
+        module: The module to change in place.
+        kind: The base class to add, for example `Column`, `Row` or `Vocabulary`.
+        **attributes: Attributes to set on the module, for example `axis` and `part`.
     """
     module.__class__ = _mixed(type(module), kind)  # type: ignore[arg-type]
     vars(module).update(attributes)
@@ -145,16 +152,17 @@ def _mixed(base: Any, kind: Any) -> Any:
 
 
 class TensorAxis:
-    """Computes the layers of one rank of a group.
+    """Computes the split layers of a model on one rank of a tensor-parallel group.
 
-    All ranks of the group call them in the same order.
+    All ranks of the group must call the methods in the same order.
 
     Args:
-        group: The group.
-        streams: The random streams, if the model draws random numbers.
+        group: The collectives of the tensor-parallel ranks.
+        streams: The random-number streams of this rank, or None if the model draws none.
 
     Attributes:
-        splits_loss: Whether the loss reads split logits in the current forward (loss.py).
+        splits_loss: Whether the loss of the current forward reads logits that are split over the
+            ranks. If not, the output layer all-gathers them.
     """
 
     def __init__(self, group: TensorGroup, streams: Streams | None = None) -> None:
@@ -170,11 +178,18 @@ class TensorAxis:
         return self  # a copy of a model uses the same ranks
 
     def column(self, layer: Layer, x: Tensor) -> Tensor:
-        """Compute a column layer; see `column` in functions.py.
+        """Return this rank's outputs of a column layer, or all of them if the layer gathers.
 
         Args:
-            layer: The layer.
-            x: Its input.
+            layer: The layer, whose weight is this rank's shard.
+            x: Its input, whole on every rank, or this rank's tokens if it is sharded over tokens.
+
+        Returns:
+            A tensor of shape (..., outputs).
+
+        Note:
+            Collective if outputs or tokens are gathered. Backward sums the gradient of `x` over the
+            ranks.
         """
         entered = self._enter(layer, x)
         part = layer.part
@@ -188,11 +203,14 @@ class TensorAxis:
         return found
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
-        """Compute a row layer; see `row` in functions.py.
+        """Return the outputs of a row layer, summed over the ranks.
 
         Args:
-            layer: The layer.
-            x: Its input.
+            layer: The layer, whose weight is this rank's shard.
+            x: This rank's part of its input, or the whole input if the layer splits it.
+
+        Returns:
+            A tensor of shape (..., outputs): all tokens, or this rank's if the layer shards tokens.
 
         Note:
             Collective: every rank must call it.
@@ -213,11 +231,14 @@ class TensorAxis:
         )
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
-        """Compute an embedding.
+        """Return the embeddings of tokens from a table whose rows are split over the ranks.
 
         Args:
-            layer: The layer.
-            ids: Indices into the whole table.
+            layer: The embedding, whose weight is this rank's rows.
+            ids: Indices into the whole table, equal on every rank.
+
+        Returns:
+            A tensor of shape (*ids.shape, width), equal on every rank.
 
         Note:
             Collective: every rank must call it.
@@ -226,24 +247,27 @@ class TensorAxis:
         return leave(found, self.group, layer.part.name)
 
     def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
-        """Return this process's columns of split logits.
+        """Return the columns of split logits that this process computes.
 
         Args:
-            logits: This rank's logits.
-            part: The layer that computed them.
+            logits: This rank's logits, shape (..., own words).
+            part: How the output layer that computed them is split.
 
         Returns:
-            For each rank that computes in this process: the index of its first word, and its
-                columns.
+            One tuple for each rank that this process computes: the index of its first word in the
+            whole vocabulary, and its columns.
         """
         return [(sum(part.widths[: self.group.index]), logits)]
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return every rank's rows, by rank.
+        """All-gather a matrix of every rank.
 
         Args:
-            rows: One tensor of shape (n, width) for each rank that computes in this process.
+            rows: One tensor of shape (n, width) for each rank that this process computes.
             what: The name of the collective, for messages.
+
+        Returns:
+            The tensors of all ranks, in rank order.
 
         Note:
             Collective: every rank must call it.
@@ -252,13 +276,13 @@ class TensorAxis:
         return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Reset the state that a failed forward left, and align the ranks' generators.
+        """Reset the state that a failed forward left, and align the ranks' random generators.
 
-        A forward pre-hook of the model.
+        It is registered as a forward pre-hook of the model.
 
         Args:
-            module: The model.
-            args: Ignored.
+            module: The model whose forward begins.
+            args: The inputs of the forward, which are ignored.
 
         Note:
             Collective: every rank must call it.
@@ -271,21 +295,26 @@ class TensorAxis:
         align_generators(self.group.comm)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Record that a forward has finished. A forward hook of the model.
+        """Record that the forward of the model has finished.
+
+        It is registered as a forward hook of the model. All arguments are ignored.
 
         Args:
             module: The model.
-            args: Ignored.
-            output: Ignored.
+            args: The inputs of the forward.
+            output: The output of the forward.
         """
         self._runs = False
 
     def read_tokens(self, x: Tensor, name: str) -> Tensor:
-        """Return all tokens of a sharded tensor, for a module whose column layers read it.
+        """All-gather the tokens that the column layers of a module will read.
 
         Args:
-            x: This rank's tokens.
+            x: This rank's tokens, shape (batch, tokens / ranks, n).
             name: The name of the module, for messages.
+
+        Returns:
+            All tokens, shape (batch, tokens, n). Backward reduce-scatters their gradient.
 
         Note:
             Collective and blocking: every rank must call it.
@@ -297,7 +326,7 @@ class TensorAxis:
         return read
 
     def enter_tokens(self) -> None:
-        """Switch to this rank's random stream, because it computes its own tokens."""
+        """Draw from this rank's own random stream from now on, because its tokens are its own."""
         if self.streams is not None:
             self.streams.forget()  # state of a recomputation that stopped early
             self.streams.enter()
@@ -329,7 +358,7 @@ class TensorAxis:
         return found
 
     def leave(self) -> None:
-        """End a region: discard the entered tensors, and use the common random stream."""
+        """Draw from the common random stream again, and drop references to column inputs."""
         self._forget()
         if self.streams is not None:
             self.streams.leave()
@@ -352,14 +381,17 @@ class _Entered:
 def look_up(
     weight: Tensor, part: LayerPart, coordinate: int, ids: Tensor, padding: int | None
 ) -> Tensor:
-    """Return one rank's summand of an embedding: zero for the rows of other ranks.
+    """Return one rank's summand of an embedding. It is zero for tokens of other ranks' rows.
 
     Args:
-        weight: This rank's rows.
+        weight: This rank's rows of the table.
         part: How the table is split.
-        coordinate: The rank's index on the axis.
+        coordinate: This rank's index on the tensor-parallel axis.
         ids: Indices into the whole table.
         padding: The padding index in the whole table, or None.
+
+    Returns:
+        A tensor of shape (*ids.shape, width); the sum over the ranks is the embedding.
     """
     ((start, stop),) = part.weight.ranges[coordinate]
     own = ids - start
@@ -370,7 +402,7 @@ def look_up(
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype of torch.autocast for matrix products, if it is enabled."""
+    """Return x in the dtype that torch.autocast uses for matrix products, if it is enabled."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))

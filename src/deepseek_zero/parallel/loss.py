@@ -1,8 +1,8 @@
 """Cross entropy of logits that are split over the vocabulary.
 
 For each token, a rank sends three numbers about its columns: the maximum of the logits, the sum of
-their exponentials, and the target's logit if it has it. No rank has a whole row, and backward sends
-nothing.
+their exponentials, and the target's logit if it is among them. No rank has a whole row, and
+backward sends nothing.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ def split_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """Return the cross entropy of split logits in fp32, equal on every rank.
+    """Compute the cross entropy of logits that are split over the vocabulary.
 
     As in torch, the mean over no token is NaN.
 
     Args:
-        logits: This rank's columns, shape (..., words), of any floating-point dtype; with a virtual
-            axis all columns.
-        targets: Words of the whole vocabulary or `ignore_index`, shape (...).
-        axis: The axis.
-        part: The layer that computed the logits.
+        logits: This rank's columns, shape (..., own words), of any floating-point dtype; all
+            columns if `axis` is a `VirtualAxis`.
+        targets: Indices into the whole vocabulary or `ignore_index`, shape (...).
+        axis: The tensor-parallel axis of the output layer, which combines the ranks' values.
+        part: How the output layer that computed the logits is split.
         ignore_index: The target of tokens that do not count.
         reduction: "mean" or "sum", over the tokens that count.
+
+    Returns:
+        The loss, a scalar in fp32, equal on every rank.
 
     Note:
         Collective and blocking: every rank must call it.
@@ -104,15 +107,16 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def places(targets: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
-    """Return which targets are among a rank's words, and their indices there.
+    """Find the targets that are among one rank's columns of the vocabulary.
 
     Args:
-        targets: The targets.
+        targets: Indices into the whole vocabulary.
         start: The index of the rank's first word.
-        words: The number of its words.
+        words: The number of the rank's words.
 
     Returns:
-        A boolean tensor, and the indices (0 for other targets).
+        A boolean tensor that is True for these targets, and their indices among the rank's columns
+        (0 for other targets).
     """
     place = targets - start
     inside = (place >= 0) & (place < words)
@@ -134,14 +138,15 @@ def _tell(logits: Tensor, targets: Tensor, start: int) -> Tensor:
 
 
 def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Combine the values of all ranks for each token.
+    """Combine the values that each rank computed from its columns of the logits.
 
     Args:
         said: For each rank, the maximum, the sum of exponentials and the target's logit, of shape
             (tokens, 3).
 
     Returns:
-        The logarithm of the sum of exponentials, and the target's logit.
+        For each token, the logarithm of the sum of exponentials over the whole vocabulary, and the
+        target's logit.
     """
     highest = torch.stack([each[:, 0] for each in said]).amax(0)
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
@@ -157,12 +162,12 @@ def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class SplitLoss:
-    """Replaces a transformers model's loss function: reads split logits in training.
+    """Replacement of a transformers model's loss function that reads split logits in training.
 
     Args:
-        axis: The axis.
-        part: The layer that computes the logits.
-        whole: The model's loss function, which is used in evaluation.
+        axis: The tensor-parallel axis of the output layer.
+        part: How the output layer is split.
+        whole: The model's own loss function, which is used in evaluation.
         is_causal: Shift labels, so that each token's logits are compared with the next label.
     """
 
@@ -190,9 +195,21 @@ class SplitLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the mean over tokens, or their sum over `num_items_in_batch`.
+        """Return the mean loss over tokens, or their sum divided by `num_items_in_batch`.
 
         The arguments are those of transformers' loss functions.
+
+        Args:
+            logits: This rank's columns of the logits, or all columns if the loss is not split.
+            labels: The target of each token; they are shifted here for a causal model.
+            vocab_size: The number of words, which only the model's own loss uses.
+            num_items_in_batch: The divisor of the sum of losses; None computes the mean.
+            ignore_index: The target of tokens that do not count.
+            shift_labels: The targets after shifting, which take precedence over `labels`.
+            **kwargs: Other arguments of the model's own loss.
+
+        Note:
+            Collective in training: every rank must call it.
         """
         if not self.axis.splits_loss:
             if shift_labels is not None:
@@ -226,10 +243,10 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
     transformers' losses for language models. In training with labels its output then has no logits.
 
     Args:
-        model: The model.
-        axis: The axis.
-        head: The layer that computes the logits.
-        part: How it is split.
+        model: The model, whose loss function is replaced and which receives two hooks.
+        axis: The tensor-parallel axis of the output layer.
+        head: The output layer, which computes the logits.
+        part: How the output layer is split.
 
     Returns:
         Whether the model was changed.
@@ -278,14 +295,14 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
 
 
 def loss_owner(model: nn.Module, head: nn.Module) -> nn.Module | None:
-    """Return the module that passes the head's logits to a supported loss function.
+    """Return the module that passes the output layer's logits to a supported loss function.
 
     Args:
-        model: The model.
-        head: The layer that computes the logits.
+        model: The model that contains the module.
+        head: The output layer, which computes the logits.
 
     Returns:
-        The module, or None.
+        The module, or None if there is none.
     """
     owner = next((each for each in model.modules() if _gives_logits(each, head)), None)
     return owner if owner is not None and loss_name(owner) in (CAUSAL, MASKED) else None
@@ -294,7 +311,7 @@ def loss_owner(model: nn.Module, head: nn.Module) -> nn.Module | None:
 def loss_name(module: nn.Module) -> str:
     """Return the name of a transformers model's loss function.
 
-    It is "" if its forward does not call `self.loss_function`.
+    It is "" if the model's forward does not call `self.loss_function`.
     """
     if not hasattr(type(module), "loss_function"):
         return ""

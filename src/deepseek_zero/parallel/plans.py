@@ -1,8 +1,8 @@
 """The plan of tensor parallelism: which layers of a model are split, and how.
 
 The first rule that matches a layer decides: `partition_config`, the model's own plan, a preset, the
-table of families (families.py), names. Regions are formed next, from column layers and the row
-layer that follows them. A layer outside of a region is split alone if a rule names it on purpose
+table of families (families.py), names. Then regions are formed: column layers, and the row layer
+that reads their outputs. A layer outside of a region is split alone if a rule names it on purpose
 (ALONE): its inputs and outputs are whole on every rank. It stays whole if only its name matched,
 like layers without a rule.
 """
@@ -69,18 +69,18 @@ class ParallelSettings:
 
     Attributes:
         loss: "split" computes the loss from split logits in training, and the output has no logits.
-            "gathered" gathers the logits. "tiled" leaves both to the code that computes the loss at
-            the head (activations/tiled_loss.py).
-        layers: Rules (pattern, style, parts, model types), which take precedence. The pattern is
-            matched by `re.match` to the names of parameters. The style is a key of KINDS. Parts are
-            the number of equal parts of a fused projection, or their widths. Model types restrict
-            the rule; empty means all models.
-        uses_other_rules: Whether the other rules apply too.
+            "gathered" all-gathers the logits. "tiled" leaves both to the code that computes the
+            loss with the output layer (activations/tiled_loss.py).
+        layers: Rules (pattern, style, parts, model types), which take precedence over all others.
+            The pattern is matched by `re.match` to the names of parameters. The style is a key of
+            KINDS, such as "row" or "column". Parts are the number of equal parts of a fused
+            projection, or their widths. Model types restrict the rule; empty means all models.
+        uses_other_rules: Whether other rules apply to layers that `layers` does not match.
         needs_a_split: Whether it is an error if no layer is split.
         is_strict: Whether it is an error if a layer that a rule matches stays whole.
-        preset: The family whose table is used, whatever the model's type.
-        sequence: Whether activations are sharded over tokens between the regions of a block in
-            training. "auto" enables it if it is built for the model.
+        preset: The model family whose rules are used, whatever the model's type.
+        sequence: Whether activations between the split layers of a block are sharded over tokens in
+            training (Megatron's sequence parallelism). "auto" enables it if the model supports it.
         grain: Feed-forward layers and vocabularies are split at multiples of it, if every rank
             receives one.
     """
@@ -97,16 +97,16 @@ class ParallelSettings:
 
 @dataclass
 class Choice:
-    """What one layer becomes, and by which rule.
+    """How one layer is split, and the rule that selected it.
 
     Attributes:
-        name: The name of the layer.
-        module: The layer.
-        style: What it becomes.
-        source: The rule.
+        name: The name of the layer in the model.
+        module: The layer itself.
+        style: How it is split, for example "column" or "row".
+        source: The kind of the rule that matched it.
         fused: How several projections are stored in it, if it is fused.
-        part: How it is split. `choose` sets it.
-        region: A name that column layers with the same input share.
+        part: How its weight is split over the ranks. `choose` sets it.
+        region: A name that the column layers share whose outputs the same row layer reads.
         head_dim: The size of a head if it belongs to an attention.
     """
 
@@ -121,7 +121,7 @@ class Choice:
 
     @property
     def is_wished(self) -> bool:
-        """Return whether the layer was named on purpose, not only matched by its name."""
+        """Return whether a rule named the layer, instead of only matching its name."""
         return self.source != "names"
 
     @property
@@ -138,21 +138,22 @@ class Choice:
 
 @dataclass
 class ParallelPlan:
-    """The plan of one model.
+    """Which layers of a model are split over the tensor-parallel ranks, and how.
 
     Attributes:
         ranks: The number of tensor-parallel ranks.
         choices: The layers that are split.
-        partial: The layers that every rank holds whole, with gradients that are summed.
-        splits: How each parameter is split, by name.
-        attributes: By (module, attribute), the head counts of each rank.
-        attentions: For each module with all layers of an attention, the module with its
-            projections.
-        left: The layers that stay whole, with the reason.
+        partial: The layers that every rank holds whole, with gradients that are summed over ranks.
+        splits: How each parameter is split, by its name in the model.
+        attributes: The number of heads of each rank, by (module, attribute) that stores it.
+        attentions: For each module with all layers of an attention, the name of the module with its
+            query, key and value projections.
+        left: The layers that stay whole although a rule matches them, with the reason.
         stretch: The blocks between which activations are sharded over tokens, or None.
-        why_whole: Why they are not sharded, if that was left to the plan.
-        grain: As in the settings.
-        unproven: Modules around split layers that the first forward has to examine (proof.py).
+        why_whole: Why `sequence="auto"` does not shard activations over tokens, or "".
+        grain: Feed-forward layers and vocabularies are split at multiples of it.
+        unproven: Modules that contain split layers and that `prove` could not run; the first
+            forward examines them.
     """
 
     ranks: int
@@ -168,7 +169,11 @@ class ParallelPlan:
     unproven: list[Any] = field(default_factory=list)
 
     def table(self) -> str:
-        """Return the plan as text: a line per kind of layer, with block numbers as `*`."""
+        """Return the plan as a text table with one line per kind of layer.
+
+        Block numbers in names are replaced by `*`, and each line ends with the number of such
+        layers.
+        """
         lines = Counter[tuple[str, ...]]()
         for choice in self.choices:
             parts = " + ".join(dict.fromkeys(map(str, choice.part.widths)))
@@ -184,18 +189,25 @@ class ParallelPlan:
 
 
 def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = None) -> ParallelPlan:
-    """Return the plan for a whole model.
+    """Plan which layers of a model are split over the tensor-parallel ranks, and how.
 
-    It reads only names, shapes and attributes of modules.
+    Only names, shapes and attributes of modules are read, so parameters may be on the meta device.
+    The model is not changed.
 
     Args:
-        model: The whole model.
+        model: The whole model, before anything is split.
         ranks: The number of tensor-parallel ranks.
-        settings: The settings; by default `ParallelSettings()`.
+        settings: Which rules apply, how the loss is computed, and whether activations are sharded
+            over tokens; by default `ParallelSettings()`.
+
+    Returns:
+        The plan, which `prove` completes and `parallelize` applies.
 
     Raises:
-        NotBuiltError: The model's family or a style is not built.
-        UsageError: A layer that was named on purpose does not fit. The message names it.
+        NotBuiltError: Tensor parallelism does not support the model's family or a style that a rule
+            names.
+        UsageError: A layer that the settings name cannot be split over this number of ranks. The
+            message names it.
     """
     cut = came_cut(model)
     refuse_other_cuts(cut, ranks)
@@ -486,7 +498,10 @@ def _ranges(shares: Shares, size: int) -> RangesOfRanks:
 
 
 def adapted_common(choices: Sequence[Choice]) -> str:
-    """Return the name of the smallest module with all of these layers or their adapters."""
+    """Return the name of the smallest module that contains all of these layers.
+
+    A layer inside a LoRA adapter counts as the adapter.
+    """
     parents = [parent_of(choice) for choice in choices]
     return ".".join(common_path(parents))
 
@@ -749,17 +764,17 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Return whether a module is a layer that can be split."""
+    """Return whether a module is a linear layer or an embedding, which can be split."""
     return isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module)
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a layer that can be split."""
+    """Return the weight of a layer for which `is_matrix` is true."""
     return cast(Tensor, module.weight)
 
 
 def parent_of(choice: Choice) -> str:
-    """Return the name of the module that contains a layer or the adapter around it."""
+    """Return the name of the module that contains a layer, or the LoRA adapter around it."""
     return choice.name.removesuffix(ADAPTED).rpartition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""Proof that each rank computes its part of the modules around split layers.
+"""Check that each rank computes its part of the modules that contain split layers.
 
 A plan (plans.py) selects layers by names and widths. Between its column layers and its row layer a
 module may still use all features (a norm, a softmax, top-k), count heads in another way, or have
@@ -73,18 +73,20 @@ class _Fails(_Differs):
 
 
 def prove(model: nn.Module, plan: ParallelPlan) -> None:
-    """Examine each kind of module with split layers, and complete the plan.
+    """Check that ranks which compute a plan's split layers compute the same model.
 
-    This sets the splits of the modules' own parameters. Modules that cannot be run here, because
-    their arguments are unknown, are added to `plan.unproven`; `watch` examines them in the first
-    forward. The model is not changed.
+    A copy of one module of each kind that contains split layers is run on small random inputs, once
+    whole and once as each rank. Its results also show how the gradients of other parameters in the
+    module are reduced; `plan.splits` is updated with that. Modules whose arguments are unknown
+    cannot be run here and are added to `plan.unproven`; `watch` examines them in the first forward.
+    The model is not changed.
 
     Args:
         model: The whole model, before anything is split.
-        plan: The result of `choose`.
+        plan: The result of `choose` for this model, which is updated in place.
 
     Raises:
-        NotBuiltError: A rank would compute something else. The message names the module, and the
+        NotBuiltError: A rank would compute another result. The message names the module, and the
             layer or parameter.
     """
     holders = holders_of(model, plan)
@@ -109,12 +111,12 @@ def prove(model: nn.Module, plan: ParallelPlan) -> None:
 def watch(model: nn.Module, plan: ParallelPlan) -> None:
     """Make the first forward examine the modules that `prove` could not run.
 
-    It uses the arguments of that forward, which raises NotBuiltError if a rank would compute
-    something else or a module cannot be examined.
+    The examination uses the arguments of that forward. The forward raises NotBuiltError if a rank
+    would compute another result or if a module cannot be examined.
 
     Args:
-        model: The model.
-        plan: Its plan.
+        model: The model, after its layers were split; hooks are registered on these modules.
+        plan: The plan, whose `unproven` lists the modules.
     """
     for holder in plan.unproven:
         _watch(model.get_submodule(holder.names[0]), holder, dict(plan.splits))
@@ -410,18 +412,19 @@ def _kept_in(module: nn.Module) -> _Results:
 
 
 def examine(holder: RegionHolder, call: ModuleCall, splits: Splits) -> dict[str, Split]:
-    """Return how a module's own parameters are split along the axis.
+    """Check that each rank computes its part of one module that contains split layers.
 
     Args:
-        holder: The module.
-        call: Arguments for it.
+        holder: A copy of the module and its split layers.
+        call: Arguments with which the module can be called.
         splits: How the plan splits the model's parameters, by name in the model.
 
     Returns:
-        The splits, by name in the module.
+        How the parameters that belong to no split layer are split over the ranks, by name in the
+        module.
 
     Raises:
-        NotBuiltError: A rank computes something else.
+        NotBuiltError: A rank computes another result than the whole module.
         Unproven: The module could not be run.
     """
     tried: list[str] = []

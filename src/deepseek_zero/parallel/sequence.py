@@ -1,4 +1,4 @@
-"""Communication between ranks that share sequences, and Ulysses attention.
+"""Communication between sequence-parallel ranks, and the exchange of Ulysses attention.
 
 Ulysses exchanges tokens for heads around attention:
 
@@ -28,24 +28,28 @@ KIND = "sp"  # kind of these bytes in the meter
 
 
 class SequenceRanks(Protocol):
-    """The ranks that share sequences.
+    """Interface of the group of ranks that share sequences (sequence parallelism).
 
     All of them must make the same calls in the same order.
+
+    Attributes:
+        size: The number of ranks.
+        index: This rank's index among them.
     """
 
     size: int
     index: int
 
     def exchange(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Send pieces[k][r] to rank r and return what each rank sent.
+        """Send a slice of each tensor to each rank (all-to-all).
 
         Args:
-            pieces: Tensors of one dtype and shape (size, ...), with the same shapes on every rank.
-                They need not be contiguous.
+            pieces: Tensors of one dtype and shape (size, ...), with the same shapes on every rank;
+                rank r receives `piece[r]`. They need not be contiguous.
             what: The name of the collective, for messages.
 
         Returns:
-            For each piece, a tensor of shape (size, ...).
+            For each piece, a tensor of shape (size, ...) with what each rank sent, in rank order.
 
         Note:
             Collective and blocking: every rank must call it.
@@ -54,10 +58,14 @@ class SequenceRanks(Protocol):
 
 
 class SequenceGroup:
-    """`SequenceRanks` over a communicator.
+    """Collectives of the sequence-parallel ranks over a communicator.
 
     Args:
-        comm: The communicator. Only this object uses its lane "reduce".
+        comm: The communicator of these ranks. No other object may use its lane "reduce".
+
+    Attributes:
+        size: The number of ranks.
+        index: This rank's index among them.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -67,11 +75,15 @@ class SequenceGroup:
         self._group = TensorGroup(comm)
 
     def exchange(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Exchange pieces as `SequenceRanks.exchange`.
+        """Send a slice of each tensor to each rank (all-to-all).
 
         Args:
-            pieces: Tensors of one dtype and shape (size, ...).
+            pieces: Tensors of one dtype and shape (size, ...), with the same shapes on every rank;
+                rank r receives `piece[r]`. They need not be contiguous.
             what: The name of the collective, for messages.
+
+        Returns:
+            For each piece, a tensor of shape (size, ...) with what each rank sent, in rank order.
 
         Note:
             Collective and blocking: every rank must call it.
@@ -83,12 +95,15 @@ class SequenceGroup:
         return _unpacked(found, pieces)
 
     def all_gather(self, parts: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return every rank's parts, each of shape (size, ...).
+        """All-gather tensors of every rank.
 
         Args:
             parts: Tensors of one dtype, with the same shapes on every rank. They need not be
                 contiguous.
             what: The name of the collective, for messages.
+
+        Returns:
+            For each part, a tensor of shape (size, ...) with that of each rank, in rank order.
 
         Note:
             Collective and blocking: every rank must call it.
@@ -101,14 +116,15 @@ class SequenceGroup:
         return _unpacked(found, pieces)
 
     def sum_scatter(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return the sums of every rank's pieces[k][own].
-
-        They are formed in rank order, in fp32, and rounded once.
+        """Reduce-scatter tensors in rank order, in fp32, rounded once.
 
         Args:
-            pieces: Tensors of one dtype and shape (size, ...), with the same shapes on every rank.
-                They need not be contiguous.
+            pieces: Tensors of one dtype and shape (size, ...), with the same shapes on every rank;
+                rank r receives the sum of all ranks' `piece[r]`. They need not be contiguous.
             what: The name of the collective, for messages.
+
+        Returns:
+            For each piece, this rank's sum, of shape (...).
 
         Note:
             Collective and blocking: every rank must call it.
@@ -170,16 +186,20 @@ def _moved(
 def exchange(
     ranks: SequenceRanks, split: int, join: int, what: str, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Split dimension `split` of tensors over the ranks, and gather dimension `join`.
+    """Split one dimension of tensors over the ranks, and gather another one (all-to-all).
 
     Tensors of one dtype are sent together. Backward is the reverse exchange.
 
     Args:
-        ranks: The ranks.
+        ranks: The sequence-parallel ranks among which the tensors are exchanged.
         split: The dimension that is whole here and split in the result.
         join: The dimension that is split here and whole in the result.
         what: The name of the collective, for messages.
         *tensors: Tensors with the same shapes on every rank.
+
+    Returns:
+        For each tensor, one whose dimension `split` is divided by the number of ranks and whose
+        dimension `join` is multiplied by it; the tensors themselves if there is only one rank.
 
     Raises:
         UsageError: The number of ranks does not divide dimension `split`.
@@ -210,15 +230,18 @@ def exchange(
 
 
 def spread(heads: Tensor, ranks: int, dim: int) -> Tensor:
-    """Repeat key/value heads if there are fewer than ranks.
+    """Repeat key or value heads if there are fewer heads than ranks.
 
-    The copies are for neighboring ranks. The gradient of a repeated head is the sum over its
-    copies.
+    Neighboring ranks receive the copies of one head. The gradient of a repeated head is the sum
+    over its copies.
 
     Args:
         heads: Keys or values.
-        ranks: The number of ranks.
-        dim: The dimension of heads.
+        ranks: The number of sequence-parallel ranks that will split the heads.
+        dim: The dimension of `heads` that counts heads.
+
+    Returns:
+        A tensor with as many heads as ranks, or `heads` itself if the ranks divide its heads.
 
     Raises:
         UsageError: Neither number divides the other.
@@ -236,9 +259,9 @@ def spread(heads: Tensor, ranks: int, dim: int) -> Tensor:
 
 
 class SequenceAttention(nn.Module):
-    """Base class of attention modules that do their own exchanges.
+    """Base class of attention modules that communicate over sequence-parallel ranks.
 
-    A model with one can be trained along "sp".
+    A model that contains such a module can be trained with sequence parallelism.
 
     Args:
         local_attn: Called with (query, key, value) of all tokens and this rank's heads.

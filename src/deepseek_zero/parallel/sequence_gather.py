@@ -27,11 +27,13 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def zigzag(index: int, ranks: int) -> tuple[int, int]:
-    """Return the two of the 2 * ranks chunks of a sequence that a rank has, ascending.
+    """Return the two chunks of a sequence that a rank has, in ascending order.
+
+    A sequence consists of 2 * ranks chunks.
 
     Args:
-        index: The rank's index on the axis.
-        ranks: The number of ranks.
+        index: The rank's index on the sequence-parallel axis.
+        ranks: The number of sequence-parallel ranks.
     """
     return index, 2 * ranks - 1 - index
 
@@ -46,14 +48,16 @@ def attend_gathered(
     is_causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """Return the attention of this rank's two chunks over the whole sequences.
+    """Compute the attention of this rank's two chunks over the whole sequences.
+
+    Keys and values are all-gathered in forward and again in backward.
 
     Args:
         group: The ranks that share sequences.
-        kernel: Computes attention of one chunk.
+        kernel: Computes the attention of one chunk's queries over given keys and values.
         query: Queries of this rank's chunks, shape (samples, heads, tokens, width).
         key: Keys of the same shape, with fewer heads if the kernel supports that.
-        value: Values, likewise.
+        value: Values of the same shape as the keys.
         is_causal: Whether a token sees only itself and earlier tokens.
         window: Each token sees only this number of last tokens, including itself. None means all.
 
@@ -85,11 +89,11 @@ def block_of(
     """Return the keys that the queries of a chunk see, and the mask between them.
 
     Args:
-        place: The index of the chunk.
+        place: The index of the chunk in the sequence.
         chunk: The number of tokens of a chunk.
         tokens: The number of tokens of the sequence.
         is_causal: Whether a token sees only itself and earlier tokens.
-        window: Each token sees only this number of last tokens, or None.
+        window: Each token sees only this number of last tokens, including itself. None means all.
         device: The device of the mask.
 
     Returns:

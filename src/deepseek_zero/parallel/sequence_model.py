@@ -1,11 +1,11 @@
 """Sequence parallelism for transformers models.
 
 Each rank runs the model's own forward on its part of every sequence, and the loss is weighted by
-tokens. Only attention needs other tokens. It is registered with transformers under a name of its
-own (`shared_sdpa`), and either exchanges tokens for heads (sequence.py) or gathers keys and values
+tokens. Only attention needs other tokens. It is registered with transformers under a separate name
+(`shared_sdpa`), and either exchanges tokens for heads (sequence.py) or gathers keys and values
 (sequence_gather.py). `position_ids` are required, because they contain the positions of a rank's
-tokens. `own_tokens` splits a batch and creates them, and `own_part` does this as the ranks of a
-model need it.
+tokens. `own_tokens` splits a batch and creates them; `own_part` calls it with the settings of a
+model.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ class SequenceSettings:
     """The caller's settings for sequence parallelism.
 
     Attributes:
-        attention: How attention accesses the tokens of other ranks. "auto" exchanges tokens for
-            heads if that is built for the model, and gathers keys and values otherwise.
-        weighs_loss: Whether the model's loss is that of all tokens of the sequences, on every rank.
-            If not, it is the mean over this rank's tokens, and the caller splits batches and
-            weights losses.
-        spares_eval: Whether every rank computes whole sequences independently in evaluation.
+        attention: How attention accesses the tokens of other ranks. "ulysses" exchanges tokens for
+            heads, "all_gather" gathers keys and values, and "auto" uses "ulysses" if the model
+            supports it and "all_gather" otherwise.
+        weighs_loss: Whether the model returns the loss of all tokens of the sequences on every
+            rank. If not, it returns the mean over this rank's tokens, and the caller splits batches
+            and weights losses.
+        spares_eval: Whether, in evaluation, ranks do not communicate and each computes whole
+            sequences.
     """
 
     attention: Literal["auto"] | AttentionMethod = "auto"
@@ -70,14 +72,15 @@ class SequenceSettings:
 
 
 def places_of(attention: AttentionMethod, coordinate: int, ranks: int) -> tuple[int, ...]:
-    """Return the chunks of a sequence that a rank has, ascending.
+    """Return the chunks of a sequence that a rank has, in ascending order.
 
     The sequence is split into equal chunks, as many per rank as the returned tuple has.
 
     Args:
-        attention: How attention accesses the tokens of other ranks.
-        coordinate: The rank's index on the axis.
-        ranks: The number of ranks.
+        attention: How attention accesses the tokens of other ranks. "all_gather" gives each rank an
+            early and a late chunk, to balance the work of causal attention.
+        coordinate: The rank's index on the sequence-parallel axis.
+        ranks: The number of sequence-parallel ranks.
     """
     return (coordinate,) if attention == "ulysses" else zigzag(coordinate, ranks)
 
@@ -90,17 +93,20 @@ def own_tokens(
     *,
     shifts: bool = True,
 ) -> dict[str, Any]:
-    """Return one rank's part of a batch of whole sequences.
+    """Split a batch of whole sequences, and return one rank's part of it.
 
     Args:
         batch: Tensors of shape (samples, tokens, ...), equal on the ranks that share sequences.
-            Other entries are unchanged. `position_ids` are added if missing.
-        coordinate: The rank's index on the axis.
-        ranks: The number of ranks.
+            Other values are unchanged. `position_ids` are added if missing.
+        coordinate: The rank's index on the sequence-parallel axis.
+        ranks: The number of sequence-parallel ranks.
         attention: How attention accesses the tokens of other ranks, which determines the tokens of
             each rank.
         shifts: Replace `labels` by `shift_labels`, the next token's label of each token, before the
             split. Causal losses need this.
+
+    Returns:
+        A new batch with tensors of shape (samples, tokens / ranks, ...).
 
     Raises:
         UsageError: The number of tokens is not divisible.
@@ -130,14 +136,25 @@ def own_tokens(
 
 
 def own_part(model: nn.Module, batch: Any) -> Any:
-    """Return this rank's part of a batch, for a model whose ranks share sequences.
+    """Return this rank's tokens of a batch of whole sequences.
 
-    For other models, and for a batch that is split already, it returns the batch. A batch is split
-    if it has `position_ids` and, for a causal loss, `shift_labels` instead of `labels`.
+    The batch is split as `own_tokens` does for the settings that `share_sequences` received. A
+    batch that is split already is returned unchanged: it has `position_ids` and, for a causal loss,
+    `shift_labels` instead of `labels`.
 
     Args:
-        model: The model.
-        batch: Whole sequences by name, equal on these ranks.
+        model: A model that was passed to `share_sequences`, or a module of it.
+        batch: The arguments of the model's forward, by name: `input_ids`, `labels` and so on, with
+            whole sequences that are equal on all sequence-parallel ranks.
+
+    Returns:
+        A new batch with tensors of shape (samples, tokens / ranks, ...). `batch` itself if it is
+        split already or not a mapping, if the model does not share sequences, or if the settings
+        leave splitting to the caller.
+
+    Raises:
+        UsageError: The number of tokens is not divisible by the number of ranks (by twice that
+            number for "all_gather").
     """
     shared = _SHARED.get(model)
     return shared.own_part(batch) if shared is not None and isinstance(batch, Mapping) else batch
@@ -146,20 +163,25 @@ def own_part(model: nn.Module, batch: Any) -> Any:
 def share_sequences(
     model: nn.Module, comm: Comm, settings: SequenceSettings | None = None, *, tp: int = 1
 ) -> None:
-    """Make a model's forward a part of a forward over ranks that share sequences.
+    """Make a transformers model compute sequences that are split over ranks, in place.
 
-    A model with modules of `SequenceAttention` does its own exchanges and is not changed. A
-    transformers model uses a registered attention. This call is local; forwards are collective
-    afterwards.
+    Attention is replaced by one that communicates, and hooks check the inputs and average the loss
+    over the ranks. A model with `SequenceAttention` modules is not changed, because these
+    communicate themselves.
 
     Args:
-        model: The model.
-        comm: The communicator of the ranks along "sp".
-        settings: The settings; by default `SequenceSettings()`.
-        tp: The number of ranks along "tp", over which its layers were split.
+        model: The model, whose configuration and modules are changed.
+        comm: The communicator of the sequence-parallel ranks ("sp").
+        settings: How attention communicates, and whether the loss is averaged over the ranks; by
+            default `SequenceSettings()`.
+        tp: The number of tensor-parallel ranks ("tp") over which the model's layers were split.
 
     Raises:
-        NotBuiltError: The model is not supported. The message contains the reason.
+        NotBuiltError: Sequence parallelism does not support the model. The message contains the
+            reason.
+
+    Note:
+        The model's forward and backward are collective afterwards: every rank must run them.
     """
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return
@@ -177,16 +199,19 @@ def share_sequences(
 def choose_attention(
     model: nn.Module, ranks: int, tp: int, settings: SequenceSettings
 ) -> AttentionMethod:
-    """Return how attention of a model accesses the tokens of other ranks.
+    """Choose how attention of a model accesses the tokens of other ranks.
 
     Args:
-        model: The model.
-        ranks: The number of ranks along "sp".
-        tp: The number of ranks along "tp".
-        settings: The settings.
+        model: The model, of which the configuration and the modules' classes are read.
+        ranks: The number of sequence-parallel ranks ("sp").
+        tp: The number of tensor-parallel ranks ("tp"), over which the attention heads are split.
+        settings: Its `attention` is the method to use, or "auto".
+
+    Returns:
+        "ulysses" (exchange tokens for heads) or "all_gather" (gather keys and values).
 
     Raises:
-        NotBuiltError: The model is not supported. The message contains the reason.
+        NotBuiltError: The model does not support the method. The message contains the reason.
     """
     config: Any = getattr(model, "config", None)
     core = getattr(config, "_attn_implementation", None)

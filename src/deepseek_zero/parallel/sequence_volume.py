@@ -1,6 +1,6 @@
-"""Bytes that a rank sends for attention over shared sequences, per micro-batch.
+"""Bytes that a rank sends for sequence parallelism in one micro-batch.
 
-Computed from the configuration of the model.
+They are computed from the configuration of the model.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _OTHER_WIDTHS = ("v_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 
 
 class SequenceTraffic(NamedTuple):
-    """Bytes that ranks send to share sequences.
+    """Bytes that one rank sends for sequence parallelism.
 
     Attributes:
-        attention: How attention accesses the tokens of other ranks; "" if the model's own modules
-            exchange.
-        layer_bytes: Bytes that a rank sends per token of its own in one layer, forward and
-            backward; None if unknown.
+        attention: How attention accesses the tokens of other ranks: "ulysses" (all-to-all) or
+            "all_gather"; "" if the model's own modules communicate.
+        layer_bytes: Bytes that a rank sends in one attention layer for each of its own tokens,
+            forward and backward; None if unknown.
         layers: The number of attention layers.
         row_bytes: Bytes that a rank sends for the loss of a micro-batch.
     """
@@ -44,19 +44,25 @@ def traffic_of_sequences(
     settings: SequenceSettings,
     compute: torch.dtype | None = None,
 ) -> SequenceTraffic:
-    """Return the bytes that one rank sends.
+    """Compute the bytes that one rank sends for sequence parallelism in one micro-batch.
 
-    It is assumed that every attention layer has trained weights before it.
+    The result assumes that every attention layer has trained weights before it, so that backward
+    sends gradients in each of them.
 
     Args:
         model: The whole model, before it is split.
-        ranks: The number of ranks along "sp".
-        tp: The number of ranks that share the heads.
-        settings: The settings.
+        ranks: The number of sequence-parallel ranks ("sp").
+        tp: The number of tensor-parallel ranks ("tp"), over which the attention heads are split.
+        settings: How attention communicates, and whether the loss is averaged over the ranks.
         compute: The dtype of activations, if it differs from the model's.
 
+    Returns:
+        The bytes for each token and attention layer, and for the loss of the micro-batch.
+        `layer_bytes` is None if the model's attention communicates by itself, or if keys and values
+        differ in width.
+
     Raises:
-        NotBuiltError: The model is not supported.
+        NotBuiltError: Sequence parallelism does not support the model.
     """
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return SequenceTraffic("", None)

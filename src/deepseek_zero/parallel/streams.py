@@ -3,7 +3,7 @@
 They are equal on every rank outside of split layers, and different inside. Outside, the generators
 of all ranks have the same state, which `align_generators` ensures before each forward. Inside,
 where each rank has its own heads, a rank uses its own stream, seeded by one number of the common
-stream and its coordinate. There is thus only one state: restoring the common stream (a
+stream and the rank's index. There is thus only one state: restoring the common stream (a
 recomputation, a checkpoint) also restores the other one.
 """
 
@@ -19,13 +19,13 @@ from ..comm.collectives import Comm
 
 
 class Streams:
-    """The two random streams of one rank.
+    """The two random-number streams of one rank: a common one and its own.
 
     They use torch's default generators of the CPU and, on a GPU, of the device.
 
     Args:
-        coordinate: The rank's index on the axis.
-        device: The rank's device.
+        coordinate: The rank's index on the tensor-parallel axis, which seeds its own stream.
+        device: The rank's device, whose generator is switched with that of the CPU.
     """
 
     def __init__(self, coordinate: int, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class Streams:
         self._outside: Tensor | None = None
 
     def enter(self) -> None:
-        """Switch to this rank's stream. Draws one number from the common stream."""
+        """Switch to this rank's own stream. This draws one number from the common stream."""
         if self._outside is not None:
             return
         drawn = int(torch.randint(2**62, (1,)))
@@ -52,12 +52,15 @@ class Streams:
             self._outside = None
 
     def forget(self) -> None:
-        """Keep the current state of the generators, because other code has restored them."""
+        """Treat the generators' current state as the common stream, without restoring the old one.
+
+        This is for a state that other code has restored, such as a recomputation.
+        """
         self._outside = None
 
 
 def align_generators(comm: Comm) -> None:
-    """Set torch's default generators to the first rank's state, if ranks differ.
+    """Set torch's default generators to the first rank's state if the states differ.
 
     Programs often use the seed `seed + rank`. Ranks along "tp" compute one batch together, so code
     outside of split layers must draw the same numbers on all of them.

@@ -2,12 +2,12 @@
 
 This applies between the split layers of a block:
 
-    first block                  its input becomes this rank's tokens (`shard`)
+    first block                  its input is reduced to this rank's tokens (`shard`)
     norms, dropout, residuals    on this rank's tokens; the gradient of a norm is a summand
     attention                    its module receives all tokens (`TensorAxis.read_tokens`),
                                  because it reads the number of tokens there
     other columns                gather their input; the sum of a row layer is for own tokens
-    last block                   its output becomes all tokens (`unshard`)
+    last block                   its output is all-gathered (`unshard`)
 
 Everything outside of the blocks is whole, because a model computes positions and masks there. In
 evaluation nothing is sharded.
@@ -34,12 +34,12 @@ OFF = 'leave tensor_parallel.sequence out, or say "sequence": false.'
 
 @dataclass(frozen=True)
 class ShardedBlocks:
-    """The blocks of a model between which activations are sharded, by name.
+    """The blocks of a model between which activations are sharded over tokens.
 
     Attributes:
-        blocks: The blocks, in order.
-        attentions: The modules with the column layers of an attention.
-        norms: Layers that every rank holds whole and applies to its own tokens.
+        blocks: The names of the blocks, in order.
+        attentions: The names of the modules that contain query, key and value projections.
+        norms: The names of layers that every rank holds whole and applies to its own tokens.
     """
 
     blocks: tuple[str, ...]
@@ -50,13 +50,16 @@ class ShardedBlocks:
 def find_stretch(
     model: nn.Module, styles: Mapping[str, str], attentions: Sequence[str], unknown: Collection[str]
 ) -> ShardedBlocks:
-    """Return the blocks between which activations can be sharded.
+    """Find the blocks between which activations can be sharded over tokens.
 
     Args:
-        model: The whole model.
-        styles: What layers become, by name.
-        attentions: The modules with the column layers of an attention.
-        unknown: Modules like these whose row layer is not known.
+        model: The whole model, before anything is split.
+        styles: How each split layer is split ("column", "row" and so on), by name.
+        attentions: The names of the modules that contain query, key and value projections.
+        unknown: The names of such modules whose row layer was not found.
+
+    Returns:
+        The names of the blocks, and of their modules that are handled specially.
 
     Raises:
         NotBuiltError: A layer needs all tokens. The message names it.
@@ -125,12 +128,12 @@ def _refused(name: str, why: str) -> NotBuiltError:
 
 
 def shard_tokens(model: nn.Module, stretch: ShardedBlocks, axis: TensorAxis) -> None:
-    """Register hooks that shard a split model's activations in training.
+    """Register hooks that shard a split model's activations over tokens in training.
 
     Args:
-        model: The model, after it was split.
-        stretch: The blocks.
-        axis: The axis of its layers.
+        model: The model, after its layers were split.
+        stretch: The blocks between which activations are sharded.
+        axis: Gathers tokens for the split layers and sums their gradients.
     """
     first = stretch.blocks[0]
     last = stretch.blocks[-1]

@@ -41,16 +41,16 @@ class _EnterAll(torch.autograd.Function):
 
 
 class VirtualAxis:
-    """Computes the layers of a whole model as the ranks of an axis would.
+    """Computes split layers in one process as several tensor-parallel ranks would.
 
-    See `TensorAxis`. An attention runs once per rank (`run_in_passes`) with this rank's heads only,
-    because a kernel may round differently for another number of heads. Elsewhere a column layer
-    returns the joined outputs of all ranks.
+    It has the interface of `TensorAxis`. An attention runs once per rank (`in_passes`) with this
+    rank's heads only, because a kernel may round differently for another number of heads. Elsewhere
+    a column layer returns the joined outputs of all ranks.
 
     Args:
-        size: The number of ranks.
+        size: The number of simulated ranks.
         device: The device of the model.
-        has_dropout: Whether the model draws random numbers.
+        has_dropout: Whether the model draws random numbers, so that each rank needs a stream.
     """
 
     def __init__(self, size: int, device: torch.device, *, has_dropout: bool) -> None:
@@ -64,11 +64,14 @@ class VirtualAxis:
         return self
 
     def column(self, layer: Layer, x: Tensor) -> Tensor:
-        """Compute a column layer for all ranks, or for one rank in a pass.
+        """Return the outputs of a column layer.
 
         Args:
-            layer: The layer.
-            x: Its input.
+            layer: The layer, whose weight is whole.
+            x: Its whole input.
+
+        Returns:
+            The outputs of all ranks, or those of the current rank in an attention.
         """
         part = layer.part
         entered = self._enter(layer, x)
@@ -84,11 +87,16 @@ class VirtualAxis:
         return join(tuple(found), part.outputs)
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
-        """Compute a row layer for all ranks, or for one rank in a pass.
+        """Return the outputs of a row layer, summed over the simulated ranks in rank order.
+
+        In an attention it ends the run of the current rank; the last rank's call returns the sum.
 
         Args:
-            layer: The layer.
-            x: Its input.
+            layer: The layer, whose weight is whole.
+            x: The inputs of all ranks, or those of the current rank in an attention.
+
+        Returns:
+            A tensor of shape (..., outputs).
         """
         part = layer.part
         passes = self._passes
@@ -114,11 +122,14 @@ class VirtualAxis:
         return range(self.size) if self._passes is None else (self._passes.rank,)
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
-        """Compute an embedding.
+        """Return the embeddings of tokens, summed over the simulated ranks in rank order.
 
         Args:
-            layer: The layer.
+            layer: The embedding, whose table is whole.
             ids: Indices into the whole table.
+
+        Returns:
+            A tensor of shape (*ids.shape, width).
         """
         weights = blocks(layer.weight, layer.part.weight)
         return _sum(
@@ -129,36 +140,42 @@ class VirtualAxis:
         )
 
     def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
-        """Return the columns of every rank, as `TensorAxis.own_columns`.
+        """Split logits into the columns of every simulated rank.
 
         Args:
-            logits: All logits.
-            part: The layer that computed them.
+            logits: All logits, shape (..., words).
+            part: How the output layer that computed them is split.
+
+        Returns:
+            One tuple for each rank: the index of its first word in the vocabulary, and its columns.
         """
         starts = [ranges[0][0] for ranges in part.outputs.ranges]
         return list(zip(starts, blocks(logits, part.outputs), strict=True))
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return the rows of every rank, unchanged.
+        """Return the given tensors, because this process computes those of every rank.
 
         Args:
-            rows: The rows.
-            what: Ignored.
+            rows: The tensor of each simulated rank.
+            what: The name of the collective, which is ignored.
         """
         return list(rows)
 
     def in_passes(
         self, attention: Attention, forward: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run an attention once per rank.
+        """Run an attention once per simulated rank.
 
-        Each pass ends at the row layer; the last one continues with the sum.
+        Each run ends at the row layer; the last one continues with the sum over the ranks.
 
         Args:
-            attention: The module.
-            forward: Its forward.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
+            attention: The module, whose head counts are set to the rank's during each run.
+            forward: The forward of the module's original class.
+            args: The positional arguments of the forward.
+            kwargs: The keyword arguments; key/value caches are replaced by None.
+
+        Returns:
+            The output of the last run.
         """
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
         self._passes = _Passes()
@@ -180,7 +197,10 @@ class VirtualAxis:
             self._entered = []
 
     def alike(self, layer: Repeated) -> dict[str, Tensor] | None:
-        """Return the parameters of a layer for the simulated rank, or None outside of a pass."""
+        """Return the current rank's copies of a layer's parameters, by name.
+
+        Their gradients are summed in rank order. The result is None outside of attentions.
+        """
         passes = self._passes
         if passes is None:
             return None
@@ -248,17 +268,17 @@ class VirtualAxis:
 
 
 class Repeated(nn.Module):
-    """A layer that every rank holds whole and applies to its own heads.
+    """A layer in an attention that every rank holds whole and applies to its own heads.
 
-    Its gradient is a sum over the ranks. Not instantiated: modules in attentions change their class
-    to a subclass.
+    Its gradient is summed over the ranks. It is not instantiated: modules change their class to a
+    subclass.
     """
 
     axis: VirtualAxis
     is_inside = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer with the parameters of the rank whose pass is in progress."""
+        """Run the layer with the parameters of the rank that is being simulated."""
         alike = None if self.is_inside else self.axis.alike(self)
         if alike is None:
             return super().forward(*args, **kwargs)
@@ -272,15 +292,15 @@ class Repeated(nn.Module):
 class TokenShare(nn.Module):
     """A layer that every rank holds whole and applies to its own tokens.
 
-    Its gradient is a sum over the ranks. Not instantiated: norms between regions change their class
-    to a subclass.
+    Its gradient is summed over the ranks. It is not instantiated: norms between split layers change
+    their class to a subclass.
     """
 
     axis: VirtualAxis
     is_inside = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the layer once per rank, on that rank's tokens, and join the outputs."""
+        """Run the layer once per simulated rank, on that rank's tokens, and join the outputs."""
         if self.is_inside or not self.training:
             return cast(Tensor, super().forward(x))
         split = Split.even(tuple(x.shape), 1, self.axis.size)
@@ -326,17 +346,20 @@ class _Passes:
 
 
 class Attention(nn.Module):
-    """A module from an attention's column layers to its row layer.
+    """An attention that runs its forward once per simulated rank, up to its row layer.
 
-    Not instantiated: modules change their class to a subclass. `counts` are the head counts of each
-    rank, by (module, attribute).
+    It is not instantiated: modules change their class to a subclass.
+
+    Attributes:
+        axis: Runs the attention for each rank.
+        counts: The number of heads of each rank, by (module, attribute) that stores it.
     """
 
     axis: VirtualAxis
     counts: dict[tuple[nn.Module, str], tuple[int, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the attention once per rank."""
+        """Run the original forward once per simulated rank, and return the last output."""
         return self.axis.in_passes(self, super().forward, args, kwargs)
 
 

@@ -1,7 +1,4 @@
-"""Bytes that a rank sends along the tensor-parallel axis per micro-batch.
-
-Computed from the plan.
-"""
+"""Bytes that a rank sends for tensor parallelism in one micro-batch, computed from the plan."""
 
 from __future__ import annotations
 
@@ -18,12 +15,13 @@ LOSS_VECTORS = 3  # maximum, sum of exponentials and the target's logit, of each
 
 
 class LayerTraffic(NamedTuple):
-    """Bytes that one region of layers sends.
+    """Bytes that one group of split layers sends, for example an attention.
 
     Attributes:
-        weight: The name of its first weight.
-        is_head: Whether it computes logits.
-        nbytes: Bytes for as many tokens as there are ranks.
+        weight: The name of the first weight of the group.
+        is_head: Whether the group is the output layer, which computes logits.
+        nbytes: Bytes per rank in one forward and backward, for as many tokens as there are
+            tensor-parallel ranks.
     """
 
     weight: str
@@ -38,19 +36,26 @@ def traffic_of(
     coordinate: int,
     compute: torch.dtype | None = None,
 ) -> list[LayerTraffic]:
-    """Return the bytes that one rank sends in one forward and backward, by region.
+    """Compute the bytes that one rank sends for tensor parallelism.
 
-    It is assumed that every parameter is trained, and that the column layers of a region read one
-    input; cross attention, which reads another one, sends more. Ranks of one host send nothing,
-    because they read in place. If activations are sharded over tokens, each rank gathers or sums
-    its own tokens: 1 / ranks of the bytes of a whole tensor, in forward and in backward.
+    The split layers are grouped as in the plan: the column layers of an attention or a feed-forward
+    layer, with the row layer that reads their outputs. The result assumes that every parameter is
+    trained and that the column layers of a group read one input; cross attention, which reads
+    another one, sends more. Ranks of one host send nothing, because they read each other's memory.
+    If activations are sharded over tokens, each rank gathers or sums its own tokens: 1 / ranks of
+    the bytes of a whole tensor, in forward and in backward.
 
     Args:
         model: The whole model, before it is split.
-        plan: Its plan.
-        settings: The settings.
-        coordinate: The rank's index on the axis.
+        plan: The result of `choose` for this model.
+        settings: The settings with which the plan was made; they say whether the loss reads split
+            logits.
+        coordinate: The rank's index on the tensor-parallel axis; shards may differ in size.
         compute: The dtype of activations, if it differs from the model's.
+
+    Returns:
+        The bytes that each group sends in one forward and backward, in the order of the model.
+        They are for as many tokens as there are ranks.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     dtype = compute or next(param.dtype for param in model.parameters())
@@ -79,7 +84,7 @@ def traffic_of(
 
 
 def recomputes_blocks(model: nn.Module) -> bool:
-    """Return whether a transformers model recomputes its blocks in backward."""
+    """Return whether a transformers model has gradient checkpointing enabled."""
     return any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules())
 
 
