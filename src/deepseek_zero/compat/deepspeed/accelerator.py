@@ -164,5 +164,5 @@ def set_accelerator(accel_obj: Any) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return True. Every device that a rank is given can be trained on."""
+    """Return True: this library trains on every device that a rank can have."""
     return True

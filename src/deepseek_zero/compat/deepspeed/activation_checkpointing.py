@@ -57,9 +57,9 @@ def __getattr__(name: str) -> Any:
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
-    """Configure where `checkpoint` keeps its inputs.
+    """Configure for the whole process where `checkpoint` stores its inputs.
 
-    The same as `deepseek_zero.checkpointing.configure`, except for one more check.
+    This is `deepseek_zero.checkpointing.configure` with one more check.
 
     Args:
         mpu_: DeepSpeed's model-parallel unit.

@@ -10,7 +10,7 @@ from ...optimizers.lr_schedules import SCHEDULES
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed, --deepspeed_config and their deprecated spellings to a parser."""
+    """Add --deepspeed, --deepspeed_config and their deprecated spellings to a parser; return it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument(
         "--deepspeed", action="store_true", help="use the engine (a flag for the script to read)"
@@ -71,7 +71,7 @@ _FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add DeepSpeed's options for learning-rate schedules to a parser.
+    """Add DeepSpeed's options for learning-rate schedules to a parser; return it.
 
     WarmupDecayLR and WarmupCosineLR also need --total_num_steps from the script itself. DeepSpeed
     has no such option, and adding it here would conflict with a script that defines it.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class AUTOTP_MODE(Enum):
-    """Purpose for which layers are split."""
+    """Whether layers are split for training or for inference."""
 
     TRAINING = "TRAINING"
     INFERENCE = "INFERENCE"
@@ -66,7 +66,11 @@ class AutoTPMeta:
 
         Args:
             model_config: Configuration object, for example that of a transformers model.
-            tp_grain_size: See the attribute.
+            tp_grain_size: Dimensions that are not split by heads are split at multiples of this
+                size.
+
+        Returns:
+            The sizes. A size that the configuration does not define is None.
         """
         found = {field: _first_of(model_config, names) for field, names in _COUNTS.items()}
         return cls(**found, tp_grain_size=tp_grain_size)
@@ -147,8 +151,9 @@ def get_shard_size(
     Args:
         total_size: Number of elements of the dimension.
         mp_size: Number of ranks.
-        meta: See `get_shard_size_list`.
-        name: See `get_shard_size_list`.
+        meta: Heads and grain size of the model, or None for an even split; as for
+            `get_shard_size_list`.
+        name: Name of the layer, which decides whether it is split by heads.
         rank: Rank in the group; None for this process.
         mp_group: Process group that determines the rank if `rank` is None.
 
@@ -258,9 +263,10 @@ class AutoTPConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
-        """Build the configuration from a dictionary of fields; other keys are ignored.
+        """Return the configuration that a dictionary of fields describes.
 
-        `layer_specs` is a list of dictionaries of the fields of `TPLayerSpec`.
+        `layer_specs` is a list of dictionaries of the fields of `TPLayerSpec`. Other keys than
+        fields are ignored.
         """
         given = {
             name: value for name, value in config_dict.items() if name in cls.__dataclass_fields__

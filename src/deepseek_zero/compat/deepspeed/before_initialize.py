@@ -22,7 +22,7 @@ _SIZE = "tensor_parallel.autotp_size"
 
 @dataclass(frozen=True)
 class TensorParallelRequest:
-    """Arguments of `tp_model_init`.
+    """Arguments of `tp_model_init`, which `initialize` reads.
 
     Attributes:
         tp_size: Number of tensor-parallel ranks.
@@ -55,8 +55,11 @@ def tp_model_init(
         tp_size: Number of tensor-parallel ranks.
         dtype: Compared with the configuration's dtype.
         config: Ignored; `initialize` reads its own configuration.
-        tp_group: Process group of the ranks that share a layer, compared with the mesh.
+        tp_group: Process group of the ranks over which each layer is split, compared with the mesh.
         **kwargs: Ignored.
+
+    Returns:
+        `model` itself, unchanged.
 
     Raises:
         UsageError: An argument has the wrong type, or `tp_group` does not have `tp_size` ranks.
@@ -89,7 +92,7 @@ def tp_model_init(
 
 
 def asked_tp_size(model: nn.Module) -> int:
-    """Return the `tp_size` that was requested for a model, or 0."""
+    """Return the `tp_size` that `tp_model_init` recorded for a model, or 0."""
     asked = _asked.get(model)
     return asked.tp_size if asked is not None else 0
 
@@ -99,7 +102,7 @@ def tensor_parallel_statement(model: Any, raw: RawConfig, has_mpu: bool) -> Mesh
 
     Args:
         model: The model that was passed to `initialize`.
-        raw: The configuration.
+        raw: The configuration of `initialize`, whose tensor-parallel size must equal the request.
         has_mpu: Whether `initialize` was given an `mpu`.
 
     Raises:

@@ -16,6 +16,9 @@ def partition_data(data_list: list[Any], num_partitions: int) -> list[list[Any]]
     Args:
         data_list: The list, whose length must be divisible.
         num_partitions: Number of sublists.
+
+    Returns:
+        The sublists, `num_partitions` of them, in the order of the list.
     """
     assert len(data_list) % num_partitions == 0
     size = len(data_list) // num_partitions
@@ -24,7 +27,7 @@ def partition_data(data_list: list[Any], num_partitions: int) -> list[list[Any]]
 
 @dataclass(eq=False)
 class meg_2d_parallel_map:
-    """A list of data for each place (pipeline stage, tensor-parallel rank) of a grid.
+    """A list of data for each pair (pipeline stage, tensor-parallel rank).
 
     Args:
         pp_degree: Number of pipeline stages.
@@ -36,13 +39,13 @@ class meg_2d_parallel_map:
     map: dict[tuple[int, int], list[Any]] = field(default_factory=dict, init=False)
 
     def simple_init(self) -> None:
-        """Assign each rank to its place, stage by stage."""
+        """Assign each rank to its pair, stage by stage."""
         self.map = {
             divmod(rank, self.tp_degree): [rank] for rank in range(self.pp_degree * self.tp_degree)
         }
 
     def add_data(self, pp_index: int, tp_index: int, data: list[Any]) -> None:
-        """Append data to a place.
+        """Append data to the list of one pair.
 
         Args:
             pp_index: Pipeline stage.
@@ -53,7 +56,7 @@ class meg_2d_parallel_map:
         self.map.setdefault((pp_index, tp_index), []).extend(data)
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[Any]:
-        """Return the data of one place, or of all places along an axis.
+        """Return the data of one pair, or of all pairs along an axis.
 
         Args:
             pp_index: Pipeline stage; None for all.
@@ -72,7 +75,9 @@ def reshape_meg_2d_parallel(
     new_tp_degree: int,
     verbose: bool = False,
 ) -> meg_2d_parallel_map:
-    """Return which old ranks each place of a smaller grid merges. tp is merged first.
+    """Return which old ranks each pair of a smaller grid merges.
+
+    Tensor-parallel ranks are merged before pipeline stages.
 
     Args:
         old_pp_degree: Pipeline stages of the old grid.
@@ -92,7 +97,7 @@ def reshape_meg_2d_parallel(
 
 @dataclass(eq=False)
 class model_3d_desc:
-    """Shape of a checkpoint.
+    """Shape of a checkpoint: its number of ranks along each axis of parallelism.
 
     Args:
         pp_degree: Number of pipeline stages.
@@ -110,7 +115,7 @@ class model_3d_desc:
     def reshape(
         self, target_3d_desc: model_3d_desc, verbose: bool = False
     ) -> list[meg_2d_parallel_map]:
-        """Return which ranks' files each place of the target merges.
+        """Return which ranks' files each rank of a smaller shape merges.
 
         The list has one map for each data-parallel rank of the target.
 
@@ -146,7 +151,7 @@ class model_3d_desc:
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Return whether a place exists, and an error message for each invalid index.
+        """Return whether the coordinates exist, and an error message for each invalid index.
 
         Args:
             pp_index: Pipeline stage.
@@ -162,7 +167,7 @@ class model_3d_desc:
         return not errors, errors
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Return whether the target fits, with an error for each axis that is larger."""
+        """Return whether the target is no larger, with an error for each axis that is larger."""
         pairs = zip(self._axes().items(), target_3d_desc._axes().values(), strict=True)
         errors = [
             f"Expansion reshape not supported - {axis}: {size} ---> {wanted}"

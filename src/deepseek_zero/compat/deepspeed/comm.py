@@ -226,7 +226,7 @@ def configure(
         deepspeed_config: A DeepSpeedConfig with a `comms_logger` section.
         enabled: Whether calls are logged.
         prof_all: Whether all operations are logged.
-        prof_ops: Names of the operations to log otherwise.
+        prof_ops: Names of the operations to log if `prof_all` is false.
         verbose: Whether each call is printed.
         debug: Stored, without effect.
     """
@@ -257,6 +257,9 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     Args:
         show_straggler: Include the time that is due to slow ranks.
         return_dict: Return the summary as a dictionary.
+
+    Returns:
+        The summary if `return_dict` is true, else None.
 
     Note:
         Collective if a process group is initialized.

@@ -39,8 +39,8 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """Return the mean of the data without its smallest and largest values.
 
     Args:
-        data: The values.
-        trim_percent: Share of the values, from 0 to 1, to leave out at each end.
+        data: Values to average.
+        trim_percent: Fraction of the values, from 0 to 1, to leave out at each end.
     """
     assert 0.0 <= trim_percent <= 1.0
     if not data:
@@ -51,7 +51,7 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
 
 
 def convert_size(size_bytes: float) -> str:
-    """Format a number of bytes in the largest binary unit that fits, such as "1.5 KB"."""
+    """Return a number of bytes as text in the largest binary unit that fits, such as "1.5 KB"."""
     if size_bytes == 0:
         return "0B"
     power = int(math.log(size_bytes, 1024))
@@ -79,7 +79,7 @@ def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, floa
 
 
 class CommsLogger:
-    """Log of calls.
+    """Record the calls of `deepspeed.comm` with their sizes and times.
 
     `comms_dict` maps name and message size in bytes to [count, latencies in ms, algorithm
     bandwidths in Gbit/s, bus bandwidths in Gbit/s].
@@ -120,7 +120,7 @@ class CommsLogger:
 
         Args:
             name: Name of the operation.
-            asked: Whether the caller requested it.
+            asked: Whether the caller requested the log of this call explicitly.
         """
         return self.enabled and (asked or self.prof_all or name in self.prof_ops)
 
@@ -132,11 +132,14 @@ class CommsLogger:
         The device is synchronized before and after, so that the time is that of the call.
 
         Args:
-            call: The function.
+            call: The function to call and time.
             raw_name: Name of the operation in FACTORS.
             log_name: Name in the log.
             args: Positional arguments of the call. The largest tensor is the message size.
             kwargs: Keyword arguments of the call.
+
+        Returns:
+            The return value of `call`.
         """
         synchronize(default_device())
         began = time.perf_counter()

@@ -112,7 +112,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 
     @property
     def pipeline(self) -> bool:
-        """Whether reads or writes overlap with the update."""
+        """Return whether reads or writes overlap with the update."""
         return self.pipeline_read or self.pipeline_write
 
 
@@ -386,7 +386,7 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
     @property
     def enabled(self) -> bool:
-        """Whether any monitor is enabled."""
+        """Return whether any monitor is enabled."""
         return any(getattr(self, name).enabled for name in type(self).model_fields)
 
 
@@ -453,7 +453,7 @@ class DeepSpeedActivationCheckpointingConfig(_PlainSection):
 
 
 class CompileConfig(DeepSpeedConfigModel):
-    """Section `compile`; other keys of DeepCompile are kept as fields."""
+    """Settings for compilation (section `compile`); keys of DeepCompile are kept as fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -472,7 +472,7 @@ class HybridEngineConfig(DeepSpeedConfigModel):
 
 
 class ValidationMode:
-    """What to do if ranks save a checkpoint under different tags."""
+    """Whether ranks that save under different tags log a warning, raise, or do neither."""
 
     WARN = "WARN"
     IGNORE = "IGNORE"
@@ -509,9 +509,9 @@ def get_scalar_param(
     """Return the value of a key, or the default if it is missing.
 
     Args:
-        param_dict: The section.
-        param_name: The key.
-        param_default_value: The default.
+        param_dict: Section of the configuration to read.
+        param_name: Key to look up in the section.
+        param_default_value: Value to return if the key is missing.
     """
     return param_dict.get(param_name, param_default_value)
 
@@ -520,7 +520,7 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from the pairs of a JSON object; for `object_pairs_hook`.
+    """Return a dict of the pairs of a JSON object; for `object_pairs_hook`.
 
     Raises:
         ValueError: A key occurs twice.
@@ -622,7 +622,7 @@ def __getattr__(name: str) -> Any:
 
 
 def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
-    """Return "mean" or "sum".
+    """Return how gradients are reduced over the ranks: "mean" or "sum".
 
     Raises:
         ValueError: The value is neither.
@@ -644,7 +644,7 @@ def get_communication_data_type(
     """Return the dtype of gradient reductions, or None if the engine chooses.
 
     Args:
-        param_dict: The configuration.
+        param_dict: Whole configuration, of which one key is read.
         comm_type: Key to read.
         comm_data_type_default: Default for a missing key.
     """
@@ -656,7 +656,7 @@ def get_communication_data_type(
 
 
 def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> torch.dtype | None:
-    """Return `torch_autocast.dtype`."""
+    """Return the dtype of `torch_autocast.dtype`, or None."""
     return get_communication_data_type(param_dict.get("torch_autocast", {}), "dtype")
 
 
@@ -759,7 +759,7 @@ _SECTIONS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 class DeepSpeedConfig:
-    """A whole configuration with all batch sizes and its sections as objects.
+    """The whole configuration, with all batch sizes resolved and its sections as objects.
 
     Args:
         config: A dict, a path, or URL-safe base64 of JSON. JSON may contain comments and trailing
@@ -865,7 +865,7 @@ class DeepSpeedConfig:
         ), "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
 
     def print_user_config(self) -> None:
-        """Log the configuration as it was given."""
+        """Log the configuration as the program passed it."""
         logger.info("  json = %s", self._param_dict)
 
     def print(self, name: str) -> None:

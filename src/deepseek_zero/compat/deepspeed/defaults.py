@@ -52,8 +52,8 @@ def round_values(model: nn.Module, raw: RawConfig) -> None:
     have no values yet are not changed.
 
     Args:
-        model: The model.
-        raw: The configuration.
+        model: Model whose parameters are changed in place.
+        raw: Configuration that defines the dtype of the computation.
     """
     name = low_precision(raw.values)
     if name is None:
@@ -76,8 +76,8 @@ def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:
     It supports neither pipeline parallelism nor overlap_comm at stages 0 and 1 in this mode.
 
     Args:
-        raw: The configuration.
-        model: The model.
+        raw: Configuration to check.
+        model: Model of `initialize`, which may be a `PipelineModule`.
 
     Raises:
         UsageError: The configuration has such a combination.
@@ -136,7 +136,7 @@ def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
     Only offloaded optimizers are checked.
 
     Args:
-        raw: The configuration.
+        raw: Configuration to check.
         optimizer: The optimizer that was passed to `initialize`.
 
     Raises:
@@ -170,7 +170,7 @@ def refuse_untested_optimizer(raw: RawConfig, optimizer: Any) -> None:
     the check requires that zero_allow_untested_optimizer is set to false explicitly.
 
     Args:
-        raw: The configuration.
+        raw: Configuration to check.
         optimizer: The optimizer that was passed to `initialize`.
 
     Raises:
@@ -195,11 +195,11 @@ _TESTED = ("torch", __name__.partition(".")[0])
 
 
 def refuse(raw: RawConfig, model: nn.Module, optimizer: Any) -> None:
-    """Raise for what DeepSpeed's `initialize` refuses and this library's does not.
+    """Raise an error for arguments that only DeepSpeed's `initialize` rejects.
 
     Args:
-        raw: The configuration.
-        model: The model.
+        raw: Configuration to check.
+        model: Model that was passed to `initialize`.
         optimizer: The optimizer that was passed to `initialize`.
     """
     refuse_unmanaged(raw, model)

@@ -65,8 +65,11 @@ class DeepSpeedNames(Dialect):
         """Add the mesh axes of `tp_model_init` and of a list of layers to the request.
 
         Args:
-            raw: The configuration.
+            raw: Configuration, which may define a tensor-parallel size.
             request: Arguments of `initialize`.
+
+        Returns:
+            The request with these axes.
         """
         statements = list(request.mesh_statements)
         asked = tensor_parallel_statement(request.model, raw, request.mpu is not None)
@@ -89,8 +92,8 @@ class DeepSpeedNames(Dialect):
         """Return the rules for building the parts of an engine.
 
         Args:
-            config: The configuration.
-            mesh: The device mesh.
+            config: Checked configuration of the run.
+            mesh: Mesh of ranks of the run.
             request: Arguments of `initialize`.
         """
         return BuildRules(optimizer_class=named_class)
@@ -99,9 +102,12 @@ class DeepSpeedNames(Dialect):
         """Create the loader of the training data, which follows a configured curriculum.
 
         Args:
-            config: The configuration.
-            mesh: The device mesh.
+            config: Checked configuration, which has the batch size and the curriculum.
+            mesh: Mesh of ranks, which gives this rank's position along the data axis.
             request: Arguments of `initialize`.
+
+        Returns:
+            The loader of this rank's micro-batches.
         """
         found = curriculum_loader(
             config, mesh, request.model, request.training_data, request.collate_fn
@@ -120,12 +126,15 @@ class DeepSpeedNames(Dialect):
         """Create the engine and make its mesh the current one of `groups`.
 
         Args:
-            config: The configuration.
-            mesh: The device mesh.
-            parts: Parts of the engine.
+            config: Checked configuration of the run.
+            mesh: Mesh of ranks of the run.
+            parts: Sharded model, optimizer and other parts that the engine runs.
             request: Arguments of `initialize`.
             lr_scheduler: Learning-rate scheduler.
             loader: Loader of the training data.
+
+        Returns:
+            The engine: a `PipelineEngine` for a `PipelineModule`, else a `DeepSpeedEngine`.
         """
         layers: Any = _layers_of(request.model)
         kind: type[DeepSpeedEngine] = DeepSpeedEngine if layers is None else layers.engine_class
@@ -136,7 +145,7 @@ class DeepSpeedNames(Dialect):
         return engine
 
     def finish(self, engine: DeepSpeedEngine) -> None:
-        """Complete a new engine; here there is nothing to do."""
+        """Complete a new engine; this dialect has nothing to do."""
 
     def show_names(self, session: zero_init.Init) -> None:
         show_ds_names(session)
@@ -155,6 +164,9 @@ class DeepSpeedDropIn(DeepSpeedNames):
         Args:
             source: A dict, the path of a JSON file, or JSON text.
             origin: Name of the source in messages.
+
+        Returns:
+            The configuration with the values of the source and DeepSpeed's defaults.
         """
         raw = load(source, origin=origin, unknown="warn")
         return raw.changed(defaults.defaults_of(raw))
@@ -177,6 +189,13 @@ class DeepSpeedDropIn(DeepSpeedNames):
 
         The previous engine of the model is destroyed, and the model's fp32 values are rounded to
         the dtype of the computation.
+
+        Args:
+            raw: Configuration to check.
+            request: Arguments of `initialize`.
+
+        Returns:
+            The request with accelerate's mesh axes.
         """
         request = super().complete(raw, request)
         model = request.model
@@ -207,8 +226,8 @@ class DeepSpeedDropIn(DeepSpeedNames):
     def finish(self, engine: DeepSpeedEngine) -> None:
         """Create the process groups of the engine's mesh.
 
-        If autocast is configured, the parameters of the layers that it covers are marked, as
-        DeepSpeed does.
+        If autocast is configured, `comm_dtype` of the parameters that it covers is set, as in
+        DeepSpeed.
         """
         autocast = engine.runtime.settings.policy.autocast
         if autocast is not None:

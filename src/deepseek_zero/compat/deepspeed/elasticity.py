@@ -57,7 +57,7 @@ def compute_elastic_config(
     """Compute the elastic batch of a configuration.
 
     Args:
-        ds_config: The configuration.
+        ds_config: Configuration with a section `elasticity`.
         target_deepspeed_version: Ignored.
         world_size: Number of ranks to check; 0 for none.
         return_microbatch: Return the micro-batch even if `world_size` is 0.

@@ -92,7 +92,7 @@ def data_efficiency(config: Config, *path: str) -> dict[str, Any]:
     """Return the section `data_efficiency` with its defaults, or a section inside it.
 
     Args:
-        config: The configuration.
+        config: Checked configuration of the run.
         *path: Keys from `data_efficiency` to the inner section.
     """
     # Imported here because most runs never read this section
@@ -113,9 +113,9 @@ def curriculum_loader(
     """Return a loader that follows the configured curriculum, or None without one.
 
     Args:
-        config: The configuration.
-        mesh: The device mesh.
-        model: The model.
+        config: Checked configuration, which has the batch size.
+        mesh: Mesh of ranks, which gives this rank's position along the data axis.
+        model: Model to train, which may be a `PipelineModule`.
         dataset: Dataset with `__len__` and `__getitem__`.
         collate_fn: Function that makes a batch of samples.
         batch_size: Samples of a micro-batch of one rank; None for the configured size.
@@ -377,7 +377,7 @@ METHODS = (
 
 
 class DeepSpeedEngine(ZeroEngine):
-    """The engine with DeepSpeed's methods and attributes.
+    """A training engine with DeepSpeed's methods and attributes.
 
     Attributes:
         pipeline_parallelism: Whether the model is split into pipeline stages.
@@ -444,7 +444,7 @@ class DeepSpeedEngine(ZeroEngine):
 
     @cached_property
     def tput_timer(self) -> Any:
-        """A timer for programs that time their steps.
+        """Return a throughput timer for programs that time their steps.
 
         `engine.observer.record` has the engine's own measurements.
         """
@@ -472,13 +472,16 @@ class DeepSpeedEngine(ZeroEngine):
         "train".
 
         Args:
-            dataset: The dataset.
+            dataset: Dataset from which the loader reads this rank's samples.
             batch_size: Samples of a micro-batch of one rank; None for the configured size.
             route: "train", "eval" or "predict".
             pin_memory: Ignored; memory is pinned if the device is a GPU.
             data_sampler: Sampler to use instead of a DistributedSampler.
             collate_fn: Function that makes a batch of samples.
             num_local_io_workers: Must be 0 or None.
+
+        Returns:
+            The loader, which yields one micro-batch at a time.
 
         Raises:
             NotBuiltError: `num_local_io_workers` is not 0 or None.
@@ -601,7 +604,7 @@ class DeepSpeedEngine(ZeroEngine):
 
     @property
     def offloaded_states(self) -> set[Any]:
-        """Kinds of state that `offload_states` has offloaded."""
+        """Return the kinds of state that `offload_states` has offloaded."""
         kinds: Any = import_module(".config_classes", __package__).OffloadStateTypeEnum
         return {kinds(kind) for kind in super().offloaded_states}
 
@@ -614,6 +617,9 @@ class DeepSpeedEngine(ZeroEngine):
             loss: Scalar loss.
             retain_graph: Whether to keep the autograd graph.
             scale_wrt_gas: Whether to divide the loss by the number of accumulation steps.
+
+        Returns:
+            The loss that was passed, after the division by accumulation steps if it was requested.
 
         Raises:
             UsageError: The engine of a program that has imported `deepspeed` has no optimizer.

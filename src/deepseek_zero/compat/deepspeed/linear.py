@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class LinearFunctionForZeroStage3(torch.autograd.Function):
-    """`input @ weight.T + bias`, also under torch.func transforms."""
+    """Compute `input @ weight.T + bias`, also under torch.func transforms."""
 
     generate_vmap_rule = True
 
@@ -75,5 +75,5 @@ class LinearModuleForZeroStage3(nn.Linear):
     """A linear layer that uses `LinearFunctionForZeroStage3`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output."""
+        """Return `input @ weight.T + bias`."""
         return zero3_linear_wrap(input, self.weight, self.bias)

@@ -67,7 +67,7 @@ class LossScalerBase:
 
 
 class LossScaler(LossScalerBase):
-    """A constant loss scale."""
+    """Multiply losses by a constant scale."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scale)
@@ -77,7 +77,7 @@ class LossScaler(LossScalerBase):
 
 
 class DynamicLossScaler(LossScalerBase):
-    """A scale that is halved after overflows and doubled after enough good steps.
+    """Multiply losses by a scale that halves after overflows and doubles after enough good steps.
 
     Args:
         init_scale: First scale.

@@ -24,7 +24,7 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class MissingName:
-    """A missing name.
+    """Why a public name of DeepSpeed has no counterpart here, and whether one is planned.
 
     Attributes:
         when: Whether it is planned.
@@ -267,7 +267,7 @@ def why_missing(module: str, name: str) -> str:
     """Return the reason why a name or its package is missing, or "".
 
     Args:
-        module: Path of the module.
+        module: Dotted path of DeepSpeed's module.
         name: Name in the module.
     """
     while True:
@@ -284,7 +284,7 @@ def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNam
 
     Args:
         module: Path of the module.
-        name: The missing name.
+        name: Name that the program looked up.
         public: Names of the module, from which similar ones are suggested.
     """
     near = difflib.get_close_matches(name, public, n=8, cutoff=0.5) or public[:40]
@@ -324,7 +324,7 @@ def engine_name_missing(name: str, there: list[str]) -> UnknownNameError:
     """Return the error for an attribute that the engine does not have.
 
     Args:
-        name: The missing attribute.
+        name: Attribute that the program looked up.
         there: Names of the engine, from which similar ones are suggested.
     """
     near = difflib.get_close_matches(name, there, n=4, cutoff=0.5)

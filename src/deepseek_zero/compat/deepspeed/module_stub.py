@@ -45,7 +45,7 @@ def inventory() -> dict[str, dict[str, Any]]:
 
 @cache
 def homes(module: str) -> dict[str, str]:
-    """Map a name to our module that provides it.
+    """Return, for each name of a module of the drop-in, our module that provides it.
 
     "*" maps to a module for all other names.
     """
@@ -71,7 +71,7 @@ def _modules() -> frozenset[str]:
 
 @cache
 def kinds(module: str) -> dict[str, str]:
-    """Map each name to "class", "other", "values", or the module it is imported from."""
+    """Return the kind of each name: "class", "other", "values", or the module that defines it."""
     entry = inventory().get(module, {})
     found: dict[str, str] = {}
     for home, names in entry.get("from", {}).items():

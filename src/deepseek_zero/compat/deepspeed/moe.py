@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.moe.utils`: tell parameters of experts from others.
+"""DeepSpeed's `deepspeed.moe.utils`: separate parameters of experts from others.
 
 A parameter of an expert has `allreduce = False`, and its `group_name` is the name of the ranks that
 share it. Here all ranks do (moe_layers.py). Programs call these functions for every model.

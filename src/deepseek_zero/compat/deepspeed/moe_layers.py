@@ -129,9 +129,12 @@ def multiplicative_jitter(x: Tensor, device: Any = None, epsilon: float = 1e-2) 
     """Multiply a tensor by uniform random factors in [1 - epsilon, 1 + epsilon].
 
     Args:
-        x: The tensor.
+        x: Tensor to multiply; it is not changed.
         device: Ignored.
         epsilon: Half the width of the interval.
+
+    Returns:
+        The product, in the shape and dtype of `x`.
     """
     return x if epsilon == 0 else x * torch.empty_like(x).uniform_(1 - epsilon, 1 + epsilon)
 
@@ -144,6 +147,9 @@ def gumbel_rsample(shape: tuple[int, ...], device: Any) -> Tensor:
     Args:
         shape: Shape of the result.
         device: Device of the result.
+
+    Returns:
+        A random tensor of shape `shape`.
     """
     return -torch.empty(shape, device=device).exponential_().log()
 
@@ -385,7 +391,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class TopKGate(nn.Module):
-    """A gate: a linear layer in fp32 whose outputs choose experts.
+    """Choose the experts of each token with a linear layer in fp32.
 
     Args:
         model_dim: Width of a token.
@@ -436,6 +442,9 @@ class TopKGate(nn.Module):
             input: Tokens, shape ``(tokens, model_dim)``.
             used_token: Shape ``(tokens,)``; 0 for tokens that are not routed. Only for k = 1.
             sparse_routes: Return the routes in sparse form.
+
+        Returns:
+            The result of `top1gating`, `top2gating` or `topkgating`.
         """
         given = input.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
@@ -466,7 +475,7 @@ class TopKGate(nn.Module):
 
 
 class Experts(nn.Module):
-    """Copies of one module, each of which computes the slots of one expert.
+    """Copies of one module, one for each expert.
 
     Args:
         expert: The module to copy.
@@ -515,6 +524,9 @@ class Experts(nn.Module):
         Args:
             inputs: Shape ``(experts, slots, width)``. If an expert returns a tuple, its first
                 element is used.
+
+        Returns:
+            The outputs of all experts, shape ``(experts, slots, width)``.
         """
         outputs = []
         for expert, each in zip(self.deepspeed_experts, inputs, strict=True):
@@ -526,11 +538,11 @@ class Experts(nn.Module):
 
 
 class MOELayer(nn.Module):
-    """A gate with its experts.
+    """Send tokens to experts with a gate and combine the outputs of the experts.
 
     Args:
-        gate: The gate, for example a TopKGate.
-        experts: The experts.
+        gate: Module that chooses the experts of each token, for example a TopKGate.
+        experts: Module that applies each expert to its tokens, for example `Experts`.
         ep_group_name: Stored as an attribute.
         ep_size: Stored as an attribute.
         num_local_experts: Stored as an attribute.
@@ -563,6 +575,9 @@ class MOELayer(nn.Module):
         Args:
             hidden: Shape ``(..., width)``.
             used_token: Shape ``(tokens,)``; 0 for tokens that are not routed.
+
+        Returns:
+            The combined outputs, in the shape of `hidden`.
         """
         tokens = hidden.reshape(-1, hidden.shape[-1])
         self.l_aux, capacity, count, experts, slots, weights, self.exp_counts = self.gate(
@@ -576,7 +591,7 @@ class MOELayer(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture-of-experts layer.
+    """A mixture-of-experts layer: each token is processed by `k` of `num_experts` modules.
 
     Args:
         hidden_size: Width of a token.

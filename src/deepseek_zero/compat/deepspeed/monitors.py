@@ -79,7 +79,7 @@ class CometMonitor(Monitor):
 
     @property
     def experiment(self) -> Any:
-        """Comet's experiment object; None if this rank does not write."""
+        """Return Comet's experiment object; None if this rank does not write."""
         return self.writer.experiment if self.writer is not None else None
 
 
@@ -93,7 +93,7 @@ KINDS: dict[str, type[Monitor]] = {
 
 
 class MonitorMaster(Monitor):
-    """All enabled monitors.
+    """Write events with all monitors that the configuration enables.
 
     Args:
         config: A DeepSpeedMonitorConfig.

@@ -23,7 +23,7 @@ PDSH_MAX_FAN_OUT = 1024
 
 
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
-    """Encode hosts and their slots as URL-safe base64 of JSON."""
+    """Return hosts and their slots, encoded as URL-safe base64 of JSON."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode("utf-8")).decode("utf-8")
 
 
@@ -81,7 +81,7 @@ def parse_resource_filter(
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> dict[str, list[int]]:
-    """Apply `parse_resource_filter` to hosts with numbers of slots.
+    """Return the hosts and slots that two options select, from numbers of slots.
 
     Args:
         resource_pool: Number of slots of each host.
@@ -94,7 +94,7 @@ def parse_inclusion_exclusion(
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options of the `deepspeed` command with DeepSpeed's defaults."""
+    """Return the parsed options of the `deepspeed` command with DeepSpeed's defaults."""
     parser = argparse.ArgumentParser(
         prog="deepspeed", description="DeepSpeed's options; see `deepseek-zero run`."
     )
@@ -207,7 +207,7 @@ class MultiNodeRunner:
 
 
 class PDSHRunner(MultiNodeRunner):
-    """pdsh: one launcher per host, over ssh."""
+    """Build the command for pdsh, which starts one launcher per host over ssh."""
 
     name = "pdsh"
     program = "pdsh"
@@ -238,7 +238,7 @@ class PDSHRunner(MultiNodeRunner):
 
 
 class OpenMPIRunner(MultiNodeRunner):
-    """Open MPI's mpirun: one process per rank."""
+    """Build the command for Open MPI's mpirun, which starts one process per rank."""
 
     name = "openmpi"
     program = "mpirun"
@@ -263,7 +263,7 @@ class OpenMPIRunner(MultiNodeRunner):
 
 
 class MPICHRunner(MultiNodeRunner):
-    """MPICH's mpirun: one process per rank."""
+    """Build the command for MPICH's mpirun, which starts one process per rank."""
 
     name = "mpich"
     program = "mpirun"
@@ -287,20 +287,20 @@ class MPICHRunner(MultiNodeRunner):
 
 
 class IMPIRunner(MPICHRunner):
-    """Intel MPI's mpirun."""
+    """Build the command for Intel MPI's mpirun."""
 
     name = "impi"
 
 
 class MVAPICHRunner(MPICHRunner):
-    """MVAPICH's mpirun."""
+    """Build the command for MVAPICH's mpirun."""
 
     name = "mvapich"
     export = "-env"
 
 
 class SlurmRunner(MultiNodeRunner):
-    """Slurm's srun: one process per rank."""
+    """Build the command for Slurm's srun, which starts one process per rank."""
 
     name = "slurm"
     program = "srun"

@@ -50,7 +50,7 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
 
 
 def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
-    """Compute `zeropower_via_newtonschulz5` with products of rows if that is cheaper.
+    """Return `zeropower_via_newtonschulz5`, computed from `G @ G.T` if that is cheaper.
 
     Args:
         G: Shape ``(..., rows, columns)``.
@@ -75,14 +75,17 @@ def muon_update(
     `momentum` is not changed.
 
     Args:
-        grad: The gradient.
-        momentum: The momentum.
+        grad: Gradient of a matrix, or of a batch of matrices.
+        momentum: Momentum buffer in the shape of `grad`.
         beta: Decay of the momentum.
         ns_steps: Number of Newton-Schulz iterations.
         nesterov: Use Nesterov momentum.
         ns_method: "standard" or "gram".
         is_expert_group: Ignored; a tensor with three dimensions is always a batch of matrices.
         num_heads: Number of heads in the rows, which are orthogonalized separately.
+
+    Returns:
+        The direction, whose negative is multiplied by the learning rate and added to the weight.
 
     Raises:
         ConfigError: The rows are not a multiple of `num_heads`.
@@ -110,9 +113,9 @@ def adam_update(
     """Return Adam's update direction. Both moments are changed in place.
 
     Args:
-        grad: The gradient.
-        buf1: First moment.
-        buf2: Second moment.
+        grad: Gradient of the parameter.
+        buf1: First moment, an exponential mean of gradients.
+        buf2: Second moment, an exponential mean of squared gradients.
         step: Number of the step, from 1.
         betas: Decay of the moments.
         eps: Added to the denominator.

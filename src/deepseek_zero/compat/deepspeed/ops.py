@@ -162,7 +162,7 @@ OPS: dict[str, tuple[str, str]] = {
 
 
 class OpBuilder:
-    """An op of DeepSpeed, and whether this library replaces it."""
+    """Describe one of DeepSpeed's compiled ops and whether this library replaces it."""
 
     NAME = ""
     SERVED_BY = ""

@@ -40,7 +40,7 @@ SETTING_WORDS = {
 
 
 class LossScaleView:
-    """View of an engine's loss scaler with DeepSpeed's names.
+    """Read and write an engine's loss scaler under DeepSpeed's names.
 
     Reads and writes go to the scaler itself.
     """
@@ -111,19 +111,19 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def loss_scaler(self) -> Any:
-        """The loss scale; a constant 1 if losses are not scaled."""
+        """Return the loss scaler; one with the constant scale 1 if losses are not scaled."""
         return LossScaleView(self.scaler) if self.scaler is not None else _NoScale()
 
     loss_scale_config = loss_scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale is dynamic."""
+        """Return whether the loss scale is dynamic."""
         return self.scaler is not None and self.scaler.dynamic
 
     @property
     def cur_scale(self) -> float:
-        """Current factor of the loss."""
+        """Return the factor by which losses are currently multiplied."""
         return self.loss_scale
 
     @cur_scale.setter
@@ -136,20 +136,20 @@ class NamedOptimizer(ShardedOptimizer):
         return self.scaler is not None
 
     def scale_if_loss(self, value: Any) -> Any:
-        """Scale a loss; return any value but a scalar that requires a gradient unchanged."""
+        """Return a loss times the scale, and any other value unchanged."""
         is_loss = isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
         return value * self.loss_scale if is_loss else value
 
     @property
     def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The updated parameters of each group, of any dtype."""
+        """Return the updated parameters of each group, whatever their dtype."""
         return [list(params) for params in self.params_by_group]
 
     bit16_groups = fp16_groups
 
     @property
     def low_precision_dtype(self) -> torch.dtype | None:
-        """Dtype of the computation; None for that of the model."""
+        """Return the dtype of the computation; None for that of the model."""
         return self.runtime.settings.policy.compute
 
     @property
@@ -158,12 +158,12 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def clip_grad(self) -> float:
-        """Largest norm of the gradients; 0 if they are not clipped."""
+        """Return the largest allowed norm of the gradients; 0 if they are not clipped."""
         return self.settings.max_norm
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """Copies in fp32 of this rank's main weights by group, one flat tensor per tile."""
+        """Return fp32 copies of this rank's main weights by group, one flat tensor per tile."""
         self.finish()
         return [
             [shard.master.read(shard.start, shard.stop).float().cpu().reshape(-1) for shard in each]
@@ -172,7 +172,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
-        """`fp32_groups`, concatenated to one flat tensor per group."""
+        """Return `fp32_groups`, concatenated to one flat tensor per group."""
         return [_flat(each) for each in self.fp32_groups]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat = fp32_groups_flat
@@ -181,7 +181,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's shards of the reduced gradients by group number, flat.
+        """Return this rank's flat shards of the reduced gradients by group number.
 
         Groups without gradients are left out.
         """
@@ -193,9 +193,12 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
-        """The whole reduced gradients of each group, flat and in fp32. Every rank must call this.
+        """Return the whole reduced gradients of each group, flat and in fp32.
 
         Parameters without a gradient are left out.
+
+        Note:
+            Collective: every rank must read the property.
         """
         found = [[full_grad(param) for param in params] for params in self.params_by_group]
         return [_flat(grad for grad in grads if grad is not None) for grads in found]
@@ -209,7 +212,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
-        """`averaged_gradients` on the CPU, numbered over all groups."""
+        """Return `averaged_gradients` on the CPU, numbered over all groups."""
         return dict(
             enumerate(part.cpu() for each in self.averaged_gradients.values() for part in each)
         )
@@ -238,7 +241,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def leaf_parameters(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:
-        """Parameters of each module that is marked as a leaf."""
+        """Return the parameters of each module that `set_z3_leaf_modules` selected."""
         return {
             module: list(module.parameters()) for module in get_z3_leaf_modules(self.runtime.model)
         }
@@ -249,7 +252,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def bit16_groups_flat(self) -> list[torch.Tensor]:
-        """Copies of the whole weights, one flat tensor per group. Stages 0 to 2 only."""
+        """Return copies of the whole weights, one flat tensor per group. Stages 0 to 2 only."""
         return [
             torch.cat([param.detach().reshape(-1) for param in params]) if params else _flat(())
             for params in self.params_by_group
@@ -257,9 +260,9 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
-        """`bit16_groups_flat`, cut evenly into one part per rank.
+        """Return `bit16_groups_flat`, split evenly into one part per rank.
 
-        Main weights may be cut differently.
+        Main weights may be split differently.
         """
         return [
             list(flat.chunk(self.runtime.comm_ctx.comm.size)) for flat in self.bit16_groups_flat
@@ -272,7 +275,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def param_to_partition_ids(self) -> list[dict[int, list[int]]]:
-        """The partitions that contain each parameter, by group and `get_param_id`.
+        """Return the partitions that contain each parameter, by group and `get_param_id`.
 
         Partitions are those of `parallel_partitioned_bit16_groups`.
         """
@@ -310,7 +313,7 @@ def _make_named(
 
 
 class FlatStates:
-    """The inner optimizer, with its states in DeepSpeed's format.
+    """Access the inner optimizer with its states in DeepSpeed's format.
 
     `state_dict()` and `load_state_dict()` use one flat tensor of each kind per parameter group. The
     tensor has the same length on all ranks, even on those without an element of the group. It
@@ -367,7 +370,7 @@ class DropInOptimizer(NamedOptimizer):
 
     @property
     def optimizer(self) -> Any:
-        """The inner optimizer, with its states in DeepSpeed's format."""
+        """Return the inner optimizer, with its states in DeepSpeed's format."""
         return self._flat
 
 
@@ -507,7 +510,7 @@ def named_class(inner: Any, settings: PlanSettings) -> type[NamedOptimizer]:
 
     Args:
         inner: Class of the inner optimizer.
-        settings: Settings of the plan.
+        settings: Settings of the sharding plan, which has the stage and the dtypes.
     """
     is_plain = settings.stage == 0 and settings.policy.compute in (None, torch.float32)
     return _plain_class(inner) if is_plain else NamedOptimizer
@@ -518,7 +521,7 @@ def dropin_class(inner: Any, settings: PlanSettings) -> type[NamedOptimizer]:
 
     Args:
         inner: Class of the inner optimizer.
-        settings: Settings of the plan.
+        settings: Settings of the sharding plan, which has the stage and the dtypes.
     """
     return DropInOptimizer if settings.stage else named_class(inner, settings)
 

@@ -137,7 +137,7 @@ class GatherHandle:
 
 
 class MultipleAllGatherHandles:
-    """Several handles as one."""
+    """Wait for several gathers through one handle."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self.handles = handles

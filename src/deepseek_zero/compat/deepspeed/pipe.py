@@ -53,7 +53,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 class PipelineModule(LayerStages):
-    """A model as a list of layers that is split into pipeline stages.
+    """A model that is a list of layers, divided into pipeline stages.
 
     Each layer gets the result of the previous one as its only argument, which may be a tuple. Only
     this rank's layers are built. Parameter names contain the layer's index in the whole list. All
@@ -163,7 +163,7 @@ class PipelineModule(LayerStages):
 
     @property
     def is_checkpointable_results(self) -> list[bool]:
-        """For each interval of layers, whether it is recomputed."""
+        """Return, for each interval of layers, whether backward recomputes its activations."""
         count = len(self.forward_funcs)
         interval = self.activation_checkpoint_interval
         starts = range(0, count, interval) if interval else ()
@@ -188,18 +188,18 @@ class PipelineModule(LayerStages):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh axes of the topology."""
+        """Return the mesh whose axes are those of the topology."""
         grid = self._grid
         return Mesh(
             pp=self.num_stages, dp_shard=grid.data_parallel_size, tp=grid.slice_parallel_size
         )
 
     def topology(self) -> ProcessTopology:
-        """Return the axes over the ranks."""
+        """Return the topology, which maps pipeline and data-parallel coordinates to ranks."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
-        """Return the grid of process groups, which is an mpu."""
+        """Return this rank's `PipelineParallelGrid`, which can be passed as `mpu`."""
         return self._grid
 
     def num_pipeline_stages(self) -> int:

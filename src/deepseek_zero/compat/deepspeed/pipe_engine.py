@@ -17,7 +17,7 @@ __all__ = ["PipelineEngine", "PipelineError"]
 
 
 class PipelineError(DeepSeekZeroError):
-    """A method that an engine of a `PipelineModule` does not support was called."""
+    """Raised by methods that a `PipelineEngine` does not support, such as `forward`."""
 
 
 def _refused() -> PipelineError:
@@ -30,7 +30,11 @@ def _refused() -> PipelineError:
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """The engine of a model that is a list of layers."""
+    """Train a `PipelineModule`, whose list of layers is divided into pipeline stages.
+
+    A program trains and evaluates with `train_batch` and `eval_batch`, which run whole batches over
+    all stages. `forward`, `backward` and `step` raise `PipelineError`.
+    """
 
     pipeline_parallelism = True
 
@@ -38,25 +42,25 @@ class PipelineEngine(DeepSpeedEngine):
     _data: Iterator[Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error, as in DeepSpeed: call `train_batch` or `eval_batch` instead."""
+        """Raise `PipelineError`, as in DeepSpeed: call `train_batch` or `eval_batch` instead."""
         raise _refused()
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error, as in DeepSpeed: call `train_batch` instead."""
+        """Raise `PipelineError`, as in DeepSpeed: call `train_batch` instead."""
         raise _refused()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Raise an error, as in DeepSpeed: call `train_batch` instead."""
+        """Raise `PipelineError`, as in DeepSpeed: call `train_batch` instead."""
         raise _refused()
 
     # -- batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Run a whole training step.
+        """Run a whole training step: forward and backward of all micro-batches, then one update.
 
         Args:
-            data_iter: Iterator over (inputs, labels). None for the data of `set_dataiterator`,
-                `set_dataloader` or the training loader.
+            data_iter: Iterator over (inputs, labels), one pair per micro-batch. None uses the data
+                of `set_dataiterator`, `set_dataloader` or the training loader.
 
         Returns:
             The mean loss over micro-batches and data-parallel ranks.
@@ -75,12 +79,12 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Compute the mean loss of a batch without gradients.
+        """Compute the mean loss of a batch without gradients, over all stages.
 
         Args:
-            data_iter: Iterator over (inputs, labels).
+            data_iter: Iterator over (inputs, labels), one pair per micro-batch.
             return_logits: Also return the outputs of the last stage.
-            compute_loss: Whether to compute the loss.
+            compute_loss: Whether to compute the loss from the outputs of the last stage.
             reduce_output: Ignored; every rank gets the mean.
             bcast_loss: Ignored; every rank gets the loss.
             num_micro_batches: Number of micro-batches; None for that of training.
@@ -107,11 +111,11 @@ class PipelineEngine(DeepSpeedEngine):
         )
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Use an iterator for training batches."""
+        """Set the iterator that `train_batch` reads if it is called without one."""
         self._data = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Use a loader for training batches. It is iterated repeatedly."""
+        """Set the loader that `train_batch` reads repeatedly if it is called without iterator."""
 
         def again() -> Iterator[Any]:
             while True:
@@ -151,7 +155,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """Return the grid of ranks of the pipeline."""
+        """Return this rank's coordinates among the stages and data-parallel ranks."""
         grid: PipelineParallelGrid = self._layers.mpu()
         return grid
 

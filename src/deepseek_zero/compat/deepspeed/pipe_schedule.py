@@ -33,7 +33,7 @@ class ReduceGrads(PipeInstruction):
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Reduce the gradients of parameters that stages share."""
+    """Reduce the gradients of parameters that several stages hold copies of."""
 
 
 class BufferOpInstruction(PipeInstruction):
@@ -81,7 +81,7 @@ Tick = list[PipeInstruction]
 
 @dataclass(eq=False)
 class PipeSchedule(ABC):
-    """Instructions of one stage. Iterating yields the instructions of each tick.
+    """Yield the instructions of one stage, tick by tick.
 
     Args:
         micro_batches: Number of micro-batches.
@@ -196,7 +196,7 @@ class TrainSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """Gradient accumulation without pipeline stages."""
+    """Accumulate gradients over micro-batches, without pipeline stages."""
 
     def steps(self) -> Iterator[Tick]:
         for micro in range(self.micro_batches):

@@ -16,7 +16,9 @@ from . import comm
 
 
 class ProcessTopology:
-    """A mapping of coordinates on named axes to ranks. The last axis is the fastest.
+    """Map coordinates on named axes to ranks.
+
+    The ranks along the last axis are consecutive.
 
     Args:
         axes: Names of the axes.
@@ -55,10 +57,10 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Format a rank's coordinates as a name such as "model_01".
+        """Return a rank's coordinates as a name such as "model_01".
 
         Args:
-            rank: The rank.
+            rank: Rank whose coordinates are formatted.
             omit_axes: Axes to leave out.
             inner_sep: Separator of axis and coordinate.
             outer_sep: Separator of axes.
@@ -238,14 +240,14 @@ class PipelineParallelGrid:
         """Return the rank of another stage with this rank's other coordinates.
 
         Args:
-            stage_id: The stage.
+            stage_id: Index of the other stage.
             **kwargs: Coordinates that differ from this rank's.
         """
         here = self._topo.get_coord(self.global_rank)
         return self._topo.get_rank(**here._replace(pipe=stage_id, **kwargs)._asdict())
 
     def topology(self) -> ProcessTopology:
-        """Return the topology."""
+        """Return the topology from which the grid was created."""
         return self._topo
 
     def get_global_rank(self) -> int:

@@ -24,7 +24,7 @@ class FlopsProfiler:
     """Count the operations of a model's forward passes.
 
     Args:
-        model: The model.
+        model: Model whose forward passes are counted.
         ds_engine: Engine whose ranks are printed.
         recompute_fwd_factor: Number of forward passes that backward repeats (1 with activation
             checkpointing), for the printed step.
@@ -88,17 +88,17 @@ class FlopsProfiler:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations; 0 before the first forward pass."""
+        """Return the floating-point operations; 0 before the first forward pass."""
         return self._cost.rows[""].flops if "" in self._cost.rows else 0
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulate operations."""
+        """Return the multiply-accumulate operations."""
         return self.flops // 2
 
     @property
     def params(self) -> int:
-        """Number of elements of the model."""
+        """Return the number of elements of the model."""
         return sum(param.numel() for param in self.model.parameters())
 
     @property
@@ -170,7 +170,7 @@ def get_model_profile(
     """Profile one forward pass without gradients.
 
     Args:
-        model: The model.
+        model: Model to profile.
         input_shape: Shape of an input of zeros, in the model's dtype.
         args: Positional arguments of the call, if there is no `input_shape`.
         kwargs: Keyword arguments of the call.
@@ -221,10 +221,10 @@ def get_model_profile(
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Format a number of operations, for example 1.5e12 as "1.50TFLOPS".
+    """Return a number of operations as text, for example 1.5e12 as "1.50TFLOPS".
 
     Args:
-        flops: The number.
+        flops: Number of floating-point operations.
         units: Ignored.
         precision: Ignored.
     """
@@ -232,10 +232,10 @@ def flops_to_string(flops: float, units: str | None = None, precision: int = 2) 
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Format a number of operations, for example 1.5e12 as "1.50TMACs".
+    """Return a number of operations as text, for example 1.5e12 as "1.50TMACs".
 
     Args:
-        macs: The number.
+        macs: Number of multiply-accumulate operations.
         units: Ignored.
         precision: Ignored.
     """
@@ -243,10 +243,10 @@ def macs_to_string(macs: float, units: str | None = None, precision: int = 2) ->
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Format a number of parameters, for example 1.5e9 as "1.50G".
+    """Return a number of parameters as text, for example 1.5e9 as "1.50G".
 
     Args:
-        params_num: The number.
+        params_num: Number of parameters.
         units: Ignored.
         precision: Ignored.
     """
@@ -254,10 +254,10 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Format a time in seconds, for example 0.0123 as "12.3 ms".
+    """Return a time in seconds as text, for example 0.0123 as "12.3 ms".
 
     Args:
-        duration: The time.
+        duration: Time in seconds.
         units: Ignored.
         precision: Ignored.
     """
@@ -311,7 +311,10 @@ class Timer:
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name. On a GPU, each waits for the kernels that were queued before it."""
+    """Create and log timers by name.
+
+    On a GPU, a timer waits for the kernels that were queued before it.
+    """
 
     def __init__(self) -> None:
         self.timers: dict[str, Timer] = {}
@@ -328,7 +331,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """Return a text with the allocated memory of this process."""
+        """Return text that states the memory that this process has allocated."""
         return f"allocated {format_bytes(allocated_bytes(default_device()))}"
 
     def log(

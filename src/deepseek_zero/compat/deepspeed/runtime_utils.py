@@ -30,7 +30,7 @@ ZeRORuntimeException = CheckpointError
 
 
 class DummyOptim:
-    """An optimizer for engines without one: it only has parameters."""
+    """Hold the parameters of an engine that has no optimizer."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.param_groups = [{"params": params}]
@@ -61,7 +61,7 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """Format a call, for example `call_to_str("f", 1, a=2)` as "f(1, a=2)"."""
+    """Return a call as text, for example `call_to_str("f", 1, a=2)` as "f(1, a=2)"."""
     named = [f"{name}={value!r}" for name, value in kwargs.items()]
     return f"{base}({', '.join([*map(repr, args), *named])})"
 
@@ -79,7 +79,7 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def filter_empty_parameters(params: Any) -> Any:
-    """Remove parameters without elements from a list of parameters or groups."""
+    """Return a list of parameters or groups without the parameters that have no elements."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         return params
     return [
@@ -101,9 +101,9 @@ def get_inactive_params(param_list: Iterable[nn.Parameter]) -> list[nn.Parameter
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Return whether a parameter is marked as a shard of a tensor-parallel layer.
+    """Return whether a parameter is a shard of a tensor-parallel layer.
 
-    The marks are `model_parallel` and `tensor_model_parallel`.
+    The parameter then has a true attribute `model_parallel` or `tensor_model_parallel`.
     """
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
@@ -112,9 +112,12 @@ def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
     """Copy the tensors that meet a criterion in nested lists, tuples and dicts.
 
     Args:
-        item: The nested structure.
+        item: Tensor, or nested lists, tuples and dicts of tensors.
         device: Device of the copies.
         criterion_func: Function that returns whether an item is copied.
+
+    Returns:
+        The same structure; items that do not meet the criterion are the originals.
     """
     return map_inputs(
         item,
@@ -147,9 +150,9 @@ def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: flo
     """Replace the values that are not finite in a tensor of norms.
 
     Args:
-        input: The tensor, which is changed in place.
+        input: Tensor of norms, which is changed in place.
         device: Ignored.
-        val: The replacement.
+        val: Value to write instead.
     """
     input.masked_fill_(torch.logical_not(torch.isfinite(input)), val)
 
@@ -261,7 +264,7 @@ def get_global_norm_of_tensors(
     """Return the norm of tensors, or -1 if it is not finite.
 
     Args:
-        input_tensors: The tensors.
+        input_tensors: Tensors whose common norm is computed.
         norm_type: Order of the norm.
         mpu: Model-parallel unit over whose ranks the norm is computed.
         moe_ep_group: Process group of expert-parallel ranks, over which the norm is computed, too.
@@ -286,9 +289,9 @@ def clip_tensors_by_global_norm(
     """Scale tensors in place so that their common norm is at most `max_norm`.
 
     Args:
-        input_tensors: The tensors.
+        input_tensors: Tensors to scale in place.
         max_norm: Largest norm.
-        global_norm: The norm, if it is known.
+        global_norm: Norm of the tensors, if the caller has computed it.
         mpu: Model-parallel unit over whose ranks the norm is computed.
         eps: Added to the norm.
 
@@ -337,11 +340,11 @@ def clip_grad_norm_(
 
 
 class CheckOverflow:
-    """Check whether gradients overflowed on any rank that shares the model.
+    """Check whether gradients overflowed on any model-parallel rank.
 
     Args:
         param_groups: Lists of parameters.
-        mpu: Model-parallel unit whose ranks share the model.
+        mpu: Model-parallel unit whose ranks are checked together.
         zero_reduce_scatter: Whether gradients are sharded; all ranks are then checked.
         deepspeed: Stored as an attribute.
     """
@@ -375,10 +378,10 @@ class CheckOverflow:
     def has_overflow(
         self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None
     ) -> bool:
-        """Return whether a gradient on any rank that shares the model is not finite.
+        """Return whether a gradient on any model-parallel rank is not finite.
 
         Args:
-            params: The parameters.
+            params: Parameters whose gradients are checked.
             has_moe_params: Whether there are parameters of experts; all ranks are then checked.
         """
         params = list(params)
@@ -389,7 +392,7 @@ class CheckOverflow:
         """Return whether a norm is invalid on any of the checked ranks.
 
         Args:
-            norm_group: The norms.
+            norm_group: Norms of the gradients on this rank. -1, infinity and NaN mean an overflow.
             reduce_overflow: Check all ranks.
         """
         return self._agreed(
@@ -414,8 +417,8 @@ class PartitionedTensor:
     All ranks pass the same values.
 
     Args:
-        tensor: The whole tensor.
-        group: The process group.
+        tensor: Whole tensor, the same on every rank.
+        group: Process group of the ranks that each keep a part.
         partition_meta: Ignored.
     """
 
@@ -433,12 +436,12 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None
     ) -> PartitionedTensor:
-        """Rebuild a partitioned tensor from the result of `to_meta` and this rank's part.
+        """Return a partitioned tensor for the result of `to_meta` and this rank's part.
 
         Args:
             meta: Result of `to_meta`.
-            local_part: This rank's elements.
-            group: The process group.
+            local_part: Elements of this rank, flat.
+            group: Process group of the ranks that each keep a part.
             device: Device of the whole tensor; None for that of `local_part`.
         """
         assert meta.dtype == torch.long
@@ -454,12 +457,16 @@ class PartitionedTensor:
         return found
 
     def to_meta(self) -> Tensor:
-        """Encode sizes and boundaries: [dims, *size, parts, rank, *boundaries]."""
+        """Return sizes and boundaries as a tensor: [dims, *size, parts, rank, *boundaries]."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
 
     def full(self, device: Any = None) -> Tensor:
-        """Return the whole tensor on every rank. Every rank of the group must call this."""
+        """Return the whole tensor on every rank.
+
+        Note:
+            Collective: every rank of the group must call it.
+        """
         sizes = [stop - start for start, stop in pairwise(self.partition)]
         own = self.local_data.new_zeros(max(sizes))
         own[: self.local_data.numel()] = self.local_data
@@ -487,8 +494,8 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
     The shards of the last ranks may be shorter. One message contains all tensors.
 
     Args:
-        tensors: The tensors.
-        group: The process group.
+        tensors: Tensors to average, with the same shapes on every rank.
+        group: Process group; None for the group of all ranks.
 
     Note:
         Every rank of the group must call this.

@@ -26,11 +26,15 @@ class GroupRanks:
         self.index = 0 if is_alone else dist.get_rank(group)
 
     def exchange(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Exchange pieces between the ranks, which must have equal sizes on all ranks.
+        """Exchange equally sized slices between the ranks (all-to-all).
 
         Args:
-            pieces: Tensors whose first dimension is the rank.
+            pieces: Tensors whose first dimension is the destination rank, with the same shapes on
+                all ranks.
             what: Ignored.
+
+        Returns:
+            Tensors of the same shapes, whose first dimension is the source rank.
 
         Note:
             Every rank of the group must call this.
@@ -95,6 +99,9 @@ class DistributedAttention(SequenceAttention):
                 heads, head_dim)``.
             *args: Passed to `local_attention`.
             **kwargs: Passed to `local_attention`.
+
+        Returns:
+            The output for this rank's tokens, in the layout of `query`.
 
         Note:
             Collective: every rank of the sequence group must call it. The call waits for the

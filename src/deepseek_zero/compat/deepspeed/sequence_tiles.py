@@ -47,7 +47,7 @@ def sequence_tiled_compute(
     The tiles are recomputed in backward.
 
     Args:
-        fn: The function.
+        fn: Function to apply to each tile.
         seqlen: Ignored.
         shards: Number of tiles.
         kwargs_to_shard: Tensors of shape ``(samples, seqlen, ...)`` to split.
@@ -57,6 +57,9 @@ def sequence_tiled_compute(
         output_unshard_dimension: Dimension along which results are joined; 0 if each result is a
             scalar loss.
         output_reduction: "mean", "sum" or None for the joined result.
+
+    Returns:
+        The joined results, after the reduction if there is one.
 
     Raises:
         ValueError: The reduction is unknown.
@@ -93,19 +96,22 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> Tensor:
-        """Call `sequence_tiled_compute`.
+        """Compute a function in tiles of the sequence, as `sequence_tiled_compute` does.
 
         Args:
-            fn: The function.
+            fn: Function to apply to each tile.
             seqlen: Ignored.
             shards: Number of tiles.
             keys_to_shard: Names of the tensors to split.
             keys_to_pass: Names of the arguments for every tile.
             grad_requiring_tensor_key: Ignored.
             compute_params: Ignored.
-            output_unshard_dimension: As for `sequence_tiled_compute`.
-            output_reduction: As for `sequence_tiled_compute`.
+            output_unshard_dimension: Dimension along which results are joined; 0 for scalar losses.
+            output_reduction: "mean", "sum" or None for the joined result.
             *args: Values of `keys_to_shard`, then those of `keys_to_pass`.
+
+        Returns:
+            The joined results, after the reduction if there is one.
         """
         cut = args[: len(keys_to_shard)]
         passed = args[len(keys_to_shard) :]
@@ -123,7 +129,7 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """A module's forward pass in tiles of the sequence."""
+    """Run a module's forward pass in tiles of the sequence."""
 
     @staticmethod
     def apply(
@@ -137,18 +143,21 @@ class TiledMLP:
 
         Args:
             fn: Function of the module and a tile.
-            self: The module.
+            self: Module that is passed to `fn`.
             x: Shape ``(samples, tokens, width)`` or ``(tokens, width)``.
             shards: Number of tiles.
             compute_params: Parameters whose 16-bit gradients are accumulated in fp32. If it is None
                 or empty, all of the module's are.
+
+        Returns:
+            The joined outputs of the tiles, in the order of `x`.
         """
         with fp32_sums(_module(self), compute_params or None) as reading:
             return in_tiles(reading(partial(fn, self)), shards, x, dim=-2)
 
 
 class TiledFusedLogitsLoss:
-    """A loss in tiles of the tokens, which never computes all logits at once."""
+    """Compute a loss in tiles of the tokens, never all logits at once."""
 
     @staticmethod
     def apply(
@@ -166,7 +175,7 @@ class TiledFusedLogitsLoss:
         Args:
             fn: Function of the module and tiles of `x`, `y` and `mask`. The samples and tokens of a
                 tile are flattened to one dimension.
-            self: The module.
+            self: Module that is passed to `fn`.
             x: Shape ``(samples, tokens, ...)``.
             y: Shape ``(samples, tokens, ...)``.
             mask: Shape ``(samples, tokens)``; passed to `fn` only if it is not None.

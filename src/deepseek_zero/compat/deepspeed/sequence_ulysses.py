@@ -31,13 +31,13 @@ from . import comm, groups
 
 
 class SequenceMpu:
-    """An mpu with sequence parallelism.
+    """An mpu that requests sequence parallelism from `initialize`.
 
     Its methods, for example `get_sequence_parallel_group`, are those of `deepspeed.utils.groups`.
 
     Args:
-        ranks: Number of ranks that share a sequence.
-        settings: Settings for `initialize`.
+        ranks: Number of ranks over which the tokens of a sequence are split.
+        settings: Settings of sequence parallelism, which `initialize` reads.
     """
 
     def __init__(self, ranks: int, settings: SequenceSettings) -> None:
@@ -68,7 +68,7 @@ class UlyssesSPAttentionHF:
         Args:
             model_name_or_path: The model, or the location of its configuration.
             core_attn_implementation: Name of transformers' attention function.
-            sequence_parallel_size: Number of ranks that share a sequence.
+            sequence_parallel_size: Number of ranks over which a sequence is split.
             micro_batch_size: Ignored; batches may have any size.
             seq_length: Number of tokens; only checked.
             seq_length_is_variable: Do not check the number of tokens.
@@ -130,7 +130,7 @@ def _refuse(config: Any, core: str, ranks: int) -> None:
 
 @dataclass(eq=False)
 class UlyssesSPDataLoaderAdapter:
-    """Iterate over the batches of all ranks that share sequences.
+    """Iterate over the batches of all ranks of a sequence-parallel group.
 
     Each batch has the tokens of this rank.
 

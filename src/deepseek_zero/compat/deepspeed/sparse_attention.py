@@ -68,7 +68,10 @@ class SparsityConfig:
         return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """Copy the first head's layout to all heads in place, unless heads differ."""
+        """Copy the first head's layout to all heads in place, and return the layout.
+
+        If heads have different layouts, it is returned unchanged.
+        """
         if not self.different_layout_per_head:
             layout[1:] = layout[:1]
         return layout
@@ -241,7 +244,7 @@ class SparseSelfAttention(nn.Module):
     hidden.
 
     Args:
-        sparsity_config: The layout.
+        sparsity_config: Layout of blocks to attend to; None for a fixed layout.
         key_padding_mask_mode: Mode of the padding mask.
         attn_mask_mode: Mode of the attention mask.
         max_seq_length: Ignored; a layout is created for the length of each sequence.
@@ -325,7 +328,7 @@ class BertSparseSelfAttention(nn.Module):
 
     Args:
         config: Configuration of a BERT model.
-        sparsity_config: The layout.
+        sparsity_config: Layout of blocks to attend to; None for a fixed layout.
 
     Raises:
         UsageError: The hidden size is not a multiple of the number of heads.
@@ -381,12 +384,15 @@ class SparseAttentionUtils:
     def extend_position_embedding(model: Module, max_position: int) -> Module:
         """Extend the position embeddings of BERT or RoBERTa by repeating their rows.
 
-        The model's position buffers and configuration are changed, too. RoBERTa keeps its reserved
-        rows in addition.
+        The model's position buffers and configuration are changed as well. RoBERTa keeps its
+        reserved rows in addition.
 
         Args:
-            model: The model, which is changed in place and returned.
+            model: Model whose embeddings are changed in place.
             max_position: New number of positions.
+
+        Returns:
+            `model` itself.
 
         Raises:
             NotBuiltError: The model has no such embeddings.
@@ -433,7 +439,10 @@ class SparseAttentionUtils:
 
         Args:
             tokenizer: Tokenizer of transformers.
-            max_position: Number of tokens.
+            max_position: New maximum length in tokens.
+
+        Returns:
+            `tokenizer` itself.
         """
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
@@ -448,9 +457,12 @@ class SparseAttentionUtils:
         Its modules and their names do not change.
 
         Args:
-            model: The model.
+            model: Model to change in place.
             max_position: Number of tokens of the longest sequence.
-            sparsity_config: The layout.
+            sparsity_config: Layout of blocks to attend to; None for a fixed layout.
+
+        Returns:
+            `model` itself.
 
         Raises:
             NotBuiltError: The model is not from transformers.
@@ -473,12 +485,15 @@ class SparseAttentionUtils:
     ) -> Iterable[nn.Module]:
         """Make the layers of a transformers model use sparse attention, and return them.
 
-        The layers must be all attention layers of the model, because they share its masks.
+        The layers must be all attention layers of the model, because its masks apply to all.
 
         Args:
             config: Configuration of the model.
             layers: The layers, which are changed in place.
-            sparsity_config: The layout.
+            sparsity_config: Layout of blocks to attend to; None for a fixed layout.
+
+        Returns:
+            `layers` itself.
         """
         layout = (sparsity_config or FixedSparsityConfig(4)).layout_for(
             config.max_position_embeddings
@@ -549,5 +564,8 @@ class SparseAttentionUtils:
         Args:
             pad_len: Number of added tokens.
             sequence_output: Shape ``(samples, tokens, ...)``.
+
+        Returns:
+            The output without the last `pad_len` tokens.
         """
         return sequence_output[:, : sequence_output.shape[1] - pad_len]

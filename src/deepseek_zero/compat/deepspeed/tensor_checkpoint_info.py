@@ -84,7 +84,7 @@ def mark(
     """Store on a parameter how it is split.
 
     Args:
-        param: The parameter.
+        param: Parameter on which the attribute is set.
         kind: "column" or "row".
         whole: Shape of the parameter in the whole model.
         outputs: Number of outputs of the layer.

@@ -25,14 +25,14 @@ class AutoTP:
     """Replace the layers of a model by split ones.
 
     Args:
-        module: The model.
+        module: Model whose layers are replaced.
         all_reduce_linears: Ignored.
         prefix: Ignored.
         state_dict: Ignored.
         linear_layer_setting: Ignored.
         orig_layer_impl: Ignored.
         keep_module_on_host: Ignored.
-        partition_config: The rules.
+        partition_config: Rules that decide which layers are split, and how.
 
     Raises:
         NotBuiltError: There is no `partition_config`.
@@ -66,7 +66,7 @@ class AutoTP:
 
         Args:
             mp_size: Number of ranks.
-            mp_group: The process group.
+            mp_group: Process group of these ranks.
         """
         self.mp_size = mp_size
         self.mp_group = mp_group

@@ -56,7 +56,7 @@ class ColumnParallel(torch.autograd.Function):
         Args:
             ctx: Context of the autograd function.
             group: The process group; None for one rank.
-            input: The replicated tensor.
+            input: Tensor that is equal on all ranks of the group.
         """
         ctx.group = group
         return input.view_as(input)
@@ -69,6 +69,9 @@ class ColumnParallel(torch.autograd.Function):
         Args:
             ctx: Context of the autograd function.
             grad: Gradient of the output.
+
+        Returns:
+            None for the group, and the sum of the gradients of all ranks.
 
         Note:
             Every rank of the group must call this.
@@ -86,8 +89,11 @@ class RowParallel(torch.autograd.Function):
         Args:
             ctx: Context of the autograd function.
             group: The process group; None for one rank.
-            input: This rank's summand.
+            input: Partial result of this rank.
             is_inference_mode: Ignored.
+
+        Returns:
+            The sum of the partial results of all ranks.
 
         Note:
             Every rank of the group must call this.
@@ -119,8 +125,11 @@ class GatherFromTensorParallelRegion(torch.autograd.Function):
         Args:
             ctx: Context of the autograd function.
             group: The process group; None for one rank.
-            input: This rank's part.
+            input: Part of this rank.
             partition_sizes: Size of the last dimension on each rank.
+
+        Returns:
+            The whole tensor.
 
         Note:
             Every rank of the group must call this.
@@ -158,8 +167,8 @@ class ScatterToTensorParallelRegion(torch.autograd.Function):
 
         Args:
             ctx: Context of the autograd function.
-            group: The process group.
-            input: The replicated tensor.
+            group: Process group of the ranks that each keep a part.
+            input: Tensor that is equal on all ranks of the group.
             partition_sizes: Size of the last dimension on each rank.
             tp_index: Index of this rank.
         """
@@ -177,6 +186,9 @@ class ScatterToTensorParallelRegion(torch.autograd.Function):
         Args:
             ctx: Context of the autograd function.
             grad: Gradient of this rank's part.
+
+        Returns:
+            The whole gradient, and None for each other argument of `forward`.
 
         Note:
             Every rank of the group must call this.
@@ -212,12 +224,12 @@ def _gathered(own: Tensor, shapes: Sequence[tuple[int, ...]], group: Any) -> lis
 
 
 def gather_part(param: Tensor, split: Split, group: Any) -> None:
-    """All-gather a parameter into new memory, until `cut_part`.
+    """All-gather a parameter into new memory; `cut_part` restores the shard.
 
     Args:
-        param: The parameter.
+        param: Parameter whose `data` is replaced by the whole tensor.
         split: How the parameter is split.
-        group: The process group.
+        group: Process group over which the parameter is split.
 
     Note:
         Every rank of the group must call this.
@@ -234,7 +246,7 @@ def cut_part(param: Tensor, split: Split, index: int) -> None:
     The shard is stored in its memory from before `gather_part`.
 
     Args:
-        param: The parameter.
+        param: Parameter that `gather_part` gathered.
         split: How the parameter is split.
         index: Index of this rank.
     """
@@ -250,7 +262,7 @@ def split_by(shape: Sequence[int], dim: int, parts: Sequence[Sequence[int]]) -> 
 
     Args:
         shape: Shape of the whole parameter.
-        dim: The split dimension.
+        dim: Dimension along which the parameter is split.
         parts: For each part, its width on each rank.
     """
     return Split("split", tuple(shape), dim, laid_out(parts))
@@ -405,7 +417,7 @@ def _whole_shape(param: Tensor) -> tuple[int, ...]:
 
 
 class LinearLayer(TensorParallel_Layer):
-    """A column layer, in which each rank has some of the outputs.
+    """A linear layer whose outputs are divided among the ranks (column parallel).
 
     Args:
         module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
@@ -460,6 +472,9 @@ class LinearLayer(TensorParallel_Layer):
             bias: This rank's shard of the bias.
             gather_output: All-gather the outputs.
 
+        Returns:
+            The layer, which takes the tensors as this rank's shards.
+
         Raises:
             UsageError: Neither `weight` nor `weight_shape` is given.
         """
@@ -477,7 +492,7 @@ class LinearLayer(TensorParallel_Layer):
 
 
 class VocabParallelLinear(LinearLayer):
-    """A column layer that computes the logits of this rank's part of the vocabulary.
+    """A column-parallel layer that computes the logits of this rank's part of the vocabulary.
 
     Args:
         module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
@@ -502,7 +517,7 @@ class VocabParallelLinear(LinearLayer):
 
 
 class LinearAllreduce(TensorParallel_Layer):
-    """A row layer, in which each rank has some of the inputs.
+    """A linear layer whose inputs are divided among the ranks (row parallel).
 
     The result is the sum over all ranks plus the bias.
     """
@@ -511,7 +526,11 @@ class LinearAllreduce(TensorParallel_Layer):
     cuts_bias = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum of the results of all ranks; every rank of the group must call this."""
+        """Return the sum of the results of all ranks plus the bias.
+
+        Note:
+            Collective: every rank of the group must call it.
+        """
         total: Tensor = RowParallel.apply(  # type: ignore[no-untyped-call]
             self.mp_group, nn.functional.linear(input, self.weight)
         )
@@ -519,13 +538,16 @@ class LinearAllreduce(TensorParallel_Layer):
 
 
 class LinearAllreduceWithReplicatedInput(LinearAllreduce):
-    """A row layer that receives all inputs on every rank."""
+    """A row-parallel layer that receives all inputs on every rank."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the sum over all ranks. Every rank of the group must call this.
+        """Return the sum of the results of all ranks plus the bias.
 
         Raises:
             UsageError: The input does not have the layer's number of features.
+
+        Note:
+            Collective: every rank of the group must call it.
         """
         if sum(self._partition_sizes) != input.shape[-1]:
             raise UsageError(
@@ -542,9 +564,9 @@ class LinearAllreduceWithReplicatedInput(LinearAllreduce):
 
 
 class LmHeadLinearAllreduce(LinearAllreduceWithReplicatedInput):
-    """A row layer that computes logits, with its own copy of the parameters.
+    """A row-parallel layer that computes logits, with its own copy of the parameters.
 
-    The parameters may have been tied to a word embedding.
+    The layer may have been tied to the input embedding.
 
     Args:
         module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
@@ -620,7 +642,7 @@ def subparam_sizes(whole: Sequence[int], shape: tuple[Any, ...], dim: int) -> tu
     Args:
         whole: Shape of the whole weight.
         shape: Description of the parts; see `_OfParts`.
-        dim: The split dimension.
+        dim: Dimension along which the weight is split.
 
     Raises:
         NotBuiltError: `shape` has another number of dimensions.
@@ -644,7 +666,7 @@ def subparam_sizes(whole: Sequence[int], shape: tuple[Any, ...], dim: int) -> tu
 
 
 class SubParamLinearLayer(_OfParts, LinearLayer):
-    """A column layer of a fused projection."""
+    """A column-parallel layer of a fused projection."""
 
     def _split_of(self, param: Tensor) -> Split | None:
         if self.partition_dim != 0 and (param is self.bias or param.dim() == 1):
@@ -667,7 +689,7 @@ class SubParamLinearLayer(_OfParts, LinearLayer):
 
 
 class SubParamLinearAllreduce(_OfParts, LinearAllreduce):
-    """A row layer whose inputs consist of several parts.
+    """A row-parallel layer whose inputs consist of several parts.
 
     Args:
         module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
@@ -681,7 +703,7 @@ class SubParamLinearAllreduce(_OfParts, LinearAllreduce):
 
 
 class GateUpPack_LinearLayer(SubParamLinearLayer):
-    """A column layer of two fused projections of equal width.
+    """A column-parallel layer of two fused projections of equal width.
 
     Args:
         module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
@@ -735,7 +757,7 @@ class GatherReplacedLayerParams:
 
 
 def show_names(engine: Engine) -> None:
-    """Give the split layers of an engine DeepSpeed's attributes and classes."""
+    """Add DeepSpeed's attributes and classes to the split layers of an engine."""
     is_split = False
     for name, module in engine.module.named_modules():
         if not isinstance(module, Layer) or not isinstance(module, Column | Row):

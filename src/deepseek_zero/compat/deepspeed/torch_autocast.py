@@ -22,16 +22,16 @@ _dtype: list[torch.dtype] = []
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
-    """Return the full names of the layer classes that are marked by default."""
+    """Return the full names of the layer classes that get `comm_dtype` by default."""
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in LOWER_PRECISION_SAFE_MODULES]
 
 
 def init_autocast_params(engine: Any, dtype: torch.dtype, modules: Iterable[str] | None) -> None:
-    """Mark the parameters of an engine's layers with the autocast dtype.
+    """Set `comm_dtype` of the parameters of an engine's layers to the autocast dtype.
 
     Args:
-        engine: The engine.
-        dtype: The autocast dtype.
+        engine: Engine whose model is searched for such layers.
+        dtype: Dtype in which autocast runs these layers.
         modules: Full names of the layer classes; None for `LOWER_PRECISION_SAFE_MODULES`.
     """
     names = set(modules or get_default_autocast_lower_precision_modules())
@@ -62,12 +62,12 @@ def get_autocast_dtype() -> torch.dtype | None:
 
 
 def has_comm_dtype(param: Tensor) -> bool:
-    """Return whether a parameter is marked."""
+    """Return whether a parameter has a `comm_dtype`."""
     return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
 
 
 def get_comm_dtype(param: Tensor) -> torch.dtype:
-    """Return a parameter's mark, or its dtype if it is not marked."""
+    """Return a parameter's `comm_dtype`, or its dtype if it has none."""
     found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
     return found
 

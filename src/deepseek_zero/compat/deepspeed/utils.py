@@ -32,7 +32,7 @@ def log_dist_once(
     """Log a message as `log_dist` does, but only once.
 
     Args:
-        message: The message.
+        message: Text to log.
         ranks: Ranks that log; None for all.
         level: Log level.
     """
@@ -65,7 +65,7 @@ class OnDevice:
 
     Args:
         dtype: Default dtype of floating-point tensors.
-        device: The device.
+        device: Device on which tensors are created.
         enabled: If False, the block does nothing.
     """
 
@@ -105,8 +105,11 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     Otherwise torch.save would write the whole storage of a tensor that is a view.
 
     Args:
-        item: The nested structure.
+        item: Tensor, or nested dicts, lists and tuples of tensors.
         device: Device of the copies.
+
+    Returns:
+        The same structure with the copies.
     """
     return map_inputs(item, lambda tensor: tensor.detach().to(device, copy=True))
 
@@ -137,9 +140,12 @@ def move_to_device(
     """Move the tensors in nested dicts, lists and tuples to a device.
 
     Args:
-        item: The nested structure.
-        device: The device.
+        item: Tensor, or nested dicts, lists and tuples of tensors.
+        device: Device to which tensors are moved.
         criterion_func: Function that returns whether a tensor is moved; None for all.
+
+    Returns:
+        The same structure with the moved tensors.
     """
 
     def moved(tensor: Tensor) -> Tensor:
@@ -172,10 +178,10 @@ def set_random_seed(seed: int) -> None:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """Get a nested attribute: `model.a.b` for "a.b".
+    """Return a nested attribute: `model.a.b` for "a.b".
 
     Args:
-        model: The object.
+        model: Object at which the lookup starts.
         module_name: Dotted name.
     """
     return reduce(getattr, module_name.split("."), model)
@@ -185,9 +191,9 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     """Set a nested attribute: `model.a.b` for "a.b".
 
     Args:
-        model: The object.
+        model: Object at which the lookup starts.
         module_name: Dotted name.
-        module: The value.
+        module: Value to set.
     """
     *path, last = module_name.split(".")
     setattr(reduce(getattr, path, model), last, module)
@@ -210,7 +216,7 @@ def required_torch_version(
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """Parse an ascending list of cores, for example "0,2-4" as [0, 2, 3, 4].
+    """Return the cores of an ascending list of ranges, for example [0, 2, 3, 4] for "0,2-4".
 
     Raises:
         ValueError: The list is not ascending.

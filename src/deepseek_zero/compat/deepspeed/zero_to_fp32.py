@@ -67,6 +67,9 @@ def load_state_dict_from_zero_checkpoint(
         model: A model without an engine.
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
         tag: Name of the checkpoint in the directory; None for the latest.
+
+    Returns:
+        `model` itself, on the CPU.
     """
     model = model.cpu()
     model.load_state_dict(
@@ -146,8 +149,8 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     For a checkpoint in our layout, it is a temporary file without tensors.
 
     Args:
-        checkpoint_dir: The checkpoint.
-        zero_stage: Its ZeRO stage.
+        checkpoint_dir: Folder of the checkpoint.
+        zero_stage: ZeRO stage of the run that saved it.
 
     Raises:
         FileNotFoundError: There is no such file.

@@ -25,7 +25,7 @@ TP = "tp_degree"
 
 
 class ZeROCheckpoint:
-    """The optimizer files of a checkpoint, and which target rank merges which.
+    """The optimizer files of a checkpoint, and which ranks of a target shape merge them.
 
     Args:
         dir: Folder of the checkpoint.
@@ -91,7 +91,7 @@ class ZeROCheckpoint:
 
 
 class DeepSpeedCheckpoint:
-    """The files of a checkpoint, for tools that plan a conversion.
+    """The files of a checkpoint, for tools that convert it to another number of ranks.
 
     Tensors are not read.
 
@@ -164,7 +164,7 @@ class DeepSpeedCheckpoint:
         return self.zero_checkpoint.get_files_for_rank(pp_index, tp_index, dp_index)
 
     def get_2d_parallel_files(self, tp_index: int, pp_index: int) -> list[str]:
-        """Return the model files that a place in the target's grid merges.
+        """Return the model files that one pipeline stage and tensor-parallel rank merges.
 
         Args:
             tp_index: Tensor-parallel rank.

@@ -89,7 +89,10 @@ class DeepSpeedLayout(EngineLayout):
 
         Args:
             path: Folder of the checkpoint.
-            stack: Closes the files.
+            stack: Exit stack that closes the files when it is left.
+
+        Returns:
+            The open checkpoint, which reads ranges of states by name.
         """
         found = read_deepspeed(path)
         return OpenCheckpoint(path, found.manifest, found.plain, found)
@@ -135,7 +138,7 @@ class DeepSpeedLayout(EngineLayout):
             directory: Directory of the checkpoints.
             tag: Name of the new checkpoint.
             contents: The engine's states to write.
-            settings: How to save.
+            settings: How to save, such as whether to return before the files are complete.
 
         Returns:
             The folder of the checkpoint.
@@ -187,6 +190,10 @@ class DeepSpeedLayout(EngineLayout):
             contents: The engine's states to fill.
             settings: What to load. With `verify`, each rank first checks a part of the files
                 against their CRC-32 values, which are the only checksums they have.
+
+        Returns:
+            The path of the checkpoint, the counters and schedules of the run, and the
+            `client_state`.
 
         Raises:
             CheckpointError: The files are damaged or do not fit. Every rank raises it.

@@ -104,6 +104,9 @@ class DeepSpeedCheckpoint(MappedCheckpoint):
 def open_file(path: Path) -> dict[str, Any]:
     """Load one file, with mapped tensors and stand-ins for DeepSpeed's objects.
 
+    Returns:
+        The dictionary that the file contains.
+
     Raises:
         CheckpointError: The file is missing, damaged, or contains other objects.
     """
@@ -111,12 +114,17 @@ def open_file(path: Path) -> dict[str, Any]:
 
 
 def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepSpeedCheckpoint:
-    """Open the checkpoint in a folder. Only names, shapes and positions are read.
+    """Open the checkpoint in a folder.
+
+    Only names, shapes and positions are read; tensors are read on demand.
 
     Args:
         folder: Folder of the checkpoint.
         trained: Names of the parameters that the caller's model trains. The files of stage 0 do not
             record them.
+
+    Returns:
+        The open checkpoint, which reads states by name and flat range.
 
     Raises:
         CheckpointError: The checkpoint is incomplete, damaged, or of an unsupported kind.
@@ -407,7 +415,7 @@ def flat_ranges(numels: Mapping[str, int], paddings: Sequence[int] = ()) -> dict
     """Return the range of each parameter in a flat tensor of the whole parameters.
 
     Args:
-        numels: Number of elements of each parameter.
+        numels: Number of elements of each parameter by name, in the order of the flat tensor.
         paddings: Number of elements after each parameter; empty for none.
     """
     found = {}
@@ -440,8 +448,12 @@ def partition_spans(numels: Mapping[str, int], rank: int, ranks: int) -> tuple[S
 
     Args:
         numels: Number of elements of each parameter.
-        rank: The rank.
+        rank: Rank whose flat tensor is described.
         ranks: Number of ranks.
+
+    Returns:
+        The parts of parameters, in the order in which the flat tensor contains them, and its length
+        in elements, including padding.
     """
     found = {}
     offset = 0
@@ -658,7 +670,7 @@ def partition_slice(numel: int, rank: int, ranks: int) -> slice:
 
     Args:
         numel: Number of elements of the parameter.
-        rank: The rank.
+        rank: Rank whose range is returned.
         ranks: Number of ranks.
     """
     size = -(-numel // ranks)

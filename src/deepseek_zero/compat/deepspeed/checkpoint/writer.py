@@ -88,7 +88,7 @@ class DeepSpeedTarget:
         """Return the target with the properties of a checkpoint.
 
         Args:
-            source: The checkpoint.
+            source: The open checkpoint that will be converted.
             stage: Replaces the checkpoint's stage if given.
             ranks: Replaces the checkpoint's number of ranks if given.
         """

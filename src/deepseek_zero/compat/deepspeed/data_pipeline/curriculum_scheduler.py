@@ -116,7 +116,7 @@ class CurriculumScheduler:
     def update_difficulty(self, global_steps: int) -> Any:
         """Advance to a step and return its difficulty.
 
-        Once the difficulty has reached the maximum, it does not change any more.
+        The difficulty does not change any more after it has reached the maximum.
         """
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)

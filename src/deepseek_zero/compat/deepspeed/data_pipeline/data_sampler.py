@@ -274,7 +274,10 @@ class DeepSpeedDataSampler:
 
         Args:
             cidx: Index of the cluster.
-            num_samples: Number of samples.
+            num_samples: Number of samples to take.
+
+        Returns:
+            Indices of the samples in the dataset.
         """
         cluster = self.data_clusters[cidx]
         found = cluster.samples[cluster.position : cluster.position + num_samples].tolist()
@@ -335,7 +338,7 @@ class DeepSpeedDataSampler:
             )
 
     def deal_steps_of(self, samples: int) -> None:
-        """Set the number of samples of all ranks per step, from the next step on."""
+        """Set the number of samples of all ranks per step, starting with the next step."""
         self.global_batch_size = samples
         self._given = deque(
             self._given, maxlen=samples // self.micro_batch_times_data_parallel_size

@@ -217,7 +217,7 @@ def close_mmap_dataset_builder(
     """End the document and write the index of the dataset `fname`.
 
     Args:
-        builder: The dataset's builder.
+        builder: Builder of the dataset to complete.
         fname: Path without .idx and .bin.
     """
     builder.end_document()
@@ -225,7 +225,7 @@ def close_mmap_dataset_builder(
 
 
 def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[list[int]]:
-    """Split [start_idx, end_idx) into equal ranges; the last ones may be shorter.
+    """Return [start_idx, end_idx) as equal ranges [start, end]; the last ones may be shorter.
 
     Args:
         start_idx: First index.
@@ -243,7 +243,7 @@ def split_dataset(
     """Split a dataset between workers, and one worker's rows between its threads.
 
     Args:
-        dataset: The dataset.
+        dataset: Dataset to split, of which only the length is used.
         num_workers: Number of workers.
         worker_id: Worker whose range is split further.
         num_threads: Number of threads of the worker.

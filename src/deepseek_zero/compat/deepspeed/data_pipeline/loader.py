@@ -24,12 +24,12 @@ class CurriculumLoader(ShardedLoader):
     Args:
         dataset: Dataset with `__len__` and `__getitem__`.
         batch_size: Samples of a micro-batch of one rank.
-        mesh: The device mesh.
+        mesh: Mesh of ranks, which gives this rank's position along the data axis.
         settings: Result of `get_data_efficiency_config`.
         accumulation: Micro-batches per step.
-        collate_fn: As for `ShardedLoader`.
-        drop_last: As for `ShardedLoader`.
-        take: As for `ShardedLoader`.
+        collate_fn: Function that makes a batch of a list of samples.
+        drop_last: Whether to leave out a micro-batch that the data cannot fill.
+        take: Function that selects this rank's part of a batch; None uses the whole batch.
 
     Raises:
         UsageError: The dataset is an IterableDataset.
@@ -92,7 +92,7 @@ class CurriculumLoader(ShardedLoader):
             yield to_device(self._take(batch), self.device)
 
     def deal_steps_of(self, samples: int) -> None:
-        """Set the number of samples of all ranks per step, from the next step on."""
+        """Set the number of samples of all ranks per step, starting with the next step."""
         self.data_sampler.deal_steps_of(samples)
 
     def state_dict(self, again: int = 0) -> dict[str, Any]:
