@@ -31,7 +31,7 @@ BLOCK_NUMEL = 1 << 20  # elements that are read, and joined or decoded, at a tim
 
 @dataclass(eq=False)
 class ItemProgress:
-    """Progress of writing one item."""
+    """How far the writing of one item has come."""
 
     item: WriteItem
     copy: Tensor | None = None  # values that were copied before a step changed them
@@ -45,7 +45,7 @@ class ItemProgress:
 
 
 class BackgroundWrite:
-    """Write this rank's file, immediately (`write`) or in a thread (`start`)."""
+    """Write this rank's file, either immediately (`write`) or in a thread (`start`)."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class BackgroundWrite:
 
 
 def by_element_size(groups: Sequence[WriteGroup]) -> list[WriteGroup]:
-    """Order items as they are written: larger element sizes first.
+    """Return items in the order in which they are written: larger element sizes first.
 
     This aligns every tensor to its element size. Otherwise the order is kept.
     """

@@ -44,11 +44,11 @@ class ParamPart:
 
     @classmethod
     def of(cls, split: Split | None, coordinate: int) -> ParamPart | None:
-        """Return the part of the rank at a coordinate along "tp".
+        """Return the part that the tensor-parallel rank at a coordinate holds.
 
         Args:
             split: How the parameter is divided.
-            coordinate: The rank's coordinate.
+            coordinate: Coordinate of the rank along the mesh axis "tp".
 
         Returns:
             The part, or None if it is the whole parameter.
@@ -69,7 +69,7 @@ class ParamPart:
 
     @property
     def local_shape(self) -> Shape:
-        """The shape of the part, including padding."""
+        """Return the shape of the part, including padding."""
         if not self.shape:
             return ()
         width = sum(stop - start for start, stop in self.ranges)
@@ -77,7 +77,7 @@ class ParamPart:
 
     @property
     def numel(self) -> int:
-        """The number of elements, including padding."""
+        """Return the number of elements, including padding."""
         return prod(self.local_shape)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class ParamPart:
 
     @classmethod
     def from_json(cls, values: list[Any]) -> ParamPart:
-        """Create the part from its form in a manifest."""
+        """Return the part that a manifest stores as `values`."""
         shape, dim, ranges = values
         return cls(tuple(shape), dim, tuple((start, stop) for start, stop in ranges))
 
@@ -135,7 +135,7 @@ def boxes_of(part: ParamPart, start: int, stop: int) -> list[Box]:
     Padding is omitted. In d dimensions there are at most 2d - 1 boxes for each range of the part.
 
     Args:
-        part: The part.
+        part: Part of a parameter, in whose order elements are counted.
         start: First element, in the order of the part.
         stop: End of the range.
     """
@@ -191,7 +191,7 @@ def assemble(
     Padding is filled with zeros.
 
     Args:
-        part: The part.
+        part: Part of a parameter, in whose order elements are counted.
         start: First element, in the order of the part.
         stop: End of the range.
         sources: The ranges that are available, at least one.

@@ -52,9 +52,9 @@ class CheckpointInfo:
     """A checkpoint of a directory, in any layout.
 
     Attributes:
-        tag: Its tag.
-        folder: Its path.
-        manifest: Its manifest; None if it cannot be read.
+        tag: Name of the checkpoint.
+        folder: Path of the checkpoint.
+        manifest: Names, shapes and counters; None if the file cannot be read.
         saved_at: Modification time in seconds since the epoch.
         faults: The faults found so far.
     """
@@ -95,7 +95,7 @@ class Leftover:
     """A hidden path of an unfinished save or removal.
 
     Attributes:
-        path: The path.
+        path: Location of the hidden file or folder.
         tag: The tag in its name.
         state: "saving", "replaced" or "pruned".
     """
@@ -141,14 +141,14 @@ class PruneResult:
 
 
 def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[CheckpointInfo]:
-    """List the checkpoints of a directory, newest first.
+    """Return the checkpoints of a directory, newest first.
 
     They are ordered by step, then by time. Checkpoints without a readable manifest come first, and
     those without a step last.
 
     Args:
-        directory: The directory.
-        reads_headers: Also check the headers of the files.
+        directory: Directory that contains one folder per checkpoint.
+        reads_headers: Also check the headers of the files, and record faults.
     """
     found = []
     for tag in tags_in(directory):
@@ -179,12 +179,12 @@ def latest_tag(directory: Path) -> str | None:
 
 
 def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointInfo:
-    """Describe the checkpoint or export at an existing path.
+    """Return a description of the checkpoint or export at an existing path.
 
     Args:
-        path: The path.
-        tag: The tag to record.
-        reads_headers: Also check the headers of the files.
+        path: Folder or file of the checkpoint.
+        tag: Name to record for the checkpoint.
+        reads_headers: Also check the headers of the files, and record faults.
     """
     subset = ALL_FILES if reads_headers else NO_FILES
     manifest, faults = check_headers(path, subset)
@@ -196,8 +196,8 @@ def tag_folder(directory: Path, tag: str) -> Path:
     """Return the folder of a tag, or its hidden replaced folder after a crash.
 
     Args:
-        directory: The directory.
-        tag: The tag; its folder need not exist.
+        directory: Directory of checkpoints.
+        tag: Name of the checkpoint; its folder need not exist.
     """
     folder = directory / tag
     replaced = replaced_path(folder)
@@ -208,8 +208,8 @@ def existing_folder(directory: Path, tag: str) -> Path:
     """Return the folder of an existing tag.
 
     Args:
-        directory: The directory.
-        tag: The tag.
+        directory: Directory of checkpoints.
+        tag: Name of the checkpoint.
 
     Raises:
         CheckpointError: The tag does not exist; the message lists the existing ones.
@@ -231,7 +231,7 @@ def replaced_path(folder: Path) -> Path:
 
 
 def leftovers(directory: Path) -> list[Leftover]:
-    """List the hidden paths of this library that are not checkpoints."""
+    """Return the hidden paths of this library that are not checkpoints."""
     return [hidden for hidden in _hidden(directory) if not hidden.is_checkpoint]
 
 
@@ -251,7 +251,7 @@ def is_being_written(path: Path) -> bool:
 
 
 def tags_in(directory: Path) -> list[str]:
-    """List the tags of a directory, in no particular order."""
+    """Return the tags of a directory, in no particular order."""
     if not directory.is_dir():
         return []
     visible = [
@@ -272,7 +272,7 @@ def is_single_checkpoint(path: Path) -> bool:
 
 
 def near_directories(directory: Path) -> list[Path]:
-    """List directories of checkpoints that the user may have meant.
+    """Return directories of checkpoints that the user may have meant.
 
     They are subdirectories of `directory`, or have a similar name. Names are compared at the first
     path component that does not exist, or else at the last one.
@@ -324,8 +324,8 @@ def newest_good(comm: Comm, directory: Path) -> str | None:
     The files are divided among all ranks. Every skipped checkpoint is logged.
 
     Args:
-        comm: The communicator.
-        directory: The directory.
+        comm: Communicator of the ranks among which the files are divided.
+        directory: Directory of checkpoints.
 
     Returns:
         The same tag on every rank.
@@ -372,7 +372,7 @@ def newest_good(comm: Comm, directory: Path) -> str | None:
 def outdated(
     infos: Sequence[CheckpointInfo], latest: str | None, retention: Retention
 ) -> list[CheckpointInfo]:
-    """Select the checkpoints that may be removed.
+    """Return the checkpoints that the rules allow to remove.
 
     Only complete checkpoints count as kept, and only those older than the newest complete one are
     selected. The following are never selected: the tag in `latest`, a folder without a readable
@@ -381,7 +381,7 @@ def outdated(
     Args:
         infos: All checkpoints, newest first.
         latest: The tag in the file `latest`.
-        retention: The rules.
+        retention: Which checkpoints to keep.
     """
     infos = [info for info in infos if info.layout in (SLICES, None)]
     complete = [info for info in infos if info.is_complete]
@@ -400,9 +400,12 @@ def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> Pr
     removes.
 
     Args:
-        directory: The directory.
-        retention: The rules.
+        directory: Directory of checkpoints.
+        retention: Which checkpoints to keep.
         dry_run: Only report what would be removed.
+
+    Returns:
+        The removed and kept checkpoints and the cleaned hidden paths, also in a dry run.
     """
     result = PruneResult(cleaned=clean(directory, dry_run=dry_run))
     infos = checkpoints(directory)
@@ -418,7 +421,7 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
     """Remove leftovers of unfinished saves, and rename hidden checkpoints back.
 
     Args:
-        directory: The directory.
+        directory: Directory of checkpoints.
         dry_run: Only report what would be changed.
 
     Returns:
@@ -452,8 +455,8 @@ def apply_retention(folder: Path, retention: Retention) -> None:
     Errors of the disk are logged and do not stop training.
 
     Args:
-        folder: The new checkpoint.
-        retention: The rules.
+        folder: Folder of the new checkpoint.
+        retention: Which checkpoints to keep.
     """
     try:
         remove_replaced(folder)

@@ -81,9 +81,9 @@ class Loaded:
     """The plain values of a loaded checkpoint.
 
     Attributes:
-        folder: Its path.
-        trainer: Counters, loss scaler and schedule.
-        client: The caller's own values.
+        folder: Path of the loaded checkpoint.
+        trainer: Counters, loss scaler and learning-rate schedule.
+        client: The `client_state` that the caller saved.
     """
 
     folder: Path

@@ -72,7 +72,7 @@ class WholeModel:
     It is the same on every rank.
 
     Attributes:
-        runtime: This rank's runtime.
+        runtime: Runtime that holds this rank's shards.
         settings: Settings of the export.
         stages: For each coordinate along "pp", the tensors of that stage in gather order, with the
             dtype in which they are gathered. A tied parameter belongs to the first stage that has
@@ -88,8 +88,11 @@ class WholeModel:
         """Collect the tensors of all stages.
 
         Args:
-            runtime: This rank's runtime.
-            settings: Settings of the export.
+            runtime: Runtime that holds this rank's shards.
+            settings: Dtype of the export, and whether to omit frozen parameters.
+
+        Returns:
+            The tensors of all stages, the same on every rank.
 
         Note:
             Collective if there are several stages: every rank of the world must call it.
@@ -115,7 +118,7 @@ class WholeModel:
 
     @property
     def tensors(self) -> list[TensorInfo]:
-        """List the tensors to write, tied ones once under their first name."""
+        """Return the tensors to write, tied ones once under their first name."""
         kept = {
             info.name: replace(info, dtype=self.settings.dtype_for(info.dtype))
             for infos in self.stages
@@ -270,9 +273,9 @@ def export_safetensors(
     there are enough files. The folder changes only after everything is on the disk.
 
     Args:
-        runtime: This rank's runtime.
-        directory: The folder.
-        settings: Settings of the export.
+        runtime: Runtime that holds this rank's shards.
+        directory: Folder to write into; it may contain other files.
+        settings: Dtype and file size of the export.
         companions: Called on rank 0 with the staging folder, to write additional files into it.
 
     Returns:
@@ -310,9 +313,9 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     tensor. For torch.save, rank 0 holds the whole model in host memory, in the requested dtype.
 
     Args:
-        runtime: This rank's runtime.
-        path: The file.
-        settings: Settings of the export.
+        runtime: Runtime that holds this rank's shards.
+        path: File to write, with the suffix .safetensors, .pth, .pt or .bin.
+        settings: Dtype of the export.
 
     Raises:
         CheckpointError: Rank 0 cannot write. It is raised on every rank.
@@ -388,8 +391,8 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
     Tied weights appear under each of their names.
 
     Args:
-        runtime: This rank's runtime.
-        settings: Settings of the export.
+        runtime: Runtime that holds this rank's shards.
+        settings: Dtype of the export, and whether to omit frozen parameters.
 
     Returns:
         The state dict on rank 0, None on the other ranks.
@@ -424,8 +427,8 @@ def save_torch(state: dict[str, Any] | None, path: Path) -> None:
     """Write a state dict with torch.save into a new private file, and sync it.
 
     Args:
-        state: The state dict.
-        path: The file, which must not exist.
+        state: State dict, which is None on other ranks than 0.
+        path: File to create; it must not exist.
     """
     with files.describing_errors(f"writing '{path}'"), files.new_file(path) as stream:
         torch.save(state, stream)

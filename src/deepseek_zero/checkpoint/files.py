@@ -50,7 +50,7 @@ def create(path: Path, flags: int = 0) -> int:
     """Create a new file for writing and return its descriptor.
 
     Args:
-        path: The file, which must not exist.
+        path: File to create; it must not exist.
         flags: Additional flags for `os.open`.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
@@ -71,7 +71,7 @@ def write(descriptor: int, data: memoryview, offset: int) -> None:
 
     Args:
         descriptor: Descriptor of the file.
-        data: The bytes.
+        data: Bytes to write.
         offset: Position in the file, in bytes.
     """
     done = 0
@@ -104,8 +104,8 @@ def write_text(path: Path, text: str) -> None:
     """Write a new text file and sync it.
 
     Args:
-        path: The file, which must not exist.
-        text: Its content.
+        path: File to create; it must not exist.
+        text: Content of the file.
     """
     with new_file(path) as file:
         file.write(text.encode())
@@ -115,8 +115,8 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a text file atomically; the old one is kept until the new one is synced.
 
     Args:
-        path: The file, which may be missing.
-        text: Its new content.
+        path: File to replace, which may be missing.
+        text: New content of the file.
     """
     hidden = path.with_name(f".{path.name}.saving")
     if hidden.exists():
@@ -138,7 +138,7 @@ class Stream(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Append bytes and return their number."""
+        """Append bytes and return how many were written."""
         view = memoryview(data).cast("B")
         write(self._descriptor, view, self._offset)
         self._offset += len(view)
@@ -160,8 +160,8 @@ def make_folder(path: Path, mode: int = 0o700) -> None:
     """Create a folder, which must not exist.
 
     Args:
-        path: The folder.
-        mode: Its permissions.
+        path: Folder to create.
+        mode: Permissions of the folder.
     """
     os.mkdir(path, mode)
 
@@ -196,8 +196,8 @@ def rename(source: Path, target: Path) -> None:
     """Rename a file or folder.
 
     Args:
-        source: The old path.
-        target: The new path. A file may replace another file; a folder must not exist.
+        source: Current path.
+        target: New path. A file may replace another file; a folder must not exist.
     """
     os.rename(source, target)
 

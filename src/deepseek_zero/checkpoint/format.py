@@ -104,7 +104,7 @@ class StateRange:
         """Return the error for elements of this range that no file of a folder contains.
 
         Args:
-            folder: The checkpoint.
+            folder: Folder of the checkpoint, for the message.
             reached: The first missing element.
         """
         what = f"elements {reached} to {self.stop} of '{self.name}' ({self.kind} {self.key})"
@@ -117,7 +117,7 @@ class SavedChunk(StateRange):
 
     Kind "own" belongs to a whole parameter group and has the name of its first parameter; the key
     contains the state and a checksum of the group's layout. Kind "whole" is an optimizer state with
-    a shape of its own (Adafactor's rows), which is never divided. Kind "owed" belongs to a gradient
+    another shape than its parameter (Adafactor's rows), which is never divided. Kind "owed" belongs to a gradient
     whose update is delayed by one step.
 
     Attributes:
@@ -135,7 +135,7 @@ class SavedChunk(StateRange):
 
     @classmethod
     def from_json(cls, values: list[Any]) -> SavedChunk:
-        """Create the chunk from its form in a manifest."""
+        """Return the chunk that a manifest stores as `values`."""
         part = ParamPart.from_json(values[7]) if len(values) > 7 else None
         return cls(*values[:7], part=part)
 
@@ -177,7 +177,7 @@ class StateReader(ABC):
         """Yield the elements of a range, in order.
 
         Args:
-            wanted: The range.
+            wanted: State and elements to read.
 
         Yields:
             Pairs of position and flat values; each is valid until the next one is requested.
@@ -187,7 +187,7 @@ class StateReader(ABC):
         """
 
     def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
-        """Read an optimizer state that has a shape different from its parameter.
+        """Return an optimizer state that has a shape different from its parameter.
 
         Args:
             name: Name of the parameter.
@@ -201,7 +201,7 @@ class StateReader(ABC):
 
     @abstractmethod
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """Read the buffer that a rank saved, as a flat tensor.
+        """Return the buffer that a rank saved, as a flat tensor.
 
         Args:
             name: Name of the buffer.
@@ -212,9 +212,9 @@ class StateReader(ABC):
 
 @dataclass
 class Manifest:
-    """The JSON file next to the tensors.
+    """Names, shapes, chunks and counters of a checkpoint, stored as JSON next to the tensors.
 
-    Entries that were added during version 2 are in `extra`, so that older releases still read the
+    Keys that were added during version 2 are in `extra`, so that older releases still read the
     file:
 
         names            maps names of the state dict to first names
@@ -240,7 +240,7 @@ class Manifest:
         run: Identity of the save, which is also stored in every file.
         format: Name of the format.
         version: Version of the format.
-        extra: Additional entries, by name.
+        extra: Keys that version 2 added, with their values.
     """
 
     world_size: int
@@ -284,7 +284,10 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read a manifest.
+        """Read a manifest from its file and check it.
+
+        Returns:
+            The manifest.
 
         Raises:
             CheckpointError: The file is missing, damaged, or of an unknown version.
@@ -387,7 +390,7 @@ def missing_elements(folder: Path, what: str) -> CheckpointError:
     """Return the error for elements that no file contains.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint, for the message.
         what: Description of the elements, as the subject of the message.
     """
     return CheckpointError(
@@ -399,7 +402,7 @@ RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Encode a value as JSON values, and copy its tensors into `tensors`.
+    """Return a value as JSON values, and copy its tensors into `tensors`.
 
     Args:
         value: Nested containers of plain values, tensors and numpy arrays.
@@ -451,11 +454,11 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tens
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Decode JSON values that `encode` returned.
+    """Return the value that `encode` converted to JSON values.
 
     Args:
-        value: The JSON values.
-        tensors: The tensors by path.
+        value: JSON values that `encode` returned.
+        tensors: Tensors by path, as `encode` stored them.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]

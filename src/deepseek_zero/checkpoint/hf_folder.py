@@ -90,7 +90,7 @@ def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Seque
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Return the safetensors files that a path stands for.
+    """Return the safetensors files of a model at a path.
 
     The path may be a file, a folder with one file, or a folder with an index.
 
@@ -174,7 +174,13 @@ class SafetensorsFolder(StateReader):
                 self.locations[name] = location
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether there is a weight of this name; other kinds do not exist."""
+        """Return whether the files contain a weight of this name.
+
+        Args:
+            kind: Kind of state; False for any other than weights.
+            name: Name of the tensor.
+            key: Ignored; files of other programs have no optimizer states.
+        """
         return kind == WEIGHT and name in self.locations
 
     def read(self, wanted: StateRange) -> PlacedValues:
@@ -190,9 +196,14 @@ class SafetensorsFolder(StateReader):
             yield from assemble(wanted.part, wanted.start, wanted.stop, [source])
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """Return a tensor, flat; it is the same for every rank."""
+        """Return a tensor, flat, which is the same for every rank.
+
+        Args:
+            name: Name of the tensor.
+            rank: Ignored.
+        """
         return self.tensor(name).reshape(-1)
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor in its own shape and dtype into new memory."""
+        """Return a tensor in its own shape and dtype, read into new memory."""
         return self._file_of[name].whole(name)

@@ -105,7 +105,7 @@ class ForeignLayout(CheckpointLayout):
 
     @abstractmethod
     def checksum_coverage(self, path: Path) -> str:
-        """Explain what is verified if not every chunk has a checksum.
+        """Return what is verified if not every chunk has a checksum.
 
         Returns:
             The explanation; empty if every chunk has a checksum.
@@ -116,8 +116,11 @@ class ForeignLayout(CheckpointLayout):
         """Open a checkpoint for reading.
 
         Args:
-            path: The checkpoint.
-            stack: Closes the checkpoint.
+            path: Folder or file of the checkpoint.
+            stack: Exit stack that closes the files when it is left.
+
+        Returns:
+            The open checkpoint, which reads ranges of states by name.
         """
 
 
@@ -133,7 +136,7 @@ class EngineLayout(ForeignLayout):
 
     @abstractmethod
     def unsupported_reason(self, contents: Contents) -> str:
-        """Explain which of this rank's states the layout cannot store; empty if none."""
+        """Return why the layout cannot store this rank's states; empty if it can."""
 
     @abstractmethod
     def save(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
@@ -142,7 +145,7 @@ class EngineLayout(ForeignLayout):
         Args:
             directory: Directory of checkpoints.
             tag: Name of the new checkpoint.
-            contents: The states to save.
+            contents: States to save.
             settings: How to save them.
 
         Returns:
@@ -163,11 +166,11 @@ class EngineLayout(ForeignLayout):
         Args:
             directory: Directory of checkpoints.
             tag: Name of the checkpoint.
-            contents: The states to overwrite.
+            contents: States to overwrite.
             settings: What to load and verify.
 
         Returns:
-            The plain values of the checkpoint.
+            The path, the counters and schedules of the run, and the `client_state`.
 
         Raises:
             CheckpointError: The checkpoint does not fit the engine, or `settings.verify` is set and
@@ -207,7 +210,7 @@ class SafetensorsLayout(ForeignLayout):
         ]
 
     def checksum_coverage(self, path: Path) -> str:
-        """Explain that files of other programs have no checksums; empty for our exports."""
+        """Return that files of other programs have no checksums; empty for our exports."""
         if all(read_header(each).tensor_crcs for each in self.files(path)):
             return ""
         return "another program wrote this, without checksums: its tensors were only read"
@@ -217,7 +220,10 @@ class SafetensorsLayout(ForeignLayout):
 
         Args:
             path: A safetensors file, or a folder of them.
-            stack: Closes the files.
+            stack: Exit stack that closes the files when it is left.
+
+        Returns:
+            The open checkpoint, which has only weights.
         """
         folder = SafetensorsFolder(path, stack)
         if len(folder.runs) > 1:
@@ -257,15 +263,18 @@ class TorchLayout(ForeignLayout):
         return torch_records(file)
 
     def checksum_coverage(self, path: Path) -> str:
-        """Explain that only torch's own checksums of the records exist."""
+        """Return that only torch's own checksums of the records exist."""
         return "torch's CRC-32 of each record is all this file has"
 
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
         """Open the file for reading.
 
         Args:
-            path: The file.
+            path: File that torch.save wrote.
             stack: Unused, because the tensors are mapped.
+
+        Returns:
+            The open checkpoint, which has only weights.
         """
         found = read_state_dict(path)
         return OpenCheckpoint(path, found.manifest, found.plain, found)

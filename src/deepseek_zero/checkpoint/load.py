@@ -403,7 +403,7 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
     """Yield the weight ranges of this rank in the order of `restore_weights`.
 
     Args:
-        reader: The open checkpoint.
+        reader: Open checkpoint to read from.
         contents: The states to overwrite.
     """
     piece = ModelPiece.of(contents.runtime)
@@ -419,8 +419,8 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
     """Yield the moment ranges of this rank in the order of `read_states`.
 
     Args:
-        reader: The open checkpoint.
-        optimizer: The optimizer.
+        reader: Open checkpoint to read from.
+        optimizer: Sharded optimizer whose states are concerned.
     """
     piece = ModelPiece.of(optimizer.runtime)
     for _, shard in _shards_by_group(optimizer):
@@ -454,7 +454,7 @@ def restore_weights(reader: StateReader, contents: Contents) -> None:
     not communicate.
 
     Args:
-        reader: The open checkpoint.
+        reader: Open checkpoint to read from.
         contents: The states to overwrite.
     """
     piece = ModelPiece.of(contents.runtime)
@@ -496,8 +496,8 @@ def write_weight(
     """Write this rank's elements of a parameter into its main weight or weight.
 
     Args:
-        group: The parameter group.
-        member: The parameter.
+        group: Parameter group that contains the parameter.
+        member: Parameter to write.
         read: Yields (position, flat values) for elements [start, stop) of the parameter, on any
             device. They are cast with the rounding of an update.
     """
@@ -531,8 +531,8 @@ def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents)
     communicate.
 
     Args:
-        reader: The open checkpoint.
-        manifest: Its manifest.
+        reader: Open checkpoint to read from.
+        manifest: Names, shapes and counters of the checkpoint.
         contents: The states to overwrite.
     """
     rank = predecessor(manifest, contents.runtime.plan.mesh) or 0
@@ -550,10 +550,10 @@ def read_states(
     """Yield the new optimizer states, group by group.
 
     Args:
-        reader: The open checkpoint.
-        manifest: Its manifest.
-        optimizer: The optimizer.
-        before: The old states by parameter; their memory is reused, and used entries are removed.
+        reader: Open checkpoint to read from.
+        manifest: Names, shapes and counters of the checkpoint.
+        optimizer: Sharded optimizer whose states are concerned.
+        before: The old states by parameter; their memory is reused, and used ones are removed.
     """
     for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
         found = {}
@@ -622,10 +622,10 @@ def restore_optimizer(
     does not communicate.
 
     Args:
-        reader: The open checkpoint.
-        manifest: Its manifest.
+        reader: Open checkpoint to read from.
+        manifest: Names, shapes and counters of the checkpoint.
         groups: The saved parameter groups of the optimizer.
-        optimizer: The optimizer.
+        optimizer: Sharded optimizer whose states are concerned.
         states: The states, if they have been read already.
     """
     count = 0
@@ -661,7 +661,7 @@ def split_as_saved(
     Args:
         manifest: Manifest of the checkpoint.
         keys: Returns the names of a parameter's moments.
-        optimizer: The optimizer.
+        optimizer: Sharded optimizer whose states are concerned.
     """
     piece = ModelPiece.of(optimizer.runtime)
 
@@ -678,8 +678,8 @@ def restore_kept_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> 
     The trainer's saved values record whether such an update is pending.
 
     Args:
-        reader: The open checkpoint.
-        optimizer: The optimizer.
+        reader: Open checkpoint to read from.
+        optimizer: Sharded optimizer whose states are concerned.
     """
     piece = ModelPiece.of(optimizer.runtime)
     for group in optimizer.runtime.trained_groups:

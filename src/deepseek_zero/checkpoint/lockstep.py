@@ -14,12 +14,15 @@ T = TypeVar("T")
 
 
 def run_and_gather(comm: Comm, what: str, action: Callable[[], str | None]) -> list[str]:
-    """Run `action` on every rank and return the results of all ranks, in rank order.
+    """Run an action on every rank and return the results of all ranks, in rank order.
 
     Args:
-        comm: The communicator.
+        comm: Communicator of the ranks.
         what: Name of the step in error messages.
         action: Called once on every rank; returns text, or None for an empty text.
+
+    Returns:
+        The text of each rank.
 
     Raises:
         CheckpointError: The action failed on a rank. It is raised on every rank, so no rank
@@ -32,24 +35,60 @@ def run_and_gather(comm: Comm, what: str, action: Callable[[], str | None]) -> l
 
 
 def run_and_gather_values(comm: Comm, what: str, action: Callable[[], Any]) -> list[Any]:
-    """Run `action` on every rank and return the results of all ranks, in rank order.
+    """Run an action on every rank and return the results of all ranks, in rank order.
 
-    It works as `run_and_gather`, but `action` returns JSON values.
+    Args:
+        comm: Communicator of the ranks.
+        what: Name of the step in error messages.
+        action: Called once on every rank; returns JSON values.
+
+    Returns:
+        The values of each rank.
+
+    Raises:
+        CheckpointError: The action failed on a rank. It is raised on every rank.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     texts = run_and_gather(comm, what, lambda: json.dumps(action()))
     return [json.loads(text) for text in texts]
 
 
 def run_on_all(comm: Comm, what: str, action: Callable[[], T]) -> T:
-    """Run `action` on every rank and return this rank's result.
+    """Run an action on every rank and return this rank's result.
 
-    An error on one rank is raised on every rank, as in `run_and_gather`.
+    Args:
+        comm: Communicator of the ranks.
+        what: Name of the step in error messages.
+        action: Called once on every rank.
+
+    Returns:
+        The return value of `action` on this rank.
+
+    Raises:
+        CheckpointError: The action failed on a rank. It is raised on every rank.
+
+    Note:
+        Collective: every rank of `comm` must call it.
     """
     return gather_outcomes(comm, what, action, lambda _: "", CheckpointError)[0]
 
 
 def run_on_first_rank(comm: Comm, what: str, action: Callable[[], object]) -> None:
-    """Run `action` on rank 0; an error of it is raised on every rank, as in `run_and_gather`."""
+    """Run an action on rank 0 only, and wait for it on every rank.
+
+    Args:
+        comm: Communicator of the ranks.
+        what: Name of the step in error messages.
+        action: Called once on rank 0.
+
+    Raises:
+        CheckpointError: The action failed. It is raised on every rank.
+
+    Note:
+        Collective: every rank of `comm` must call it.
+    """
 
     def run() -> None:
         if comm.rank == 0:

@@ -61,21 +61,21 @@ def from_plain(value: Mapping[str, Any]) -> Any:
 
 
 def all_to_plain(value: Any) -> Any:
-    """Replace numpy arrays and scalars in nested containers by their plain form."""
+    """Return nested containers with numpy arrays and scalars in their plain form."""
     if is_storable(value):
         return to_plain(value)
     return _inside(value, all_to_plain)
 
 
 def all_from_plain(value: Any) -> Any:
-    """Undo `all_to_plain`."""
+    """Return nested containers with the numpy arrays that `all_to_plain` replaced."""
     if isinstance(value, Mapping) and value.keys() == _KEYS:
         return from_plain(value)
     return _inside(value, all_from_plain)
 
 
 def with_python_numbers(value: Any) -> Any:
-    """Replace numpy scalars in nested containers by Python numbers."""
+    """Return nested containers with numpy scalars replaced by Python numbers."""
     if isinstance(value, np.generic) and is_storable(value):
         return value.item()
     return _inside(value, with_python_numbers)

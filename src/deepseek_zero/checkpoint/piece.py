@@ -81,11 +81,11 @@ class ModelPiece:
         }
 
     def range_of(self, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> StateRange:
-        """Translate elements [start, stop) of a local state to a range in a checkpoint.
+        """Return the range of a checkpoint that contains elements [start, stop) of a local state.
 
         Args:
             kind: Kind of state.
-            member: The local parameter.
+            member: Parameter of this rank's model.
             key: The optimizer's name of the state.
             start: First element of the local parameter.
             stop: End of the range.
@@ -101,9 +101,9 @@ class ModelPiece:
         """Yield elements [start, stop) of a local parameter's state.
 
         Args:
-            reader: The open checkpoint.
+            reader: Open checkpoint to read from.
             kind: Kind of state.
-            member: The local parameter.
+            member: Parameter of this rank's model.
             key: The optimizer's name of the state.
             start: First element of the local parameter.
             stop: End of the range.
@@ -133,11 +133,11 @@ def remember_names(
 
 
 def remember_same_names(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Store the names that untied parameters of several stages share.
+    """Store the names that untied parameters of several stages have in common.
 
     Args:
         model: The model of this rank.
-        names: The names.
+        names: Names that occur on more than one stage.
     """
     model.__dict__[SAME_NAMES] = names
 
@@ -159,13 +159,13 @@ def refuse_same_names(model: nn.Module) -> None:
 
 
 def whole_names(model: nn.Module) -> dict[str, str]:
-    """Map each name in the whole model's state dict to the first name of its tensor."""
+    """Return, for each name in the whole model's state dict, the first name of its tensor."""
     found: dict[str, str] | None = model.__dict__.get(WHOLE_NAMES)
     return state_names(model) if found is None else found
 
 
 def state_names(model: nn.Module) -> dict[str, str]:
-    """Map each name in a model's state dict to the first name of the same tensor.
+    """Return, for each name in a model's state dict, the first name of the same tensor.
 
     A name maps to itself unless the tensor is tied. The order is that of the state dict.
     """
@@ -182,7 +182,7 @@ def state_names(model: nn.Module) -> dict[str, str]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Map names to the buffers that a state dict would contain, each buffer once."""
+    """Return the buffers that a state dict would contain by name, each buffer once."""
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

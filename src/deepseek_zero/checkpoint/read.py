@@ -57,9 +57,9 @@ class CheckpointReader(StateReader):
     Files are opened on first use.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         chunks: The chunks to read from.
-        stack: Closes the files.
+        stack: Exit stack that closes the files when it is left.
         verifies: Compare a chunk with its checksum if it is read from start to end.
     """
 
@@ -78,11 +78,22 @@ class CheckpointReader(StateReader):
             by_key.setdefault(chunk.key, {}).setdefault(chunk.part, []).append(chunk)
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether a state has any chunk."""
+        """Return whether the checkpoint contains any chunk of a state.
+
+        Args:
+            kind: Kind of state, such as `WEIGHT` or `MOMENT`.
+            name: Name of the parameter or buffer.
+            key: The optimizer's name of the state; empty for other kinds.
+        """
         return key in self._chunks.get((kind, name), ())
 
     def keys(self, kind: str, name: str) -> list[str]:
-        """Return the optimizer's names of the states of one parameter."""
+        """Return the optimizer's names of the states of one parameter.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+        """
         return list(self._chunks.get((kind, name), ()))
 
     def _chunks_by_part(self, wanted: StateRange) -> ChunksByPart:
@@ -191,7 +202,12 @@ class CheckpointReader(StateReader):
         return (data if is_aligned else data.clone()).view(dtype)
 
     def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
-        """Read an optimizer state that has a shape different from its parameter.
+        """Return an optimizer state that has a shape different from its parameter.
+
+        Args:
+            name: Name of the parameter.
+            key: The optimizer's name of the state.
+            part: The part of the parameter that the state belongs to; None means all of it.
 
         Raises:
             CheckpointError: The state was saved for another part.
@@ -209,12 +225,17 @@ class CheckpointReader(StateReader):
         return self.tensor(saved[part][0])
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """Read the buffer that a rank saved, or else the first saved one, as a flat tensor."""
+        """Return the buffer that a rank saved, or else the first saved one, as a flat tensor.
+
+        Args:
+            name: Name of the buffer.
+            rank: Rank that saved it.
+        """
         chunks = self._chunks[BUFFER, name][""][None]
         return self.tensor(next((chunk for chunk in chunks if chunk.rank == rank), chunks[0]))
 
     def tensor(self, chunk: SavedChunk) -> Tensor:
-        """Read a whole chunk, in its own shape."""
+        """Return a whole chunk, in its own shape."""
         return self._file(chunk).whole(chunk.tensor_name)
 
     def _file(self, chunk: SavedChunk) -> SafetensorsReader:
@@ -250,7 +271,7 @@ class LazyTensor:
             yield from self.source.values.read(StateRange(WEIGHT, self.name, "", low, high))
 
     def contiguous(self) -> Tensor:
-        """Read the whole tensor in its own shape into new memory.
+        """Return the whole tensor in its own shape, read into new memory.
 
         DeepSpeed's lazy tensors have a method of this name.
         """
@@ -273,8 +294,11 @@ def open_checkpoint(
     Args:
         path: A checkpoint or export, or a directory of checkpoints.
         tag: The checkpoint in the directory; None selects the one named by `latest`.
-        stack: Closes the checkpoint.
+        stack: Exit stack that closes the files when it is left.
         checks: Verify every byte first.
+
+    Returns:
+        The open checkpoint, whose tensors are read on demand.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is damaged.
@@ -319,12 +343,12 @@ def resolve_checkpoint(path: Path, tag: str | None) -> Path:
 def tensors_of(
     source: OpenCheckpoint, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
 ) -> dict[str, LazyTensor]:
-    """Map the first name of every weight and buffer to a lazy tensor.
+    """Return a lazy tensor for the first name of every weight and buffer.
 
     The order is that of the model if the checkpoint records it.
 
     Args:
-        source: The open checkpoint.
+        source: Open checkpoint to read from.
         dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
         exclude_frozen: Omit parameters that are not trained.
     """
@@ -346,8 +370,8 @@ def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Read the plain values of a checkpoint.
 
     Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
+        folder: Folder of the checkpoint.
+        manifest: Names, shapes and chunks of the checkpoint.
 
     Returns:
         A dict with the keys "groups", "trainer" and "client".
@@ -360,9 +384,9 @@ def client_of_rank(folder: Path, manifest: Manifest, rank: int, first: Any) -> A
     """Return the client state that a rank passed to the save.
 
     Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
-        rank: The rank.
+        folder: Folder of the checkpoint.
+        manifest: Names, shapes and chunks of the checkpoint.
+        rank: Rank that saved the state.
         first: Rank 0's client state, which supplies missing values.
     """
     own = manifest.extra.get("clients", {}).get(str(rank))
@@ -374,13 +398,13 @@ def client_of_rank(folder: Path, manifest: Manifest, rank: int, first: Any) -> A
 
 
 def tensors_of_rank(folder: Path, manifest: Manifest, kind: str, rank: int) -> dict[str, Tensor]:
-    """Read the tensors of a kind that a rank saved, by name.
+    """Return the tensors of a kind that a rank saved, by name.
 
     Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
+        folder: Folder of the checkpoint.
+        manifest: Names, shapes and chunks of the checkpoint.
         kind: `VALUE` or `RNG`.
-        rank: The rank.
+        rank: Rank that saved the tensors.
     """
     with ExitStack() as stack:
         reader = CheckpointReader(folder, [], stack)

@@ -55,7 +55,7 @@ class ByteRange:
 class ReadPart:
     """A part of a byte range that was read in one request.
 
-    Several parts may share a request.
+    One request may read several parts.
     """
 
     range: ByteRange
@@ -65,7 +65,7 @@ class ReadPart:
 
     @property
     def data(self) -> Tensor:
-        """Wait for the bytes (uint8), which are valid until the next part is requested.
+        """Return the bytes (uint8), which are valid until the next part is requested.
 
         Raises:
             OSError: The bytes cannot be read.
@@ -100,7 +100,7 @@ class ReadRequest:
         return self._block
 
     def bytes_of(self, part: ReadPart) -> Tensor:
-        """Wait for the request, and return the bytes of one of its parts.
+        """Return the bytes of one of the request's parts, after waiting for the request.
 
         Raises:
             OSError: These bytes cannot be read.

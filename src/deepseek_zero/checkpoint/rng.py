@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """Copy the states of this process's random generators into tensors.
+    """Return the states of this process's random generators as tensors.
 
     The CUDA generator is that of `device`.
     """

@@ -99,11 +99,11 @@ class TensorInfo:
 
 
 def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """Encode the header of a file, padded to a multiple of 8 bytes.
+    """Return the header of a file as bytes, padded to a multiple of 8.
 
     Args:
         infos: The tensors, in file order.
-        metadata: Text by name.
+        metadata: Text by name, which the header stores next to the tensors.
 
     Raises:
         CheckpointError: The format has no name for a dtype.
@@ -192,6 +192,9 @@ class SafetensorsHeader:
 def read_header(path: Path) -> SafetensorsHeader:
     """Read and check the header of a safetensors file.
 
+    Returns:
+        The location, dtype and shape of each tensor, and the metadata.
+
     Raises:
         CheckpointError: The file is missing, the header is invalid, or the length of the file does
             not match the header.
@@ -258,7 +261,7 @@ def damaged_file(path: Path, problem: str) -> CheckpointError:
     """Return the error for a file that cannot be used.
 
     Args:
-        path: The file.
+        path: File that cannot be used.
         problem: What is wrong, as the end of a sentence that starts with the file name.
     """
     return CheckpointError(
@@ -272,8 +275,8 @@ class SafetensorsReader:
     Opening reads only the header. Errors are of type `CheckpointError`.
 
     Attributes:
-        path: The file.
-        header: Its header.
+        path: Path of the file.
+        header: Locations of the tensors, and metadata.
         descriptor: An open descriptor, for reading ahead.
     """
 
@@ -284,7 +287,7 @@ class SafetensorsReader:
         self._map: Tensor | None = None
 
     def whole(self, name: str) -> Tensor:
-        """Read a tensor in its own shape and dtype into new memory."""
+        """Return a tensor in its own shape and dtype, read into new memory."""
         location = self.header.locations[name]
         values = torch.empty(location.numel, dtype=location.dtype)
         offset = location.start
@@ -417,8 +420,8 @@ def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast flat values to a dtype with the rounding of an optimizer update.
 
     Args:
-        values: The flat values.
-        dtype: The new dtype.
+        values: Flat tensor to cast.
+        dtype: Dtype of the result.
 
     Returns:
         The cast values; the same tensor if the dtype does not change.

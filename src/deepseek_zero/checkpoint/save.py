@@ -57,9 +57,10 @@ RANK_FILE = re.compile(r"rank_\d+\.safetensors")
 
 
 class PendingSave:
-    """A checkpoint that is being saved.
+    """A checkpoint that is being saved in two collective steps.
 
-    The constructor and `commit` are collective. Between them, each rank writes its file.
+    The constructor starts the save and `commit` completes it. Between them, each rank writes its
+    file.
 
     Raises:
         CheckpointError: A rank cannot write. It is raised on every rank, and the previous
@@ -328,8 +329,8 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
     because removing gigabytes takes time.
 
     Args:
-        hidden: The finished folder.
-        final: Its final path.
+        hidden: Finished folder under its hidden name.
+        final: Path to rename it to.
         latest: Write the name into `latest`.
     """
     if final.exists():
@@ -342,7 +343,7 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
 
 
 def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-    """Write the checkpoint `directory/tag` and return its path.
+    """Write the checkpoint `directory/tag`.
 
     Rank 0's tag, counters and client state are saved.
 
@@ -351,6 +352,9 @@ def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) 
         tag: Name of the checkpoint.
         contents: The states to save.
         settings: How to save them.
+
+    Returns:
+        The path of the checkpoint.
 
     Raises:
         CheckpointError: A rank cannot write. It is raised on every rank.
@@ -375,7 +379,7 @@ def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str,
 
 
 class DifferentTagsError(CheckpointError, UsageError):
-    """Ranks pass different tags for one checkpoint."""
+    """Raised if ranks pass different tags for one checkpoint."""
 
 
 def _agreed_tag(tags: list[str], validation: str) -> str:

@@ -108,7 +108,7 @@ class StagedOutput:
         self.unlock()
 
     def publish_file(self) -> None:
-        """Move the only file of the folder, which has its final name, to its place."""
+        """Rename the only file of the folder to its final path."""
         self._sync_files()
         with files.describing_errors(f"completing '{self.final}'"):
             files.rename(self.path / self.final.name, self.final)

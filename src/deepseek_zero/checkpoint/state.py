@@ -149,7 +149,7 @@ class Chunks:
 
         Args:
             kind: Kind of state.
-            member: The local parameter.
+            member: Parameter of this rank's model.
             key: The optimizer's name of the state.
             start: First element.
             stop: End of the range.
@@ -164,8 +164,8 @@ class Chunks:
         parameter that is tied to it.
 
         Args:
-            group: The parameter group.
-            member: The parameter.
+            group: Parameter group of this rank.
+            member: Parameter of the group.
         """
         return group.planned.is_counted and self.piece.name(member) not in self.elsewhere
 
@@ -256,7 +256,7 @@ def place_of(group: ParamGroup, piece: ModelPiece) -> tuple[str, str]:
     """Return the name and layout checksum under which a rank's own states are saved.
 
     Args:
-        group: The parameter group.
+        group: Parameter group of this rank.
         piece: Relates its parameters to the whole model.
 
     Returns:
@@ -299,8 +299,8 @@ def is_scalar_state(value: Tensor, param: Tensor) -> bool:
     """Return whether an optimizer state is a counter such as `step`.
 
     Args:
-        value: The state.
-        param: Its parameter.
+        value: Optimizer state to classify.
+        param: Parameter to which the state belongs.
     """
     return value.dim() == 0 and param.dim() > 0
 
@@ -355,7 +355,7 @@ def _whole_state_items(
 
 
 def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
-    """Collect the optimizer states without elements by parameter name.
+    """Return the optimizer states without elements by parameter name.
 
     Returns:
         A mapping such as ``{name: {"step": {"value": 3.0, "dtype": "float32"}}}``.

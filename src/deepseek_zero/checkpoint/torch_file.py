@@ -73,9 +73,12 @@ def load_mapped(
     It calls `torch.load` with weights_only=True, so no code of the file is executed.
 
     Args:
-        path: The file.
+        path: File that torch.save wrote.
         stand_ins: Maps a replacement class to the name of the class that it replaces in the file.
         of_others: Describes the replaced classes in the error message about another class.
+
+    Returns:
+        The dictionary in the file.
 
     Raises:
         CheckpointError: The file cannot be loaded.
@@ -144,7 +147,7 @@ class MappedCheckpoint(StateReader):
     def add_weights(self, state: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
         """Add the tensors of a state dict as weights.
 
-        Tensors that share memory are stored once, and the further names are recorded as tied.
+        Tensors with the same memory are stored once, and the further names are recorded as tied.
 
         Args:
             state: The state dict; values that are not tensors are skipped.
@@ -165,13 +168,24 @@ class MappedCheckpoint(StateReader):
             self.add(WEIGHT, name, "", 0, value)
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether a state has any elements."""
+        """Return whether the files contain any elements of a state.
+
+        Args:
+            kind: Kind of state, such as `WEIGHT` or `MOMENT`.
+            name: Name of the parameter or buffer.
+            key: The optimizer's name of the state; empty for other kinds.
+        """
         if kind == BUFFER:
             return name in self.buffers[0]
         return key in self.segments.get((kind, name), ())
 
     def keys(self, kind: str, name: str) -> list[str]:
-        """Return the optimizer's names of the states of one parameter."""
+        """Return the optimizer's names of the states of one parameter.
+
+        Args:
+            kind: Kind of state.
+            name: Name of the parameter.
+        """
         return list(self.segments.get((kind, name), ()))
 
     def read(self, wanted: StateRange) -> PlacedValues:
@@ -196,23 +210,30 @@ class MappedCheckpoint(StateReader):
         """Return the buffer that a rank saved, as a flat tensor.
 
         If that rank saved no buffers, rank 0's is returned.
+
+        Args:
+            name: Name of the buffer.
+            rank: Rank that saved it.
         """
         return self.buffers[rank if rank < len(self.buffers) else 0][name].reshape(-1)
 
 
 def parameter_facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) -> dict[str, Any]:
-    """Return the manifest entry of a parameter.
+    """Return the description of a parameter that a manifest stores.
 
     Args:
         shape: Shape of the whole parameter.
-        dtype: Its dtype in the checkpoint.
-        trained: Whether it is trained.
+        dtype: Dtype of the parameter in the checkpoint.
+        trained: Whether the optimizer updates the parameter.
     """
     return {"shape": list(shape), "dtype": dtype_name(dtype), "trained": trained}
 
 
 def read_state_dict(path: Path) -> MappedCheckpoint:
     """Map the tensors of a file in which torch.save stored a state dict.
+
+    Returns:
+        The tensors of the state dict, as weights that are read on demand.
 
     Raises:
         CheckpointError: The file contains no state dict.

@@ -68,7 +68,7 @@ def check_headers(
     """Check the manifest and the headers of a subset of the files.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         subset: The files to check.
         check_tensors: Checks the tensors of a file with a good header, if given.
 
@@ -105,11 +105,14 @@ def verify(
     """Read every byte of a subset of a checkpoint's files and return all faults.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         subset: The files to read.
         on_bytes: Called with the number of bytes that were just read.
         read_again: The files will be read again soon, so the page cache may keep them.
         except_kind: Kind of chunk that is skipped, because the caller verifies it while reading.
+
+    Returns:
+        The faults; an empty list if every byte has its checksum.
     """
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
@@ -137,7 +140,7 @@ def verify(
 
 
 def checksum_coverage(path: Path) -> str:
-    """Explain what `verify` covers if not every chunk of a checkpoint has a checksum.
+    """Return what `verify` covers if not every chunk of a checkpoint has a checksum.
 
     Returns:
         The explanation; empty if every chunk has a checksum.
@@ -158,7 +161,7 @@ def _check_records(path: Path, layout: ForeignLayout, on_bytes: OnBytes | None) 
 
 
 def num_without_checksum(manifest: Manifest) -> int:
-    """Count the chunks without a checksum; older versions of the library saved them."""
+    """Return the number of chunks without a checksum, which older versions saved."""
     return sum(chunk.crc is None for chunk in manifest.chunks)
 
 
@@ -275,7 +278,7 @@ def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
     """Raise an error that names the first few faults, if there are any.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         faults: The faults found in it.
 
     Raises:
@@ -291,7 +294,7 @@ def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Join the first five names; further ones are only counted."""
+    """Return the first five names as text; further ones are only counted."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

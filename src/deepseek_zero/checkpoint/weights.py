@@ -1,4 +1,4 @@
-"""Load weights from safetensors files directly into slices.
+"""Load weights from safetensors files directly into parameter shards.
 
 Each rank reads only the elements that it holds. Main weights are written too, cast to their dtype.
 All ranks complete their checks before any rank changes its model.
@@ -48,11 +48,11 @@ def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> None:
 def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> None:
     """Load the weights of safetensors files into a wrapped model.
 
-    Slices, main weights and persistent buffers are replaced. Optimizer moments and counters are
-    kept.
+    Parameter shards, main weights and persistent buffers are replaced. Optimizer moments and step
+    counters are kept.
 
     Args:
-        runtime: The runtime of the wrapped model.
+        runtime: Runtime of the wrapped model, which holds its parameter shards.
         path: A safetensors file, or a folder in the layout of Hugging Face.
         strict: Require the same names in the model and the files.
 
@@ -93,11 +93,11 @@ def _optimizer_of(runtime: Runtime) -> ShardedOptimizer | None:
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
     """Load the weights of safetensors files into a model.
 
-    The model may be wrapped, or it may be on the meta device or built under zero.Init. In the
-    latter cases, each rank reads only its slices and `initialize` uses them.
+    The model may be wrapped, or it may be on the meta device or built under `zero.Init`. In the
+    latter cases, each rank reads only its shards and `initialize` uses them.
 
     Args:
-        model: The model.
+        model: Model whose parameters and buffers are replaced.
         path: A safetensors file, or a folder in the layout of Hugging Face.
         strict: Require the same names in the model and the files. Shapes must always match.
 
@@ -105,7 +105,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
         CheckpointError: The files do not fit the model or are damaged.
 
     Note:
-        Collective if the model is shared by several ranks.
+        Collective if the model is sharded over several ranks: every rank must call it.
     """
     runtime = next(
         (each for each in map(_runtime_of, model.parameters()) if each is not None), None
@@ -155,11 +155,11 @@ def match_names(
     *,
     strict: bool,
 ) -> dict[str, str]:
-    """Map the names of parameters and buffers of this rank to names in the files.
+    """Return, for each parameter and buffer of this rank, its name in the files.
 
     Args:
-        files: The open files.
-        model: The model.
+        files: Open files whose names are searched.
+        model: Model of this rank.
         parameters: Whole shapes of its parameters, by first name.
         path: The path in error messages.
         strict: Require the same names in the model and the files.
