@@ -117,8 +117,8 @@ class SavedChunk(StateRange):
 
     Kind "own" belongs to a whole parameter group and has the name of its first parameter; the key
     contains the state and a checksum of the group's layout. Kind "whole" is an optimizer state with
-    another shape than its parameter (Adafactor's rows), which is never divided. Kind "owed" belongs to a gradient
-    whose update is delayed by one step.
+    another shape than its parameter (Adafactor's rows), which is never divided. Kind "owed" belongs
+    to a gradient whose update is delayed by one step.
 
     Attributes:
         rank: Global rank whose file has the chunk.

@@ -1,6 +1,7 @@
 """Write a file sequentially, past the page cache, in a few blocks at a time.
 
-The module is independent of the file format. Its memory is that of the blocks, regardless of the file's length.
+The module is independent of the file format. Its memory is that of the blocks, regardless of the
+file's length.
 """
 
 from __future__ import annotations

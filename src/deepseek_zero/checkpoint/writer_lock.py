@@ -3,8 +3,8 @@
 Two jobs in one directory would overwrite each other's `latest` and remove each other's checkpoints,
 so the second job gets an error. The lock on `.writer` is a POSIX lock (fcntl, not flock). Forked
 workers do not inherit it, and network file systems support it. The kernel releases it when the
-process ends. Engines of one process use the same lock. If the file system does not support locks, the
-content and modification time of `.writer` are used, and the second job only gets a warning.
+process ends. Engines of one process use the same lock. If the file system does not support locks,
+the content and modification time of `.writer` are used, and the second job only gets a warning.
 """
 
 from __future__ import annotations
