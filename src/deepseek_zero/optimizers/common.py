@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def evaluated(closure: Callable[[], float] | None) -> float | None:
-    """Return the loss of a step's closure, computed with gradients; None without a closure."""
+    """Call a step's closure with gradients enabled and return its loss."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -22,8 +22,8 @@ def adam_state(state: dict[str, Any], parameter: Tensor, step_device: torch.devi
 
     Args:
         state: The state of the parameter, changed in place.
-        parameter: The parameter.
-        step_device: The device of `step`.
+        parameter: The parameter, whose shape and device the moments get.
+        step_device: The device of the scalar `step`, which counts updates.
     """
     if not state:
         state["step"] = torch.zeros((), device=step_device)

@@ -68,7 +68,10 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; the gradients are not changed."""
+        """Update every parameter that has a gradient.
+
+        The gradients are not changed.
+        """
         loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -59,8 +59,8 @@ class LRSchedule(ABC):
 
     Args:
         optimizer: An object with `param_groups`, or with an attribute `optimizer` that has them.
-        args: Positional fields of `Settings`.
-        settings: Fields of `Settings`.
+        args: Positional fields of the class attribute `Settings`, a dataclass.
+        settings: Fields of `Settings` as keyword arguments.
 
     Raises:
         UsageError: The optimizer has no parameter groups.
@@ -79,14 +79,21 @@ class LRSchedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """Return the rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate of each group that was written last."""
+        """Return the learning rates that were written last, one per parameter group.
+
+        They are the rates that the next optimizer step uses.
+        """
         return list(self._last_lr)
 
     def step(self, iteration: int | None = None) -> None:
-        """Advance by one iteration, or go to the given one, and write the rates."""
+        """Advance the schedule and write the new rate into every parameter group.
+
+        Args:
+            iteration: The iteration to go to; None advances by one.
+        """
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if iteration is None else iteration
         )
@@ -100,7 +107,7 @@ class LRSchedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to the saved iteration, and write its rates."""
+        """Set the iteration to a saved one and write its rates into the parameter groups."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._write()
 
@@ -292,6 +299,14 @@ class WarmupLR(LRSchedule):
     The rate is ``min + (max - min) gamma``. In iteration i of n, gamma is ``log(i + 1) / log(n)``
     or ``i / n``; after the warm-up it is 1. With ``warmup_num_steps=0`` there is no warm-up. A
     value of 1 counts as 2, as in DeepSpeed (log 1 = 0).
+
+    Args:
+        optimizer: The optimizer, or an object with `param_groups`.
+        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one per group.
+        warmup_max_lr: The rate after the warm-up; None for each group's own rate.
+        warmup_num_steps: The number of iterations of the warm-up.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The iteration after which the schedule starts.
     """
 
     Settings: ClassVar[type[Any]] = WarmupSettings
@@ -307,7 +322,7 @@ class WarmupLR(LRSchedule):
         )
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
         rising = self.warmup.at(self.last_batch_iteration)
         gamma = self._after_warmup() if rising is None else rising
         return _between(self.min_lrs, self.max_lrs, gamma)
@@ -320,6 +335,15 @@ class WarmupDecayLR(WarmupLR):
     """Warm up to a maximum, then decay linearly.
 
     After the warm-up of `WarmupLR`, gamma is ``max(0, (total - i) / max(1, total - n))``.
+
+    Args:
+        optimizer: The optimizer, or an object with `param_groups`.
+        total_num_steps: The iteration at which the rate is 0.
+        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one per group.
+        warmup_max_lr: The rate after the warm-up; None for each group's own rate.
+        warmup_num_steps: The number of iterations of the warm-up.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The iteration after which the schedule starts.
     """
 
     Settings: ClassVar[type[Any]] = WarmupDecaySettings
@@ -339,6 +363,15 @@ class WarmupCosineLR(LRSchedule):
     During the warm-up, the ratio to the group's own rate is ``min + (1 - min) gamma``. Then it
     follows a cosine to `cos_min_ratio` and stays there. Before iteration 0 the ratio is 0, whatever
     `warmup_min_ratio` is, as in DeepSpeed.
+
+    Args:
+        optimizer: The optimizer, or an object with `param_groups`.
+        total_num_steps: The iteration at which the cosine ends.
+        warmup_min_ratio: The ratio at iteration 0.
+        warmup_num_steps: The number of iterations of the warm-up.
+        cos_min_ratio: The ratio at the end of the cosine.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The iteration after which the schedule starts.
     """
 
     Settings: ClassVar[type[Any]] = WarmupCosineSettings
@@ -350,12 +383,12 @@ class WarmupCosineLR(LRSchedule):
         self.org_lrs = self._own_rates()
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """Return the factor of every group's own rate."""
+        """Return the factor of every group's own learning rate at the current iteration."""
         rising = self.warmup.at(self.last_batch_iteration)
         if rising is None:
             return self._cosine()
@@ -372,9 +405,19 @@ class WarmupCosineLR(LRSchedule):
 
 
 class LRRangeTest(LRSchedule):
-    """Smith's range test: increase the rate without end.
+    """Learning-rate range test (Smith 2015): increase the rate in every iteration, without a bound.
 
-    The rate is ``min (1 + rate (i + 1) / size)``; for a staircase, the quotient is rounded down.
+    In iteration i the rate is ``min_lr * (1 + step_rate * (i + 1) / step_size)``. With `staircase`,
+    the quotient is rounded down, so the rate stays constant within an interval of `step_size`
+    iterations.
+
+    Args:
+        optimizer: The optimizer, or an object with `param_groups`.
+        lr_range_test_min_lr: The first rate, for all groups or as a list with one per group.
+        lr_range_test_step_size: The number of iterations of an interval.
+        lr_range_test_step_rate: The increase per interval, as a multiple of the first rate.
+        lr_range_test_staircase: Increase the rate once per interval instead of continuously.
+        last_batch_iteration: The iteration after which the schedule starts.
     """
 
     Settings: ClassVar[type[Any]] = LRRangeTestSettings
@@ -384,7 +427,7 @@ class LRRangeTest(LRSchedule):
         self.step_size = _whole(self.settings, "lr_range_test_step_size", 1)
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         if self.settings.lr_range_test_staircase:
             interval = math.floor(interval)
@@ -405,6 +448,22 @@ class OneCycle(LRSchedule):
     cycle, the rate is ``min_lr / (1 + rate t)`` and beta1 is ``max_mom (1 + rate t)``, where t is
     the iterations since the cycle / `decay_step_size`. The momentum is cycled only if every group
     has `betas`; beta2 is then set to 0.99, as in DeepSpeed.
+
+    Args:
+        optimizer: The optimizer, or an object with `param_groups`.
+        cycle_min_lr: The rate at both ends of the cycle, for all groups or one per group.
+        cycle_max_lr: The rate at the peak of the cycle.
+        decay_lr_rate: The decay of the rate per decay interval.
+        cycle_first_step_size: The number of iterations of the rising part.
+        cycle_second_step_size: The number of iterations of the falling part; None for the same.
+        cycle_first_stair_count: The number of stairs of the rising part; 0 for none.
+        cycle_second_stair_count: The number of stairs of the falling part; None for the same.
+        decay_step_size: The number of iterations of a decay interval; 0 for no decay.
+        cycle_momentum: Cycle the momentum in the opposite direction.
+        cycle_min_mom: The momentum at the peak of the cycle.
+        cycle_max_mom: The momentum at both ends of the cycle.
+        decay_mom_rate: The change of the momentum per decay interval.
+        last_batch_iteration: The iteration after which the schedule starts.
     """
 
     Settings: ClassVar[type[Any]] = OneCycleSettings
@@ -431,14 +490,14 @@ class OneCycle(LRSchedule):
         self.cycle_momentum = bool(chosen.cycle_momentum) and self._takes_momentum()
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
         if self._cycling():
             return _between(self.min_lrs, self.max_lrs, self._scale())
         factor = 1.0 + self.settings.decay_lr_rate * self._decay_intervals()
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each group at `last_batch_iteration`.
+        """Return the pair `betas` of each parameter group at iteration `last_batch_iteration`.
 
         Return None if the momentum is not cycled.
         """
@@ -553,8 +612,11 @@ def resolve_schedule(
 
     Args:
         name: The name of the schedule.
-        params: Its parameters.
-        optimizer: The optimizer that it controls.
+        params: The keyword arguments of the schedule's class.
+        optimizer: The optimizer whose learning rates the schedule writes.
+
+    Returns:
+        The schedule. It has already written the rates of the first step into the optimizer.
 
     Raises:
         ConfigError: The name is unknown, or the parameters are invalid.

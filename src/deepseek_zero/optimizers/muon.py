@@ -98,7 +98,7 @@ class MuonSettings:
             )
 
     def lr_of(self, use_muon: bool) -> float:
-        """Return the learning rate of a group that specifies none."""
+        """Return the learning rate of a parameter group that specifies none."""
         own, fallback = (self.muon_lr, _MUON_LR) if use_muon else (self.adam_lr, _ADAM_LR)
         return next(rate for rate in (own, self.lr, fallback) if rate is not None)
 
@@ -137,7 +137,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def group_granularity(group: Mapping[str, Any]) -> Literal["element", "tensor"]:
-        """Return the granularity of one group.
+        """Return where the state of one parameter group may be cut: "element" or "tensor".
 
         The groups of AdamW may be cut anywhere, those of Muon only between matrices.
         """
@@ -145,7 +145,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-        """Return a model's trainable parameters in two groups.
+        """Return a model's trainable parameters as two parameter groups.
 
         Hidden matrices are for Muon; embeddings, heads and vectors are for AdamW.
         """
@@ -165,6 +165,9 @@ class Muon(Optimizer):
         Args:
             model: The model, by which embeddings and heads are recognized.
             groups: The groups to divide.
+
+        Returns:
+            The new parameter groups, each with the key `use_muon`.
         """
         tables = {
             id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
@@ -184,7 +187,7 @@ class Muon(Optimizer):
         return divided
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one without `use_muon` is divided into up to two, matrices first.
+        """Add a parameter group, which is divided into up to two if it has no key `use_muon`.
 
         Raises:
             ConfigError: A group of Muon has a parameter that is not a matrix.
@@ -216,7 +219,10 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; the gradients are not changed."""
+        """Update every parameter that has a gradient.
+
+        The gradients are not changed.
+        """
         loss = evaluated(closure)
         for group in self.param_groups:
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -337,7 +343,7 @@ def _newton_schulz_gram(x: Tensor, steps: int) -> Tensor:
 
 
 def as_matrices(update: Tensor) -> Tensor:
-    """Return a tensor of more than three dimensions as one matrix.
+    """View a tensor of more than three dimensions as one matrix (out, rest).
 
     Other tensors are returned unchanged.
     """
@@ -345,7 +351,7 @@ def as_matrices(update: Tensor) -> Tensor:
 
 
 def factor_of(matrices: Tensor) -> float:
-    """Return the factor of an update, which makes steps of tall matrices longer."""
+    """Return the factor ``sqrt(max(1, rows / columns))`` by which an update is multiplied."""
     rows, columns = matrices.shape[-2:]
     return float(max(1.0, rows / columns) ** 0.5)
 

@@ -85,7 +85,10 @@ class OneBitAdam(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; the gradients are not changed."""
+        """Update every parameter that has a gradient.
+
+        The gradients are not changed.
+        """
         loss = evaluated(closure)
         held = [group["params"] for group in self.param_groups]
         frozen = [[param for param in params if self._is_frozen(param)] for params in held]

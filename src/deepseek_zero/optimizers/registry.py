@@ -32,12 +32,12 @@ Granularity = Literal["element", "row", "tensor"]
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """A chosen optimizer that is not built yet.
+    """An optimizer class with its arguments, before it is built.
 
     Attributes:
-        cls: The class.
-        defaults: Its keyword arguments.
-        granularity: How finely its state may be cut.
+        cls: The class of the optimizer, or of the schedule, that gets the arguments.
+        defaults: The keyword arguments of its constructor.
+        granularity: Where its state may be cut between ranks: "element" or "tensor".
     """
 
     cls: type[Optimizer]
@@ -59,7 +59,7 @@ class OptimizerSpec:
             raise self._refusal(refusal) from refusal
 
     def try_out(self) -> None:
-        """Run one step over a few numbers.
+        """Run one step on a small tensor to check the arguments.
 
         Raises:
             ConfigError: The class rejects its arguments, or cannot compute with them.
@@ -92,7 +92,7 @@ class OptimizerSpec:
         in this order.
 
         Args:
-            model: The model.
+            model: The model whose parameters are grouped, before it is sharded.
             groups: The user's groups; None for one group of all trainable parameters.
         """
         if groups is None:
@@ -178,12 +178,15 @@ VALID_OPTIMIZERS: tuple[str, ...] = tuple(
 def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
     """Return the optimizer that a configuration names, with checked parameters.
 
-    Upper and lower case are equal. Adam has decoupled weight decay unless `adam_w_mode` is false,
+    Adam has decoupled weight decay unless `adam_w_mode` is false,
     as in DeepSpeed.
 
     Args:
-        name: The name of the optimizer.
-        params: Its parameters.
+        name: The name of the optimizer, for example "AdamW"; upper and lower case are equal.
+        params: The hyper-parameters, with DeepSpeed's names.
+
+    Returns:
+        The class and its checked arguments, which `build` turns into an optimizer.
 
     Raises:
         ConfigError: The name is unknown or parameters are invalid; lists every problem.
@@ -221,13 +224,13 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
 def granularity_of(
     optimizer: Optimizer | type[Optimizer], group: Mapping[str, Any] | None = None
 ) -> Granularity:
-    """Return how finely the state of an optimizer may be cut.
+    """Return where the state of an optimizer may be cut between ranks.
 
     "element" means anywhere, "tensor" only between tensors. The class attribute `granularity`
     decides if there is one. An unknown class gets whole tensors, which is always correct.
 
     Args:
-        optimizer: The optimizer or its class.
+        optimizer: The optimizer instance or class to classify.
         group: A parameter group, for classes that distinguish groups (the AdamW groups of Muon may
             be cut).
 
@@ -340,7 +343,7 @@ def checked_arguments(
 
     Args:
         owner: The subject of the error, for example "optimizer 'Adam'".
-        cls: The class.
+        cls: The class of the optimizer, or of the schedule, that gets the arguments.
         params: The parameters from the configuration.
         also_valid: Names that the caller has already handled.
 
