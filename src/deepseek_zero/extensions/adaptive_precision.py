@@ -62,7 +62,7 @@ class Evidence:
     Attributes:
         elements: Number of elements that have a gradient.
         counted: Number of nonzero elements.
-        lost: Number of nonzero elements of at most `SMALLEST`.
+        lost: Number of nonzero elements of at most `SMALLEST`, which fp16 rounds to zero.
         largest: The largest magnitude.
     """
 
@@ -73,7 +73,7 @@ class Evidence:
 
     @property
     def share(self) -> float | None:
-        """The share of nonzero elements that are lost; None if all are zero."""
+        """The fraction of nonzero elements that fp16 would round to zero; None if all are zero."""
         return self.lost / self.counted if self.counted else None
 
 
@@ -146,7 +146,7 @@ class AdaptivePrecision(UpdatePolicy):
         self._scaler = optimizer.scaler
 
     def before_update(self, verdict: Verdict) -> None:
-        """Collect the evidence of the step's gradients if a window ends.
+        """Collect statistics of the step's gradients if a window of steps ends.
 
         Note:
             Collective if a window ends.
@@ -157,7 +157,7 @@ class AdaptivePrecision(UpdatePolicy):
             self._seen = self._look()
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
-        """Promote and demote units.
+        """Switch units to fp32 (promote) or back to 16 bits (demote), if the statistics require it.
 
         Args:
             result: The result of the step.
@@ -204,7 +204,7 @@ class AdaptivePrecision(UpdatePolicy):
 
     @property
     def promoted(self) -> list[str]:
-        """Names of the units that compute in fp32."""
+        """The names of the units that currently compute in fp32."""
         return [unit.name for unit in self.runtime.units if unit.is_promoted]
 
     def restore(self, names: Sequence[str]) -> None:
@@ -231,7 +231,7 @@ class AdaptivePrecision(UpdatePolicy):
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from a `state_dict`.
+        """Restore the statistics and counters from a `state_dict`.
 
         The precision of units is loaded with the weights, so this does not need the moments.
 
@@ -248,7 +248,7 @@ class AdaptivePrecision(UpdatePolicy):
         self.decisions = [PrecisionChange(**each) for each in state["decisions"]]
 
     def explain(self) -> list[str]:
-        """Return lines that describe the decisions so far."""
+        """Return lines about the changes of units' precisions so far, for `engine.explain`."""
         lifted = ", ".join(f"'{name}'" for name in self.promoted) or "no unit"
         lines = [f'precision "auto": {lifted} in fp32; decided every {self.window} steps']
         return lines + [f"  {each}" for each in self.decisions]

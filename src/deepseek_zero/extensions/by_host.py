@@ -26,11 +26,11 @@ from ..sharding.message import Message
 class TwoHops(Route):
     """A route that sends messages within a host first, then between hosts.
 
-    In the second hop, ranks with the same place on their hosts exchange messages.
+    In the second hop, the ranks with the same local rank on their hosts exchange messages.
 
     Attributes:
-        hosts: The two groups of this rank.
-        near: The number of ranks in the group within this host.
+        hosts: The communicators of this rank: within its host, and across hosts.
+        near: The number of ranks per host.
     """
 
     def __init__(self, hosts: ByHost) -> None:
@@ -39,12 +39,12 @@ class TwoHops(Route):
 
     @classmethod
     def over(cls, comm: Comm, intra_node: Partition, inter_node: Partition) -> TwoHops:
-        """Create a route and its two groups.
+        """Create a route and its two communicators, from the partition of the ranks into hosts.
 
         Args:
             comm: The communicator of the world.
             intra_node: The ranks of each host.
-            inter_node: The ranks with the same place on all hosts.
+            inter_node: The ranks with the same local rank, for each local rank.
 
         Note:
             Collective: every rank of the world must call it.
@@ -52,11 +52,29 @@ class TwoHops(Route):
         return cls(ByHost.over(comm, intra_node, inter_node))
 
     def hops(self, comm: Comm) -> tuple[Comm, Comm]:
-        """Return the communicators within this host and between hosts."""
+        """Return the communicator within this host and the one between hosts.
+
+        Args:
+            comm: The communicator of the base class; not used.
+        """
         return self.hosts.intra_node, self.hosts.inter_node
 
     def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-        """Fill `full` with the slices of all ranks, first between hosts and then within."""
+        """All-gather slices between hosts first, then within each host.
+
+        Args:
+            full: The output, with this rank's slice in place.
+            lane: The name of the ordered sequence of collectives to which this one belongs.
+            comm_ctx: The context of the ranks that share slices.
+            what: The name of the unit, used in error messages.
+
+        Returns:
+            A handle. `full` may be read after its `wait()` has returned.
+
+        Note:
+            Collective: every rank of the shard group must call it, in the order of other calls on
+                `lane`.
+        """
         return self.hosts.all_gather(full, lane, what, comm_ctx.gather_kind)
 
     def message_buffers(
@@ -70,17 +88,20 @@ class TwoHops(Route):
         """Return the receive buffers of both hops for a part of a message.
 
         Args:
-            comm_ctx: The ranks that share slices.
+            comm_ctx: The context of the ranks that share slices, with the pool of buffers.
             message: The message that a rank sends in the first hop.
             arriving: The message that a rank receives in the last hop.
             numel: The most elements that a rank sends to another one.
             slice_numel: The elements of a slice.
+
+        Returns:
+            The buffers, taken from the pool.
         """
         return TwoHopBuffers(comm_ctx, self.hosts, message, arriving, numel, slice_numel)
 
 
 class TwoHopBuffers(MessageBuffers):
-    """The buffers of a message that is summed within each host first."""
+    """Buffers for a reduction that sums gradients within each host, then between hosts."""
 
     def __init__(
         self,
@@ -115,10 +136,10 @@ class TwoHopBuffers(MessageBuffers):
             low: The first element of the slice that is exchanged.
             high: The end of that range.
             what: The name of the unit, used in error messages.
-            add_up: Called with the messages of all hosts for this rank.
+            add_up: Called with the sums of all hosts for this rank's slice, in the order of hosts.
 
         Returns:
-            A handle of both hops.
+            A handle. `add_up` has run, and the buffers are free, after its `wait()` has returned.
         """
         near = self.hosts.intra_node
         across = self.hosts.inter_node

@@ -18,7 +18,7 @@ from ..tiers.tier import Storage
 
 
 class CodedStorage(Storage):
-    """Storage that keeps elements as codes; `memory` is one encoded message."""
+    """Storage that keeps elements quantized. `memory` is one encoded message."""
 
     has_elements = False
 
@@ -26,7 +26,7 @@ class CodedStorage(Storage):
         """Allocate codes that decode to zeros.
 
         Args:
-            codec: The codec.
+            codec: The codec that encodes written elements and decodes read ones.
             numel: The number of elements.
             dtype: The dtype of decoded elements.
             device: The device of the codes.
@@ -41,10 +41,10 @@ class CodedStorage(Storage):
         return self._numel
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return decoded elements [low, high) in new memory.
+        """Decode elements [low, high) into a new tensor.
 
         Args:
-            low: The first element.
+            low: The first element of the range.
             high: The end of the range.
         """
         start, stop = self._blocks(low, high)
@@ -54,23 +54,23 @@ class CodedStorage(Storage):
         return found[low - start : high - start]
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Return decoded elements [low, high) in new memory, as `read` does.
+        """Decode elements [low, high) into a new tensor, like `read`.
 
         Args:
-            low: The first element.
+            low: The first element of the range.
             high: The end of the range.
         """
         return self.read(low, high)
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Return a context that yields elements [low, high) and encodes them at its end.
+        """Return a context that yields decoded elements [low, high) and encodes them at its end.
 
         Whole blocks are encoded. If the range covers a part of a block, the rest of the block is
         encoded again with it, which may change its codes.
 
         Args:
-            low: The first element.
+            low: The first element of the range.
             high: The end of the range.
         """
         start, stop = self._blocks(low, high)
@@ -99,7 +99,7 @@ class CodedWeight(WeightGather):
         return buffer.counted(group.comm_ctx, what)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to gather the codes of all slices and decode them into `whole`."""
+        """Start to all-gather the stored codes of all slices and decode them into `whole`."""
         comm_ctx = self.group.comm_ctx
         comm = comm_ctx.comm
         codes = self.group.weight.memory

@@ -35,10 +35,10 @@ from .zero_init import InitShard
 
 @dataclass(frozen=True)
 class LayerCut:
-    """A weight that becomes tiles.
+    """A weight that is cut into tiles of rows.
 
     Attributes:
-        weight: The weight.
+        weight: The whole weight.
         name: The first name of the weight in the model.
         layers: The layers that use it, by the name of their weight in the model.
         places: The boundaries of the tiles, in rows, from 0 to the number of rows.
@@ -52,11 +52,12 @@ class LayerCut:
 
 @dataclass(frozen=True)
 class CutChoice:
-    """The weights to cut.
+    """The large weights of a model, divided into those that are cut and those that stay whole.
 
     Attributes:
         cuts: The weights that become tiles.
-        left: The names of parameters above the limit that stay whole.
+        left: The names of parameters above the limit that stay whole, because their layer cannot be
+            cut.
     """
 
     cuts: tuple[LayerCut, ...]
@@ -94,9 +95,12 @@ def choose_cuts(
     depends neither on ranks nor on the stage, so every run of a model has the same tiles.
 
     Args:
-        model: The model.
+        model: The model whose layers are examined.
         limit: The largest size of a parameter in bytes; tiles are at most this large.
         dtype_of: Returns the dtype in which a parameter computes, given its own.
+
+    Returns:
+        The weights to cut, and the names of large parameters that stay whole.
 
     Raises:
         UsageError: One row is larger than the limit.
@@ -142,7 +146,10 @@ def _refuse_options(name: str, layer: nn.Module) -> None:
 
 
 class RowTile(nn.Module):
-    """Some rows of a weight, as a unit. Layers that share the weight share the tile."""
+    """A range of rows of a large weight, sharded as a unit of its own.
+
+    Layers that share the weight share the tile.
+    """
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -157,6 +164,9 @@ class RowTile(nn.Module):
             given: The input.
             more: Arguments of `use` after the weight.
             use: The operation; each layer that shares the tile passes its own.
+
+        Returns:
+            The result of `use`: the part of the layer's output that these rows compute.
         """
         return use(given, self.weight, *more)
 

@@ -18,7 +18,10 @@ from ..sharding.param_group import ParamGroup
 
 
 class DeferredUpdate(UpdatePolicy):
-    """Runs the later tiles of a step in order, before their states are read."""
+    """A policy that runs updates of offloaded weights during the next forward.
+
+    The tiles are updated in order, and each before its states are read.
+    """
 
     def __init__(self) -> None:
         self._updater: Updater
@@ -31,11 +34,11 @@ class DeferredUpdate(UpdatePolicy):
         self._tiles = self._updater.prefetcher(())
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Keep the tiles until their states are read.
+        """Store the tiles, to update them when their states are read.
 
         Args:
-            tiles: The tiles.
-            due: The decision of their update.
+            tiles: The tiles of offloaded weights that the step has not updated.
+            due: The decision (clipping, loss scale, hyper-parameters) with which they are updated.
         """
         if not tiles:
             return
@@ -50,7 +53,7 @@ class DeferredUpdate(UpdatePolicy):
 
     @property
     def waiting(self) -> set[ParamGroup]:
-        """Return the groups that have a deferred update."""
+        """The groups that have a deferred update."""
         return {group for group, count in self._tiles_left.items() if count}
 
     def flush(self) -> None:
@@ -66,7 +69,7 @@ class DeferredUpdate(UpdatePolicy):
             pass
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Run the deferred updates of the tiles up to this group's."""
+        """Run the deferred updates, in order, up to the last tile of a group."""
         self._updater.refuse_mixture()
         while self._tiles_left[group]:
             self._update_next()

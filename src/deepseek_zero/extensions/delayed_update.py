@@ -49,10 +49,11 @@ class DelayedGradient(GradSum):
         return spec
 
     def swap(self, *, keep: bool) -> None:
-        """Exchange the delayed gradient and the reduced one.
+        """Exchange the buffers of the delayed gradient and of the gradient reduced in this step.
 
         Args:
-            keep: Keep the reduced gradient for the next step. If not, it is dropped.
+            keep: Keep the gradient reduced in this step for the next one. If false, it is
+                discarded.
         """
         other = self.gradient.sum
         comes = self.is_full
@@ -84,7 +85,7 @@ class DelayedGradient(GradSum):
         self.become(GradState.HELD if is_full else GradState.EMPTY)
 
     def discard(self) -> None:
-        """Drop the gradient, so that no update uses it."""
+        """Discard the gradient, so that no update uses it."""
         self.group.guard.before_write()
         self.restore(is_full=False)
         self.absent = None
@@ -96,8 +97,8 @@ def refuse_joining_with_undo_log(what: str, fix: str) -> None:
     """Raise `UsageError` because parameters cannot join an optimizer with an undo log.
 
     Args:
-        what: The event that makes parameters join.
-        fix: What the user can do.
+        what: The event that adds parameters to the optimizer, for the error message.
+        fix: The last sentence of the error message: what the user can do.
     """
     raise UsageError(
         f"{what}, under super_offload or delayed_update_after.",
@@ -115,12 +116,13 @@ def delayed_gradient(group: ParamGroup) -> DelayedGradient:
 
 @dataclass(eq=False)
 class DelayedUpdate(UpdatePolicy):
-    """A policy that carries out the decision of each step in the next step.
+    """A policy that applies the gradient and the decision of each step in the next step.
 
     Attributes:
         groups: The trained groups.
         after: The number of updates at the start of a run that are not delayed.
-        deferred: The decision for the next step.
+        deferred: The decision (clipping, loss scale) that the next step carries out; None if there
+            is none.
     """
 
     keeps_decisions = True
@@ -135,7 +137,7 @@ class DelayedUpdate(UpdatePolicy):
         self._updater = optimizer.updater
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise, because no parameter can join an optimizer with delayed updates."""
+        """Raise `UsageError`, because delayed updates do not support new parameters."""
         refuse_joining_with_undo_log(what, fix)
 
     @property
@@ -157,7 +159,7 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred if self.is_on else made
 
     def keep(self, made: Decision | None) -> None:
-        """Exchange the decisions and gradients of this step and the previous one."""
+        """Store this step's decision and gradients for the next step."""
         if not self.is_on:
             return
         for group in self.groups:

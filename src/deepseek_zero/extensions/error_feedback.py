@@ -22,7 +22,7 @@ from ..sharding.runtime import Runtime
 
 
 class ErrorFeedback(GradReduction):
-    """A reduction that adds the errors of earlier messages before it compresses.
+    """A gradient reduction that adds earlier compression errors before it compresses again.
 
     Attributes:
         inner: The reduction that sends the gradients.
@@ -54,18 +54,19 @@ class ErrorFeedback(GradReduction):
             A handle; neither buffer may be read or written before ``wait()`` returns.
 
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         self._attach(partial)
         return self.inner.reduce(partial, target, what, add=add)
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Start to sum in the memory of `partial`, with the errors of earlier sums added."""
+        """Start to sum gradients in place, after adding earlier compression errors to them."""
         self._attach(partial)
         return self.inner.reduce_in_place(partial, what, has_earlier_sum=has_earlier_sum)
 
     def complete(self, buffer: FlatBuffer, what: str) -> Pending:
-        """Start to complete a sum of `reduce` without error feedback."""
+        """Start to complete a sum of `reduce`; the second step has no error feedback."""
         return self.inner.complete(buffer, what)
 
     def copy_from_first(self, values: Tensor, what: str) -> None:
@@ -90,7 +91,7 @@ class ErrorFeedback(GradReduction):
             self._errors.scale(factor)
 
     def ensure_errors(self) -> Errors:
-        """Return the error buffer.
+        """Return the buffer of the compression errors.
 
         It is allocated and filled with zeros on first use.
         """
@@ -111,9 +112,10 @@ class ErrorFeedback(GradReduction):
 
 
 class ErrorFeedbackSteps(UpdatePolicy):
-    """A policy that resets and rescales the errors between steps.
+    """A policy that resets and rescales the stored compression errors between steps.
 
-    A skipped step and `reset_every` reset them. A new loss scale multiplies them.
+    They are reset after a skipped step and every `reset_every` steps, and multiplied when the loss
+    scale changes.
     """
 
     keeps_own_states = True
@@ -128,7 +130,7 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._updater = optimizer.updater
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """Reset the errors if the step was skipped or a reset is due, and rescale them."""
+        """Reset the errors if the step was skipped or a reset is due, and follow the loss scale."""
         every = self._feedback.reset_every
         is_reset = every is not None and self._updater.updates % every == 0
         if result.skipped or is_reset:
@@ -137,7 +139,7 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._scale(rescale)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Restore the errors of one group from a checkpoint."""
+        """Restore the compression errors of one group from a checkpoint."""
         group.gradient.reduction.restore(saved)
 
     def states_loaded(self, rescale: float) -> None:

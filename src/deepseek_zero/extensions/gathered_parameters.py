@@ -58,9 +58,9 @@ def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
     """Return a copy of all elements of a state, flat.
 
     Args:
-        buffer: The state.
-        group: The group that it belongs to.
-        what: The name of the state, for messages.
+        buffer: The flat buffer of the state, sharded or replicated.
+        group: The parameter group whose state it is.
+        what: The name of the state, used in error messages.
 
     Returns:
         A tensor of shape ``(padded_numel,)`` in the dtype of the state.
@@ -85,7 +85,7 @@ def join_split(values: Tensor, split: Split, comm: Comm, what: str) -> Tensor:
         values: This rank's part, flat. It must not change until the function returns.
         split: How the parameter is split.
         comm: The ranks along "tp".
-        what: The name of the state, for messages.
+        what: The name of the state, used in error messages.
 
     Returns:
         The whole state, flat, in new memory; `values` itself if the parameter is not split.
@@ -191,7 +191,7 @@ class GatheredParameters:
             self._reshard(self.modifier_rank if kind is None else None)
 
     def discard(self) -> None:
-        """Leave the context as after an exception: changes are dropped."""
+        """Leave the context without keeping changes, as after an exception."""
         self._reshard(None)
 
     def _take_over(self) -> None:
@@ -267,7 +267,7 @@ def take_changed(master: MasterWeight, changed: Tensor, weight: Tensor) -> None:
     The caller changes the weight itself.
 
     Args:
-        master: The main weight.
+        master: The main weight that receives the changed elements.
         changed: The mask of changed elements.
         weight: The new weight, flat.
     """
@@ -309,7 +309,7 @@ def set_full_values(group: ParamGroup, full: Tensor) -> None:
     Unchanged elements of the main weight keep their bits.
 
     Args:
-        group: The group.
+        group: The parameter group whose weight and main weight are overwritten.
         full: The values, flat, in the dtype of the weight.
     """
     group.guard.before_write()

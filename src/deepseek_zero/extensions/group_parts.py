@@ -18,12 +18,18 @@ from ..sharding.weight_gather import WeightGather
 
 
 def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
-    """Return the parts of the groups of a plan. Every rank must call it.
+    """Choose how weights are gathered and gradients are reduced, for the groups of a plan.
 
     Args:
-        plan: The plan of the model.
-        comm: The world's communicator, laid out on its mesh.
+        plan: The plan, which says which extensions each group uses.
+        comm: The communicator of the world, which has the groups of ranks of the mesh.
         comm_ctx: The context of the ranks that share slices.
+
+    Returns:
+        The functions that create these objects for a group, and the route of messages.
+
+    Note:
+        Collective: every rank must call it.
     """
     inner = None
     few = plan.settings.secondary_ranks
@@ -39,12 +45,16 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
 
 
 def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> WeightGather:
-    """Return how a group's weight is gathered. Every rank must call it.
+    """Choose how a group's weight is gathered.
 
     Args:
-        inner: The context of the ranks among which second copies are cut; None without any.
-        group: The group.
-        what: The name of the weight, for messages.
+        inner: The context of the ranks over which second copies (hpZ) are sharded; None without
+            any.
+        group: The parameter group, whose plan names the extension.
+        what: The name of the weight, used in error messages.
+
+    Note:
+        Collective: every rank must call it.
     """
     plan = group.plan
     if plan.weight_is_independent:
@@ -65,7 +75,7 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
 
 
 def reduction_of(group: Group) -> GradReduction:
-    """Return how a group's gradients are summed."""
+    """Choose how a group's gradients are reduced."""
     if group.comm_ctx.outer is not None:
         reduction: GradReduction = extensions.SumOverReplicas(group)
     else:

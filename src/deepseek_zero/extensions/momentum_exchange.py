@@ -29,14 +29,14 @@ SIGNS = Signs()
 
 
 class MomentumExchange(GradReduction):
-    """A reduction that exchanges one group's momenta instead of its gradients.
+    """A reduction that exchanges one group's momenta as signs instead of its gradients.
 
     Attributes:
         worker: The errors of this rank's own momenta, shape ``(padded_numel,)``, fp32.
         server: The errors of the means of this rank's slice, shape ``(slice_numel,)``, fp32.
         signs: The current momentum: the messages of all owners, one after another.
-        before: The reduction that sums gradients.
-        plan_before: The row of the plan for `before`.
+        before: The reduction that summed gradients, which is restored when the exchange ends.
+        plan_before: The specs of the group's states for `before`.
     """
 
     def __init__(
@@ -52,16 +52,17 @@ class MomentumExchange(GradReduction):
         """Start from this rank's slice of the momentum, or from saved states.
 
         Args:
-            group: The group.
-            beta1: The weight of the old momentum.
+            group: The parameter group whose momenta are exchanged.
+            beta1: The decay rate of the momentum.
             own: This rank's slice of the momentum so far.
-            saved: The `own_states` of this rank from a checkpoint; may be empty.
-            loss_scale: Returns the factor of the loss.
-            before: The reduction that sums gradients.
-            plan_before: The row of the plan for `before`.
+            saved: The error-feedback buffers of this rank from a checkpoint; may be empty.
+            loss_scale: Returns the current loss scale.
+            before: The reduction that summed gradients, which is restored when the exchange ends.
+            plan_before: The specs of the group's states for `before`.
 
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         super().__init__(group)
         self.before = before
@@ -112,11 +113,15 @@ class MomentumExchange(GradReduction):
             what: The name of the unit, used in error messages.
             has_earlier_sum: The step has an earlier sum. This is not possible here.
 
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
+
         Raises:
             UsageError: The step has an earlier sum.
 
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         group = self.group
         if has_earlier_sum:
@@ -177,11 +182,14 @@ class MomentumExchange(GradReduction):
         return comm.exchange(pieces, boxes, "reduce", what, add_mean).then(finish)
 
     def end_step(self, *, keep: bool) -> None:
-        """Replace the old momentum by the new one. Every rank must call it.
+        """Replace the old momentum by the new one at the end of a step.
 
         Args:
             keep: Keep the new momentum. If not, because the step is skipped, it is dropped and all
                 errors are reset.
+
+        Note:
+            Every rank must call it with the same value of `keep`.
         """
         if not keep:
             self.worker.zero_()
@@ -241,17 +249,17 @@ def exchange_momenta(
     saved: Mapping[str, Tensor],
     loss_scale: Callable[[], float],
 ) -> None:
-    """Exchange momenta instead of gradients from now on.
+    """Replace a group's gradient reduction by an exchange of momenta.
 
     Args:
-        group: The group.
-        beta1: The weight of the old momentum.
+        group: The parameter group whose momenta are exchanged.
+        beta1: The decay rate of the momentum.
         own: This rank's slice of the momentum so far.
-        saved: The `own_states` of this rank from a checkpoint; may be empty.
-        loss_scale: Returns the factor of the loss.
+        saved: The error-feedback buffers of this rank from a checkpoint; may be empty.
+        loss_scale: Returns the current loss scale.
 
     Note:
-        Collective within the reduce lane, between two steps.
+        Collective: every rank of the shard group must call it, between two steps.
     """
     before = group.gradient.reduction
     plan = group.plan
@@ -265,7 +273,11 @@ def exchange_momenta(
 
 
 def reduce_gradients(group: ParamGroup) -> None:
-    """Reduce gradients again, between two steps. Every rank must call it."""
+    """Replace a group's exchange of momenta by the reduction of gradients it had before.
+
+    Note:
+        Every rank must call it, between two steps.
+    """
     exchange = group.gradient.reduction
     if isinstance(exchange, MomentumExchange):
         group.gradient.drop_buffers()

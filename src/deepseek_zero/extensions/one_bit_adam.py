@@ -23,18 +23,18 @@ from .momentum_exchange import exchange_momenta, reduce_gradients
 
 
 class MomentumSteps(UpdatePolicy):
-    """A policy that starts and ends the exchange of momenta between two steps."""
+    """The update policy of 1-bit Adam, which starts and ends the exchange of momenta.
+
+    Args:
+        clips: The norm of gradients is clipped. It cannot be combined with an exchange of momenta.
+        keeps_grads: Gradients are kept until `zero_grad()`, which cannot be combined either.
+        adapts_precision: Units may change their precision, which cannot be combined either.
+    """
 
     keeps_own_states = True
 
     def __init__(self, *, clips: bool, keeps_grads: bool, adapts_precision: bool) -> None:
-        """Store the settings that cannot be combined with an exchange of momenta.
-
-        Args:
-            clips: The norm of gradients is clipped.
-            keeps_grads: Gradients are kept until zero_grad().
-            adapts_precision: Units may change their precision.
-        """
+        """Store the settings that `attach` checks."""
         self._clips = clips
         self._keeps_grads = keeps_grads
         self._adapts_precision = adapts_precision
@@ -93,7 +93,7 @@ class MomentumSteps(UpdatePolicy):
         return inner
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise if a parameter would join the optimizer after `freeze_step`."""
+        """Raise `UsageError` if a parameter would join the optimizer after `freeze_step`."""
         if self._inner.takes_momenta:
             raise UsageError(
                 "a parameter joins the optimizer behind OneBitAdam's freeze_step.",
@@ -103,7 +103,15 @@ class MomentumSteps(UpdatePolicy):
             )
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """End the step of the exchange, and start exchanging at `freeze_step`.
+        """Replace the old momenta by the exchanged ones, and start the exchange at `freeze_step`.
+
+        After a skipped step, the new momenta are discarded and the compression errors are reset.
+        After step number `freeze_step`, the gradient reduction of every group is replaced by the
+        exchange.
+
+        Args:
+            result: The result of the step, which says whether it was skipped.
+            rescale: The new loss scale divided by the old one; not used.
 
         Note:
             Collective: every rank must call it.
@@ -113,7 +121,7 @@ class MomentumSteps(UpdatePolicy):
         self._follow(is_forced=False)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Keep the states of one group from a checkpoint until `states_loaded`."""
+        """Store the error-feedback buffers of one group until `states_loaded` uses them."""
         self._own_states[id(group)] = saved
 
     def states_loaded(self, rescale: float) -> None:

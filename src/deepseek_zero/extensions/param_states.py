@@ -305,7 +305,7 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
     """Return the full reduced gradient of a parameter in fp32, in the parameter's shape.
 
     Returns:
-        None before the reduction.
+        A new tensor, or None before the reduction.
 
     Note:
         Collective: every rank must call it with the same parameter.

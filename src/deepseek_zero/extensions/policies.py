@@ -15,7 +15,7 @@ from ..sharding.runtime import Runtime
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """The settings from which policies are chosen.
+    """The settings that decide which update policies an optimizer has.
 
     Attributes:
         speculates: Update some units in backward, before the norm is known.
@@ -33,13 +33,13 @@ class PolicySettings:
 def policies_of(
     settings: PolicySettings, step: StepSettings, runtime: Runtime, cls: type[Optimizer]
 ) -> list[UpdatePolicy]:
-    """Return the policies of an optimizer, in the order of their hooks.
+    """Create the update policies of an optimizer, in the order in which their hooks run.
 
     Args:
-        settings: The settings from which policies are chosen.
-        step: The settings of a step.
-        runtime: The runtime of the wrapped model.
-        cls: The class of the optimizer.
+        settings: Which policies are enabled.
+        step: The settings of the optimizer step, such as the clipping norm.
+        runtime: The runtime of the wrapped model, whose groups the policies watch.
+        cls: The class of the inner optimizer.
 
     Raises:
         UsageError: The step or the class cannot be combined with a policy.

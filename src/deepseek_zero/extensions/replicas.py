@@ -25,7 +25,7 @@ class SumOverReplicas(GradReduction):
     """A reduction in two steps: within each replica, then over the replicas.
 
     Attributes:
-        outer: The ranks that hold the same slices.
+        outer: The context of the ranks that hold the same slices in other replicas.
     """
 
     def __init__(self, group: Group) -> None:
@@ -49,10 +49,14 @@ class SumOverReplicas(GradReduction):
         Args:
             partial: This rank's gradient of all elements of the group.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: Not used.
+            has_earlier_sum: The step has an earlier sum; not used.
+
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         comm_ctx = self.group.comm_ctx
         return move(partial, own_slice(partial, comm_ctx.comm.rank), comm_ctx, what)
@@ -63,6 +67,9 @@ class SumOverReplicas(GradReduction):
         Args:
             buffer: The sum within this replica.
             what: The name of the unit, used in error messages.
+
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective over the ranks that hold the same slices, and at stage 0 within the replica.
@@ -79,7 +86,7 @@ class SumOverReplicas(GradReduction):
 
         Args:
             values: The elements, written on all but the first replica.
-            what: The name of the values, for messages.
+            what: The name of the values, used in error messages.
 
         Note:
             Collective over the ranks that hold the same slices.
@@ -96,8 +103,8 @@ def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
     Args:
         values: One-dimensional, of one length on every rank, on any device. It may be neither read
             nor written before `wait()`.
-        comm_ctx: The ranks.
-        what: The name of the values, for messages.
+        comm_ctx: The context of the ranks whose values are summed.
+        what: The name of the values, used in error messages.
 
     Returns:
         A handle; its `wait()` returns after the sum is complete.

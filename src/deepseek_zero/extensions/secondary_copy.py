@@ -17,7 +17,7 @@ from ..sharding.weight_gather import WeightGather
 
 
 class SecondaryCopy(WeightGather):
-    """A weight gather that reads the second copy while it is current.
+    """A weight gather that reads a second copy of the weight while the copy is current.
 
     Attributes:
         comm_ctx: The context of the ranks over which the copy is sharded.
@@ -28,10 +28,10 @@ class SecondaryCopy(WeightGather):
     """
 
     def __init__(self, group: Group, inner: CommContext, first: WeightGather) -> None:
-        """Create the gather; `allocate` allocates the copy.
+        """Create the gather without its memory, which `allocate` allocates.
 
         Args:
-            group: The group.
+            group: The parameter group whose weight is gathered.
             inner: The context of the ranks over which the copy is sharded.
             first: The gather that is used after the weight has changed.
         """
@@ -55,7 +55,10 @@ class SecondaryCopy(WeightGather):
         return weight
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to gather from the second copy if it is current, or make it current."""
+        """Start to gather from the second copy if it is current, otherwise from all ranks.
+
+        The second case fills the second copy for later gathers.
+        """
         target = FlatBuffer(self.buffer.layout, self.buffer.spec.gathered(), whole.memory)
         if self.is_current:
             return move(self.buffer, target, self.comm_ctx, what)

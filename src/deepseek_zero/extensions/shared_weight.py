@@ -12,10 +12,10 @@ from ..tiers.tier import Tier
 
 
 class SharedWeight(WeightGather):
-    """A weight gather that uses the weight in the shared memory of the host.
+    """A weight gather that copies nothing: all slices are in shared memory of the host.
 
     Attributes:
-        memory: This rank's slice, and the view of all slices.
+        memory: The shared memory, with this rank's slice and a view of all slices.
     """
 
     makes_copies = False
@@ -41,7 +41,7 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to wait until the slices of all ranks can be read in place."""
+        """Start to wait until all ranks have written their slices, which are then read in place."""
         return self.group.comm_ctx.comm.in_place.gather(self.memory, what)
 
     def before_write(self, what: str) -> None:

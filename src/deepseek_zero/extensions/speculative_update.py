@@ -57,7 +57,7 @@ BY_SHARD = frozenset(
 
 
 class SpeculativeUpdate(UpdatePolicy):
-    """Policy of one optimizer that updates units before the decision of their step.
+    """A policy that updates units during backward, before clipping and overflow are known.
 
     Attributes:
         budget: Size of the undo log in bytes.
@@ -101,12 +101,12 @@ class SpeculativeUpdate(UpdatePolicy):
         self.tiles_changed(optimizer.tiles)
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """Use the new tiles of all units except the root, whose gradient is reduced last."""
+        """Store the new tiles of all units except the root, whose gradient is reduced last."""
         root = self.runtime.root.number
         self.units = {number: each for number, each in tiles.later.items() if number != root}
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise, because no parameter can join an optimizer with early updates."""
+        """Raise `UsageError`, because early updates do not support new parameters."""
         refuse_joining_with_undo_log(what, fix)
 
     def _expected(self) -> Decision | None:
@@ -124,7 +124,7 @@ class SpeculativeUpdate(UpdatePolicy):
         return Decision(1.0 / scale, self.updater.updates + 1, hypers_of(self.updater.inner))
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update the reduced units whose weight is no longer in use."""
+        """Update the units whose gradient is reduced and whose weight is no longer in use."""
         step = self.runtime.step
         if step.phase is not Phase.BACKWARD or not step.is_boundary:
             return  # a later micro-batch adds to the gradient
@@ -204,7 +204,7 @@ class SpeculativeUpdate(UpdatePolicy):
         }
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
-        """Return the units whose early updates are valid, and undo all others.
+        """Return the units whose early updates are valid, and undo the updates of all others.
 
         Args:
             due: Decision of the step. None undoes all early updates.
@@ -235,11 +235,11 @@ class SpeculativeUpdate(UpdatePolicy):
     finish = flush
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Undo all early updates, as `flush` does."""
+        """Undo all early updates, because a program reads a state of this group."""
         self.flush()
 
     def explain(self) -> list[str]:
-        """Return the lines for `engine.explain`."""
+        """Return lines about the number of early updates that were undone, for `engine.explain`."""
         if not self.units:
             return [
                 "updates in backward: none, since the host updates no unit but the root with a "
@@ -291,7 +291,7 @@ class UndoLog:
     _used: int = 0
 
     def bytes_of(self, shard: MasterShard) -> int:
-        """Return how many bytes `note` needs for a shard."""
+        """Return how many bytes of the log a shard needs."""
         places = sum(stretch.itemsize for stretch in self._written(shard)) * shard.numel
         return places + sum(
             powers.nbytes for _, powers in self._moments.storages(shard) if powers is not None
@@ -306,7 +306,7 @@ class UndoLog:
         self._memory = self._scratch.take("undo", torch.uint8, CPU, nbytes)
 
     def note(self, shard: MasterShard) -> None:
-        """Copy the states of a shard before it is updated."""
+        """Copy the states of a shard into the log before it is updated."""
         restores: list[Callable[[], object]] = [shard.group.guard.before_write]
         self._entries.append(restores)
         for stretch in self._written(shard):
@@ -324,14 +324,14 @@ class UndoLog:
         restores.append(partial(self._restore_state, shard.param, state, counters))
 
     def undo(self) -> None:
-        """Restore all noted shards, last one first."""
+        """Restore all shards from the log, the last one first."""
         for restores in reversed(self._entries):
             for restore in restores:
                 restore()
         self.clear()
 
     def clear(self) -> None:
-        """Drop all copies.
+        """Discard all copies, so that the log can be used for the next step.
 
         On a CPU the system may take the pages of the buffer until the next use.
         """

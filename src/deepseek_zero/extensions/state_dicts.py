@@ -45,7 +45,7 @@ EMPTY_VALUES = (
 
 
 class StateDicts:
-    """The state dict of one wrapped model.
+    """Makes `state_dict()` and `load_state_dict()` of a wrapped model work with whole tensors.
 
     Attributes:
         gathers: `state_dict()` gathers sharded parameters, which is collective. If false, it is
@@ -59,7 +59,8 @@ class StateDicts:
 
         Args:
             runtime: The runtime of the wrapped model.
-            gathers: The initial value of the attribute.
+            gathers: Gather sharded parameters in `state_dict()`; the attribute can be changed
+                later.
 
         Note:
             Collective if the model has pipeline stages.
@@ -105,8 +106,8 @@ def own_parameters(unit: Unit, module: nn.Module) -> dict[str, nn.Parameter]:
     Tied parameters have several names.
 
     Args:
-        unit: The unit.
-        module: The module; names are relative to it.
+        unit: The unit whose parameters are listed.
+        module: The module to whose state dict the names are relative.
     """
     mine = {id(member.param) for member in unit.members()}
     named = module.named_parameters(remove_duplicate=False)
@@ -285,7 +286,7 @@ def _show_empty(unit: Unit) -> list[ParamInfo]:
 
 
 def along_tp(unit: Unit) -> Comm | None:
-    """Return the communicator along "tp" of a unit's model; None without that axis."""
+    """Return the communicator along "tp" of the model that a unit belongs to; None without it."""
     runtime = unit.groups[0].runtime() if unit.groups else None
     found: Comm | None = runtime.comm.along.get("tp") if runtime is not None else None
     return found

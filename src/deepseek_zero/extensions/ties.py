@@ -38,7 +38,7 @@ class Place:
 
     @property
     def view(self) -> tuple[Any, ...]:
-        """A key that is equal for two names of the same view."""
+        """A key that is equal for two tensors that are the same view of one memory."""
         return self.start, self.tensor.dtype, tuple(self.tensor.shape), self.tensor.stride()
 
     def is_parameter(self) -> bool:
@@ -50,7 +50,7 @@ def refuse_owned(model: nn.Module, split: str | None = None) -> None:
     """Raise if a parameter belongs to an engine or, with `split`, to `zero.Init`.
 
     Args:
-        model: The model.
+        model: The model whose parameters are checked, before it is sharded.
         split: The mesh axis over which the model will be split; None without one.
 
     Raises:
@@ -82,7 +82,7 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
     raised before anything changes.
 
     Args:
-        model: The model.
+        model: The model whose parameters are checked, before it is sharded.
         known: Parameters outside the model that come before its own.
 
     Raises:

@@ -163,7 +163,7 @@ class Tile(nn.Linear):
 
 
 class Put(torch.autograd.Function):
-    """Write or add a tile's output to its places of the whole output.
+    """Copy or add a tile's output to its columns of the whole output, with autograd.
 
     torch.cat would hold all tiles twice. With in-place assignment to slices, autograd would copy
     the whole gradient for each of them. Every place has exactly one writer that does not add, and
@@ -189,7 +189,7 @@ class Put(torch.autograd.Function):
 def run_tiles(
     rows: Iterable[Iterable[Callable[[Tensor], Tensor]]], inputs: Sequence[Tensor], features: int
 ) -> Tensor:
-    """Return the outputs of all rows of tiles, side by side.
+    """Run all tiles and return the concatenated outputs of their rows.
 
     Args:
         rows: The rows of tiles. The outputs of a row are summed.
@@ -229,7 +229,7 @@ def _cuts(side: str, features: int, splits: int) -> list[int]:
 
 
 def boundaries(rows: int, parts: int) -> list[int]:
-    """Return the boundaries of nearly equal parts; if needed, the first ones are one larger."""
+    """Return the boundaries of `parts` nearly equal ranges; the first ones may be one longer."""
     size, larger = divmod(rows, parts)
     return [number * size + min(number, larger) for number in range(parts + 1)]
 

@@ -48,7 +48,7 @@ class Knob:
     is_done: bool = False
 
     def adjust(self, share: float) -> bool:
-        """Adjust the size to the share of a step that the slowest rank waited.
+        """Adjust the size to the fraction of a step that the slowest rank waited.
 
         Returns:
             Whether the size changed.
@@ -66,7 +66,7 @@ class Knob:
 
 
 class Tuner:
-    """Adjusts the sizes of one engine, one after the other."""
+    """Adjusts the message and prefetch sizes of one engine, one size after another."""
 
     def __init__(self, settings: PlanSettings, sizes: Sequence[int], comm: Comm) -> None:
         self.comm = comm
@@ -122,7 +122,7 @@ class Tuner:
 
 
 def tune_sizes(runtime: Runtime) -> None:
-    """Adjust the sizes that a model's settings leave open, if its ranks wait."""
+    """Enable the adjustment of sizes that a model's settings leave open."""
     tuner = Tuner(runtime.settings, [unit.numel for unit in runtime.units], runtime.comm)
     if tuner.knobs:
         runtime.after_steps.append(tuner.after_step)

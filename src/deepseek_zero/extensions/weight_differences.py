@@ -22,7 +22,11 @@ from ..sharding.weight_gather import WeightGather
 
 
 class WeightDifferences(WeightGather):
-    """A weight gather that brings one group's weight close to its main weights."""
+    """A weight gather that updates a replicated weight by quantized differences.
+
+    Each rank sends the difference between its slice of the main weight and of the weight. It is
+    used for compressed weights at stages 1 and 2.
+    """
 
     computes = True
 
@@ -31,15 +35,22 @@ class WeightDifferences(WeightGather):
         self._is_written = False
 
     def refresh(self, what: str, *, is_update: bool) -> Pending:
-        """Start to send the coded differences of an update, or the whole changed slices.
+        """Start to bring the replicated weight of all ranks up to date with their main weights.
+
+        After an optimizer step, each rank sends the quantized difference between its slice of the
+        main weight and of the weight, which every rank adds to its weight. After a program wrote
+        values, each rank sends its whole slice of the weight, unquantized.
 
         Args:
             what: The name of the unit, used in error messages.
-            is_update: A step has changed the main weights; False if a program wrote values, which
-                are sent uncoded.
+            is_update: An optimizer step has changed the main weights. False if a program wrote
+                values.
+
+        Returns:
+            A handle. The weight may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank that shares the group's slices must call it.
+            Collective: every rank of the shard group must call it.
         """
         group = self.group
         master = group.master
@@ -59,7 +70,7 @@ class WeightDifferences(WeightGather):
         The next refresh that is not an update sends them to all ranks.
 
         Args:
-            slot: The parameter.
+            slot: The range of the parameter in the group's flat buffer.
             values: New values, flat; with None, the main weight's values are cast.
             low: The first of this rank's elements to write.
         """
@@ -80,13 +91,16 @@ def send_differences(
     """Start to add quantized differences to a whole weight, on every rank.
 
     Args:
-        source: This rank's slice of the main weights, fp32, in any memory. It is not changed.
-        target: The whole weight; its spec names the codec.
+        source: This rank's slice of the main weight, fp32, in any memory. It is not changed.
+        target: The replicated weight, updated in place; its spec names the codec.
         comm_ctx: The context of the ranks that share the slices.
         what: The name of the unit, used in error messages.
 
+    Returns:
+        A handle. The result may be read after its `wait()` has returned.
+
     Note:
-        Collective within the gather lane.
+        Collective: every rank of the shard group must call it, in the order of other gathers.
     """
     comm = comm_ctx.comm
     pool = comm_ctx.pool

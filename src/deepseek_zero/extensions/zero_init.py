@@ -44,10 +44,10 @@ NUMBERS = itertools.count()
 
 @dataclass(eq=False)
 class InitShard(ModelBuilder):
-    """The owner of one parameter of a model under construction.
+    """The sharded values of one parameter of a model under `zero.Init`.
 
     Attributes:
-        param: The parameter.
+        param: The parameter that this object owns.
         param_class: The class of the parameter before it was sharded.
         shape: The shape of the whole parameter.
         slice: This rank's slice of its elements, flat.
@@ -87,11 +87,14 @@ class InitShard(ModelBuilder):
     # -- GatheredParameters before there is an engine
 
     def pin_unsharded(self, param: nn.Parameter, watch: bool) -> None:
-        """Gather the parameter and keep it whole until `reshard`. Every rank must call it.
+        """Gather the parameter and keep it whole until `reshard`.
 
         Args:
-            param: The parameter.
+            param: The parameter that this object owns.
             watch: Record the values for `is_changed`.
+
+        Note:
+            Collective: every rank must call it.
         """
         self.session.reshard_pinned()
         if self.unsharded is None:
@@ -145,16 +148,19 @@ class InitShard(ModelBuilder):
             self.hide(param)
 
     def hide(self, param: nn.Parameter) -> None:
-        """Give the parameter its sharded form, in which it has no values."""
+        """Replace the parameter's memory by an empty tensor, as in its sharded form."""
         nothing = _nothing(self.slice.dtype, self.slice.device)
         reshard(param, nothing.expand(self.shape))
 
     def reshard(self, param: nn.Parameter, source: int | None) -> None:
-        """Shard the parameter again. Every rank must call it.
+        """Shard the parameter again, with the values of one rank or the old ones.
 
         Args:
-            param: The parameter.
+            param: The parameter that this object owns.
             source: The rank whose values are kept; with None, the old values are kept.
+
+        Note:
+            Collective: every rank must call it.
         """
         comm = self.session.open_comm()
         if source is not None:
@@ -197,7 +203,7 @@ class InitShard(ModelBuilder):
         """Write this rank's slice of a whole value.
 
         Args:
-            param: The parameter.
+            param: The parameter that this object owns.
             value: The whole value; it is expanded to the parameter's shape.
         """
         comm = self.session.open_comm()
@@ -207,7 +213,11 @@ class InitShard(ModelBuilder):
         self.slice[: part.numel()].copy_(part)
 
     def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-        """Return the values, flat, and the class in use. Collective if they are sharded."""
+        """Return the parameter's values, flat, and its class, when an engine takes it over.
+
+        Note:
+            Collective if the values are sharded: every rank must call it.
+        """
         self.session.end_scratch()
         values = param.data.reshape(-1) if self.unsharded is not None else self.whole()
         with without_torch_function():
@@ -225,6 +235,10 @@ class InitShard(ModelBuilder):
             name: The name of the operation.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
+
+        Returns:
+            The result of an operation that needs no values, such as a conversion; `NEEDS_ELEMENTS`
+            if an initialization has to run on temporary memory.
 
         Raises:
             AtRestError: The operation reads elements and is not an initialization.
@@ -420,14 +434,17 @@ class Init:
         self.own(param, type(param), mine)
 
     def own(self, param: nn.Parameter, kind: type[nn.Parameter], mine: Tensor) -> InitShard:
-        """Make a parameter own its slice while the model is built, and hide its values.
+        """Attach this rank's slice to a parameter and free the parameter's own memory.
 
         After the model is wrapped, the parameter's group owns the slice.
 
         Args:
-            param: The parameter.
+            param: The parameter that this object owns.
             kind: The class of the parameter before it was sharded.
             mine: This rank's slice, flat.
+
+        Returns:
+            The owner of the slice, through which the parameter is gathered.
         """
         shard = InitShard(weakref.ref(param), kind, param.shape, mine, self, next(NUMBERS))
         set_owner(param, shard)
@@ -444,7 +461,7 @@ class Init:
             shard.hide(param)
 
     def reshard_pinned(self) -> None:
-        """Shard the parameters again that an initialization has gathered.
+        """Reshard the parameters that an initialization has gathered.
 
         A parameter stays whole while a view of it is alive.
         """
@@ -567,9 +584,9 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
     seed if construction draws nothing else.
 
     Args:
-        model: The model.
-        comm: The communicator of the ranks that share slices.
-        device: The device of the values.
+        model: The model, whose parameters may be on the meta device.
+        comm: The communicator of the ranks over which each parameter is sharded.
+        device: The device on which the values are initialized.
 
     Yields:
         Each module after its own parameters have values, so that not all need to be held at once.

@@ -110,8 +110,12 @@ class MessageBuffers:
             what: The name of the unit, used in error messages.
             add_up: Sums the received pieces.
 
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
+
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         comm = self.comm_ctx.comm
         inbox = self.lent[0] if self.lent else None
@@ -149,8 +153,12 @@ class Route:
             comm_ctx: The ranks that share slices.
             what: The name of the unit, used in error messages.
 
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
+
         Note:
-            Collective within the lane.
+            Collective: every rank of the shard group must call it, in the order of other calls on
+                `lane`.
         """
         return comm_ctx.comm.all_gather(full, lane, what, comm_ctx.gather_kind)
 

@@ -42,8 +42,12 @@ class GradReduction:
             what: The name of the unit, used in error messages.
             add: Add the sum to the values of `target`.
 
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
+
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         return move(partial, target, self.group.comm_ctx, what, add=add)
 
@@ -58,8 +62,12 @@ class GradReduction:
             what: The name of the unit, used in error messages.
             has_earlier_sum: The step has an earlier sum, to which the caller adds this one.
 
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
+
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         group = self.group
         if group.plan.sums_to_all:
@@ -74,6 +82,9 @@ class GradReduction:
         Args:
             buffer: The partial sum.
             what: The name of the unit, used in error messages.
+
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective over the ranks that hold the same slices.

@@ -197,6 +197,9 @@ class Gradient:
             is_last: No other sum is expected before the step, so that an accelerator can compute
                 the norm while backward goes on.
 
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
+
         Note:
             Collective within the reduce lane: a rank that skipped the unit must call it too.
         """
@@ -290,6 +293,9 @@ class Gradient:
 
         Args:
             what: The name of the unit, used in error messages.
+
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective over the ranks that hold the same slices.

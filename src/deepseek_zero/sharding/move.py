@@ -127,8 +127,11 @@ def gather_message(
         comm_ctx: The ranks that share slices.
         what: The name of the unit, used in error messages.
 
+    Returns:
+        A handle. The result may be read after its `wait()` has returned.
+
     Note:
-        Collective within the gather lane.
+        Collective: every rank of the shard group must call it, in the order of other gathers.
     """
     comm = comm_ctx.comm
     pending = DONE if comm.size == 1 else all_gather(message.memory, "gather", comm_ctx, what)
@@ -152,7 +155,8 @@ def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pen
         A handle; `full` may not be read or written before ``wait()`` returns.
 
     Note:
-        Collective within the lane.
+        Collective: every rank of the shard group must call it, in the order of other calls on
+            `lane`.
     """
     return comm_ctx.route.all_gather(full, lane, comm_ctx, what)
 

@@ -176,7 +176,7 @@ class ParamGroup:
             another rank failed and `StorageError` if a disk failed.
 
         Note:
-            Collective within the gather lane.
+            Collective: every rank of the shard group must call it, in the order of other gathers.
         """
         if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE
@@ -237,6 +237,9 @@ class ParamGroup:
         Args:
             what: The name of the unit, used in error messages.
             is_update: A step has changed the main weight; False if a program wrote it.
+
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective: every rank that shares the group's slices must call it.

@@ -105,7 +105,8 @@ class ReduceLane:
         """Reduce and release the next units of the schedule while they are complete.
 
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         while self._reduced < len(self.order) and self.units[self.order[self._reduced]].is_complete:
             unit = self._reduce_next()

@@ -149,7 +149,7 @@ class Unit:
         """Start the all-gathers of the groups unless they are in flight or done.
 
         Note:
-            Collective within the gather lane.
+            Collective: every rank of the shard group must call it, in the order of other gathers.
         """
         if self._state is UnitState.SHARDED and self.sharded:
             for group in self.sharded:
@@ -210,7 +210,8 @@ class Unit:
             is_last: No other sum is expected before the step.
 
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         self._reduces += [
             group.gradient.reduce(self.name, is_last=is_last)
@@ -232,7 +233,8 @@ class Unit:
         """Issue the remaining messages of its reductions.
 
         Note:
-            Collective within the reduce lane.
+            Collective: every rank of the shard group must call it, in the order of other
+                reductions.
         """
         for pending in self._reduces:
             pending.issue_all()

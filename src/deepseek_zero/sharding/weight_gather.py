@@ -60,8 +60,11 @@ class WeightGather:
             whole: The output, from `lend`.
             what: The name of the unit, used in error messages.
 
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
+
         Note:
-            Collective within the gather lane.
+            Collective: every rank of the shard group must call it, in the order of other gathers.
         """
         return move(self.group.weight, whole, self.group.comm_ctx, what)
 
@@ -73,6 +76,9 @@ class WeightGather:
         Args:
             what: The name of the unit, used in error messages.
             is_update: A step has changed the slices; False if a program wrote them.
+
+        Returns:
+            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective: every rank that shares the group's slices must call it.
