@@ -26,8 +26,8 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
     The error names the first line that differs.
 
     Args:
-        comm: The ranks to compare.
-        lines: This rank's lines.
+        comm: Communicator of the ranks to compare.
+        lines: Lines of text of this rank, which must equal those of the other ranks.
         what: The subject of the comparison ("the model"), also the name of the collective.
         why: The second sentence of the error.
         fix: The third sentence of the error.
@@ -53,7 +53,7 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
     The error names every key whose values differ, up to `MOST_KEYS`.
 
     Args:
-        comm: The ranks to compare.
+        comm: Communicator of the ranks to compare.
         values: Plain values by key, in the same order on every rank. `values_in` flattens a
             dataclass into this form.
         what: The subject of the comparison, also the name of the collective.
@@ -97,7 +97,7 @@ def _documents_that_differ(comm: Comm, document: Any, what: str) -> list[Any]:
 
 
 def values_in(value: Any, name: str) -> dict[str, Any]:
-    """Flatten a nested value into plain values by dotted name.
+    """Return a nested value as plain values by dotted name.
 
     Args:
         value: A dataclass, a pydantic model, a mapping, or a plain value.
@@ -127,7 +127,7 @@ class AllRanks:
     On exit, a rank that failed raises its own error, and the other ranks raise `PeerError`.
 
     Args:
-        comm: The ranks that enter the block.
+        comm: Communicator of the ranks that enter the block.
         what: A description of the action, for the error of the other ranks.
 
     Note:
@@ -157,7 +157,7 @@ def gather_outcomes(
     """Call a function on every rank, and raise on all ranks if it fails on one.
 
     Args:
-        comm: The ranks that call it.
+        comm: Communicator of the ranks that call it.
         what: A description of the action, for the error of the other ranks.
         action: The function to call.
         say: Converts the result of `action` into the text that other ranks receive.

@@ -17,7 +17,7 @@ from ..base.device import CPU, default_device
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of all ranks, and which ranks share one.
+    """Which ranks run on which host.
 
     Attributes:
         rank: This rank.
@@ -74,7 +74,7 @@ def all_gather_text(text: str, size: int, group: dist.ProcessGroup | None) -> li
     """Return the texts of all ranks, by rank.
 
     Args:
-        text: This rank's text.
+        text: Text of this rank; the length may differ between ranks.
         size: Number of ranks in the group.
         group: The torch.distributed group; None for the default group.
 
@@ -88,7 +88,7 @@ def all_gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup | None)
     """Return the bytes of all ranks, by rank.
 
     Args:
-        payload: This rank's bytes; the length may differ between ranks.
+        payload: Bytes of this rank; the length may differ between ranks.
         size: Number of ranks in the group.
         group: The torch.distributed group; None for the default group.
 
@@ -112,8 +112,8 @@ def padded(payload: bytes, length: int) -> Tensor:
     """Return bytes as a uint8 tensor of at least one element, with zeros at the end.
 
     Args:
-        payload: The bytes.
-        length: Number of elements.
+        payload: Bytes to copy.
+        length: Minimum number of elements of the tensor.
     """
     row = torch.zeros(max(1, length), dtype=torch.uint8)
     if payload:  # `frombuffer` refuses an empty buffer

@@ -28,11 +28,11 @@ NEAR = "near_"  # Prefix of the meter's kind for traffic within a host
 
 @dataclass(eq=False)
 class ByHost:
-    """The two groups of one rank for two-hop collectives.
+    """The two groups of ranks that this rank's two-hop collectives use.
 
     Attributes:
         intra_node: The ranks on this rank's host.
-        inter_node: The ranks with this rank's place on their hosts.
+    inter_node: The ranks with this rank's index on their hosts.
     """
 
     intra_node: Comm
@@ -42,12 +42,15 @@ class ByHost:
 
     @classmethod
     def over(cls, comm: Comm, intra_node: Partition, inter_node: Partition) -> ByHost:
-        """Create the two groups.
+        """Create the group of this host and the group between hosts.
 
         Args:
             comm: The communicator of the world.
-            intra_node: The ranks of each host.
-            inter_node: The ranks with the same place on all hosts.
+            intra_node: World ranks of each host.
+            inter_node: World ranks with the same index on their hosts.
+
+        Returns:
+            The pair of groups that contain this rank.
 
         Note:
             Collective: every rank of the world must call it.
@@ -69,7 +72,7 @@ class ByHost:
                 queue.advance()
 
     def all_gather(self, full: Tensor, lane: str, what: str, kind: str) -> Pending:
-        """All-gather `full` in two hops; see `Comm.all_gather`.
+        """Fill `full` with the slices of all ranks in two hops: between hosts, then within each.
 
         Args:
             full: Shape ``(size * slice,)``; this rank's slice must be in place.
@@ -77,6 +80,9 @@ class ByHost:
             what: The name of the collective.
             kind: The meter's kind for bytes between hosts. Bytes within a host count as `NEAR` +
                 `kind`.
+
+        Returns:
+            A handle; `full` may be read after its `wait()`.
 
         Note:
             Collective within the lane of both groups.
@@ -115,6 +121,9 @@ class ByHost:
             intra_node: Issues the first hop, among the ranks of this host.
             inter_node: Issues the second hop, after the first one is complete.
             lane: The lane to issue the hops in.
+
+        Returns:
+            A handle whose `wait()` returns after both hops.
 
         Note:
             Collective within the lane of both groups.

@@ -50,7 +50,7 @@ class Comm:
     the names of their lanes.
 
     Args:
-        device: The device of the tensors.
+        device: Device of the tensors to send.
         transport: "fastest" and "tcp" use shared memory between CPU ranks of one host, "gloo" does
             not. Between hosts, "tcp" uses this library's sockets, and the others use gloo.
         trains: False for a communicator that only builds or loads a model, and waits for each of
@@ -198,8 +198,8 @@ class Comm:
     def split(self, groups: Partition, axis: str, *, is_new: bool = False) -> Comm:
         """Return the communicator of the group in `groups` that contains this rank.
 
-        The new communicator counts in the meter of this one. An error that a rank raises in any
-        group of an engine reaches the ranks that wait in its other groups.
+        Its bytes and times are counted in the meter of this communicator. An error that a rank
+        raises in any group of an engine reaches the ranks that wait in its other groups.
 
         Args:
             groups: Disjoint groups of world ranks; every rank is in one.
@@ -255,7 +255,7 @@ class Comm:
         weakref.finalize(lanes, _end, world, name, host_transport, transport).atexit = False
 
     def capabilities(self) -> list[Capability]:
-        """Describe the transport between ranks, and why it is not a faster one."""
+        """Return a description of the transport, and why no faster one is used."""
         name = "between ranks"
         transport = self.lanes.transport
         if self.lanes.world is None:
@@ -272,7 +272,7 @@ class Comm:
         return self.lanes.transport.reads_in_place
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized flat buffer in the transport's preferred memory.
+        """Return an uninitialized flat buffer in the memory that the transport prefers.
 
         Args:
             numel: Number of elements.
@@ -301,14 +301,14 @@ class Comm:
         self.waits.advance()
 
     def hear(self) -> None:
-        """Receive messages from other ranks of this group, without waiting."""
+        """Receive messages that other ranks of this group have sent, without waiting."""
         if self.lanes.transport.expects:
             self.lanes.transport.progress()
 
     # -- movements
 
     def all_gather(self, full: Tensor, lane: str, what: str, kind: str = "all_gather") -> Pending:
-        """Fill `full` with the slices of all ranks.
+        """Fill `full` with the slices of all ranks (all-gather).
 
         The transport owns the buffer until `wait()` returns. `wait()` raises `PeerError` if another
         rank failed or called a different collective.
@@ -316,9 +316,13 @@ class Comm:
         Args:
             full: Shape ``(size * slice,)``, any dtype, the same on every rank. This rank's slice
                 must be in place.
-            lane: The lane to issue the collective in.
+            lane: Name of the sequence of collectives to issue it in; within it, all ranks issue the
+                same collectives in the same order.
             what: The name of the collective, the same on all ranks.
             kind: The kind under which the meter counts the bytes.
+
+        Returns:
+            A handle; `full` may be read after its `wait()`.
 
         Note:
             Collective within the lane.
@@ -349,14 +353,17 @@ class Comm:
         `PeerError` if another rank failed or called a different collective.
 
         Args:
-            pieces: One flat tensor per rank, of one dtype on all ranks; this rank's entry is not
+            pieces: One flat tensor per rank, of one dtype on all ranks; this rank's own is not
                 sent.
-            inbox: One flat tensor per rank; this rank's entry is ignored. With `reads_in_place` an
-                entry may be None, and `use` gets a view of the owner's memory instead.
+            inbox: One flat tensor per rank; this rank's own is ignored. With `reads_in_place` a
+                tensor may be None, and `use` gets a view of the owner's memory instead.
             lane: The lane to issue the collective in.
             what: The name of the collective, the same on all ranks.
             use: Called once with the received pieces, at the latest by `wait()`.
             kind: The kind under which the meter counts the bytes.
+
+        Returns:
+            A handle; `wait()` returns after `use` was called.
 
         Note:
             Collective within the lane.
@@ -382,7 +389,7 @@ class Comm:
         return self.lanes.issue(lane, f"reduce {what}", start)
 
     def pass_on(self, piece: Tensor | None, box: Tensor | None, lane: str, what: str) -> Pending:
-        """Send a piece to the other rank of a pair, and receive that rank's piece.
+        """Exchange tensors with the other rank of a pair.
 
         After `wait()` the box is filled. The piece may be written again after `wait()` and
         `wait_until_read`.
@@ -392,6 +399,9 @@ class Comm:
             box: Flat tensor to fill, or None.
             lane: The lane to issue the collective in.
             what: The name of the collective, the same on both ranks.
+
+        Returns:
+            A handle; the box may be read after its `wait()`.
 
         Note:
             Collective within the lane, in a group of two ranks.
@@ -441,6 +451,9 @@ class Comm:
 
         Note:
             Collective: every rank of the group must call it.
+
+        Note:
+            Collective: every rank of the group must call it.
         """
         self.all_gather_rows(torch.zeros(1, dtype=torch.uint8), what)
 
@@ -448,7 +461,7 @@ class Comm:
         """Return the texts of all ranks, by rank.
 
         Args:
-            text: This rank's text.
+            text: Text of this rank; the length may differ between ranks.
             what: The name of the collective, the same on all ranks.
 
         Note:
@@ -465,7 +478,7 @@ class Comm:
 
 @contextmanager
 def propagate_errors(comm: Comm) -> Iterator[None]:
-    """Post an error of the block to the ranks that wait for this rank."""
+    """Send an error of the block to the ranks that wait for this rank, and raise it."""
     try:
         yield
     except Exception as error:

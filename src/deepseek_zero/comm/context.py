@@ -1,4 +1,4 @@
-"""State that all engines of one process and world share.
+"""State that all engines of one process and world use together.
 
 It holds gloo's connections, the flight recorder and the lanes. There is one instance per process
 and world, so connections and their threads are created once. A rank that waits in one engine can
@@ -65,17 +65,17 @@ class Lane:
 
 
 class WorldContext:
-    """One rank's connections to the world, and the state that its engines share.
+    """One rank's connections to the world, which all engines of the process use.
 
-    `of_this_world` returns the instance of this process. The constructor is local.
+    `of_this_world` returns the instance of this process. The constructor does not communicate.
 
     Args:
         hosts: The hosts of all ranks.
         recorder: The flight recorder of this rank.
         group: A gloo group of all ranks.
-        pages: The memory that ranks of this host share.
-        no_sharing_reason: Why ranks of this host share no memory; "" if they do, or if there is
-            only one.
+        pages: Shared memory of the ranks of this host.
+        no_sharing_reason: Why the ranks of this host have no shared memory; "" if they have, or if
+            there is only one.
         secret: The secret of this job, which all its ranks hold.
         listener: The listener of this rank, if it already has one.
     """
@@ -181,7 +181,7 @@ class WorldContext:
 
         Args:
             ranks: World ranks, including this one.
-            inter_node_only: Send only to ranks that share no memory with this one.
+            inter_node_only: Send only to ranks that have no shared memory with this one.
         """
         near = self._near if inter_node_only else ()
         peers = [
@@ -193,7 +193,7 @@ class WorldContext:
         return Gloo(ranks.index(self.rank), ranks, self._gloo_group, peers, self.tags, limitation)
 
     def connect_inter_node(self) -> None:
-        """Open sockets to all ranks that share no memory with this one.
+        """Open sockets to all ranks that have no shared memory with this one.
 
         Later calls return at once.
 

@@ -91,9 +91,9 @@ class Position:
 
 
 class FlightRecorder:
-    """Lines that ranks write for each other in a small key-value store.
+    """Write and read lines about the state of ranks in a small key-value store.
 
-    All methods are local and never wait for another rank.
+    No method waits for another rank.
 
     Args:
         hosts: The hosts of all ranks.
@@ -153,7 +153,7 @@ class FlightRecorder:
 
         Args:
             topic: The topic, as for `post`.
-            rank: The other rank.
+            rank: World rank that wrote the line.
         """
         if self._is_gone:
             return ""
@@ -169,7 +169,7 @@ class FlightRecorder:
         The name includes the rank's coordinates if the engine's mesh has several axes.
 
         Args:
-            rank: The world rank.
+            rank: World rank to name.
             engine: The name of the engine.
         """
         mesh = self.meshes.get(engine)
@@ -198,7 +198,7 @@ class FlightRecorder:
         return self.host_lost(silent) if silent else None
 
     def log_silences(self) -> dict[int, float]:
-        """Return the store's silences, and log hosts that became silent or answer again.
+        """Return the hosts' silences in seconds, and log hosts that became silent or answer again.
 
         Each change is logged once, by one rank per host, unless this library's launcher watches the
         hosts.

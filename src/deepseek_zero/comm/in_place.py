@@ -11,7 +11,7 @@ from .transports.base import SymmetricMemory, Wait
 
 
 class InPlaceGathers:
-    """The symmetric memory of one group of ranks, and all-gathers in it."""
+    """All-gathers in the symmetric memory of one group of ranks."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -19,7 +19,7 @@ class InPlaceGathers:
         self._barrier: Pending | None = None  # The barrier of `begin`, until `end`
 
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> SymmetricMemory | None:
-        """Allocate symmetric memory with one slice per rank, mapped by every rank.
+        """Allocate memory with one slice per rank, which every rank maps (symmetric memory).
 
         Args:
             numel: Number of elements of all slices together.
@@ -27,7 +27,7 @@ class InPlaceGathers:
             what: The name of the memory, the same on all ranks.
 
         Returns:
-            The memory, or None if the transport cannot share pages or `numel` is 0.
+            The memory, or None if the transport has no shared memory or `numel` is 0.
 
         Note:
             Collective within the lane "gather".
@@ -77,6 +77,9 @@ class InPlaceGathers:
         Args:
             memory: The memory to gather.
             what: The name of the memory, the same on all ranks.
+
+        Returns:
+            A handle; all slices may be read after its `wait()`.
 
         Note:
             Collective within the lane "gather".

@@ -18,7 +18,7 @@ from .waits import IssuedCollective, Waits
 
 @dataclass
 class Lanes:
-    """The lanes of one group of ranks.
+    """Issue the collectives of one group of ranks in a fixed order per lane.
 
     Attributes:
         world: The connections of this rank; None for a group of one rank, which sends nothing.
@@ -48,6 +48,9 @@ class Lanes:
             kind: "gather", "reduce" or "rows".
             what: The name of the collective, the same on all ranks.
             start: Passes the collective to a transport, and returns a function that waits for it.
+
+        Returns:
+            A handle whose `wait()` returns when the data may be used.
 
         Note:
             Collective within the lane.

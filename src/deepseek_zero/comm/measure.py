@@ -45,6 +45,9 @@ def inter_node_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> 
         what: The name of the collective, the same on all ranks.
         long_enough: Minimum seconds of the all-gather that counts.
 
+    Returns:
+        Bytes per second of the slowest rank, the same on every rank.
+
     Note:
         Collective: every rank of the world must call it.
     """
@@ -130,7 +133,7 @@ def try_transports(device: torch.device) -> TriedTransport:
 
 @dataclass(frozen=True)
 class Line:
-    """The bandwidth between hosts that is available to one rank.
+    """The bandwidth between hosts that one rank can use.
 
     Attributes:
         rate: Bytes per second.

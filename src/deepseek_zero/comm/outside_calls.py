@@ -39,7 +39,7 @@ def outside_call(recorder: FlightRecorder, rank: int) -> str:
 
     Args:
         recorder: The flight recorder of this rank.
-        rank: The other rank.
+        rank: World rank that waits.
 
     Returns:
         The name of the function, or "" if there is none.

@@ -14,7 +14,7 @@ Finish = Callable[[], None]
 
 @dataclass
 class Pending:
-    """A collective that was issued.
+    """Handle of a collective that was issued.
 
     Attributes:
         is_here: Returns whether the data has arrived; None if `wait()` does not wait for other
@@ -76,7 +76,7 @@ DONE = Pending(no_wait)
 
 
 def all_of(pendings: Sequence[Pending]) -> Pending:
-    """Combine several collectives into one."""
+    """Return one handle for several collectives; its `wait()` waits for all of them."""
 
     def wait() -> None:
         for pending in pendings:
@@ -100,7 +100,7 @@ class Precondition(Protocol):
 
 
 class OrderedIssueQueue:
-    """A queue of collectives that each wait for a transfer before they are issued.
+    """Issue collectives in order, each after a transfer that it depends on.
 
     They are issued in the order in which they were added, which is the same on all ranks.
     """
@@ -121,6 +121,9 @@ class OrderedIssueQueue:
             transfer: The transfer, or another collective.
             start: Issues the collective. It is called when the transfer is complete, at the latest
                 by `wait()` of the result.
+
+        Returns:
+            A handle of the collective, whose `wait()` issues it if necessary.
         """
         queued = QueuedCollective(transfer, start)
         self._waiting.append(queued)

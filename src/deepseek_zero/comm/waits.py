@@ -1,7 +1,7 @@
 """End each wait of an engine with the data, or with an error that names a rank.
 
 A waiting rank writes its position into the flight recorder, and reads there whether another rank
-can still come. All communicators of an engine share one `Waits`, so an error that a rank raises in
+can still come. All communicators of an engine use one `Waits`, so an error that a rank raises in
 one group reaches the ranks that wait in the other groups.
 """
 
@@ -32,7 +32,7 @@ class IssuedCollective:
     """One collective and its place in its lane.
 
     Attributes:
-        lane: The lane.
+    lane: Lane in which it was issued.
         kind: The last part of the lane's name ("gather", "reduce" or "rows").
         sequence: Its number in the lane.
         what: Its name, the same on all ranks.
@@ -63,7 +63,7 @@ class Hops(Protocol):
 
 @dataclass
 class Waits:
-    """Ends the waits of one engine, in all of its groups.
+    """End the waits of one engine, in all of its groups, with data or with an error.
 
     Attributes:
         world: The connections of this rank; None in a world of one rank.
@@ -82,7 +82,7 @@ class Waits:
 
     @functools.cached_property
     def spans_hosts(self) -> bool:
-        """Whether ranks of the world are on several hosts.
+        """Return whether ranks of the world are on several hosts.
 
         The value is cached, because every wait reads it.
         """
@@ -164,6 +164,9 @@ class Waits:
             transport: The transport of the collective.
             issued: The collective that the rank waits for.
             action: Waits for other ranks, and raises `TimeoutError` after the poll interval.
+
+        Returns:
+            The result of `action`.
 
         Raises:
             PeerError: A rank is gone or in another collective.

@@ -141,7 +141,7 @@ def warn_without_secret(address: Address, whose: str) -> None:
 
 
 def fingerprint(secret: bytes) -> str:
-    """Return a text by which ranks compare their secrets without revealing them."""
+    """Return text with which ranks compare their secrets without revealing them."""
     return hmac.new(secret, b"fingerprint", hashlib.sha256).hexdigest()[:16]
 
 
@@ -163,7 +163,7 @@ class ServerHandshake:
     """The listener's side of one handshake, without I/O.
 
     Args:
-        secret: The job's secret.
+        secret: Secret that all processes of the job hold, 32 bytes.
         rank: The world rank of the listener.
 
     Attributes:
@@ -181,11 +181,14 @@ class ServerHandshake:
 
     @property
     def is_first(self) -> bool:
-        """Whether it waits for the dialer's first bytes, which identify the protocol."""
+        """Return whether it waits for the dialer's first bytes, which identify the protocol."""
         return self._claimed is None
 
     def take(self, data: bytes) -> bytes:
         """Process `needs` bytes and return the answer to send.
+
+        Returns:
+            Bytes to send to the dialer, which may be empty.
 
         Raises:
             Refused: The bytes are not valid.
@@ -219,7 +222,7 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
 
     Args:
         connection: A new connection to a listener.
-        secret: The job's secret.
+        secret: Secret that all processes of the job hold, 32 bytes.
         hello: The identity of this end.
 
     Returns:
@@ -316,10 +319,10 @@ def _send_at_once(connection: socket.socket) -> None:
 
 
 def enable_keep_alive(connection: socket.socket) -> None:
-    """Enable keep-alive probes every second on a connection that carries no data.
+    """Enable keep-alive probes every second on an idle connection.
 
     The other end's kernel answers, even for a stopped process. No silence closes the connection:
-    the caller decides how long a silence may last, and a connection that stays open shows when the
+    the caller decides how long a silence may last. A connection that stays open reveals when the
     host answers again.
     """
     if sys.platform == "linux":
@@ -341,7 +344,7 @@ def end_with_the_host(connection: socket.socket, seconds: float) -> None:
     This works even if nothing is sent. On systems other than Linux the function does nothing.
 
     Args:
-        connection: The connection.
+        connection: Connected TCP socket to configure.
         seconds: Seconds without an answer; inf means never.
     """
     if sys.platform == "linux" and math.isfinite(seconds):
@@ -387,9 +390,9 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def listening_variables(interface: str | None, ports: str | None) -> dict[str, str]:
-    """Return the environment variables that tell ranks of this host where to listen.
+    """Return the environment variables that define where ranks of this host listen.
 
-    They include gloo's interface, because gloo carries the first messages.
+    They include gloo's interface, because the first messages are sent with gloo.
 
     Args:
         interface: An interface or address as for `address_of`; None sets nothing.
@@ -443,7 +446,7 @@ class Listener:
 
     Args:
         host: The address to listen at.
-        secret: The job's secret.
+        secret: Secret that all processes of the job hold, 32 bytes.
         rank: The world rank of this process.
         ports: Ports to choose from; 0 is any free port.
 
@@ -494,7 +497,7 @@ class Listener:
         Call this only on the listener's thread. The connection is closed with the listener.
 
         Args:
-            connection: An admitted connection.
+            connection: Connection that `admit` passed to a handler.
             ready: Reads from the connection.
         """
         self._watched[connection.fileno()] = connection, ready

@@ -86,7 +86,7 @@ class Answer(NamedTuple):
 
 
 class KeyValueStore:
-    """The table, in rank 0's process.
+    """The table of texts by key, in rank 0's process.
 
     When a rank's idle connection ends with its process, the table gets a line under "gone/RANK".
 
@@ -111,8 +111,8 @@ class KeyValueStore:
         """Write a text under a key.
 
         Args:
-            key: The key.
-            value: The text.
+            key: Name under which the text is stored.
+            value: Text to store.
 
         Returns:
             True.
@@ -125,12 +125,15 @@ class KeyValueStore:
         return self._texts.get(key)
 
     def request(self, operation: Operation, key: str, value: str = "") -> Answer:
-        """Carry out a request.
+        """Execute a request on the table.
 
         Args:
-            operation: The request.
-            key: The key.
+            operation: What to do with the key.
+            key: Name under which the text is stored.
             value: The value, in the form that the operation requires.
+
+        Returns:
+            The text of the answer.
 
         Raises:
             ValueError: The value does not have this form.
@@ -319,8 +322,8 @@ class StoreClient:
         """Write a text under a key.
 
         Args:
-            key: The key.
-            value: The text.
+            key: Name under which the text is stored.
+            value: Text to store.
 
         Returns:
             Whether it was stored.
@@ -437,13 +440,13 @@ class StoreClient:
         The request is repeated once over a new connection if the old one broke.
 
         Args:
-            operation: The request.
-            key: The key.
+            operation: What to do with the key.
+            key: Name under which the text is stored.
             value: The value, in the form that the operation requires.
             seconds: Maximum time to wait for the answer; by default `ANSWER_SECONDS`.
 
         Returns:
-            The answer, or None if it is unknown whether the request was carried out.
+            The answer, or None if it is unknown whether the request was executed.
 
         Raises:
             RuntimeError: Rank 0 is gone.
@@ -562,7 +565,7 @@ def open_store(
     unencrypted through the group. It logs a warning if it listens beyond loopback.
 
     Args:
-        rank: This rank.
+        rank: World rank of this process.
         size: Number of ranks in the world.
         hosts: The hosts of all ranks.
         group: A group of all ranks.

@@ -182,7 +182,7 @@ class Offer(NamedTuple):
 
 @dataclass(eq=False)
 class Link:
-    """Everything between this rank and one other rank.
+    """The state of the messages and connections between this rank and one other rank.
 
     Attributes:
         rank: The other world rank.
@@ -251,9 +251,13 @@ class Link:
         self.into = memoryview(self.header)
 
     def received_up_to(self, number: int) -> list[Exchange]:
-        """Drop acknowledged messages, and return the exchanges to decrement for them.
+        """Drop messages that the other rank has acknowledged.
 
-        None of these messages holds memory here any more.
+        Args:
+            number: Number of the last acknowledged message.
+
+        Returns:
+            The exchanges to decrement for these messages, which hold no memory here any more.
         """
         found = []
         while self.sent and self.sent[0].number <= number:

@@ -65,7 +65,7 @@ _READ_AT_ONCE = 1 << 21  # Bytes that are read before another connection's turn
 
 
 class Links:
-    """The connections of one rank to other hosts, and the thread that serves them.
+    """Serve the connections of one rank to other hosts in a thread.
 
     All groups of the process use the same instance. Ranks are world ranks here; `Tcp` uses the
     ranks of its group.
@@ -363,8 +363,8 @@ class Links:
         """Continue a link over a new connection.
 
         Args:
-            link: The link.
-            connection: The authenticated connection.
+            link: Link to continue.
+            connection: New connection, after a valid handshake.
         """
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

@@ -58,13 +58,13 @@ class RendezvousStore(Store):
         """Write a value.
 
         Args:
-            key: The key.
+            key: Name under which the value is stored.
             value: Text or bytes.
         """
         self._request(Operation.SET, key, _text(value))
 
     def get(self, key: str) -> bytes:
-        """Wait until a key has a value, and return it."""
+        """Return the value of a key, after waiting until there is one."""
         self.wait([key])
         return _bytes(self._request(Operation.GET, key))
 
@@ -72,7 +72,7 @@ class RendezvousStore(Store):
         """Add to the number under a key, which is 0 at first.
 
         Args:
-            key: The key.
+            key: Name under which the value is stored.
             amount: The number to add.
 
         Returns:
@@ -87,7 +87,7 @@ class RendezvousStore(Store):
         An absent key matches an empty `expected`.
 
         Args:
-            key: The key.
+            key: Name under which the value is stored.
             expected: The value to compare with.
             desired: The value to write.
 
@@ -105,7 +105,7 @@ class RendezvousStore(Store):
         """Wait until all of these keys have values.
 
         Args:
-            keys: The keys.
+            keys: Names that must have a value.
             timeout: Maximum time; None for the store's own.
 
         Raises:
@@ -121,7 +121,7 @@ class RendezvousStore(Store):
                 pause = min(1.5 * pause, LONGEST_PAUSE)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a value; return whether there was one."""
+        """Remove a value, and return whether there was one."""
         return self._request(Operation.DELETE, key).text is not None
 
     def list_keys(self) -> list[str]:
@@ -162,7 +162,7 @@ def keep_store(
     Args:
         host: The address to listen at.
         port: The port; 0 is any free port.
-        secret: The job's secret.
+        secret: Secret that all processes of the job hold, 32 bytes.
 
     Returns:
         The store, its table, and the address at which it listens.
@@ -183,9 +183,12 @@ def reach_store(
 
     Args:
         address: The address of the store's listener.
-        secret: The job's secret.
+        secret: Secret that all processes of the job hold, 32 bytes.
         rank: The number by which this process identifies itself to the store.
         watches: Watch the other host, as in `StoreClient`.
+
+    Returns:
+        The connected store.
 
     Raises:
         OSError: Nothing listens at that address.

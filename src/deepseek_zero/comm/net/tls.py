@@ -81,7 +81,7 @@ class TlsSocket(ssl.SSLSocket):
         return super().recv(*args)
 
     def sendmsg(self, buffers: Iterable[bytes | memoryview], *_: Any) -> int:  # type: ignore[override]
-        """Send the first buffers that fit into one record; return the bytes accepted."""
+        """Send the first buffers that fit into one record, and return how many bytes were sent."""
         found: list[bytes | memoryview] = []
         size = 0
         for buffer in buffers:

@@ -2,7 +2,7 @@
 
 `gloo.py` sends point to point, `nccl.py` uses NCCL's collectives, `shared_memory.py` lets ranks of
 one host read each other's pages, and `composed.py` combines two transports. A transport does not
-know the order of lanes, and does not turn its errors into named ones (`lanes.py`, `waits.py`).
+depend on the order of lanes, and does not turn its errors into named ones (`lanes.py`, `waits.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ConnectionLost(Exception):
 
     Args:
         text: The message.
-        rank: The world rank that is gone, if the transport knows it.
+        rank: World rank that is gone; None if the transport cannot determine it.
         is_silence: The host of that rank does not answer.
     """
 
@@ -82,8 +82,8 @@ class Transport:
 
     Both return a function that waits until the data is here. It raises `ConnectionLost` if the data
     will never arrive, and `TimeoutError` after `poll_interval_of` the collective; then it may be
-    called again. The operations themselves raise `TimeoutError` if there is no room to begin; then
-    nothing has begun.
+    called again. The operations themselves raise `TimeoutError` if too many messages are in
+    flight; then nothing has begun.
 
     The defaults describe a transport that copies: a sent buffer is free at once, and nothing needs
     `progress`.
@@ -105,7 +105,7 @@ class Transport:
     device = CPU
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized buffer in the memory that this transport prefers.
+        """Return an uninitialized buffer in the memory that this transport prefers.
 
         Args:
             numel: Number of elements.
@@ -117,27 +117,33 @@ class Transport:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        """Fill every slice of `full` with the slice of its owner.
+        """Start to fill every slice of `full` with the slice of its owner.
 
         Args:
             full: Shape ``(size * slice,)``; the slice of rank r is at ``[r * slice, (r + 1) *
                 slice)``. This rank's slice must be in place.
             cid: The identity of the collective.
+
+        Returns:
+            A function that waits until `full` may be read.
         """
         raise NotImplementedError
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
-        """Send `pieces[r]` to rank r, and receive the piece of rank r into `inbox[r]`.
+        """Start to send `pieces[r]` to rank r, and to receive the piece of rank r into `inbox[r]`.
 
         Args:
             pieces: One flat tensor per rank.
-            inbox: One flat tensor per rank; this rank's entry is ignored. With `reads_in_place` an
-                entry may be None.
+            inbox: One flat tensor per rank; this rank's own is ignored. With `reads_in_place` a
+                tensor may be None.
             cid: The identity of the collective.
             use: Called once, when all pieces are here, at the latest before the wait returns. Its
                 argument has `inbox[r]` for rank r, or a view of the owner's memory if that is None.
+
+        Returns:
+            A function that waits until `use` was called.
         """
         raise NotImplementedError
 
@@ -224,11 +230,14 @@ class PointToPoint(Transport):
         self.peers = peers
 
     def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
-        """Send a tensor to each of these ranks, and receive one from each.
+        """Start to send a tensor to each of these ranks, and to receive one from each.
 
         Args:
             messages: By rank, the outgoing and the incoming tensor. Empty tensors are not sent.
             cid: The identity of the collective.
+
+        Returns:
+            A function that waits until all tensors were sent and received.
         """
         raise NotImplementedError
 
@@ -264,12 +273,12 @@ class SingleRank(Transport):
 
 
 def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tensor]:
-    """Return the inbox of a copying transport, with this rank's entry replaced.
+    """Return the inbox of a copying transport, with this rank's own tensor in its place.
 
     Args:
-        inbox: One tensor per rank; only this rank's entry may be None.
+        inbox: One tensor per rank; only this rank's may be None.
         own: The piece that this rank would send to itself.
-        rank: This rank.
+        rank: Index of this rank in the group.
     """
     received = []
     for peer, box in enumerate(inbox):

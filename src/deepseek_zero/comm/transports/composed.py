@@ -1,6 +1,6 @@
 """Transports that combine others.
 
-`HostStaged` copies through the host for ranks that share a GPU. `Hierarchical` uses shared memory
+`HostStaged` copies through the host for several ranks on one GPU. `Hierarchical` uses shared memory
 within a host and another transport between hosts.
 """
 
@@ -19,7 +19,7 @@ from .shared_memory import HostPages, SharedMemory
 class HostStaged(Transport):
     """Sends CUDA tensors through host memory and gloo.
 
-    It is for ranks that share a GPU, which NCCL refuses. It is slow.
+    It is for several ranks on one GPU, which NCCL does not support. It is slow.
 
     Args:
         host: The transport of CPU tensors.

@@ -64,7 +64,7 @@ class Tags:
         return sum(1 << slot - 1 for slot in range(1, SLOTS) if slot not in taken)
 
     def take(self, engine: str, free: int) -> None:
-        """Give an engine the lowest slot that is free on every rank.
+        """Assign to an engine the lowest slot that is free on every rank.
 
         Args:
             engine: The name of the engine.
@@ -93,7 +93,7 @@ class Tags:
         """Return the tag of a collective that begins.
 
         Raises:
-            TimeoutError: The lane has no room for another collective yet.
+            TimeoutError: The lane has too many collectives in flight.
         """
         with self._changed:
             if not self._changed.wait_for(
@@ -139,7 +139,7 @@ def for_connections(files: Mapping[int, int], act: Callable[[socket.socket], Non
 
     Args:
         files: The descriptors that gloo opened, as returned by `open_files`.
-        act: The function.
+        act: Function that is called with each socket.
 
     Returns:
         The number of connections.

@@ -28,7 +28,7 @@ MOST = 63  # Number of pairs, one bit of an int64 row each
 
 @dataclass
 class LanePair:
-    """One pair of groups.
+    """One pair of NCCL groups, one group per lane.
 
     Attributes:
         groups: The groups by lane.

@@ -122,7 +122,7 @@ def _forget(
 
 
 class HostPages:
-    """The segments, offers and readers that the ranks of one host share.
+    """Shared memory of the ranks of one host, and the messages about it.
 
     All groups of the process use the same instance. Ranks are world ranks here; `SharedMemory` uses
     the ranks of its group.
@@ -153,7 +153,7 @@ class HostPages:
     # -- memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized buffer that other ranks of this host read in place.
+        """Return an uninitialized buffer that other ranks of this host read in place.
 
         Args:
             numel: Number of elements.
@@ -306,7 +306,7 @@ class HostPages:
         return bool(self._in_flight) or self.sockets.has_unsent
 
     def progress(self) -> None:
-        """Receive messages, send what found no room before, and complete receives."""
+        """Receive messages, send those that did not fit into a queue, and complete receives."""
         with self._lock:
             self._take_messages()
 
@@ -423,9 +423,9 @@ class HostPages:
 
 
 class SharedMemory(Transport):
-    """The transport between the ranks of a group that share a host.
+    """The transport between the ranks of a group that run on one host.
 
-    Ranks of other hosts are left to another transport.
+    Messages to ranks of other hosts need another transport (`Hierarchical`).
 
     Args:
         ranks: The group's members as world ranks.
@@ -580,13 +580,13 @@ class LocalSockets:
         os.register_at_fork(after_in_child=self.close)
 
     def send(self, rank: int, message: SharedMessage) -> None:
-        """Send a message now, or as soon as the receiver's queue has room.
+        """Send a message now, or as soon as the receiver's queue accepts it.
 
         The call never blocks. A message to a rank that is gone is dropped.
 
         Args:
             rank: The world rank of the receiver.
-            message: The message.
+            message: Message to send.
         """
         check = message.tag & 0xFFFFFFFF
         tag = message.tag >> 32
@@ -599,7 +599,7 @@ class LocalSockets:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether a message still waits for room in another rank's queue.
+        """Return whether a message still waits because another rank's queue is full.
 
         `receive` sends what it can.
         """
@@ -687,7 +687,7 @@ class LocalSockets:
 
 
 def host_key() -> str:
-    """Return a text that only ranks that can share memory have in common.
+    """Return text that is equal exactly on ranks that can use common shared memory.
 
     It identifies the running kernel, the network namespace and the user.
     """
@@ -703,7 +703,7 @@ def connect_local(
     Either all ranks of a host are connected or none is.
 
     Args:
-        rank: This rank.
+        rank: World rank of this process.
         size: Number of ranks in the world.
         group: A group of all ranks.
 

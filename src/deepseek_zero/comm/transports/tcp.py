@@ -12,7 +12,7 @@ from .base import PointToPoint, Wait
 
 
 class Tcp(PointToPoint):
-    """Sends over this library's sockets to ranks that share no memory with this one.
+    """Send over this library's sockets to ranks on other hosts.
 
     Args:
         rank: This rank's index in `ranks`.
