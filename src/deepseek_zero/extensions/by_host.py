@@ -72,8 +72,7 @@ class TwoHops(Route):
             A handle. `full` may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other calls on
-                `lane`.
+            Collective: every rank of the shard group must call it in the same order.
         """
         return self.hosts.all_gather(full, lane, what, comm_ctx.gather_kind)
 

@@ -54,8 +54,7 @@ class ErrorFeedback(GradReduction):
             A handle; neither buffer may be read or written before ``wait()`` returns.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         self._attach(partial)
         return self.inner.reduce(partial, target, what, add=add)

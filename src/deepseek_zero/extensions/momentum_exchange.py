@@ -61,8 +61,7 @@ class MomentumExchange(GradReduction):
             plan_before: The specs of the group's states for `before`.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         super().__init__(group)
         self.before = before
@@ -120,8 +119,7 @@ class MomentumExchange(GradReduction):
             UsageError: The step has an earlier sum.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         group = self.group
         if has_earlier_sum:

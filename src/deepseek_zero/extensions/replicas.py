@@ -55,8 +55,7 @@ class SumOverReplicas(GradReduction):
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         comm_ctx = self.group.comm_ctx
         return move(partial, own_slice(partial, comm_ctx.comm.rank), comm_ctx, what)

@@ -100,7 +100,7 @@ def send_differences(
         A handle. The result may be read after its `wait()` has returned.
 
     Note:
-        Collective: every rank of the shard group must call it, in the order of other gathers.
+        Collective: every rank of the shard group must call it in the same order.
     """
     comm = comm_ctx.comm
     pool = comm_ctx.pool

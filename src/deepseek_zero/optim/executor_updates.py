@@ -19,25 +19,25 @@ from .shard_set import ShardSet
 
 
 class ExecutorUpdates:
-    """The executor's view of one optimizer (`Updates` of sharding/reduce_lane.py)."""
+    """Notifies one optimizer of events in backward (`Updates` of sharding/reduce_lane.py)."""
 
     def __init__(self, shards: ShardSet, optimizer: Callable[[], object]) -> None:
-        """Build the view.
+        """Connect an optimizer to the executor of the wrapped model.
 
         Args:
-            shards: The shards of the optimizer.
+            shards: The shards of the optimizer, whose policies are notified.
             optimizer: A weak reference to the optimizer.
         """
         self._shards = shards
         self._optimizer = optimizer
 
     def after_reduce(self, unit: Unit) -> None:
-        """Note that a unit's gradient has been reduced."""
+        """Notify the update policies that a unit's gradient has been reduced."""
         for policy in self._shards.policies:
             policy.after_reduce(unit)
 
     def refuse_regrouping(self) -> None:
-        """Raise if updates are under way that an unfrozen parameter could not join."""
+        """Raise `UsageError` if a policy does not support parameters that are unfrozen now."""
         for policy in self._shards.policies:
             policy.refuse_joining(
                 "a parameter that was frozen when the model was wrapped was unfrozen",
@@ -46,7 +46,7 @@ class ExecutorUpdates:
             )
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """Update the parameters of more groups.
+        """Start to update the parameters of groups that have become trainable.
 
         Each parameter stays in the parameter group in which the optimizer received it.
 

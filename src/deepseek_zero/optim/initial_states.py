@@ -16,14 +16,14 @@ from .master_shard import MasterShard, ParamOverlap
 
 
 class InitialStates(Protocol):
-    """States of whole parameters, from which the states of shards are cut."""
+    """The optimizer states of unsharded parameters, from which the states of shards are cut."""
 
     def describe(self) -> list[str]:
         """Return one line per state, the same on ranks that have the same state."""
         ...
 
     def release_trained(self) -> None:
-        """Drop the states of trainable parameters.
+        """Free the states of trainable parameters.
 
         Call it after the states of their shards were cut.
         """
@@ -41,7 +41,7 @@ class InitialStates(Protocol):
         """Return the state of a shard, or an empty dict if there is none.
 
         Args:
-            shard: A shard whose parameters agree in `counters`.
+            shard: The shard. The `counters` of all its parameters are equal.
 
         Raises:
             UsageError: A state cannot be cut.
@@ -74,6 +74,9 @@ def states_at_construction(
         optimizer: The optimizer whose class and default arguments are used.
         group: The parameter group for which the state is made.
 
+    Returns:
+        For each parameter of the group, its state by name.
+
     Raises:
         UsageError: The class cannot be built from the optimizer's defaults.
     """
@@ -100,9 +103,12 @@ def state_of_first_step(optimizer: Optimizer, shard: MasterShard, number: int) -
     parameter groups.
 
     Args:
-        optimizer: The optimizer.
-        shard: The shard.
-        number: Index of its parameter group.
+        optimizer: The inner optimizer, whose class and hyper-parameters are used.
+        shard: The shard whose shape and dtype the state gets.
+        number: The index of the shard's parameter group.
+
+    Returns:
+        The state by name, as in `optimizer.state[param]`.
     """
     twin = nn.Parameter(torch.zeros_like(shard.param, device=shard.master.update_device))
     twin.grad = torch.zeros_like(twin)

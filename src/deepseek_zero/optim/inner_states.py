@@ -12,7 +12,7 @@ from .shard_set import ShardSet
 
 
 def reset_states(shards: ShardSet) -> dict[Tensor, dict[str, Any]]:
-    """Reset the optimizer to before its first step and return its previous states."""
+    """Reset the optimizer to the state before its first step, and return the previous states."""
     shards.finish()
     for shard in shards.all():
         shard.group.guard.before_write()
@@ -61,7 +61,8 @@ def load_inner(shards: ShardSet, state: dict[str, Any]) -> None:
     """Load states into the inner optimizer and move them to their tiers.
 
     Args:
-        shards: The shards. A shard without an entry in `state` keeps its state.
+        shards: The shards whose states are replaced. One without an entry in `state` keeps its
+            state.
         state: A state dict of the inner optimizer.
     """
     kept = dict(shards.inner.state)

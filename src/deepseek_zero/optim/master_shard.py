@@ -29,7 +29,7 @@ GradSource = Callable[[ParamGroup], GradSum]  # the gradient that a group is upd
 
 
 def collected(group: ParamGroup) -> GradSum:
-    """Return the gradient sum of the last backward."""
+    """Return the reduced gradient of a group's last backward."""
     return group.gradient.sum
 
 
@@ -41,7 +41,7 @@ class MasterShard:
     values only during an update, and NaN between updates.
 
     Attributes:
-        group: The parameter group.
+        group: The parameter group to whose main weight the range belongs.
         start: First element in this rank's main weight and reduced gradient.
         stop: End of the range.
         param: The parameter that the inner optimizer updates.
@@ -135,10 +135,10 @@ class MasterShard:
         return bool(absent) and all(cover.number in absent for cover in self.overlaps())
 
     def chance(self, chance: StochasticRounding, state: str) -> Tensor:
-        """Return random bits for stochastic rounding: one int16 per element, flat.
+        """Return random bits for stochastic rounding: an int16 tensor with one value per element.
 
         Args:
-            chance: Random bits of this update.
+            chance: The source of the random bits of this update.
             state: Name of the state that is rounded.
         """
         parts = [
@@ -148,7 +148,7 @@ class MasterShard:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def load_values(self, scratch: Scratch) -> None:
-        """Load the main weights into `param` before the optimizer changes them."""
+        """Load the main weight into `param` before the optimizer updates it."""
         self.group.guard.before_write()
         values = self.master.in_place_view(self.start, self.stop)
         home = self.master.update_device
@@ -163,7 +163,7 @@ class MasterShard:
         self.param.data = values.view(self.param.shape)
 
     def store_values(self, scratch: Scratch, chance: StochasticRounding, *, keep: bool) -> None:
-        """Take the values out of `param` again after an update.
+        """Store the updated values of `param` in the main weight, and free them in `param`.
 
         Args:
             scratch: Provides the placeholder for main weights that are not updated in place.
@@ -189,7 +189,7 @@ class ParamOverlap:
         slot: Place of the parameter in its group.
         start: First covered element of the parameter.
         stop: End of the covered elements.
-        shard: The shard.
+        shard: The shard that covers the elements.
         offset: First covered element in the shard.
         number: Index of the parameter in its group.
     """
@@ -207,7 +207,7 @@ class ParamOverlap:
         return self.number in (self.shard.group.gradient.sum.absent or ())
 
     def of(self, state: Tensor) -> Tensor:
-        """Return the covered elements of a state of the shard's size, as a flat view."""
+        """Return a flat view of the covered elements in a state that has the shard's size."""
         return state.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
@@ -231,8 +231,11 @@ class Tiles:
         """Build the tiles of a plan from its shards.
 
         Args:
-            plan: The plan of the updates.
+            plan: The plan of the updates, which lists shards in tiles.
             shards_by_group: Shards that were made from `plan.shards`, in the same order.
+
+        Returns:
+            The same tiles as in `plan.order`, made of shards.
         """
         shard_of = {
             id(planned): shard

@@ -48,7 +48,7 @@ class Moment:
 
 
 class Moments:
-    """The moments of one optimizer."""
+    """Stores the moments of one optimizer in other memory or fewer bits between updates."""
 
     def __init__(self, inner: Optimizer, scratch: Scratch) -> None:
         self._inner = inner
@@ -111,7 +111,7 @@ class Moments:
         """Load the moments of a shard into the optimizer's state.
 
         Args:
-            shard: The shard.
+            shard: The shard to which the moments belong.
             working: Decode into the buffers that all tiles share, for the update of one tile.
         """
         shard.group.guard.before_write()
@@ -130,13 +130,13 @@ class Moments:
             state[name] = values.view(shard.param.shape)
 
     def read(self, shard: MasterShard, name: str) -> Tensor:
-        """Return one moment as fp32, or in the data type of the optimizer.
+        """Return one moment of a shard, decoded to the data type of the optimizer.
 
-        The result is a view or a copy. Deferred updates do not run.
+        The result is a view of the storage or a copy. Deferred updates are not run first.
 
         Args:
-            shard: The shard.
-            name: Name of the moment.
+            shard: The shard to which the moments belong.
+            name: The name of the moment, for example "exp_avg".
         """
         value: Tensor = self._inner.state[shard.param][name]
         moment = self._moments_of(shard).get(name)
@@ -150,13 +150,13 @@ class Moments:
         return moment.kept.decode(values, moment.powers.get(id(shard)), None)
 
     def store(self, shard: MasterShard, chance: StochasticRounding, *, keep: bool) -> None:
-        """Store the optimizer's state of a shard.
+        """Move a shard's state from the optimizer to its storage after an update.
 
         Values that are stored in another form are replaced by placeholders until the next `load`.
 
         Args:
-            shard: The shard.
-            chance: Random bits for values that are stored in fewer bits.
+            shard: The shard to which the moments belong.
+            chance: The source of random bits for values that are stored in fewer bits.
             keep: Encode the new values. False after an update that failed.
         """
         shard.group.guard.before_write()
@@ -191,7 +191,7 @@ class Moments:
         after `store`.
 
         Args:
-            shard: The shard.
+            shard: The shard to which the moments belong.
             names: Names of all its moments.
         """
         shard.group.guard.before_write()
@@ -215,7 +215,7 @@ class Moments:
         return tuple(found)
 
     def forget(self) -> None:
-        """Zero the memory of all states that are created from now on."""
+        """Mark all storages as unused, so that states created from now on start with zeros."""
         for moment in self._all():
             moment.is_fresh = False
 
@@ -276,7 +276,7 @@ class Moments:
         """Store moments that were loaded from a checkpoint, and move them to their tier.
 
         Args:
-            shard: The shard.
+            shard: The shard to which the moments belong.
             chance: The random bits for stochastic rounding.
         """
         self.store(shard, chance, keep=True)

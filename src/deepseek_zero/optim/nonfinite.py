@@ -26,10 +26,10 @@ LATER = "If the next step is like it, the unit where it begins is named."
 
 
 class NonFiniteReport:
-    """Reports consecutive steps whose gradient was not finite."""
+    """Logs steps whose gradient was not finite, and finds the unit that caused it."""
 
     def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
-        """Start with no such step.
+        """Create a report without any step.
 
         Args:
             runtime: The runtime of the wrapped model.

@@ -61,7 +61,7 @@ class Memory:
     """Flat tensors for the update of a shard, on the device of the update.
 
     Attributes:
-        gradient: The gradient.
+        gradient: The gradient of the shard, flat.
         main: First tensor that `MasterWeight.for_kernel` returns.
         other: Second tensor that `MasterWeight.for_kernel` returns, or None.
         states: Optimizer states in the order of the kernel variant.
@@ -96,10 +96,10 @@ class Memory:
 
 
 def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str) -> Layout:
-    """Return how a shard is stored.
+    """Return the dtypes and storage formats of a shard's tensors.
 
     Args:
-        gradient: The gradient.
+        gradient: The gradient of the shard, flat.
         main: The first tensor that `MasterWeight.for_kernel` returns.
         other: The second tensor that `MasterWeight.for_kernel` returns, or None.
         moments: The planned format of the moments, "fp32" or "bf16".
@@ -131,7 +131,7 @@ def planned_layout(plan: ShardPlan) -> Layout:
 
 
 class OnePass:
-    """The kernels for the shards of one optimizer.
+    """Updates the shards of one optimizer with kernels that read and write memory once.
 
     Attributes:
         refused: The rule whose kernel cannot be compiled here or differs from its definition. It is
@@ -154,11 +154,11 @@ class OnePass:
         return threads_for(ranks_of_this_host())
 
     def rule(self, hypers: Mapping[str, Any]) -> Rule | None:
-        """Return the rule for these hyper-parameters, or None if PyTorch has to update."""
+        """Return the update rule for these hyper-parameters, or None if no kernel implements it."""
         return rule_of(type(self._inner).__name__, hypers) if self._is_known else None
 
     def group(self, hypers: Mapping[str, Any]) -> GroupUpdate | None:
-        """Return the update of a parameter group's shards, or None if PyTorch does it."""
+        """Return how kernels update a parameter group's shards, or None if PyTorch updates them."""
         rule = self.rule(hypers)
         return GroupUpdate(rule, hypers) if rule is not None else None
 
@@ -167,7 +167,7 @@ class OnePass:
 
         Args:
             param: The shard, as the optimizer knows it. Its values are not read.
-            group: The update of its parameter group.
+            group: The update of the parameter group to which the shard belongs.
         """
         state = self._inner.state.get(param, {})
         held = [name for name in group.later.states if state.get(name) is not None]
@@ -181,8 +181,8 @@ class OnePass:
         This compiles the kernel.
 
         Args:
-            variant: The variant of the update.
-            layout: How the memory is stored.
+            variant: The variant of the kernel, for example with or without states.
+            layout: The dtypes and storage formats of the shard's tensors.
             device: The device that runs the kernel.
         """
         is_exact = (
@@ -219,7 +219,7 @@ class OnePass:
 
         Args:
             param: The shard's parameter.
-            group: The update of its parameter group.
+            group: The update of the parameter group to which the shard belongs.
         """
         if not group.rule.counts:
             return None
@@ -245,9 +245,9 @@ class OnePass:
         """Update a shard with a kernel.
 
         Args:
-            shard: The shard.
-            grad: Its gradient.
-            group: The update of its parameter group.
+            shard: The shard whose main weight and moments are updated.
+            grad: The gradient, in the shape of the shard's `param`.
+            group: The update of the parameter group to which the shard belongs.
             moments: The moments of the optimizer.
             factor: The factor by which the gradient is multiplied first.
             chance: The source of random bits for stochastic rounding.
@@ -285,11 +285,11 @@ class OnePass:
         """Update one shard in place, and raise its counter by one.
 
         Args:
-            variant: The result of `variant`.
-            layout: How the memory is stored.
+            variant: The kernel to run, as `variant` returns it.
+            layout: The dtypes and storage formats of the shard's tensors.
             memory: The shard's gradient, main weight and states.
-            group: The update of its parameter group.
-            counter: The result of `counter`.
+            group: The update of the parameter group to which the shard belongs.
+            counter: The optimizer's update counter of the shard, as `counter` returns it.
             factor: The factor by which the gradient is multiplied first.
             chance: The source of random bits for stochastic rounding.
             pieces: The ranges of the parameters that the shard covers; they are needed for random
@@ -338,7 +338,7 @@ class GroupUpdate:
     """How the shards of one parameter group are updated in one step.
 
     Attributes:
-        rule: The rule of the optimizer.
+        rule: The formula of the optimizer, which a kernel implements.
         hypers: The hyper-parameters of the group, which stay as they are during the step.
         first: The variant for a shard without states.
         later: The variant for a shard with states.
@@ -371,7 +371,7 @@ class Counter:
     value: float
 
     def is_on(self, device: torch.device) -> bool:
-        """Return whether a kernel on a device can raise it."""
+        """Return whether a kernel on a device can increment the counter."""
         return self.tensor.device == device and self.tensor.dtype == torch.float32
 
 

@@ -23,7 +23,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 
 def with_replacements(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parameter groups with tied and cut parameters replaced.
+    """Return the parameter groups with tied and tiled parameters replaced.
 
     A parameter that `tie_shared` tied to another is replaced by the other one. A weight that was
     cut (extensions/cut_layers.py) is replaced by its tiles.

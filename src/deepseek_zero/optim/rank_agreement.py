@@ -20,7 +20,7 @@ def compare_optimizers(shards: ShardSet, initial_states: InitialStates | None) -
 
     Args:
         shards: The shards of this rank's optimizer.
-        initial_states: The states of a client's optimizer, if it has any.
+        initial_states: The states that the user's optimizer already had; None if there are none.
 
     Note:
         Collective: every rank must call it.
@@ -49,8 +49,8 @@ def report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int) 
     """Warn that no rank has a gradient, so nothing is updated.
 
     Args:
-        runtime: The runtime of the wrapped model.
-        verdict: The facts that the ranks agreed on.
+        runtime: The runtime of the wrapped model, whose parameter names appear in messages.
+        verdict: The gradient norm and the other facts that all ranks agreed on.
         step: The number of the step.
         idle_steps: The number of such steps so far. The 1st, 2nd, 4th, 8th ... are logged.
 
@@ -80,8 +80,8 @@ def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
     Call it before any state changes.
 
     Args:
-        runtime: The runtime of the wrapped model.
-        verdict: The facts that the ranks agreed on; `is_contradictory` is true.
+        runtime: The runtime of the wrapped model, whose parameter names appear in messages.
+        verdict: The facts that all ranks agreed on; `is_contradictory` is true.
 
     Raises:
         UsageError: Always.

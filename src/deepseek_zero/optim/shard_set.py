@@ -34,9 +34,9 @@ class ShardSet:
     """The shards of one optimizer, cut from its groups and combined into tiles.
 
     Attributes:
-        runtime: The runtime of the wrapped model.
-        settings: The settings of a step.
-        policies: The policies of the optimizer.
+        runtime: The runtime of the wrapped model, with its parameter groups.
+        settings: The settings of the optimizer step, such as tile sizes.
+        policies: The update policies, the same on every rank.
         scaler: The loss scaler, if losses are scaled.
         scratch: The buffers in which tiles are updated.
         uncut: For each parameter group, whether its update needs whole tensors.
@@ -61,12 +61,12 @@ class ShardSet:
         """Cut the parameter groups into shards.
 
         Args:
-            runtime: The runtime of the wrapped model.
-            groups: The parameter groups.
-            settings: The settings of a step.
+            runtime: The runtime of the wrapped model, with its parameter groups.
+            groups: The optimizer's parameter groups, with parameters of the wrapped model.
+            settings: The settings of the optimizer step, such as tile sizes.
             scaler: The loss scaler, if losses are scaled.
             planned: The plan of the shards. By default it is made here.
-            policies: The policies of the optimizer.
+            policies: The update policies, the same on every rank.
 
         Note:
             Collective if `planned` is None and a group needs whole tensors.
@@ -107,8 +107,9 @@ class ShardSet:
         """Attach the inner optimizer that was built over the shards.
 
         Args:
-            inner: The optimizer.
-            initial_states: The states of a client's optimizer, if it has any.
+            inner: The optimizer that computes the updates of shards.
+            initial_states: The states that the user's optimizer already had; None if there are
+                none.
         """
         self.inner = inner
         self._initial_states = initial_states
@@ -119,12 +120,12 @@ class ShardSet:
         self.updater = Updater(inner, self.scratch, self.moments, self.settings.flow, clock)
 
     def all(self) -> list[MasterShard]:
-        """Return every shard this rank updates."""
+        """Return all shards that this rank updates, in the order of parameter groups."""
         return [shard for shards in self.shards_by_group for shard in shards]
 
     @property
     def plan(self) -> UpdatePlan:
-        """Return this rank's shards and tiles as data, with current hyper-parameters."""
+        """The plan of this rank's shards and tiles, with the current hyper-parameters."""
         return self._planned(type(self.inner).__name__, self.inner.param_groups)
 
     def finish(self) -> None:
@@ -137,7 +138,7 @@ class ShardSet:
             policy.finish()
 
     def compile_kernels(self) -> None:
-        """Compile the kernels that update the shards."""
+        """Compile the kernels that update the shards, so that no step waits for it."""
         for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
             kinds = {
                 (planned_layout(shard.group.plan), shard.master.update_device): shard.group.plan
@@ -210,7 +211,7 @@ class ShardSet:
 
         Args:
             number: The index of the parameter group.
-            params: The parameters.
+            params: The parameters to add.
 
         Note:
             Collective if the optimizer needs whole tensors of this group.
@@ -227,7 +228,7 @@ class ShardSet:
         self._add_missing_states(number, shards)
 
     def take_initial_states(self) -> None:
-        """Cut the states of the client's optimizer for the shards."""
+        """Cut the states that the user's optimizer already had into states of the shards."""
         states = self._initial_states
         assert states is not None
         for number, shards in enumerate(self.shards_by_group):
@@ -343,7 +344,7 @@ class ShardSet:
         return parts
 
     def replan(self) -> None:
-        """Plan the tiles again after shards have changed."""
+        """Combine the shards into tiles again after they have changed."""
         for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
             group["params"] = [shard.param for shard in shards]
         planned = self.plan
@@ -369,7 +370,7 @@ def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[Sh
     The whole shard is returned if all keys are equal or if it is a whole tensor.
 
     Args:
-        shard: The shard.
+        shard: The shard to divide.
         apart: Returns the key of a parameter's range.
     """
     covers = list(shard.overlaps())
@@ -394,7 +395,7 @@ def gradients_are_scaled(runtime: Runtime) -> bool:
 
 
 def unknown_parameter(param: torch.Tensor) -> UsageError:
-    """Return the error for a parameter that is not in the wrapped model."""
+    """Create the error for a parameter that is not in the wrapped model."""
     return UsageError(
         f"the optimizer holds a parameter of shape {tuple(param.shape)} that the wrapped model "
         "does not have.",
@@ -449,7 +450,7 @@ def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
     Weights and main weights keep their bits.
 
     Args:
-        runtime: The runtime of the wrapped model.
+        runtime: The runtime of the wrapped model, with its parameter groups.
         groups: The parameter groups that need whole tensors.
 
     Note:

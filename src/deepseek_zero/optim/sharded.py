@@ -66,14 +66,15 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Build the optimizer over the shards of this rank.
 
         Args:
-            runtime: The runtime of the wrapped model.
+            runtime: The runtime of the wrapped model, with its parameter groups.
             groups: The parameter groups, with the parameters of the wrapped model.
             make_inner: Builds the inner optimizer from groups of shards.
-            settings: The settings of a step.
+            settings: The settings of the optimizer step, such as the clipping norm and tile sizes.
             scaler: The loss scaler, if losses are scaled.
             planned: The optimizer's part of the plan by which the model was wrapped. By default it
                 is made here.
-            initial_states: The states of a client's optimizer, if it has any.
+            initial_states: The states that the user's optimizer already had; None if there are
+                none.
             policies: The update policies, the same on every rank.
 
         Note:
@@ -136,7 +137,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return `load_states()`, under PyTorch's name for it.
+        """The inner optimizer's state, with pending updates applied and offloaded moments fetched.
 
         Reading this property may wait for transfers. Code of this library calls `load_states`.
         """
@@ -170,7 +171,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which losses are multiplied now."""
+        """The current loss scale, by which losses are multiplied."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
@@ -184,21 +185,21 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return self.scaler.scale
 
     def policy(self, cls: type[P]) -> P | None:
-        """Return the policy of this class, or None."""
+        """Return the update policy of this class, or None if the optimizer has none."""
         return next((policy for policy in self.policies if isinstance(policy, cls)), None)
 
     def shards(self) -> list[MasterShard]:
-        """Return every shard this rank updates."""
+        """Return all shards that this rank updates, in the order of parameter groups."""
         return self.shard_set.all()
 
     @property
     def tiles(self) -> Tiles:
-        """Return the tiles of the shards."""
+        """The tiles, which are the lists of shards that are updated together."""
         return self.shard_set.tiles
 
     @property
     def plan(self) -> UpdatePlan:
-        """Return this rank's shards and tiles as data, with current hyper-parameters."""
+        """The plan of this rank's shards and tiles, with the current hyper-parameters."""
         return self.shard_set.plan
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -228,8 +229,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
         Args:
             closure: Must be None, since an update of one slice cannot run a forward.
-            message: As in `update`.
-            number: As in `update`.
+            message: Returns fields to send with the norm, as in `update`.
+            number: The number of this step in log messages, as in `update`.
 
         Note:
             Collective: every rank must call it.
@@ -440,7 +441,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.runtime.backward.drop_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Discard the gradients of the current accumulation."""
         self.runtime.backward.discard_step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,9 +12,9 @@ Fields = Mapping[str, Sequence[Sequence[float]]]
 
 
 class StepMessage:
-    """One rank's row of numbers.
+    """The values that one rank sends to all others at a step, as named fields.
 
-    Every rank must add the same fields, with the same widths, in the same order.
+    Every rank must add the same fields, with the same number of values, in the same order.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class StepMessage:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the fields, in the order of the row."""
+        """The names of the fields, in the order in which they were added."""
         return tuple(self._values)
 
     def add(self, name: str, values: Iterable[float]) -> None:
@@ -41,12 +41,12 @@ class StepMessage:
         self._values[name] = tuple(map(float, values))
 
     def add_all(self, other: StepMessage) -> None:
-        """Add every field of another message."""
+        """Append all fields of another message."""
         for name, values in other._values.items():
             self.add(name, values)
 
     def pack(self) -> list[float]:
-        """Return the message as one row of numbers."""
+        """Return the values of all fields as one flat list."""
         return [value for values in self._values.values() for value in values]
 
     def unpack(self, rows: Sequence[Sequence[float]]) -> dict[str, list[tuple[float, ...]]]:

@@ -22,18 +22,18 @@ TILE_ALIGNMENT = 1 << 12  # elements; tiles end at page boundaries for every ele
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The settings of a step.
+    """The settings of an optimizer step.
 
     Attributes:
         max_norm: The largest gradient norm; 0 switches clipping off.
         tile_numel: The elements per optimizer call on the training device (sub_group_size).
         host_tile_numel: The elements per call if the host updates.
         kernel_tile_numel: The elements per call if a kernel updates states in memory.
-        granularity: For each parameter group, how finely its state may be cut; "element" by
-            default.
+        granularity: For each parameter group, "element" (the default) or "tensor": where its state
+            may be cut.
         check_finite: Skip a step whose gradient is not finite, even without loss scaling.
         keep_grads: Keep the gradients after the step.
-        flow: How many tiles are fetched ahead.
+        flow: How many tiles are fetched ahead and stored behind the update.
         can_defer: A policy may run updates of offloaded weights after the step.
         by_unit: Tiles end at unit boundaries, because a policy updates some units in backward.
         on_accelerator: The training device is not a CPU.
@@ -69,12 +69,12 @@ def update_settings_of(
     scales_grads: bool,
     undoes: bool,
 ) -> UpdateSettings:
-    """Return the planner's view of a step's settings.
+    """Convert the settings of a step to those that the planner needs.
 
     Args:
-        settings: The settings of the step.
+        settings: The settings of the optimizer step.
         optimizer: The name of the optimizer's class.
-        groups: Its parameter groups.
+        groups: The optimizer's parameter groups, by names of parameters.
         scales_grads: Gradients may be clipped or unscaled.
         undoes: A log can undo the updates that run in backward.
     """

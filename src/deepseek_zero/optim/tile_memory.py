@@ -47,10 +47,13 @@ class Scratch:
         """Return an uninitialized, named buffer; allocate it on first use.
 
         Args:
-            what: Name of the buffer.
+            what: The name of the buffer; calls with the same name get the same memory.
             dtype: Data type. A buffer of another type is replaced.
             home: Device that runs the update.
             numel: Number of elements; by default those of the largest tile.
+
+        Returns:
+            The flat buffer, whose values are undefined.
 
         Raises:
             OutOfMemoryError: The budget of the training device does not allow the allocation.
@@ -65,7 +68,7 @@ class Scratch:
         return found
 
     def grow(self, fullest: Mapping[torch.device, int]) -> None:
-        """Make room for larger tiles.
+        """Enlarge the buffers for larger tiles.
 
         Buffers that are too small are freed, and allocated again on their next use.
 

@@ -20,7 +20,7 @@ from .verdict import StepResult, Verdict
 
 
 class Stepping(Protocol):
-    """A sharded optimizer, as its policies see it."""
+    """The attributes of a sharded optimizer that its update policies read."""
 
     runtime: Runtime
     inner: Optimizer
@@ -39,20 +39,21 @@ class Stepping(Protocol):
 
 
 class UpdatePolicy:
-    """The default: every unit is updated in the step, from the gradients of the step.
+    """Decides when units are updated. By default each step updates all units from its gradients.
 
     Extensions derive from this class. An optimizer has a sequence of policies, the same on every
     rank, and calls each hook of all of them in order. A hook must not communicate unless its
     docstring says that it is collective.
 
     Attributes:
-        keeps_decisions: Decisions are compared or outlive their step, so each has a copy of the
+        keeps_decisions: Decisions are used after their step, so each needs a copy of the
             hyper-parameters.
-        watches_overflows: The unit where numbers stop being finite is searched even if the loss
-            scale moves.
-        undoes: Some updates come before their step, with a log that undoes them.
-        checkpoint_key: The name of `state_dict` in a checkpoint; empty without one.
-        needs_moments: The result of `state_dict` is loaded only with the optimizer's states.
+        watches_overflows: Search for the unit with non-finite numbers even if a dynamic loss scale
+            makes overflows usual.
+        undoes: Some updates run before their step and may have to be undone from a log.
+        checkpoint_key: The key under which a checkpoint stores `state_dict`; empty if there is
+            none.
+        needs_moments: `state_dict` is restored only together with the optimizer's states.
     """
 
     keeps_decisions = False
@@ -62,71 +63,95 @@ class UpdatePolicy:
     needs_moments = False
 
     def attach(self, optimizer: Stepping) -> None:
-        """Attach the optimizer before its first step. Some policies make this collective."""
+        """Store the optimizer, and check that it supports the policy, before the first step.
+
+        Args:
+            optimizer: The sharded optimizer whose updates the policy decides.
+
+        Note:
+            Collective in some policies: every rank must call it.
+        """
 
     def explain(self) -> list[str]:
         """Return the lines of `engine.explain` about this policy."""
         return []
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """Use the new tiles after shards were cut again."""
+        """Replace the tiles by new ones after the shards were cut again."""
 
     def refuse_joining(self, what: str, fix: str) -> None:
         """Raise `UsageError` if no parameter can join the optimizer now.
 
         Args:
-            what: The event that makes parameters join.
-            fix: What the user can do.
+            what: The event that adds parameters, for the error message.
+            fix: The last sentence of the error message: what the user can do.
         """
 
     # -- one step, in this order
 
     def after_reduce(self, unit: Unit) -> None:
-        """Note in a backward that a unit's gradient has been reduced."""
+        """React to the end of a unit's gradient reduction, during backward."""
 
     def before_step(self) -> None:
-        """Run the updates that must be over when the next step begins."""
+        """Complete the updates that must have ended before the next step begins."""
 
     def before_update(self, verdict: Verdict) -> None:
-        """Read the reduced gradients before the update uses them.
+        """Examine the reduced gradients before the update uses them.
+
+        Args:
+            verdict: The gradient norm and the other facts that all ranks agreed on.
 
         Note:
             Collective: every rank must call it.
         """
 
     def due(self, made: Decision | None) -> Decision | None:
-        """Return the decision that is carried out in this step. Changes nothing.
+        """Return the decision that is carried out in this step.
 
         Args:
-            made: The decision of this step; None if it updates nothing.
+            made: The decision (clipping, loss scale, hyper-parameters) of this step's own
+                gradients; None if they are not used.
         """
         return made
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
-        """Return the numbers of the units that this decision has already updated.
+        """Return the units that were updated early, so this step must not update them.
 
         Args:
-            due: The decision that is carried out in this step; None if there is none.
+            due: The decision that is carried out in this step; None if there is none. Early updates
+                that do not agree with it are undone.
+
+        Returns:
+            The numbers of the units.
         """
         return frozenset()
 
     def keep(self, made: Decision | None) -> None:
-        """Keep this step's decision for a later one, if `due` returned another."""
+        """Store this step's decision for a later step, if `due` returned an earlier one.
+
+        A policy that delays updates also stores the gradients of the step.
+
+        Args:
+            made: The decision of this step's own gradients; None if they are not used, for example
+                after an overflow.
+        """
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Take over the tiles that the plan allows to be updated later.
+        """Store the tiles that may be updated after the step, to update them later.
 
         Args:
             tiles: The tiles of units that `conclude` did not return.
-            due: The decision of their update.
+            due: The decision with which they have to be updated.
         """
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
-        """Return whether the loss scale can stay because an overflow's cause is removed.
+        """Return whether the policy has removed the cause of an overflow.
+
+        The loss scale then need not shrink after the skipped step.
 
         Args:
-            result: Result of the step.
-            origin: First unit with nonfinite numbers, if it is known.
+            result: The result of the step, which says whether it was skipped.
+            origin: The first unit with non-finite numbers; None if it is unknown.
 
         Note:
             Collective: every rank must call it.
@@ -134,18 +159,21 @@ class UpdatePolicy:
         return False
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """End a step. Every rank must call it.
+        """Update the policy's own state at the end of a step.
 
         Args:
-            result: The result of the step.
+            result: The result of the step, which says whether it was skipped.
             rescale: The new loss scale divided by the old one.
+
+        Note:
+            Every rank must call it, with the same arguments.
         """
 
     # -- between steps
 
     @property
     def owes_update(self) -> bool:
-        """Whether a kept decision has not been carried out; equal on all ranks."""
+        """Whether a decision of an earlier step still has to be carried out; equal on all ranks."""
         return False
 
     def finish(self) -> None:
@@ -157,11 +185,11 @@ class UpdatePolicy:
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the values that the next steps depend on, as plain values."""
+        """Return the policy's state for a checkpoint, as plain values; None if it has none."""
         return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take the values of a checkpoint.
+        """Restore the policy's state from a checkpoint.
 
         Args:
             state: The result of `state_dict`; None if the checkpoint has none.
@@ -169,20 +197,23 @@ class UpdatePolicy:
 
     @property
     def keeps_own_states(self) -> bool:
-        """Whether ranks have private states, which belong to no element of the model."""
+        """Whether each rank has states of its own, such as error-feedback buffers."""
         return False
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
         """Restore this rank's own states of one group from a checkpoint.
 
         Args:
-            group: The parameter group.
+            group: The parameter group to which the states belong.
             saved: The saved states by name.
         """
 
     def states_loaded(self, rescale: float) -> None:
-        """Follow the states of a checkpoint after they have been loaded. Every rank must call it.
+        """Adapt the policy to the states of a checkpoint after all of them have been loaded.
 
         Args:
             rescale: The loss scale divided by the one that the states were saved with.
+
+        Note:
+            Collective in some policies: every rank must call it.
         """

@@ -38,7 +38,7 @@ Hypers = list[dict[str, Any]]  # the options of each parameter group, without it
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of a step about its gradients.
+    """How a step uses its gradients: the factor of clipping and unscaling, and hyper-parameters.
 
     Attributes:
         factor: Factor by which gradients are multiplied.
@@ -58,7 +58,7 @@ class Decision:
 
 
 def hypers_of(optimizer: Optimizer) -> Hypers:
-    """Return a copy of the current hyper-parameters."""
+    """Return a copy of the optimizer's current hyper-parameters, by parameter group."""
     return [
         {key: _own(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -70,7 +70,7 @@ def _own(value: Any) -> Any:
 
 
 class Updater:
-    """Runs the inner optimizer over tiles."""
+    """Runs the inner optimizer over tiles, and moves their states in and out of other memory."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class Updater:
         """Update tiles one after another.
 
         Args:
-            tiles: The tiles.
-            decision: The decision of the step.
+            tiles: The tiles, in the order of their updates.
+            decision: The factor, hyper-parameters and gradients of the update.
 
         Yields:
             After each tile, the groups whose tiles have all been updated.
@@ -138,7 +138,7 @@ class Updater:
         Work that is given to the training device after this call must not change these states.
 
         Args:
-            tiles: The tiles.
+            tiles: The tiles, in the order of their updates.
             source: Returns the gradient sum of each group.
         """
         after: CopyEvent = COMPLETED
@@ -148,7 +148,7 @@ class Updater:
 
     @contextmanager
     def guard_mixture(self) -> Iterator[None]:
-        """Run a block that must not fail halfway.
+        """Return a context for a block that must not fail halfway.
 
         If the block raises, some states have been updated and others have not. `refuse_mixture`
         then raises, because training cannot continue.
@@ -187,8 +187,8 @@ class Updater:
         """Update one tile whose states have been fetched.
 
         Args:
-            tile: The tile.
-            decision: The decision of the step.
+            tile: The shards to update together.
+            decision: The factor, hyper-parameters and gradients of the update.
         """
         rest = Tile()  # shards that the optimizer's own step updates
         shown = list[MasterShard]()
@@ -246,7 +246,7 @@ class Updater:
 
         Args:
             tiles: All tiles that this step updates or postpones.
-            decision: The decision for these tiles.
+            decision: The factor, hyper-parameters and gradients of these updates.
         """
         if self._first_number is None:
             self._first_number = decision.number

@@ -23,7 +23,7 @@ from .step_message import Fields, StepMessage, all_set, any_set
 
 @dataclass(frozen=True)
 class Verdict:
-    """The facts about a step that all ranks agree on.
+    """The gradient norm and other facts about a step, equal on all ranks.
 
     Attributes:
         norm: The norm of the gradient, still multiplied by the loss scale.
@@ -76,14 +76,17 @@ class StepResult:
 
 
 def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict:
-    """Return the global gradient norm and the other facts that all ranks agree on.
+    """Compute the global gradient norm, and exchange the other facts about the step.
 
     The norm is the same float64 on every rank of the world. First the ranks of one model piece add
     the squares of their slices, then all ranks add the sums of the pieces.
 
     Args:
-        runtime: The runtime of the wrapped model.
+        runtime: The runtime of the wrapped model, whose gradients are measured.
         extra: Fields that are sent with the norm; the same fields on every rank.
+
+    Returns:
+        The norm and the facts, equal on every rank.
 
     Note:
         Collective over the world.
@@ -210,7 +213,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """Return the factor by which gradients are multiplied to bound their norm.
 
     Args:
-        norm: The norm of the gradients.
+        norm: The global norm of the gradients.
         max_norm: The largest norm; 0 switches clipping off.
     """
     if max_norm <= 0.0:

@@ -114,8 +114,7 @@ class MessageBuffers:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         comm = self.comm_ctx.comm
         inbox = self.lent[0] if self.lent else None
@@ -157,8 +156,7 @@ class Route:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other calls on
-                `lane`.
+            Collective: every rank of the shard group must call it in the same order.
         """
         return comm_ctx.comm.all_gather(full, lane, what, comm_ctx.gather_kind)
 

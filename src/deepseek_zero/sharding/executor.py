@@ -113,7 +113,7 @@ class Executor:
             ends_step: No other backward comes before the step.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other gathers.
+            Collective: every rank of the shard group must call it in the same order.
         """
         self.reductions.begin(ends_step=ends_step)
         walk = self.schedule.backward if ends_step else self.schedule.accumulate

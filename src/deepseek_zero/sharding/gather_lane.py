@@ -65,7 +65,7 @@ class GatherLane:
         """Start a pass; the previous one must have ended.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other gathers.
+            Collective: every rank of the shard group must call it in the same order.
         """
         name = "forward"
         if walk is self.schedule.backward or walk is self.schedule.accumulate:
@@ -111,7 +111,7 @@ class GatherLane:
             externals: Also unshard the units whose parameters its forward is known to read.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other gathers.
+            Collective: every rank of the shard group must call it in the same order.
         """
         if not self.order_is_agreed and unit.number not in self.recorded:
             self.recorded.append(unit.number)
@@ -132,7 +132,7 @@ class GatherLane:
         Several layers share the tile, and its turn in the schedule is that of its first use.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other gathers.
+            Collective: every rank of the shard group must call it in the same order.
         """
         if self._apart is unit:
             return

@@ -46,8 +46,7 @@ class GradReduction:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         return move(partial, target, self.group.comm_ctx, what, add=add)
 
@@ -66,8 +65,7 @@ class GradReduction:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         group = self.group
         if group.plan.sums_to_all:

@@ -131,7 +131,7 @@ def gather_message(
         A handle. The result may be read after its `wait()` has returned.
 
     Note:
-        Collective: every rank of the shard group must call it, in the order of other gathers.
+        Collective: every rank of the shard group must call it in the same order.
     """
     comm = comm_ctx.comm
     pending = DONE if comm.size == 1 else all_gather(message.memory, "gather", comm_ctx, what)
@@ -155,8 +155,7 @@ def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pen
         A handle; `full` may not be read or written before ``wait()`` returns.
 
     Note:
-        Collective: every rank of the shard group must call it, in the order of other calls on
-            `lane`.
+        Collective: every rank of the shard group must call it in the same order.
     """
     return comm_ctx.route.all_gather(full, lane, comm_ctx, what)
 

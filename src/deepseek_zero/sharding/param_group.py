@@ -176,7 +176,7 @@ class ParamGroup:
             another rank failed and `StorageError` if a disk failed.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other gathers.
+            Collective: every rank of the shard group must call it in the same order.
         """
         if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE

@@ -105,8 +105,7 @@ class ReduceLane:
         """Reduce and release the next units of the schedule while they are complete.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         while self._reduced < len(self.order) and self.units[self.order[self._reduced]].is_complete:
             unit = self._reduce_next()

@@ -195,7 +195,7 @@ class Runtime:
             group: The parameter group of the weight.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other gathers.
+            Collective: every rank of the shard group must call it in the same order.
         """
         if self.step.phase is not Phase.BACKWARD and backward_id() != -1:
             self.backward.begin()

@@ -149,7 +149,7 @@ class Unit:
         """Start the all-gathers of the groups unless they are in flight or done.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other gathers.
+            Collective: every rank of the shard group must call it in the same order.
         """
         if self._state is UnitState.SHARDED and self.sharded:
             for group in self.sharded:
@@ -210,8 +210,7 @@ class Unit:
             is_last: No other sum is expected before the step.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         self._reduces += [
             group.gradient.reduce(self.name, is_last=is_last)
@@ -233,8 +232,7 @@ class Unit:
         """Issue the remaining messages of its reductions.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other
-                reductions.
+            Collective: every rank of the shard group must call it in the same order.
         """
         for pending in self._reduces:
             pending.issue_all()

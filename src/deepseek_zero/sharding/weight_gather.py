@@ -64,7 +64,7 @@ class WeightGather:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank of the shard group must call it, in the order of other gathers.
+            Collective: every rank of the shard group must call it in the same order.
         """
         return move(self.group.weight, whole, self.group.comm_ctx, what)
 
