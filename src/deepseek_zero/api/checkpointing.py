@@ -61,8 +61,8 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     `PipelineModule` distinguishes the two.
 
     Args:
-        function: The function to call.
-        *args: Its arguments.
+        function: Function to call now and again in backward.
+        *args: Arguments of the function; tensors among them are kept for backward.
 
     Returns:
         The return value of `function`.
@@ -106,7 +106,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Set whether tensor-parallel ranks each keep a share of the inputs.
+    """Set whether tensor-parallel ranks each keep only a part of the checkpointed inputs.
 
     This is the same as `configure(partition_activations=...)`.
     """
@@ -151,7 +151,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Free the arena of offloaded inputs, so that its size is measured again.
+    """Free the host memory that is reserved for offloaded inputs, so that it is sized again.
 
     Graphs that are still alive keep their inputs.
     """

@@ -19,7 +19,7 @@ from .engine import ZeroEngine
 
 
 class Dialect(EngineDialect[ZeroEngine]):
-    """The behavior under the library's own name: its own defaults, no additional names or checks.
+    """The behavior of the library under its own name.
 
     A subclass overrides the decisions that differ under another name.
 
@@ -40,6 +40,9 @@ class Dialect(EngineDialect[ZeroEngine]):
         Args:
             source: A dict, a path, JSON text or base64.
             origin: The argument that contained it, for error messages.
+
+        Returns:
+            The values of the source, not yet checked.
         """
         return load(source, origin=origin)
 
@@ -57,11 +60,11 @@ class Dialect(EngineDialect[ZeroEngine]):
             join(distributed_port=port)
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
-        """Return the request with what the dialect adds to it.
+        """Return the arguments of `initialize` with those that the dialect adds.
 
         Args:
-            raw: The configuration.
-            request: The arguments of the call.
+            raw: Configuration of `initialize`, not yet checked.
+            request: Arguments of `initialize`.
 
         Raises:
             UsageError: The dialect does not allow the call.
@@ -69,11 +72,11 @@ class Dialect(EngineDialect[ZeroEngine]):
         return request
 
     def show_names(self, session: zero_init.Init) -> None:
-        """Add the dialect's attributes to parameters that are built sharded."""
+        """Add the dialect's attributes, such as `ds_shape`, to parameters of a sharded model."""
 
 
 def current_dialect() -> Dialect:
-    """Return the dialect for a call that starts now."""
+    """Return the dialect for a call of `initialize` or `zero.Init` that starts now."""
     for module in contributions(DIALECT):
         chosen: Dialect = module.choose()
         return chosen

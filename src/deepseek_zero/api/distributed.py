@@ -32,7 +32,7 @@ def init_distributed(
     """Join the process group that a launcher or the arguments describe.
 
     Without a launcher and without arguments, a group of one rank is created, so that
-    `torch.distributed.get_rank()` works in a script that runs alone. If a group exists already, it
+    `torch.distributed.get_rank()` also works in a single process. If a group exists already, it
     is used.
 
     Args:
@@ -42,10 +42,10 @@ def init_distributed(
         verbose: Accepted and ignored.
         timeout: Timeout of collectives of torch.distributed.
         init_method: "env://", "tcp://host:port" or "file:///path".
-        dist_init_required: False asserts that the process group exists already.
+        dist_init_required: If False, raise unless the process group exists already.
         config: Accepted and ignored.
         rank: This process's rank, if neither a launcher nor `init_method` defines it.
-        world_size: Number of ranks, likewise.
+        world_size: Number of ranks, if neither a launcher nor `init_method` defines it.
 
     Raises:
         UsageError: `dist_init_required` is False but there is no process group, or `rank` or
@@ -92,9 +92,9 @@ def join(
         timeout: Timeout of collectives of torch.distributed.
         distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.
         init_method: "env://", "tcp://host:port" or "file:///path".
-        dist_init_required: False asserts that the process group exists already.
+        dist_init_required: If False, raise unless the process group exists already.
         rank: This process's rank, if neither a launcher nor `init_method` defines it.
-        world_size: Number of ranks, likewise.
+        world_size: Number of ranks, if neither a launcher nor `init_method` defines it.
 
     Returns:
         Whether the process has a process group. False if neither a launcher nor the arguments

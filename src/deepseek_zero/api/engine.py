@@ -40,7 +40,7 @@ class NoFolderError(UsageError, ValueError):
 
 
 class ZeroEngine(Exports, Engine):
-    """The training engine: a sharded model with its optimizer and schedule.
+    """A training engine: a sharded model with its optimizer and learning-rate schedule.
 
     `initialize` creates it. Attributes that the engine does not have are looked up in the model.
 
@@ -114,7 +114,7 @@ class ZeroEngine(Exports, Engine):
 
         Args:
             data_iter: Yields micro-batches: the same on every pipeline stage and, whole or cut, on
-                ranks that share sequences. None takes them from the engine's own loader, epoch
+                the ranks that split a sequence. None takes them from the engine's own loader, epoch
                 after epoch.
 
         Returns:
@@ -126,7 +126,7 @@ class ZeroEngine(Exports, Engine):
         return engine.train_batch(self, data_iter)
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
-        """Evaluate micro-batches without a backward, and return their mean loss.
+        """Return the mean loss of micro-batches, computed without a backward.
 
         Args:
             data_iter: Yields micro-batches, as for `train_batch`.
@@ -144,7 +144,7 @@ class ZeroEngine(Exports, Engine):
         return found
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the following micro-batches are gradient accumulation boundaries.
+        """Set whether the following micro-batches end the accumulation of gradients.
 
         The setting is valid until the next call, and replaces the count of
         `gradient_accumulation_steps`.
@@ -156,7 +156,7 @@ class ZeroEngine(Exports, Engine):
             UsageError: `managed_gradient_accumulation` is false.
 
         Note:
-            Every rank must make the same call. No communication.
+            Every rank must make the same call. It does not communicate.
         """
         if not self.config.managed_gradient_accumulation:
             raise UsageError(
@@ -203,7 +203,7 @@ class ZeroEngine(Exports, Engine):
                 or the call is inside an accumulation.
 
         Note:
-            Every rank must call it, between two steps. No communication.
+            Every rank must call it, between two steps. It does not communicate.
         """
         whole_number("set_train_batch_size", "train_batch_size", train_batch_size, 1)
         per_micro = self._batch.micro * self._batch.data_size
@@ -229,7 +229,7 @@ class ZeroEngine(Exports, Engine):
             UsageError: The size is not a positive integer, or the call is inside an accumulation.
 
         Note:
-            Every rank must call it, between two steps. No communication.
+            Every rank must call it, between two steps. It does not communicate.
         """
         whole_number("set_train_micro_batch_size", "micro_batch_size", micro_batch_size, 1)
         self._resize(micro_batch_size, self._batch.accumulation)
@@ -438,7 +438,7 @@ class ZeroEngine(Exports, Engine):
         Rank 0 writes the file.
 
         Args:
-            save_dir: The folder.
+            save_dir: Folder to write the file into.
             save_filename: Name of the file. With the suffix .safetensors it has that format, with
                 tied weights stored once.
             exclude_frozen_parameters: Leave out parameters that no stage trains.

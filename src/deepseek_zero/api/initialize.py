@@ -53,7 +53,7 @@ def initialize(
             parameters. By default the configuration's `optimizer` section.
         model_parameters: Parameters or parameter groups to train. By default all that require a
             gradient.
-        training_data: A dataset, of which a loader of this rank's share is made.
+        training_data: A dataset, of which a loader of this rank's samples is made.
         lr_scheduler: A learning-rate schedule, or a callable that creates one from the optimizer.
             By default the configuration's `scheduler` section.
         distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.

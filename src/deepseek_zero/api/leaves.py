@@ -1,8 +1,8 @@
-"""Marks on modules that are gathered as one unit, such as mixtures of experts.
+"""ZeRO-3 leaf modules: modules that are gathered and released as one unit.
 
-The mark is DeepSpeed's attribute `_z3_leaf = True` on the module, because programs test it. The
-APIs pass the names of the marked modules to the engine (`leaf_module_names`); no other code reads
-the mark.
+An example is a mixture of experts, whose parameters are not all used in every forward. A leaf
+module has DeepSpeed's attribute `_z3_leaf = True`, because programs test it. The APIs pass the
+names of the leaf modules to the engine (`leaf_module_names`); no other code reads the attribute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from ..sharding.sharded_parameter import owner_of
 
 
 class LeafNotFoundError(UsageError, ValueError):
-    """A module to mark is not in the model. Also a ValueError, as in DeepSpeed."""
+    """Raised if a module that should become a ZeRO-3 leaf module is not in the model.
+
+    Also a ValueError, as in DeepSpeed.
+    """
 
 
 def set_z3_leaf_modules(
@@ -28,7 +31,9 @@ def set_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Mark every module of the given classes as one unit.
+    """Make every module of the given classes a ZeRO-3 leaf module.
+
+    A leaf module is gathered and released as one unit together with all of its submodules.
 
     Args:
         model: The model, before `initialize`.
@@ -36,7 +41,7 @@ def set_z3_leaf_modules(
         raise_if_not_found: Raise if no module has one of the classes.
 
     Returns:
-        The marked modules.
+        The modules of these classes, which are leaf modules now.
 
     Raises:
         LeafNotFoundError: No module matches.
@@ -52,7 +57,7 @@ def unset_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Remove the mark from every module of the given classes.
+    """Undo `set_z3_leaf_modules` for every module of the given classes.
 
     Args:
         model: The model, before `initialize`.
@@ -60,7 +65,7 @@ def unset_z3_leaf_modules(
         raise_if_not_found: Raise if no module has one of the classes.
 
     Returns:
-        The modules that matched.
+        The modules of these classes, which are no leaf modules any more.
 
     Raises:
         LeafNotFoundError: No module matches.
@@ -71,7 +76,9 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their full names in the model.
+    """Make the modules with the given full names ZeRO-3 leaf modules.
+
+    A leaf module is gathered and released as one unit together with all of its submodules.
 
     Args:
         model: The model, before `initialize`.
@@ -79,7 +86,7 @@ def set_z3_leaf_modules_by_name(
         raise_if_not_found: Raise if a name is missing.
 
     Returns:
-        The marked modules, and the names that no module has.
+        The new leaf modules, and the names that no module has.
 
     Raises:
         LeafNotFoundError: A name is missing.
@@ -90,7 +97,9 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules whose full names have one of the suffixes.
+    """Make the modules whose full names end with a suffix ZeRO-3 leaf modules.
+
+    A leaf module is gathered and released as one unit together with all of its submodules.
 
     Args:
         model: The model, before `initialize`.
@@ -98,7 +107,7 @@ def set_z3_leaf_modules_by_suffix(
         raise_if_not_found: Raise if no name has a suffix.
 
     Returns:
-        The marked modules, and the suffixes that no name has.
+        The new leaf modules, and the suffixes that no name has.
 
     Raises:
         LeafNotFoundError: No name has a suffix.
@@ -124,10 +133,10 @@ def _mark_named(
 
 
 def mark_configured(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Mark the modules that `zero_optimization.leaf_module` names.
+    """Make the modules that `zero_optimization.leaf_module` selects ZeRO-3 leaf modules.
 
     Args:
-        model: The model.
+        model: Model that contains the modules.
         section: The configuration's section, with "classes", "names" and "name_suffixes".
     """
     _mark_classes(model, section.get("classes", ()), True, False)
@@ -136,12 +145,15 @@ def mark_configured(model: nn.Module, section: Mapping[str, Any]) -> None:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the marked modules of a model."""
+    """Return the ZeRO-3 leaf modules of a model.
+
+    These are the modules that `set_z3_leaf_modules` marked, each gathered and released as one unit.
+    """
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the full names of the marked modules, including every alias."""
+    """Return the full names of a model's ZeRO-3 leaf modules, including every alias."""
     return tuple(
         name
         for name, module in model.named_modules(remove_duplicate=False)
@@ -150,11 +162,11 @@ def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or remove its mark.
+    """Make one module a ZeRO-3 leaf module, or undo it.
 
     Args:
-        model: The module. Its children are not changed.
-        flag: True to mark it.
+        model: Module to change. The attribute of its children is not changed.
+        flag: Whether the module is gathered and released as one unit.
     """
     if any(isinstance(owner_of(param), ParamGroup) for param in model.parameters()):
         log_once(
@@ -167,12 +179,12 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether this module itself is marked."""
+    """Return whether this module itself is a ZeRO-3 leaf module."""
     return bool(model.__dict__.get("_z3_leaf", False))
 
 
 def z3_leaf_parameter(param: nn.Parameter) -> bool:
-    """Return False: only modules are marked, never parameters."""
+    """Return False: only modules can be ZeRO-3 leaves, never parameters."""
     return False
 
 

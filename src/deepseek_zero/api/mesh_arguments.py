@@ -30,6 +30,9 @@ READ: dict[str, tuple[str, ...]] = {
 def mpu_statement(mpu: Any) -> MeshStatement:
     """Read the group sizes and ranks of an mpu.
 
+    Returns:
+        The sizes and ranks that the object returned, for comparison with the mesh.
+
     Raises:
         UsageError: On every rank, if the object has no such getters or if ranks have different
             sizes.
@@ -104,7 +107,10 @@ def _described(sizes: Mapping[str, int]) -> str:
 
 
 def mesh_param_statement(mesh_param: Any) -> MeshStatement:
-    """Read DeepSpeed's `mesh_param`: (data-parallel ranks, sequence-parallel ranks).
+    """Read DeepSpeed's argument `mesh_param`: (data-parallel, sequence-parallel) ranks.
+
+    Returns:
+        The sizes of the data and sequence axes, for comparison with the mesh.
 
     Raises:
         UsageError: It is not a pair of positive integers.

@@ -19,7 +19,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     """Log a message on selected ranks.
 
     Args:
-        message: The message.
+        message: Text to log.
         ranks: Ranks that log it. None, an empty list, or a list that contains -1 means every rank.
         level: Level of the standard `logging` module.
     """
@@ -38,7 +38,10 @@ def set_log_level_from_string(level: str) -> None:
 
 
 class UnknownLevelError(UsageError, ValueError):
-    """A string names no log level. Also a ValueError, as in DeepSpeed."""
+    """Raised if a string names no log level.
+
+    Also a ValueError, as in DeepSpeed.
+    """
 
 
 def get_log_level_from_string(log_level_str: str) -> int:

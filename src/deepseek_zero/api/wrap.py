@@ -126,7 +126,7 @@ _CALL = "DeepSeekZeRO3"
 
 
 class DeepSeekZeRO3(Exports, StandsForModule):
-    """Shard a model in place.
+    """Shard a model in place over the ranks with ZeRO.
 
     The stage may be 0 to 3, in spite of the name. This object has the outputs and the attribute
     names of the wrapped model (`module`), without a prefix. The model itself can be used as well,
@@ -191,7 +191,7 @@ class DeepSeekZeRO3(Exports, StandsForModule):
         return self.module(*args, **kwargs) if self._loop is None else self._loop(args, kwargs)
 
     def explain(self) -> str:
-        """Return the schedule of gathers, uses, releases and reductions as text."""
+        """Return the schedule of all-gathers, uses, releases and reductions as text."""
         return str(self.runtime.executor.schedule)
 
     # -- without this override nn.Module would add a "module." prefix
@@ -217,12 +217,15 @@ class DeepSeekZeRO3(Exports, StandsForModule):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a full state dict under the model's names; each rank keeps its shards.
+        """Load a full state dict under the model's names; each rank keeps only its shards.
 
         Args:
             state_dict: Full tensors by name, the same on every rank.
             *args: Other arguments of `nn.Module.load_state_dict`.
             **kwargs: Other arguments of `nn.Module.load_state_dict`.
+
+        Returns:
+            The missing and unexpected names, as from `nn.Module.load_state_dict`.
 
         Note:
             Collective: every rank must call it.
@@ -240,15 +243,16 @@ def _keep(parts: Parts, module: nn.Module, args: Any) -> None:
 
 
 class ZeroOptimizer(ScalesItself, Optimizer):
-    """An optimizer over a model that `DeepSeekZeRO3` wraps before or after.
+    """An optimizer for a model that `DeepSeekZeRO3` shards before or after its creation.
 
-    Gradients are kept until `zero_grad`, as with the optimizers of torch.
+    It updates this rank's shards. Gradients are kept until `zero_grad`, as with the optimizers of
+    torch.
 
     Args:
-        params: Parameters or parameter groups.
+        params: Parameters or parameter groups to update.
         lr: Learning rate.
-        optimizer_type: The name of any optimizer of the registry.
-        **options: The optimizer's own arguments.
+        optimizer_type: Name of an optimizer, such as "adam", "adamw", "lion" or "muon".
+        **options: Further arguments of that optimizer, such as `betas`.
     """
 
     def __init__(
@@ -323,7 +327,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         return self.sharded
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the weights.
+        """Update the weights from the accumulated gradients.
 
         Args:
             closure: Called before the update to compute the loss, as in torch.
@@ -332,7 +336,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
             UsageError: There are several ranks, and no wrapped model has these parameters.
 
         Note:
-            Collective after the model was wrapped.
+            Collective if a model has been wrapped: every rank must call it.
         """
         optimizer = self._attach()
         if optimizer is self.client and size() > 1:
@@ -349,7 +353,13 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         optimizer.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; if the model is wrapped, of that model's parameters."""
+        """Add a parameter group to the optimizer.
+
+        If a model has been wrapped, the parameters must be those of that model.
+
+        Note:
+            Every rank must make the same call.
+        """
         self._attach().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -46,7 +46,7 @@ def _both(cls: Any, chosen: Any) -> Any:
 
 
 class Init(zero_init.Init):
-    """Context in which modules are constructed sharded.
+    """Context in which every new module is sharded when its constructor returns.
 
     Without a launcher (one rank) each shard is the whole parameter and the same code runs. With the
     name `deepspeed`, parameters have the `ds_*` attributes before there is an engine.
@@ -122,7 +122,7 @@ class GatheredParameters(gathered_parameters.GatheredParameters):
         enabled: If False, the context does nothing.
 
     Note:
-        Collective at entry and at exit: every rank must enter it with the same parameters.
+        Collective when the block begins and ends: every rank must pass the same parameters.
 
     Example:
         >>> with deepseek_zero.zero.GatheredParameters(model.head.weight, modifier_rank=0):
@@ -144,12 +144,12 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     `initialize` uses them.
 
     Args:
-        model: The model, before or after `initialize`.
+        model: Model to load into, before or after `initialize`.
         path: A folder in the layout of Hugging Face, or one file.
         strict: Raise if the files and the model have different parameters.
 
     Note:
-        Collective if ranks share the model.
+        Collective if the model is sharded over several ranks: every rank must call it.
     """
     checkpoint.load_weights(model, path_of("load_weights", "path", path), strict)
     for session in {
@@ -174,7 +174,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         UsageError: No engine has wrapped the parameter.
 
     Note:
-        Every rank must make the same calls. No communication.
+        Every rank must make the same calls. They do not communicate.
     """
     runtime, owner, readers = _readers(module, parameter)
     for reader in readers:
@@ -184,8 +184,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Undo `register_external_parameter`.
 
-    If the module reads the parameter again, it is found again. No communication, but every rank
-    must make the same calls.
+    If the module reads the parameter again, it is found again.
 
     Args:
         module: The module that read the parameter.
@@ -193,6 +192,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
     Raises:
         UsageError: No engine has wrapped the parameter.
+
+    Note:
+        Every rank must make the same calls. They do not communicate.
     """
     runtime, owner, readers = _readers(module, parameter)
     for reader in readers:
