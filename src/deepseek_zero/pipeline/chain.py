@@ -4,7 +4,7 @@ The run needs no memory or arithmetic, no change of the model, and no tracer. A 
 between two blocks if the first argument of block k + 1 *is* the output of block k. If the output is
 a tuple, its first element counts. In addition, no part may use any other value of another part: an
 argument, an attribute, or an output that the model keeps (origins.py). Each stage then runs the
-model's own forward on the same inputs, with stand-ins for the blocks of other stages (stage.py).
+model's own forward on the same inputs, with placeholders for the blocks of other stages (stage.py).
 `find_chain` checks this. It also determines the parameters and costs of the blocks and of the parts
 before and after them.
 """
@@ -34,7 +34,7 @@ from .origins import BETWEEN, Origins, Sources, ValueSource
 
 
 class ChainError(UsageError):
-    """The model cannot be divided in its present form."""
+    """Raised if a model's forward is not a chain of blocks that a pipeline can divide."""
 
 
 @dataclass
@@ -42,14 +42,14 @@ class ChainPart:
     """Parameters and costs of one part of a model: before, in, or after the blocks.
 
     Attributes:
-        name: Full name of the block, or a description.
-        kind: Class of the block.
-        params: Number of elements by full name; tied parameters have the name in
+        name: Full name of the block, or a description of another part.
+        kind: Name of the block's class.
+        params: Number of elements of each parameter, by full name; a tied parameter has the name in
             `named_parameters`.
-        flops: Operations of one forward.
+        flops: Floating-point operations of one forward.
         saved: Bytes that autograd saves for backward, without parameters.
         length: Length of the tuple that the block returns; None for a tensor.
-        output: Form of the block's output for one micro-batch like the sample.
+        output: Shape and dtype of the block's output for one micro-batch like the sample.
     """
 
     name: str
@@ -63,13 +63,15 @@ class ChainPart:
 
 @dataclass(frozen=True)
 class Chain:
-    """A model as a chain of blocks.
+    """A model whose forward calls a list of blocks one after the other.
+
+    A pipeline can divide such a model between any two blocks.
 
     Attributes:
         container: Full name of the module whose children are the blocks.
         keys: Names of the blocks in the container.
-        parts: The part before the blocks, each block, and the part after them.
-        unused: Parameters that the run did not use.
+        parts: The part of the forward before the blocks, each block, and the part after them.
+        unused: Names of the parameters that the forward did not use.
     """
 
     container: str
@@ -79,7 +81,7 @@ class Chain:
 
     @property
     def blocks(self) -> tuple[ChainPart, ...]:
-        """Return the blocks, in order."""
+        """Return the parameters and costs of the blocks, in order."""
         return self.parts[1:-1]
 
 
@@ -96,14 +98,20 @@ def find_chain(
     *,
     blocks: str | None = None,
 ) -> Chain:
-    """Find the chain of blocks in a model's forward.
+    """Find the blocks between which a pipeline can divide a model.
+
+    The model's forward runs once on fake tensors, so it needs no memory for activations. The model
+    is not changed.
 
     Args:
-        model: The model.
+        model: The whole model.
         args: Positional arguments of one micro-batch; only shapes and dtypes are used.
         kwargs: Keyword arguments of one micro-batch.
-        blocks: Full name of the container; None chooses that of
+        blocks: Full name of the module whose children are the blocks; None chooses the result of
             `container_of_blocks`.
+
+    Returns:
+        The blocks with their parameters and costs, and those of the parts before and after them.
 
     Raises:
         ChainError: The model is not a chain; the message names the modules between which it cannot
@@ -125,7 +133,8 @@ def find_chain(
 def container_of_blocks(model: nn.Module) -> str | None:
     """Return the name of the list of modules that probably are the blocks, or None.
 
-    It has the most parameters in children of a single class, then the most children.
+    It has the most parameters in children of a single class. If several have equally many, the one
+    with the most children is returned.
     """
     best = None
     best_score = (0, math.inf)
@@ -426,9 +435,11 @@ class _FakeRun(TorchFunctionMode):
 def hold_back_caches(model: nn.Module) -> list[RemovableHandle]:
     """Disable the key-value cache of every module unless the caller requests it.
 
-    The cache is passed from block to block and is not needed in training. A wrapper's forward may
-    lack the argument of the inner model, so each module gets a hook. Returns the handles of the
-    hooks.
+    Blocks pass the cache to each other, and training does not need it. A wrapper's forward may lack
+    the argument of the inner model, so a hook is registered on each module with the argument.
+
+    Returns:
+        The handles of the hooks.
     """
     handles = []
     for module in model.modules():

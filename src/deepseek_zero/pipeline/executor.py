@@ -29,17 +29,16 @@ AHEAD = 2  # receives posted ahead in each lane
 
 
 class States:
-    """The weights, gradients and moments of a rank's stages.
+    """Interface to the weights and gradients of a rank's stages, which the executor calls.
 
-    The executor calls it when the schedule requires. This class is for plain parameters, which are
-    always available and not shared.
+    This class is for plain parameters that are neither sharded nor shared: its methods do nothing.
     """
 
     def gather(self, stage: int) -> None:
-        """Gather the weights of a stage for its next computations."""
+        """Gather the weights of a stage for its next forwards and backwards."""
 
     def release(self, stage: int) -> None:
-        """Release the gathered weights of a stage."""
+        """Free the gathered weights of a stage."""
 
     def forward(self, stage: int) -> AbstractContextManager[None]:
         """Return the context manager in which one forward of a stage runs."""
@@ -51,7 +50,7 @@ class States:
         """Return the context manager in which one backward of a stage runs.
 
         Args:
-            stage: The stage.
+            stage: Number of the stage.
             ends_step: Whether it is this rank's last backward of the step.
             is_carried: Whether the gradients come from a later stage, which has already applied the
                 factor of the loss.
@@ -61,20 +60,20 @@ class States:
     def reduce(self, stage: int) -> None:
         """Reduce a stage's gradients over the ranks with the same stage.
 
-        All gradients of the step are available.
+        It is called after all backwards of the stage in a step.
         """
 
     def tie(self, stage: int) -> None:
-        """Sum the gradients of tied weights in the order of the stages.
+        """Sum the gradients of weights that stages share, in the order of the stages.
 
         Note:
-            Collective: every rank with a tied weight must call it.
+            Collective: every rank with a shared weight must call it.
         """
 
 
 @dataclass
 class StepOutcome:
-    """The result of a step on one rank.
+    """The results of one step on one rank.
 
     Attributes:
         losses: Detached losses of the last stage by micro-batch, as the model returned them; None
@@ -103,12 +102,12 @@ class _Held:
 
 
 class PipelineExecutor:
-    """Execute the programs of one pipeline rank.
+    """Executes the actions of one pipeline rank in the order of a schedule.
 
     Args:
-        links: Communicators of a schedule with the same edges.
-        stages: This rank's virtual stages.
-        states: The states of the stages; None for plain parameters.
+        links: Communicators with the neighboring pipeline ranks.
+        stages: The stages that this rank runs.
+        states: Gathers weights and reduces gradients; None for plain parameters.
     """
 
     def __init__(
@@ -130,17 +129,20 @@ class PipelineExecutor:
         scale: float | Sequence[float] | None = None,
         keeps_outputs: bool = False,
     ) -> StepOutcome:
-        """Run this rank's program for a step.
+        """Execute this rank's actions of one step.
 
         An error ends the step on every rank.
 
         Args:
-            schedule: The schedule.
+            schedule: The order of actions for every rank.
             micro_batches: Inputs of the stages, one for each micro-batch of the schedule.
-            keys: Forms of the inputs, equal on all ranks of the pipeline; None sends headers
-                always.
+            keys: For each micro-batch, a value that identifies the shapes of its inputs, equal on
+                all ranks of the pipeline. None sends the shapes before each message.
             scale: Factor of each loss before its backward; None uses the mean, 1 / micro-batches.
-            keeps_outputs: Keep the outputs of the last stage.
+            keeps_outputs: Return the outputs of the last stage.
+
+        Returns:
+            The losses and the requested outputs of the last stage; None on other ranks.
 
         Raises:
             UsageError: The number of micro-batches differs from the schedule.
@@ -167,12 +169,12 @@ class PipelineExecutor:
                 raise
 
     def lane(self, edge: tuple[int, int], name: str, slots: int) -> StageLane:
-        """Return the lane between this rank and a neighbour, creating it if necessary.
+        """Return the channel to or from a neighbor, which is created if necessary.
 
         Args:
-            edge: The pair of pipeline ranks.
-            name: "gather" or "reduce".
-            slots: Minimum number of slots.
+            edge: The pair of pipeline ranks, as in `StageLinks.pairs`.
+            name: "gather" for activations or "reduce" for gradients.
+            slots: Minimum number of messages that may be in progress at a time.
         """
         found = self._lanes.get((*edge, name))
         if found is None or found.slots < slots:
@@ -182,11 +184,11 @@ class PipelineExecutor:
         return found
 
     def buffers(self) -> list[Tensor]:
-        """Return the memory from which messages are sent."""
+        """Return the buffers from which messages are sent."""
         return [buffer for lane in self._lanes.values() for buffer in lane.buffers()]
 
     def flush(self) -> None:
-        """Wait until all sent messages have been received."""
+        """Block until the neighbors have read all sent messages."""
         for lane in self._lanes.values():
             lane.flush()
 

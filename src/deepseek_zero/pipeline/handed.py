@@ -21,15 +21,16 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def hand_to_all(value: Any, comm: Comm, what: str) -> list[Any]:
-    """Return the values of all ranks, ordered by rank.
-
-    This rank's own value is returned unchanged. Tensors of other ranks are on the communicator's
-    device.
+    """All-gather nested containers of tensors and plain values.
 
     Args:
-        value: This rank's value.
-        comm: The communicator.
-        what: Name of the exchange in errors.
+        value: This rank's value, for example its batch.
+        comm: The communicator of the ranks that exchange their values.
+        what: Name of the exchange in error messages.
+
+    Returns:
+        The values of all ranks, in rank order. This rank's value is returned unchanged; tensors of
+        other ranks are on the communicator's device.
 
     Raises:
         UsageError: A value contains something other than tensors, plain values, lists, tuples and
@@ -52,15 +53,18 @@ def hand_to_all(value: Any, comm: Comm, what: str) -> list[Any]:
 
 
 def hand_out(values: Sequence[Any] | None, comm: Comm, what: str, source: int) -> Any:
-    """Return values[r] of rank `source` on rank r.
+    """Scatter nested containers of tensors and plain values from one rank.
 
-    Entries of a mapping that cannot be sent are omitted, such as the caches of transformers models.
+    Mapping items that cannot be sent are omitted, such as the caches of transformers models.
 
     Args:
-        values: One value per rank on rank `source`; None on other ranks.
-        comm: The communicator.
-        what: Name of the exchange in errors.
-        source: The sending rank.
+        values: One value for each rank on rank `source`; None on other ranks.
+        comm: The communicator of the ranks.
+        what: Name of the exchange in error messages.
+        source: The rank that sends.
+
+    Returns:
+        The value for this rank, with tensors on the communicator's device.
 
     Note:
         Collective: every rank of `comm` must call it.

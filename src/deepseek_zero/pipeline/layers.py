@@ -25,7 +25,16 @@ from .stage import Received
 
 
 class LayerSpec:
-    """A layer to be built later: a class of modules and its arguments."""
+    """A layer that is built later, so that each rank builds only the layers of its stage.
+
+    Args:
+        typename: Class of the module.
+        *module_args: Positional arguments of its constructor.
+        **module_kwargs: Keyword arguments of its constructor.
+
+    Raises:
+        UsageError: `typename` is not a class of modules.
+    """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -46,20 +55,20 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(arguments)})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """Build the layer; `log` is accepted for DeepSpeed and has no effect."""
+        """Construct the module and return it. `log` has no effect; DeepSpeed has this argument."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares weights with other layers of the same key.
+    """A layer that shares weights with all other layers of the same key.
 
     Args:
         key: Identifies the shared weights.
         typename: Class of the module.
-        module_args: Its positional arguments.
+        *module_args: Positional arguments of its constructor.
         forward_fn: Called with (module, input) instead of the module's forward.
         tied_weight_attr: Name or names of the shared weights; dots select submodules.
-        module_kwargs: Its keyword arguments.
+        **module_kwargs: Keyword arguments of its constructor.
     """
 
     def __init__(
@@ -83,11 +92,11 @@ RECEIVED = "what the stage before has sent"
 
 
 class Labelled(NamedTuple):
-    """One micro-batch of a list of layers.
+    """One micro-batch for a model that is a list of layers: inputs and labels.
 
     Attributes:
-        inputs: Inputs of the first layer.
-        labels: Labels for the loss.
+        inputs: The inputs of the first layer.
+        labels: The labels, which the loss function of the last stage receives.
     """
 
     inputs: Any
@@ -95,10 +104,10 @@ class Labelled(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> Labelled:
-        """Convert an item of a data loader, which is a pair (inputs, labels).
+        """Convert an item of a data loader, which must be a pair (inputs, labels).
 
         Raises:
-            UsageError: It is not a pair.
+            UsageError: The item is not a pair.
         """
         if isinstance(batch, cls):
             return batch
@@ -112,20 +121,24 @@ class Labelled(NamedTuple):
 
 
 class LayerStages(nn.Module):
-    """The layers of one stage.
+    """The layers of one stage of a model that is written as a list of layers.
+
+    Its forward runs this stage's layers only.
 
     Args:
-        layers: The whole list: modules, functions or `LayerSpec` objects.
-        stages: Number of stages.
+        layers: All layers of the model: modules, functions or `LayerSpec` objects.
+        stages: Number of stages into which the list is divided.
         index: Number of this stage.
-        method: Method of `partition`.
+        method: How layers are assigned to stages; see the function `partition`.
         loss_fn: Called with (output, labels) in the last stage; None if the last layer returns the
             loss.
         seed_layers: Set torch's seed before each layer is built and before it runs.
         seed_fn: Sets the seed; None uses `torch.manual_seed`.
-        base_seed: The first seed.
-        checkpoint_interval: Number of layers that are recomputed together in backward; 0 for none.
-        checkpoint_func: Function that recomputes activations.
+        base_seed: The number from which the seed of each layer is computed.
+        checkpoint_interval: Number of layers that are recomputed together in backward; 0 disables
+            recomputation.
+        checkpoint_func: The function that recomputes activations, called like
+            `torch.utils.checkpoint.checkpoint`.
         checkpointable: Names of the classes that may be recomputed; None means all with parameters.
     """
 
@@ -180,7 +193,7 @@ class LayerStages(nn.Module):
         return self.index == self.num_stages - 1
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the stage of a layer.
+        """Return the number of the stage that has a layer of the list.
 
         Raises:
             UsageError: There is no such layer.
@@ -195,12 +208,12 @@ class LayerStages(nn.Module):
 
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:
-        """Return the weights that several stages share by name, with their stages."""
+        """Return the weights that several stages share: the stages of each, by parameter name."""
         return self._in_several_stages(lambda layer: layer.tied_weight_attr)
 
     @property
     def same_names(self) -> tuple[str, ...]:
-        """Return names that parameters of several stages have without being shared.
+        """Return the names that parameters of several stages have without sharing their values.
 
         They belong to tied layers but are not in their `tied_weight_attr`.
         """
@@ -222,7 +235,7 @@ class LayerStages(nn.Module):
         return {name: tuple(sorted(found)) for name, found in stages.items() if len(found) > 1}
 
     def stage(self, index: int) -> LayerStages:
-        """Return another stage of the list for inspection, without values if possible.
+        """Build another stage of the list for inspection, on the meta device if possible.
 
         This object is not changed.
         """
@@ -277,10 +290,11 @@ class LayerStages(nn.Module):
     # -- forward
 
     def forward(self, forward_input: Any) -> Any:
-        """Run this stage's layers in order.
+        """Run this stage's layers in order and return the output of the last one.
 
         Args:
-            forward_input: The input; RECEIVED means the value of `received`.
+            forward_input: The input of the first layer. If it is the constant RECEIVED, the
+                attribute `received` is used instead.
         """
         if forward_input is RECEIVED:
             forward_input = self.received
@@ -320,10 +334,10 @@ class LayerStages(nn.Module):
 
 
 class LayersStage:
-    """A stage of a list of layers with the interface that the executor uses.
+    """Adapter through which the pipeline runs a stage of a list of layers.
 
     Args:
-        layers: The layers.
+        layers: The layers of this rank's stage.
     """
 
     def __init__(self, layers: LayerStages) -> None:
@@ -331,11 +345,15 @@ class LayersStage:
         self.index = layers.index
 
     def forward(self, micro: Labelled, received: Received = ()) -> Any:
-        """Run the layers on the micro-batch's inputs or on the received tensors.
+        """Run the stage's layers on one micro-batch.
 
         Args:
-            micro: The micro-batch.
-            received: Tensors of the previous stage.
+            micro: The micro-batch, of which only the first stage uses the inputs.
+            received: Tensors that the previous stage sent; empty in the first stage.
+
+        Returns:
+            The last layer's output in the last stage; otherwise the tensors for the next stage, a
+            tuple.
 
         Raises:
             UsageError: The last layer returns something other than tensors for the next stage.
@@ -356,11 +374,14 @@ class LayersStage:
         return outputs
 
     def loss(self, output: Any, micro: Labelled) -> Tensor:
-        """Return the loss of a micro-batch, a scalar.
+        """Compute the loss of a micro-batch in the last stage.
 
         Args:
-            output: Output of the last stage.
-            micro: The micro-batch with the labels.
+            output: The output of the last layer.
+            micro: The micro-batch, whose labels the loss function receives.
+
+        Returns:
+            The result of `loss_fn`, or `output` itself if there is none; a tensor of shape ().
 
         Raises:
             UsageError: The loss is not a scalar tensor.
@@ -398,13 +419,17 @@ def _trainable(module: nn.Module) -> int:
 
 
 def names_of_stages(own: Mapping[str, str], stages: Comm) -> dict[str, str]:
-    """Collect the names in the state dicts of all stages.
+    """Collect the names in the state dicts of all stages of a pipeline.
 
     It is needed if each rank has built only its own stage.
 
     Args:
-        own: This rank's names, each with the first name of the same tensor.
-        stages: The communicator along "pp".
+        own: The names in this rank's state dict. The value is the first name of the same tensor,
+            which differs from the name itself for a tied tensor.
+        stages: The communicator of the ranks along "pp".
+
+    Returns:
+        A dict of the same form as `own` with the names of all stages.
 
     Note:
         Collective: every rank along "pp" must call it.

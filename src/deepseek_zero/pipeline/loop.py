@@ -1,4 +1,4 @@
-"""Run the ordinary training loop over stages: engine(batch), backward, step.
+"""Run the ordinary training loop with pipeline stages: engine(batch), backward, step.
 
 In training, a call runs the whole schedule, forwards and backwards. It returns the loss with an
 autograd node on every rank of the pipeline. The node's backward receives the factor by which the
@@ -42,10 +42,10 @@ _OBJECT, _BARE, _NOTHING = range(3)
 
 
 class StageOutput(dict[str, Any]):
-    """The part of a model's output that every rank has.
+    """The part of a model's output that is available on every pipeline rank.
 
-    The loss is available as `.loss`, `["loss"]` and `[0]`. Other entries are only on the last
-    stage; accessing them raises KeyError or AttributeError with an explanation.
+    The loss is available as `.loss`, `["loss"]` and `[0]`. Other values are only on the last stage;
+    accessing them raises KeyError or AttributeError with an explanation.
     """
 
     def __getitem__(self, key: Any) -> Any:
@@ -127,13 +127,20 @@ class _Given:
 
 
 class PlainLoop:
-    """Run the calls of one engine over stages.
+    """Runs an ordinary training loop (forward, backward, step) over pipeline stages.
+
+    A call of the model in training runs the schedule's forwards and backwards and accumulates the
+    gradients. The backward of the returned loss then only corrects their factor, and reduces them
+    if it ends the step.
 
     Args:
-        pipeline: The pipeline.
-        parts: Number of parts into which a batch is divided by rows; None if not configured.
-        check: Called with the first batch if ranks share rows; collective over the pipeline.
-        own_rows: The communicator along "pp" if each rank has its own rows.
+        pipeline: The pipeline that runs the stages.
+        parts: Number of micro-batches into which a batch is divided by rows; None means that the
+            user has not configured it, and is like 1.
+        check: Called with the first batch, to compare it over the ranks that must receive the same
+            rows. It is collective over the pipeline.
+        own_rows: The communicator along "pp" if each rank of a pipeline receives its own rows; None
+            if all of them receive the same rows.
     """
 
     def __init__(
@@ -164,13 +171,16 @@ class PlainLoop:
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model on a batch and return its output.
 
-        In training with gradients enabled, forwards and backwards run, and the loss or a
-        `StageOutput` is returned. Otherwise only forwards run, and the whole output is returned on
-        the ranks of the last stage, or on each rank for its own rows.
+        In training with gradients enabled, forwards and backwards run. Otherwise only forwards run.
 
         Args:
             args: Positional arguments of the model.
             kwargs: Keyword arguments of the model.
+
+        Returns:
+            In training, the loss or a `StageOutput` with the loss. In evaluation, the whole output
+            on the ranks of the last stage, and only its loss, if any, on other ranks. If ranks have
+            their own rows, each receives the output for its rows.
 
         Raises:
             UsageError: The model is a list of layers, or an argument requires a gradient.
@@ -326,15 +336,18 @@ class PlainLoop:
 
     @property
     def waiting(self) -> int:
-        """Return the number of calls that still need their backward."""
+        """Return the number of losses whose backward has not been called yet."""
         return len(self._open)
 
     @contextmanager
     def expects(self, loss: Any) -> Iterator[None]:
-        """Check that the block runs the backward of a pending call.
+        """Return a context manager that checks that `loss.backward()` is called in its block.
+
+        Args:
+            loss: The loss, or a tensor computed from it, whose backward must run.
 
         Raises:
-            UsageError: The loss does not belong to a pending call.
+            UsageError: No backward of a loss of this loop ran in the block.
         """
         many = len(self._open)
         if isinstance(loss, Tensor) and loss.requires_grad:
@@ -351,15 +364,20 @@ class PlainLoop:
 
     @torch.no_grad()
     def take(self, call: _Call, grad: float) -> None:
-        """Process the factor of a loss, and reduce gradients if this backward ends a step.
+        """Run the backward of a loss that a call of the loop returned.
+
+        Its gradients were computed during the call, with an assumed factor of the loss. If the
+        caller multiplied the loss by another factor, the accumulated gradients are multiplied by
+        the ratio. If this backward ends a step, the gradients are reduced.
 
         Args:
-            call: The call whose loss is differentiated.
-            grad: Gradient of the loss.
+            call: The forward call that returned the loss.
+            grad: The gradient of the loss, which is the factor that the caller applied to it.
 
         Raises:
-            UsageError: The call has had its backward, ranks differ, or the factor cannot be
-                corrected.
+            UsageError: The loss has had its backward already, the ranks of the pipeline applied
+                different factors, or gradients of several calls are in one sum, so that the factor
+                cannot be corrected.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -413,10 +431,10 @@ class PlainLoop:
         self.pipeline.states.end_step()
 
     def before_step(self) -> None:
-        """Check that no backward is missing, and reduce the remaining gradients.
+        """Check that no backward is missing, and reduce the gradients that are still unreduced.
 
         Raises:
-            UsageError: A call's backward is missing.
+            UsageError: The backward of a loss is missing.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -426,7 +444,11 @@ class PlainLoop:
             self._reduce()
 
     def refuse_open(self) -> None:
-        """Raise UsageError if a call's backward is missing."""
+        """Raise an error and discard the step's gradients if the backward of a loss is missing.
+
+        Raises:
+            UsageError: The backward of a loss is missing.
+        """
         if self._open:
             self.runtime.backward.discard_step()
             raise UsageError(
@@ -438,10 +460,13 @@ class PlainLoop:
             )
 
     def refuse_own_rows(self, what: str) -> None:
-        """Raise UsageError if each rank of a pipeline has its own rows.
+        """Raise an error if the ranks of a pipeline have different rows.
 
         Args:
-            what: The function that needs the same rows on all ranks.
+            what: The name of the called function, which needs the same rows on all ranks.
+
+        Raises:
+            UsageError: Each rank has its own rows.
         """
         if self._own_rows is not None:
             raise UsageError(
@@ -451,7 +476,11 @@ class PlainLoop:
             )
 
     def refuse_begun(self) -> None:
-        """Raise UsageError if a step has begun, because `train_batch` runs a whole step."""
+        """Raise an error if a step has begun, because `train_batch` runs a whole step.
+
+        Raises:
+            UsageError: Gradients are accumulated already, or each rank has its own rows.
+        """
         self.refuse_own_rows("train_batch")
         self.refuse_open()
         if self._added:
@@ -462,6 +491,6 @@ class PlainLoop:
             )
 
     def forget(self) -> None:
-        """Discard the calls whose gradients were dropped or used."""
+        """Discard the record of all forward calls, after their gradients were dropped or used."""
         self._open.clear()
         self._added = 0

@@ -1,11 +1,11 @@
 """Send activations and their gradients between the stages of a pipeline.
 
-Every pair of neighbouring pipeline ranks has a communicator of its own. A pair that is used in both
+Every pair of neighboring pipeline ranks has a communicator of its own. A pair that is used in both
 directions of the model has one for each direction, because stage P - 1 also sends to stage P on the
 first rank. Activations use the lane "gather", gradients the lane "reduce". Tensors of any dtype are
-sent as bytes. A send copies into a slot in memory that the other rank can access, and waits for the
-previous message of that slot. Receives are posted ahead. The form of a message is known from an
-earlier one with inputs of the same form, or it is sent before the message.
+sent as bytes. A send copies into a buffer that the other rank can access, and waits for the
+previous message in that buffer. Receives are posted ahead. The shapes and dtypes of a message are
+known from an earlier one with inputs of the same shapes, or they are sent before the message.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _DTYPES = (
 
 
 class TensorForm(NamedTuple):
-    """Shape and dtype of a tensor in a message.
+    """Shape and dtype of one tensor of a message between stages.
 
     Attributes:
-        shape: The shape.
-        dtype: The dtype.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
         is_differentiated: Whether its gradient is sent back.
     """
 
@@ -59,7 +59,7 @@ class TensorForm(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -67,28 +67,28 @@ MessageForm = tuple[TensorForm, ...]
 
 
 def form_of(tensors: Sequence[Tensor]) -> MessageForm:
-    """Return the form of a message with these tensors."""
+    """Return the shapes and dtypes of the tensors of a message."""
     return tuple(TensorForm(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors)
 
 
 class StageLinks:
-    """The communicators of one pipeline rank with its neighbours.
+    """The communicators of one pipeline rank with its neighbors.
+
+    Args:
+        world: The communicator of all ranks.
+        mesh: The mesh, which defines the ranks of each pipeline.
+        schedule: The schedule, whose neighboring stages define the pairs of ranks. It must be the
+            same on every rank.
 
     Attributes:
         pairs: The communicators by (rank of stage g, rank of stage g + 1).
+
+    Note:
+        Collective: every rank of `world` must construct it.
     """
 
     def __init__(self, world: Comm, mesh: Mesh, schedule: PipelineSchedule) -> None:
-        """Create the communicators.
-
-        Args:
-            world: The communicator of all ranks.
-            mesh: The mesh.
-            schedule: The schedule, which must be the same on every rank.
-
-        Note:
-            Collective: every rank of the world must call it.
-        """
+        """Create the communicators of this rank."""
         self.world = world
         self.rank = mesh.coordinates["pp"]
         self.pairs: dict[tuple[int, int], Comm] = {}
@@ -100,12 +100,15 @@ class StageLinks:
 
 
 def groups_along_pp(mesh: Mesh, lots: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return groups of world ranks that differ in the coordinate along "pp" only.
+    """Return groups of world ranks that differ only in the coordinate along "pp".
 
     Args:
-        mesh: The mesh.
-        lots: Disjoint lists of coordinates along "pp". The ranks with coordinates of one list are
-            in one group; a rank whose coordinate is in no list is alone.
+        mesh: The mesh that maps world ranks to coordinates.
+        lots: Disjoint lists of coordinates along "pp". The ranks with coordinates of one list form
+            a group; a rank whose coordinate is in no list forms a group alone.
+
+    Returns:
+        The world ranks of each group.
     """
     groups: dict[tuple[int, ...], None] = {}
     for rank in range(mesh.world_size):
@@ -117,9 +120,9 @@ def groups_along_pp(mesh: Mesh, lots: Sequence[Sequence[int]]) -> tuple[tuple[in
 
 
 def matchings(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Group edges so that no rank occurs twice in a group.
+    """Divide pairs of ranks into lists in which no rank occurs twice.
 
-    The communicators of a group can be created together.
+    The communicators of the pairs in one list can be created together.
     """
     found: list[list[tuple[int, int]]] = []
     for edge in edges:
@@ -143,15 +146,17 @@ class _Posted(NamedTuple):
 
 
 class StageLane:
-    """The messages of one lane of a pair. A rank either sends or receives in it.
+    """A one-way channel for messages between two neighboring pipeline ranks.
+
+    A rank either sends or receives in it.
 
     Args:
-        comm: The communicator of the pair.
-        name: Name of the lane.
+        comm: The communicator of the two ranks.
+        name: The lane of the communicator that messages use: "gather" or "reduce".
         slots: Number of messages that may be in progress before a send waits.
 
     Attributes:
-        to_post: The receives of this step that are not posted, last first.
+        to_post: The receives of this step that are not posted yet, last first.
     """
 
     def __init__(self, comm: Comm, name: str, slots: int) -> None:
@@ -165,12 +170,14 @@ class StageLane:
         self._next = 0
 
     def send(self, tensors: Sequence[Tensor], what: str, header: MessageForm | None = None) -> None:
-        """Send tensors, waiting only for the previous message of the same slot.
+        """Start to send a message, after a copy of its tensors into a send buffer.
+
+        The call blocks only if the message that last used the same buffer is still in progress.
 
         Args:
-            tensors: The tensors.
-            what: Name of the message in errors.
-            header: Form to send before the message; None if the receiver knows it.
+            tensors: The tensors of the message.
+            what: Name of the message in error messages.
+            header: Shapes and dtypes to send before the message; None if the receiver knows them.
         """
         slot = self._next
         self._next = (self._next + 1) % self.slots
@@ -195,7 +202,7 @@ class StageLane:
         return [buffer for slot in self._buffers for buffer in slot]
 
     def flush(self) -> None:
-        """Wait until every message has been sent."""
+        """Block until the receiver has read every message."""
         for slot in range(self.slots):
             self._free(slot)
 
@@ -215,7 +222,7 @@ class StageLane:
     def knows_next(self) -> bool:
         """Return whether another receive may be posted.
 
-        It may not if the form of the last one is still being received.
+        It may not while the shapes of the last posted message are still being received.
         """
         return not self._posted or self._posted[-1].form is not None
 
@@ -223,8 +230,8 @@ class StageLane:
         """Start to receive a message.
 
         Args:
-            form: Form of the message; None if it is sent before the message.
-            what: Name of the message in errors.
+            form: Shapes and dtypes of the message; None if they are sent before it.
+            what: Name of the message in error messages.
         """
         if form is None:
             header = torch.zeros(HEADER_NUMEL, dtype=torch.int64, device=self.comm.device)
@@ -234,9 +241,10 @@ class StageLane:
             self._posted.append(_Posted(what, form, None, *self._start(form, what)))
 
     def take(self) -> tuple[MessageForm, tuple[Tensor, ...]]:
-        """Wait for the oldest posted message and return its form and tensors.
+        """Block until the oldest posted receive is complete.
 
-        The tensors are not written by any later message.
+        Returns:
+            The shapes and dtypes of the message, and its tensors. No later message overwrites them.
         """
         what, form, header, boxes, pending = self._posted.popleft()
         _wait(pending)
@@ -258,15 +266,16 @@ class StageLane:
         ]
 
     def drop(self) -> None:
-        """Discard the receives in progress, after an error."""
+        """Discard the receives in progress after an error."""
         self._posted.clear()
 
 
 class Forms:
-    """The forms of messages between stages, by the form of a micro-batch's inputs.
+    """The known shapes and dtypes of messages between stages.
 
-    Both ranks use the same keys in the same steps. The first step with new inputs sends headers
-    with the forms. Later steps send messages without headers.
+    They are stored by the shapes of a micro-batch's inputs (the key). Both ranks use the same keys
+    in the same steps. The first step with a key sends the shapes before each message; later steps
+    send only the messages.
     """
 
     def __init__(self) -> None:
@@ -276,21 +285,21 @@ class Forms:
         self.seen_in_training: dict[int, MessageForm] = {}
 
     def known(self, stage: int, key: Hashable) -> MessageForm | None:
-        """Return the form of a stage's output; None if it is sent with the message.
+        """Return the shapes and dtypes of a stage's output, or None if they are sent with it.
 
         Args:
-            stage: The sending stage.
-            key: Form of the inputs; None if messages always have headers.
+            stage: The stage that sends the output.
+            key: Identifies the shapes of the inputs; None if shapes are always sent.
         """
         return None if key is None else self._known.get((stage, key))
 
     def see(self, stage: int, key: Hashable, form: MessageForm) -> None:
-        """Record a form for later steps.
+        """Record the shapes and dtypes of a stage's output for later steps.
 
         Args:
-            stage: The sending stage.
-            key: Form of the inputs; None if messages always have headers.
-            form: Form of the output.
+            stage: The stage that sends the output.
+            key: Identifies the shapes of the inputs; None if shapes are always sent.
+            form: Shapes and dtypes of the output.
         """
         if torch.is_grad_enabled():
             self.seen_in_training[stage] = form
@@ -298,15 +307,15 @@ class Forms:
             self._seen[stage, key] = form
 
     def check(self, stage: int, key: Hashable, form: MessageForm) -> None:
-        """Raise an error if a stage's output differs from the expected form.
+        """Raise an error if a stage's output differs from the shapes that the receiver expects.
 
         Args:
-            stage: The sending stage.
-            key: Form of the inputs.
-            form: Form of the output.
+            stage: The stage that sends the output.
+            key: Identifies the shapes of the inputs.
+            form: Shapes and dtypes of the output.
 
         Raises:
-            UsageError: The forms differ.
+            UsageError: They differ from those of an earlier step with the same key.
         """
         expected = self.known(stage, key)
         if expected is not None and expected != form:
@@ -320,12 +329,12 @@ class Forms:
             )
 
     def end_step(self) -> None:
-        """Use the forms recorded in this step from now on."""
+        """Use the shapes and dtypes that this step recorded from now on."""
         self._known.update(self._seen)
         self._seen.clear()
 
     def forget(self) -> None:
-        """Discard all forms, so that the next step sends headers.
+        """Discard all known shapes, so that the next step sends them again.
 
         Every rank of a pipeline must call it.
         """

@@ -31,11 +31,11 @@ BETWEEN = -1  # not a part: for tensors that are computed between two blocks
 
 
 class ValueSource(NamedTuple):
-    """A source of a value.
+    """The part of a model that computed a value.
 
     Attributes:
-        part: Number of the part that computed it.
-        is_handed: Whether it is the tensor that the part passes to the next one.
+        part: Number of the part: a block, or the part before or after the blocks.
+        is_handed: Whether the value is the tensor that the part passes to the next one.
     """
 
     part: int
@@ -47,10 +47,10 @@ NONE: Sources = frozenset()
 
 
 class Origins:
-    """Record the sources of each tensor.
+    """Records which parts of a model computed each tensor.
 
-    A tensor without a source depends only on the inputs of the model. Tensors that share memory
-    have the sources of all of them.
+    A tensor that no part computed depends only on the inputs of the model. Tensors that share
+    memory have the sources of all of them.
 
     Args:
         own: Returns the source of tensors that are computed now.
@@ -70,14 +70,14 @@ class Origins:
         self._writers: dict[str, set[int]] = {}
 
     def has_param(self, param: Tensor) -> None:
-        """Mark a tensor as a parameter: tensors computed from it have a source."""
+        """Register a parameter: the part that computes a tensor from it is the tensor's source."""
         self._params.add(self._key(param))
 
     def has_input(self, tensor: Tensor, buffer: str | None = None) -> None:
-        """Mark a tensor as an input or a buffer of the model.
+        """Register an input or a buffer of the model, which has no source.
 
         Args:
-            tensor: The tensor.
+            tensor: The input or buffer.
             buffer: Name of the buffer; None for an input.
         """
         key = self._key(tensor)
@@ -86,15 +86,15 @@ class Origins:
             self._buffers[key] = buffer
 
     def of(self, tensors: Iterable[Tensor]) -> Sources:
-        """Return the sources of tensors."""
+        """Return the sources of all given tensors."""
         return NONE.union(*(self._sources.get(self._key(each), NONE) for each in tensors))
 
     def put(self, tensor: Tensor, source: ValueSource) -> None:
         """Set the only source of a new tensor.
 
         Args:
-            tensor: The tensor.
-            source: Its source.
+            tensor: The tensor, which shares no memory with others.
+            source: The part that computed it.
         """
         self._sources[self._key(tensor)] = frozenset((source,))
 
@@ -113,7 +113,7 @@ class Origins:
         return found
 
     def recording(self) -> Any:
-        """Return a context in which operators are recorded."""
+        """Return a context manager in which all operators are recorded."""
         return dispatch_mode(self._call)
 
     def _call(self, operator: Any, args: Args, kwargs: Kwargs) -> Any:

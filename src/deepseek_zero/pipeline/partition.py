@@ -1,7 +1,7 @@
 """Divide a chain of layers into stages by the cost of each layer.
 
-A partition is a tuple of stages + 1 layer numbers: stage g has the layers [found[g], found[g + 1]).
-It depends only on numbers, so every rank computes the same one.
+A partition is a tuple of stages + 1 layer numbers: stage g has the layers
+[bounds[g], bounds[g + 1]). It depends only on numbers, so every rank computes the same one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SLACK = 1.02  # tolerance in the balance of work that "best" accepts for a bette
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one layer.
+    """What one layer costs, by which `partition` balances the stages.
 
     Attributes:
-        kind: Name of its class.
+        kind: Name of the layer's class.
         trainable: Number of trained elements.
-        flops: Operations of one micro-batch's forward.
-        state_bytes: Bytes of weights, gradients, main weights and moments.
+        flops: Floating-point operations of one micro-batch's forward.
+        state_bytes: Bytes of weights, gradients, main weights and optimizer moments.
         saved_bytes: Bytes that a micro-batch saves for backward.
     """
 
@@ -46,10 +46,13 @@ def partition(
             elements), "type:REGEX" (equal numbers of layers with a matching class name, ignoring
             case), or "best" (equal work; among nearly equal divisions, the least memory of the
             fullest stage).
-        layers: Cost of each layer.
+        layers: Cost of each layer, in the order of the model.
         stages: Number of stages.
         in_flight: For each stage, the number of micro-batches with saved activations; used by
-            "best".
+            "best". None means one micro-batch for each.
+
+    Returns:
+        The number of each stage's first layer, followed by the number of layers.
 
     Raises:
         UsageError: There are fewer layers than stages, or the method is unknown or matches nothing.
@@ -93,24 +96,30 @@ def partition(
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Divide into equal numbers of layers; the first stages get the remainder.
+    """Divide layers into stages of equal length; the first stages get the remainder.
 
     Args:
-        layers: Number of layers.
+        layers: Number of layers to divide.
         stages: Number of stages.
+
+    Returns:
+        The number of each stage's first layer, followed by `layers`.
     """
     each, more = divmod(layers, stages)
     return tuple(stage * each + min(stage, more) for stage in range(stages + 1))
 
 
 def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Minimize the weight of the heaviest stage; no stage is empty.
+    """Divide layers so that the heaviest stage has the least weight. No stage is empty.
 
     Among equal divisions, each stage in turn gets the weight nearest to the mean of the rest.
 
     Args:
-        weights: Weight of each layer.
+        weights: Weight of each layer, for example its number of parameters.
         stages: Number of stages.
+
+    Returns:
+        The number of each stage's first layer, followed by the number of layers.
     """
     bounds = _sums(weights)
     return _cut_to_fit(bounds, stages, _smallest_bottleneck(bounds, stages))

@@ -1,4 +1,4 @@
-"""Run the stages of a model in an engine.
+"""Divide a model into pipeline stages and run them.
 
 The model is divided before it is planned, and the stages are connected after it is wrapped:
 
@@ -39,15 +39,15 @@ from .verify import verify
 
 @dataclass(frozen=True)
 class StagedModel:
-    """A model of which this rank has some stages.
+    """A model that is divided into pipeline stages, with the stages of this rank.
 
     Attributes:
-        stages: This rank's stages.
-        placement: The rank along "pp" of each stage.
+        stages: The stages that this rank runs.
+        placement: The rank along "pp" of each stage of the model.
         virtual: Number of stages per rank.
-        ties: For each shared weight, the stages that use it.
-        has_all_inputs: Whether every stage gets the inputs of the model, so that all ranks can
-            derive the forms of messages.
+        ties: For each weight that several stages share, the stages that use it.
+        has_all_inputs: Whether every stage receives the inputs of the model. All ranks can then
+            derive the shapes of messages between stages from them.
     """
 
     stages: Sequence[Stage]
@@ -58,7 +58,7 @@ class StagedModel:
 
     @property
     def tied(self) -> tuple[int, ...]:
-        """Return the stages that share a weight with another stage."""
+        """Return the stages that share a weight with another stage, ascending."""
         return tied_stages(self.ties)
 
 
@@ -73,23 +73,31 @@ def cut_model(
     group: int | None = None,
     micro_batches: int = 1,
 ) -> StagedModel:
-    """Reduce a model to this rank's stages.
+    """Divide a model into pipeline stages, and reduce it to those of this rank.
 
-    Every rank of a pipeline must do the same.
+    The blocks and parameters of other stages are freed. Every rank of a pipeline must pass the same
+    arguments, except for its coordinates.
 
     Args:
-        model: The model, which is changed.
-        chain: Its chain of blocks (`find_chain`); None for a list of layers (`LayerStages`), which
-            is already divided.
-        mesh: The mesh with this rank's coordinates.
-        partition: Method of the function `partition`.
-        schedule: Name of the schedule, which determines the micro-batches in flight.
+        model: The model, which is changed in place.
+        chain: The blocks between which the model can be divided, as `find_chain` returned them.
+            None for a list of layers (`LayerStages`), which is already divided.
+        mesh: The mesh, whose size along "pp" is the number of pipeline ranks and whose coordinates
+            select this rank's stages.
+        partition: How blocks are assigned to stages; see `method` of the function `partition`.
+        schedule: Name of the schedule. It determines how many micro-batches each stage keeps
+            activations for, which "best" takes into account.
         virtual: Number of stages per rank.
-        group: Size of a group, for "breadth_first".
+        group: For the schedule "breadth_first": the number of micro-batches that a rank runs in one
+            stage before its next stage. None means all micro-batches of a step.
         micro_batches: Number of micro-batches of a step.
 
+    Returns:
+        This rank's stages, with the rank of every stage and the weights that stages share.
+
     Raises:
-        UsageError: The model cannot be divided in this way.
+        UsageError: The model cannot be divided into this number of stages, or the schedule does not
+            support these numbers.
     """
     if isinstance(model, LayerStages):
         if model.num_stages != mesh.pp or virtual != 1:
@@ -109,7 +117,23 @@ def cut_model(
 
 
 class Pipeline:
-    """Run the stages of a wrapped model over the ranks along "pp"."""
+    """Runs training and evaluation steps of a divided model over the ranks along "pp".
+
+    Args:
+        staged: This rank's stages, as `cut_model` returned them.
+        ties: The weights that stages share, whose gradients are summed in each step.
+        world: The communicator of all ranks.
+        mesh: The mesh, which defines the ranks of each pipeline.
+        runtime: The ZeRO runtime of the wrapped model, which gathers weights and reduces gradients.
+        schedule: Name of the schedule of training steps.
+        group: For "breadth_first": the number of micro-batches that a rank runs in one stage before
+            its next stage. None means all micro-batches of a step.
+        is_dynamic: Send the shapes before each message, because they change between micro-batches
+            whose inputs have equal shapes.
+
+    Note:
+        Collective: every rank of `world` must construct it.
+    """
 
     def __init__(
         self,
@@ -123,21 +147,7 @@ class Pipeline:
         group: int | None = None,
         is_dynamic: bool = False,
     ) -> None:
-        """Connect the stages.
-
-        Args:
-            staged: The divided model.
-            ties: Its tied weights.
-            world: The communicator of all ranks.
-            mesh: The mesh.
-            runtime: The runtime of the wrapped model.
-            schedule: Name of the schedule.
-            group: Size of a group, for "breadth_first".
-            is_dynamic: Messages always have headers, because shapes change between them.
-
-        Note:
-            Collective: every rank of the world must call it.
-        """
+        """Create the communicators between neighboring stages."""
         self.staged = staged
         self.ties = ties
         self.mesh = mesh
@@ -154,11 +164,14 @@ class Pipeline:
         self._pipe = runtime.comm.along.get("pp")
 
     def schedule(self, micro_batches: int, *, trains: bool = True) -> PipelineSchedule:
-        """Return the verified schedule of a number of micro-batches.
+        """Return the schedule of a step. It is verified when it is created, and then cached.
 
         Args:
-            micro_batches: Number of micro-batches.
-            trains: Return a schedule with backwards; otherwise with forwards only.
+            micro_batches: Number of micro-batches of the step.
+            trains: Whether the schedule has backwards, or forwards only.
+
+        Returns:
+            The order of actions for every pipeline rank.
         """
         key = self.name if trains else "forward_only", micro_batches
         if key in self._schedules:
@@ -178,7 +191,7 @@ class Pipeline:
         return made
 
     def read(self, batches: Sequence[Any]) -> list[Any]:
-        """Convert the items of a data loader to micro-batches."""
+        """Convert items of a data loader to `MicroBatch` objects, or `Labelled` for layer lists."""
         return [
             MicroBatch.of(each) if self.staged.has_all_inputs else Labelled.of(each)
             for each in batches
@@ -211,14 +224,15 @@ class Pipeline:
         scale: float | Sequence[float] = 1.0,
         trains: bool = True,
     ) -> StepOutcome:
-        """Run this rank's program over micro-batches.
-
-        Outputs are kept if it does not train.
+        """Execute this rank's schedule for a step.
 
         Args:
-            micro_batches: The micro-batches.
-            scale: Factor of the losses before their backward, for all or for each.
-            trains: Run backwards, too.
+            micro_batches: The micro-batches of the step, as for `train`.
+            scale: Factor of the losses before their backward, for all micro-batches or for each.
+            trains: Run backwards, too. If False, only forwards run, and outputs are returned.
+
+        Returns:
+            The losses or outputs of the last stage. They are None on other ranks.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -232,16 +246,16 @@ class Pipeline:
     def evaluate(
         self, micro_batches: Sequence[Any], *, keeps_outputs: bool = False, has_loss: bool = True
     ) -> tuple[Tensor | None, list[Any] | None]:
-        """Run only forwards.
+        """Run the forwards of micro-batches, without backwards.
 
         Args:
-            micro_batches: The micro-batches.
+            micro_batches: The micro-batches, as for `train`.
             keeps_outputs: Return the outputs on the last stage.
-            has_loss: Compute the loss.
+            has_loss: Compute the loss from the outputs.
 
         Returns:
-            The mean loss as in `train`, and the list of outputs on the last stage; None for values
-            that are not available.
+            The mean loss as in `train`, or None if `has_loss` is False. The list of the model's
+            outputs on the last stage if `keeps_outputs`, otherwise None.
 
         Note:
             Collective: every rank must call it.
@@ -258,11 +272,14 @@ class Pipeline:
         return self._agree(losses) if has_loss else None, outcome.outputs if keeps_outputs else None
 
     def gather_rows(self, row: Tensor, what: str) -> Tensor:
-        """Return the rows of all ranks of this pipeline.
+        """All-gather a vector over the ranks of this pipeline.
 
         Args:
-            row: A one-dimensional tensor on the host.
-            what: Name of the exchange in errors.
+            row: A one-dimensional tensor on the host, of the same size on every rank.
+            what: Name of the exchange in error messages.
+
+        Returns:
+            A tensor of shape (pipeline ranks, size), in rank order.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -270,11 +287,14 @@ class Pipeline:
         return row.unsqueeze(0) if self._pipe is None else self._pipe.all_gather_rows(row, what)
 
     def broadcast_from_last(self, row: Tensor, what: str) -> Tensor:
-        """Return the row of the last stage's rank on every rank of this pipeline.
+        """Broadcast a vector from the last stage's rank to every rank of this pipeline.
 
         Args:
-            row: A one-dimensional tensor on the host.
-            what: Name of the exchange in errors.
+            row: A one-dimensional tensor on the host; its values matter on the last rank only.
+            what: Name of the exchange in error messages.
+
+        Returns:
+            The vector of the last stage's rank.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -282,10 +302,12 @@ class Pipeline:
         return self.gather_rows(row, what)[-1]
 
     def seen_bytes(self) -> tuple[list[int], list[int]] | None:
-        """Return the bytes of outputs and gradients by boundary in the last training step.
+        """Return the bytes that stages sent each other in the last training step.
 
-        They are for one micro-batch, and 0 for boundaries that are not next to a stage of this
-        rank. Returns None before the first step.
+        Returns:
+            Two lists with one number for each pair of consecutive stages: the bytes of one
+            micro-batch's outputs, and those of their gradients. They are 0 for pairs without a
+            stage of this rank. None before the first step.
         """
         forms = self.executor.forms.seen_in_training
         if not forms:
@@ -299,9 +321,9 @@ class Pipeline:
         return outputs, grads
 
     def reset_shapes(self) -> None:
-        """Discard the known forms of messages, because the next step has other shapes.
+        """Discard the known shapes of messages, because the next step has other shapes.
 
-        Every rank of the pipeline must call it.
+        The next step sends the shapes again, so every rank of the pipeline must call it.
         """
         self.executor.forms.forget()
 

@@ -1,4 +1,4 @@
-"""Plan one rank of a pipeline: its stages, its schedule, and its message sizes.
+"""Describe one pipeline rank for the plan: its stages, its schedule and its message sizes.
 
 The functions need no process group.
 """
@@ -28,17 +28,22 @@ def planned_pipeline(
     compute: torch.dtype | None = None,
     sample: str = "",
 ) -> PipelinePlan:
-    """Return the plan of the rank of `mesh`.
+    """Return the part of the plan that describes the pipeline of one rank.
 
     Args:
-        staged: The model, divided for this rank.
-        mesh: The mesh with this rank's coordinates.
-        trained: Whether each parameter of the whole model is trained.
-        schedule: Name of the schedule.
-        group: Size of a group, for "breadth_first".
-        micro_batches: Number of micro-batches.
+        staged: The divided model, as `cut_model` returned it on this rank.
+        mesh: The mesh, whose coordinates select the rank.
+        trained: Whether each parameter of the whole model is trained, by name.
+        schedule: Name of the schedule, for example "1f1b".
+        group: Number of micro-batches that a stage runs before the rank's next stage, for
+            "breadth_first".
+        micro_batches: Number of micro-batches of a step.
         compute: Dtype of activations; None means the model's own.
-        sample: Description of the sample that the chain was found with.
+        sample: Description of the sample with which the blocks were found.
+
+    Returns:
+        The stages, the schedule, the number of times that weights are gathered, and the bytes of
+        the messages between stages.
     """
     rank = mesh.coordinates["pp"]
     table = make_schedule(
@@ -74,7 +79,7 @@ def planned_pipeline(
 
 
 def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
-    """Return the schedule of a plan."""
+    """Return the schedule that a plan names: the order of actions for every pipeline rank."""
     return make_schedule(
         plan.schedule,
         plan.ranks,

@@ -15,23 +15,26 @@ from .stage import MicroBatch
 
 
 def rows_of(micro: MicroBatch) -> int | None:
-    """Return the number of rows of a batch.
+    """Return the number of rows of a batch, or None if no tensor has a dimension.
 
-    It is the first dimension of the first tensor that has one; None if there is no such tensor.
+    It is the size of the first dimension of the first tensor that has one.
     """
     tensors = all_tensors((micro.args, dict(micro.kwargs)), visits_objects=False)
     return next((each.shape[0] for each in tensors if each.dim()), None)
 
 
 def cut_rows(micro: MicroBatch, parts: int) -> list[MicroBatch]:
-    """Divide a batch into equal parts.
+    """Divide a batch into micro-batches with equal numbers of rows.
 
-    Each part has its rows of every tensor with the batch's first dimension, and all of everything
-    else.
+    Each micro-batch has its rows of every tensor whose first dimension is that of the batch. It
+    shares all other tensors and values with the batch.
 
     Args:
-        micro: The batch.
-        parts: Number of parts.
+        micro: The batch: the arguments of the model's forward.
+        parts: Number of micro-batches.
+
+    Returns:
+        The micro-batches, in the order of the rows.
 
     Raises:
         UsageError: The number of rows is not divisible by the number of parts.
@@ -58,10 +61,10 @@ def cut_rows(micro: MicroBatch, parts: int) -> list[MicroBatch]:
 
 
 def join_rows(outputs: Sequence[Any]) -> Any:
-    """Join a model's outputs for the parts of a batch.
+    """Join a model's outputs for the micro-batches of one batch.
 
-    Tensors are joined by rows, scalars are averaged, and containers are joined item by item. For
-    any other value, the first one is returned.
+    Tensors are concatenated by rows, scalars are averaged, and containers are joined item by item.
+    For any other value, the first one is returned.
     """
     first = outputs[0]
     if len(outputs) == 1:

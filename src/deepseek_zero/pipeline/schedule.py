@@ -30,7 +30,11 @@ from ..base.errors import UsageError, shown
 
 
 class StageActionKind(Enum):
-    """Kinds of actions. The values are the names that PyTorch uses, except TIE."""
+    """Kinds of actions in a pipeline schedule.
+
+    The values are the names that PyTorch uses, except TIE: the sum of the gradients of weights that
+    several stages share.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -65,7 +69,13 @@ _ENDS = {
 
 
 class StageAction(NamedTuple):
-    """One action of a rank; `micro` is None if it concerns all micro-batches."""
+    """One action of a rank in a pipeline schedule.
+
+    Attributes:
+        stage: Number of the stage.
+        kind: What is done, for example a forward or a send.
+        micro: Number of the micro-batch; None if the action concerns all of them.
+    """
 
     stage: int
     kind: StageActionKind
@@ -76,7 +86,7 @@ class StageAction(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Return whether it is a send or a receive."""
+        """Return whether the action is a send or a receive."""
         return self.kind in _ENDS
 
     @property
@@ -91,16 +101,16 @@ Program = tuple[StageAction, ...]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The actions of every pipeline rank in a step.
+    """The order of actions of every pipeline rank in one step.
 
     Attributes:
-        name: Name of the schedule.
-        micro_batches: Number of micro-batches.
-        placement: The pipeline rank of each virtual stage. The executor sends every output to
-            another rank.
-        programs: The actions of each rank.
+        name: Name of the schedule, for example "1f1b".
+        micro_batches: Number of micro-batches of the step.
+        placement: The pipeline rank of each stage. The executor requires that consecutive stages
+            are on different ranks.
+        programs: The actions of each rank, in order.
         in_flight: For each rank, the maximum number of forwards without a backward, counted for
-            each virtual stage. It is also the number of message slots to a neighbour.
+            each stage. It is also the number of messages to a neighbor that may be in progress.
         tied: Stages that share a weight, ascending; empty or at least two.
     """
 
@@ -118,11 +128,11 @@ class PipelineSchedule:
 
     @property
     def stages(self) -> int:
-        """Return the number of virtual stages."""
+        """Return the number of stages of the model."""
         return len(self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the virtual stages of a rank, ascending."""
+        """Return the stages that a pipeline rank runs, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @cached_property
@@ -153,7 +163,7 @@ def make_schedule(
     group: int | None = None,
     tied: Sequence[int] = (),
 ) -> PipelineSchedule:
-    """Return the schedule with the given name.
+    """Return the training schedule with the given name.
 
     A rank runs a group of micro-batches in one stage before its next stage. It starts with some
     forwards, then alternates a forward and a backward.
@@ -172,9 +182,12 @@ def make_schedule(
         name: One of `SCHEDULES`.
         ranks: Number of pipeline ranks P.
         virtual: Number of stages v per rank.
-        micro_batches: Number of micro-batches m.
-        group: Size of a group for "breadth_first", from P to m; None means m.
-        tied: Stages that share a weight.
+        micro_batches: Number of micro-batches m of a step.
+        group: Number of micro-batches in a group for "breadth_first", from P to m; None means m.
+        tied: Stages that share a weight, whose gradients the schedule sums before their reduction.
+
+    Returns:
+        The order of actions of every rank, including messages, gathers and reductions.
 
     Raises:
         UsageError: The name is unknown, or the numbers do not fit the schedule.
@@ -290,17 +303,22 @@ def lower(
     gathers_runs_of: int | None = None,
     tied: Sequence[int] = (),
 ) -> PipelineSchedule:
-    """Add messages, gathers, releases, ties and reductions to a table of computations.
+    """Build a schedule from the order of forwards and backwards.
+
+    Messages, gathers and releases of weights, sums of tied gradients and reductions are added.
 
     Args:
         name: Name of the schedule.
-        micro_batches: Number of micro-batches.
-        placement: The pipeline rank of each virtual stage.
+        micro_batches: Number of micro-batches of a step.
+        placement: The pipeline rank of each stage.
         compute: For each rank, its forwards and backwards in order.
-        in_flight: See `PipelineSchedule`.
+        in_flight: For each rank, the maximum number of forwards without a backward.
         gathers_runs_of: Gather a stage's weights for each run of this many micro-batches; None
             gathers once per step.
         tied: Stages that share a weight.
+
+    Returns:
+        The complete schedule.
     """
     shared = tuple(sorted(tied)) if len({placement[stage] for stage in tied}) > 1 else ()
     programs = []
@@ -337,11 +355,11 @@ def _with_messages(action: StageAction, placement: Sequence[int]) -> list[StageA
 
 
 def crosses_ranks(message: StageAction, placement: Sequence[int]) -> bool:
-    """Return whether a send or receive has two stages, and they are on different ranks.
+    """Return whether a message is between two existing stages on different ranks.
 
     Args:
         message: The send or receive.
-        placement: The pipeline rank of each virtual stage.
+        placement: The pipeline rank of each stage.
     """
     source, target = message.ends
     is_inside = min(source, target) >= 0 and max(source, target) < len(placement)

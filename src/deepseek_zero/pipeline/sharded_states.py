@@ -2,8 +2,8 @@
 
 Units that a forward or backward gathered are kept until the schedule releases their stage, so a
 unit is gathered once for each run of micro-batches. A pass uses only the units of its stage.
-Gradients are accumulated locally (`PlanSettings.reduces_once`) and reduced in the last backward of
-the step, or after tied gradients are summed.
+Gradients are accumulated on each rank (`PlanSettings.reduces_once`) and reduced in the last
+backward of the step, or after tied gradients are summed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from .ties import Ties
 
 
 class ShardedStates(States):
-    """The states of one rank's stages, in the runtime of the wrapped model."""
+    """Gathers weights and reduces gradients of a rank's stages through the ZeRO runtime.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+        ties: The weights that stages share, if any.
+        blocks: For each stage of this rank, the full names of its modules; None if there is a
+            single stage, which has all.
+
+    Attributes:
+        reduces: Whether the end of the schedule ends the step. If not, gradients are accumulated
+            until `end_step`.
+    """
 
     def __init__(
         self,
@@ -26,14 +37,7 @@ class ShardedStates(States):
         ties: Ties | None = None,
         blocks: Mapping[int, Collection[str]] | None = None,
     ) -> None:
-        """Assign units to stages.
-
-        Args:
-            runtime: The runtime of the wrapped model.
-            ties: Tied weights, if any.
-            blocks: For each stage of this rank, the full names of its modules; None if there is a
-                single stage, which has all.
-        """
+        """Assign the units that are gathered together to stages."""
         self.runtime = runtime
         self.ties = ties if ties is not None and ties.is_sharing else None
         self._gathered: set[int] = set()
@@ -48,13 +52,13 @@ class ShardedStates(States):
         }
 
     def gather(self, stage: int) -> None:
-        """Keep the units of a stage after they are gathered."""
+        """Keep the weights of a stage in memory from their next gather on, until `release`."""
         self._gathered.add(stage)
         for unit in self._part(stage):
             unit.is_pinned = True
 
     def release(self, stage: int) -> None:
-        """Release the units of a stage, and all units after the last stage of this rank."""
+        """Free the weights of a stage; after the last stage, also those that all stages use."""
         self._gathered.discard(stage)
         if stage in self._units:
             _unpin(unit for unit in self._part(stage) if unit.number)
@@ -68,7 +72,7 @@ class ShardedStates(States):
 
     @contextmanager
     def forward(self, stage: int) -> Iterator[None]:
-        """Restrict a forward to the units of its stage."""
+        """Return a context manager in which only the weights of the stage are gathered."""
         self.runtime.executor.gathers.restrict_to(self._units.get(stage))
         try:
             yield
@@ -77,13 +81,13 @@ class ShardedStates(States):
 
     @contextmanager
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> Iterator[None]:
-        """Restrict a backward to the units of its stage.
+        """Return a context manager in which only the weights of the stage are gathered.
 
-        The last backward of a step reduces the gradients, unless tied gradients must be summed
-        first.
+        The last backward of a step reduces the gradients, unless gradients of shared weights must
+        be summed first.
 
         Args:
-            stage: The stage.
+            stage: Number of the stage.
             ends_step: Whether it is this rank's last backward of the step.
             is_carried: Whether the gradients come from a later stage, which has already applied the
                 factor of the loss.
@@ -96,7 +100,7 @@ class ShardedStates(States):
             yield
 
     def reduce(self, stage: int) -> None:
-        """Reduce the gradients that the last backward has not reduced."""
+        """Reduce the gradients if the last backward of the step has not reduced them."""
         if self._waits:
             self._waits = False
             self.runtime.step.is_boundary = True
@@ -109,7 +113,7 @@ class ShardedStates(States):
         _unpin(self.runtime.units)
 
     def tie(self, stage: int) -> None:
-        """Sum the gradients of tied weights before their reduction.
+        """Sum the gradients of weights that stages share, before their reduction.
 
         Note:
             Collective: every rank that shares a weight must call it.
@@ -128,7 +132,7 @@ class ShardedStates(States):
         )
 
     def end_step(self) -> None:
-        """Sum tied gradients and reduce all gradients accumulated with `reduces` off.
+        """Sum the gradients of shared weights, and reduce all accumulated gradients.
 
         Note:
             Collective: every rank of the pipeline must call it.

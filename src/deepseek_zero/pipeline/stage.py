@@ -1,10 +1,10 @@
 """Divide a model into stages that run the model's own forward on the same inputs.
 
-Stand-ins replace the blocks of other stages. A stand-in before the first own block returns its
-input; the last of them returns the received tensor. The stand-in after the last own block leaves
-the forward with an exception that is caught at the model. Parameters of other stages are zeros that
-use one element of memory, so the lookup in another stage's embedding costs nothing. The head of
-another stage is never reached.
+Placeholders replace the blocks of other stages. A placeholder before the first own block returns
+its input; the last of them returns the received tensor. The placeholder after the last own block
+leaves the forward with an exception that is caught at the model. Parameters of other stages are
+zeros that use one element of memory, so the lookup in another stage's embedding costs nothing. The
+head of another stage is never reached.
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ Received = tuple[Tensor, ...]
 
 
 class Stage(Protocol):
-    """Interface of a virtual stage that `PipelineExecutor` runs."""
+    """Interface of a stage that `PipelineExecutor` runs.
+
+    Attributes:
+        index: The number of the stage, along the model.
+    """
 
     index: int
 
     def forward(self, micro: Any, received: Received) -> Any:
-        """Run a micro-batch.
+        """Run the stage on one micro-batch.
 
         Args:
-            micro: The micro-batch.
-            received: Tensors of the previous stage; empty in the first stage.
+            micro: The micro-batch: a `MicroBatch` or a `Labelled`.
+            received: Tensors that the previous stage sent; empty in the first stage.
 
         Returns:
             The tensors for the next stage, or the model's output in the last stage.
@@ -46,27 +50,32 @@ class Stage(Protocol):
         ...
 
     def loss(self, output: Any, micro: Any) -> Tensor:
-        """Return the loss of a micro-batch, a scalar.
+        """Return the loss of a micro-batch, a scalar tensor.
 
         Args:
             output: Output of the last stage's `forward`.
-            micro: The micro-batch.
+            micro: The micro-batch, which may contain the labels.
         """
         ...
 
 
 class MicroBatch(NamedTuple):
-    """The arguments of one forward of the whole model."""
+    """The arguments of the whole model's forward for one micro-batch.
+
+    Attributes:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+    """
 
     args: Args = ()
     kwargs: Mapping[str, Any] = {}
 
     @classmethod
     def of(cls, batch: Any) -> MicroBatch:
-        """Convert an item of a data loader to arguments.
+        """Convert an item of a data loader to arguments of the model.
 
         A mapping becomes keyword arguments, a tuple or list positional arguments, and any other
-        value a single argument.
+        value a single positional argument.
         """
         if isinstance(batch, cls):
             return batch
@@ -77,10 +86,10 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A chain that is divided into stages.
+    """The assignment of a model's blocks and parameters to pipeline stages.
 
     Attributes:
-        chain: The chain.
+        chain: The blocks of the model.
         bounds: Stage g has the blocks [bounds[g], bounds[g + 1]).
         owners: For each parameter, the stages that use it, ascending; several for a tied one.
     """
@@ -96,15 +105,15 @@ class Cut:
 
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:
-        """Return the parameters that several stages use, with their stages."""
+        """Return the parameters that several stages use: the stages of each, by parameter name."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
 
     def blocks_of(self, stage: int) -> list[str]:
-        """Return the full names of a stage's blocks."""
+        """Return the full names of the blocks that a stage has."""
         return [block.name for block in self.chain.blocks[slice(*self.bounds[stage : stage + 2])]]
 
     def params_of(self, stages: Sequence[int]) -> list[str]:
-        """Return the parameters that at least one of these stages uses."""
+        """Return the names of the parameters that at least one of these stages uses."""
         return [name for name, owners in self.owners.items() if not set(owners).isdisjoint(stages)]
 
 
@@ -115,17 +124,24 @@ def cut_chain(
     method: str = "best",
     in_flight: Sequence[int] | None = None,
 ) -> Cut:
-    """Divide a chain into stages.
+    """Assign the blocks of a model to stages.
 
-    The first stage gets the part before the blocks. The last stage gets the part after them and
-    unused parameters.
+    The first stage also gets the part before the blocks. The last stage gets the part after them
+    and unused parameters. The model is not changed.
 
     Args:
-        model: The model.
-        chain: Its chain of blocks.
+        model: The whole model, whose parameter sizes are read.
+        chain: The blocks, as `find_chain` returned them.
         stages: Number of stages.
-        method: Method of the function `partition`.
-        in_flight: For each stage, the number of micro-batches with saved activations.
+        method: How blocks are assigned; see the function `partition`.
+        in_flight: For each stage, the number of micro-batches with saved activations, which "best"
+            takes into account. None means one for each.
+
+    Returns:
+        The blocks of each stage, and the stages that use each parameter.
+
+    Raises:
+        UsageError: There are fewer blocks than stages, or the method is unknown.
     """
     params = dict(model.named_parameters())
     first, *blocks, last = chain.parts
@@ -170,10 +186,14 @@ class _AbsentError(UsageError, AttributeError):
 
 
 class StandIn(nn.Module):
-    """A stand-in for a block of another stage, which returns its input.
+    """Placeholder for a block of another stage. Its forward returns its input.
 
-    The result has the form that the block returns. It has the block's plain attributes, because a
-    model may read them in its loop.
+    It keeps the strings, numbers and flags among the block's attributes, because the model's
+    forward may read them.
+
+    Args:
+        block: The block that it replaces.
+        length: Length of the tuple that the block returns; None if it returns a tensor.
     """
 
     def __init__(self, block: nn.Module, length: int | None) -> None:
@@ -198,7 +218,7 @@ class StandIn(nn.Module):
             ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first argument."""
+        """Return the first argument, in a tuple if the block returns a tuple."""
         return self._formed(_first(args, kwargs))
 
     def _formed(self, hidden: Tensor) -> Any:
@@ -292,10 +312,19 @@ class _StageForward:
 
 
 class ModelStage:
-    """One virtual stage of a model that `take_stages` has divided.
+    """One stage of a model that `take_stages` has divided.
 
-    `view` contains the stage's own modules for places in which the model has other modules while no
-    stage runs.
+    Its forward is the model's own forward, in which placeholders replace the blocks of other
+    stages.
+
+    Args:
+        model: The model on this rank, which all stages of the rank share.
+        cut: The assignment of the model's blocks to stages.
+        index: The number of this stage, along the model.
+        view: Placeholders by block name. They are part of the model only while this stage runs.
+        entry: The placeholder that returns the tensor of the previous stage; None in the first
+            stage.
+        zeros: The zeros that replace the parameters of other stages.
     """
 
     def __init__(
@@ -317,15 +346,19 @@ class ModelStage:
 
     @property
     def is_last(self) -> bool:
-        """Return whether this is the last stage."""
+        """Return whether this is the last stage, which returns the model's output."""
         return self.index == self.cut.stages - 1
 
     def forward(self, micro: MicroBatch, received: Received = ()) -> Any:
-        """Run the model's forward with this stage's blocks.
+        """Run the model's forward on one micro-batch with this stage's blocks only.
 
         Args:
-            micro: The micro-batch.
-            received: The tensor of the previous stage.
+            micro: The arguments of the whole model's forward.
+            received: The tensor that the previous stage sent; empty in the first stage.
+
+        Returns:
+            The model's output in the last stage; otherwise a tuple with the tensor for the next
+            stage.
         """
         rest = {key: getattr(self._box, key) for key in self._view}
         self._show(self._view)
@@ -348,11 +381,11 @@ class ModelStage:
             setattr(self._box, key, block)
 
     def loss(self, output: Any, micro: MicroBatch) -> Tensor:
-        """Return the model's loss.
+        """Return the loss that the model's forward has computed.
 
         Args:
-            output: Output of the model.
-            micro: Unused.
+            output: The model's output in the last stage.
+            micro: The micro-batch, which is not used.
 
         Raises:
             UsageError: The model returned no loss.
@@ -370,7 +403,7 @@ def tied_stages(ties: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in a model's output, if any.
+    """Return the loss in a model's output as a scalar, or None if there is none.
 
     It is the output itself, its `loss`, or the first element of a tuple or list.
     """
@@ -385,10 +418,12 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in a model's output.
+    """Return the loss in a model's output as a scalar tensor.
+
+    It is the output itself, its `loss`, or the first element of a tuple or list.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The output contains no tensor with one element in these places.
     """
     if (found := loss_in(output)) is not None:
         return found
@@ -400,15 +435,18 @@ def loss_of(output: Any) -> Tensor:
 
 
 def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelStage]:
-    """Reduce a model to the given virtual stages and return them, ascending.
+    """Reduce a model to the stages of this rank.
 
-    The blocks and parameters of other stages are freed. Parameters keep their names in the whole
-    model.
+    The blocks and parameters of other stages are freed. The remaining parameters keep their names
+    in the whole model. Afterwards the model can only be called through its stages.
 
     Args:
-        model: The model, which is changed.
-        cut: The division of its chain.
-        own: This rank's stages.
+        model: The whole model, which is changed in place.
+        cut: The assignment of its blocks and parameters to stages.
+        own: The numbers of this rank's stages.
+
+    Returns:
+        This rank's stages, in ascending order.
     """
     chain = cut.chain
     box = model.get_submodule(chain.container)

@@ -1,4 +1,4 @@
-"""Share weights between stages: sum the gradients of all copies once per step.
+"""Synchronize weights that several stages share, by a sum of their gradients once per step.
 
 A common case is the embedding of the first stage that is also the head of the last one. Each rank
 that uses a shared weight has a copy. Every rank computes the same sum, in the order of the stages,
@@ -20,13 +20,16 @@ TILE_NUMEL = 1 << 16  # elements of the fp32 scratch buffer of a sum
 
 
 class Ties:
-    """The tied weights of one pipeline.
+    """The weights that several stages of a pipeline share, and the collectives on them.
 
     Args:
         world: The communicator of all ranks.
-        mesh: The mesh.
+        mesh: The mesh, which defines the ranks of each pipeline.
         placement: The rank along "pp" of each stage.
         stages: For each weight of the whole model, the stages that use it, ascending.
+
+    Note:
+        Collective: every rank of `world` must construct it.
     """
 
     def __init__(
@@ -36,11 +39,7 @@ class Ties:
         placement: Sequence[int],
         stages: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """Create the communicator of the ranks that share a weight.
-
-        Note:
-            Collective: every rank of the world must call it.
-        """
+        """Create the communicator of the ranks that share a weight."""
         # Ranks in the order of their first stages
         self.ranks = {
             name: tuple(dict.fromkeys(placement[stage] for stage in found))
@@ -58,18 +57,23 @@ class Ties:
 
     @property
     def is_sharing(self) -> bool:
-        """Return whether this rank has a copy of a tied weight."""
+        """Return whether this rank has a copy of a weight that other ranks have too."""
         return self.comm is not None
 
     def is_counted(self, name: str) -> bool:
-        """Return whether this rank's copy of a weight is counted in norms and saved."""
+        """Return whether this rank's copy of a weight counts in norms and is saved.
+
+        This is the case on one of the ranks that share the weight, and for weights that are not
+        shared.
+        """
         return name not in self.ranks or self.ranks[name][0] == self.rank
 
     def spread(self, values: Mapping[str, Tensor]) -> None:
-        """Copy the values of the first stage's copy of each tied weight to the others.
+        """Copy the first stage's values of each shared weight to the other ranks that use it.
 
         Args:
-            values: This rank's contiguous tied weights by name; written in place.
+            values: This rank's contiguous shared weights, by name. They are overwritten on all
+                ranks but that of the first stage.
 
         Note:
             Collective: every rank that shares a weight must call it.
@@ -84,11 +88,13 @@ class Ties:
             self._exchange(own, to, inbox, "gather", f"values of {name}")
 
     def add_up(self, grads: Mapping[str, Tensor]) -> None:
-        """Sum the gradients of tied weights over the ranks that share them, in place.
+        """All-reduce the gradients of shared weights over the ranks that use them, in place.
+
+        The sum is formed in fp32 in the order of the stages, so it is equal on all ranks.
 
         Args:
-            grads: This rank's contiguous gradients by name. A weight without a gradient must be
-                omitted on all ranks.
+            grads: This rank's contiguous gradients of shared weights, by name. A weight without a
+                gradient must be omitted on all ranks.
 
         Note:
             Collective: every rank that shares a weight must call it.

@@ -24,12 +24,12 @@ from .schedule import (
 
 
 class ScheduleError(DeepSeekZeroError):
-    """A schedule would deadlock or use a missing value."""
+    """Raised if a schedule would deadlock or use a value before it is available."""
 
 
 @dataclass(frozen=True)
 class TimedAction:
-    """A computation of a rank, with its start and end."""
+    """A forward or backward of a rank in a simulated step, with its start and end in seconds."""
 
     rank: int
     action: StageAction
@@ -51,7 +51,10 @@ class _Lane:
 
 
 def verify(schedule: PipelineSchedule) -> None:
-    """Verify a schedule.
+    """Check that a schedule is complete, cannot deadlock, and uses no missing value.
+
+    Args:
+        schedule: The schedule whose programs for all ranks are checked.
 
     Raises:
         ScheduleError: The schedule is wrong; the message names the action.
@@ -69,16 +72,20 @@ def verify(schedule: PipelineSchedule) -> None:
 def simulate(
     schedule: PipelineSchedule, forward: float, backward: float
 ) -> tuple[list[TimedAction], float]:
-    """Return all computations of a step, and its duration in seconds.
+    """Simulate a step of a pipeline schedule, to find its timeline and its duration.
 
-    A receive waits for its send. A send waits while all slots of its lane contain messages that are
-    not received; a rank has as many slots to a neighbour as micro-batches in flight. A tie waits
-    for the other ranks with tied stages. A message takes no time.
+    A receive waits for its send. A send waits while the number of messages that the neighbor has
+    not received equals the number of micro-batches in flight. The sum of tied gradients waits for
+    all ranks that share weights. Messages, gathers and reductions take no time.
 
     Args:
-        schedule: The schedule.
-        forward: Seconds of a micro-batch's forward in a stage.
-        backward: Seconds of a micro-batch's backward in a stage.
+        schedule: The schedule to simulate, with the actions of every rank.
+        forward: Duration of one micro-batch's forward in one stage, in seconds.
+        backward: Duration of one micro-batch's backward in one stage, in seconds.
+
+    Returns:
+        All forwards and backwards with their start and end, and the duration of the step in
+        seconds.
 
     Raises:
         ScheduleError: The ranks deadlock, or receive messages in another order than they are sent.
