@@ -27,15 +27,15 @@ LARGE_NUMEL = 1_000_000  # a block of this size is a unit even if it is not repe
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter, as the planner sees it.
+    """The shape, dtype and properties of one parameter.
 
     Attributes:
         shape: The shape; of this rank's part if the parameter is split along "tp".
         dtype: The dtype.
-        trainable: It requires a gradient.
-        full_precision: It stays in fp32 under a 16-bit policy.
+        trainable: The parameter requires a gradient.
+        full_precision: The parameter stays in fp32 if the run computes in 16 bits.
         split: How it is split along "tp"; None if it is not.
-        is_copy: An earlier stage has it, too.
+        is_copy: An earlier pipeline stage has the same (tied) parameter.
         whole: For a tile of rows, the name of the whole parameter; else empty.
     """
 
@@ -54,7 +54,7 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """A unit and its parameters, by full name.
+    """A unit of the model, which is gathered and released as a whole, and its parameters.
 
     Attributes:
         name: The name of its module; empty for the model.
@@ -69,7 +69,7 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model, as the planner sees it.
+    """The names, shapes and dtypes of a model's parameters, by unit.
 
     Attributes:
         units: Its units, the root first.
@@ -101,13 +101,13 @@ class ModelShape:
 
 
 def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:
-    """Return the shape of a model.
+    """Read the names, shapes and dtypes of a model's parameters, by unit.
 
-    It has names, shapes, dtypes and `requires_grad`, and no values.
+    The result also has `requires_grad`. It holds no values and no reference to the model.
 
     Args:
-        model: The model.
-        settings: The settings of the plan.
+        model: The model, which may be on the meta device.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
 
     Raises:
         UsageError: The settings name modules that the model does not have.
@@ -127,14 +127,17 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
     declares that it only calls its children (`children_are_units`), so they are units in every
     place.
 
-    A parameter that several units use belongs to the root, which is gathered throughout.
-    `settings.unit_names` replaces the search by names of classes or modules. Modules of
+    A parameter that several units use belongs to the root, which stays gathered during a whole
+    pass. `settings.unit_names` replaces the search by names of classes or modules. Modules of
     `leaf_classes` (mixture-of-experts blocks), and modules made of small ones (`fuse_numel`), are
     not searched, because small units are sent in one message.
 
     Args:
-        model: The model.
-        settings: The settings of the plan.
+        model: The model, which may be on the meta device.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
+
+    Returns:
+        The units with the shapes of their parameters.
     """
     params = _param_shapes(model, settings)
     if not settings.unit_names and _is_fine_grained(model, settings):

@@ -24,12 +24,12 @@ def hop_buffer_sizes(
     They are the sums of hosts, their codes if they are coded, and the inboxes of both hops.
 
     Args:
-        numel: The elements that each rank sends to each other rank.
+        numel: The number of elements that each rank sends to each other rank.
         wires: The codecs of both hops (`hop_wires`).
-        ranks: The number of ranks.
-        near: The number of ranks on one host.
+        ranks: The number of ranks that exchange messages.
+        near: The number of ranks per host.
         near_in_place: The ranks of one host read each other's memory, so there is no inbox.
-        far_in_place: The ranks with the same position on different hosts do.
+        far_in_place: The ranks with the same local rank read each other's memory across hosts.
     """
     (dtype, length), (far_dtype, far_length) = ((wire.dtype, wire.length(numel)) for wire in wires)
     hosts = ranks // near

@@ -23,9 +23,9 @@ WORTH = 0.9  # codes are chosen if they take at most this share of the plain sec
 
 @dataclass(frozen=True)
 class CodecRate:
-    """The elements per second that the slowest rank of a host encodes and decodes.
+    """The measured speed of a codec, in elements per second, on the slowest rank of a host.
 
-    All ranks of the host do so at the same time.
+    All ranks of the host are measured at the same time.
     """
 
     codec: Blocks
@@ -35,13 +35,13 @@ class CodecRate:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The work of one movement for each element, on one rank.
+    """The work of one rank for each element of a collective.
 
     Attributes:
-        far: How often the element is sent to other hosts.
-        encoded: How often it would be encoded.
-        decoded: How often it would be decoded.
-        plain_bytes: Its bytes without a codec.
+        far: How often this rank sends the element to other hosts.
+        encoded: How often this rank would encode the element.
+        decoded: How often this rank would decode the element.
+        plain_bytes: The bytes of the element without a codec.
     """
 
     far: float
@@ -50,7 +50,7 @@ class Traffic:
     plain_bytes: int
 
     def seconds(self, link: float, coded: CodecRate | None) -> float:
-        """Return the seconds that an element costs.
+        """Return the time in seconds that an element costs one rank.
 
         Args:
             link: Bytes per second between hosts.
@@ -66,9 +66,9 @@ def gather_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffi
     """Return the work of an all-gather of weights for each element.
 
     Args:
-        ranks: The number of ranks that share slices.
-        here: How many of them are on one host.
-        near: The number of ranks on one host, if sums are formed host by host; else 1.
+        ranks: The number of ranks over which states are sharded.
+        here: How many of these ranks are on one host.
+        near: The number of ranks per host if gradients are summed within each host first, else 1.
         plain_bytes: The bytes of an element without a codec.
     """
     far = (ranks - here) / ranks if near == 1 else (ranks / near - 1) / ranks
@@ -81,9 +81,9 @@ def reduce_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffi
     If sums are formed host by host, uncoded sums travel between hosts in fp32.
 
     Args:
-        ranks: The number of ranks that share slices.
-        here: How many of them are on one host.
-        near: The number of ranks on one host, if sums are formed host by host; else 1.
+        ranks: The number of ranks over which states are sharded.
+        here: How many of these ranks are on one host.
+        near: The number of ranks per host if gradients are summed within each host first, else 1.
         plain_bytes: The bytes of an element without a codec.
     """
     if near == 1:
@@ -93,7 +93,12 @@ def reduce_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffi
 
 @dataclass(frozen=True)
 class Open:
-    """One state whose codec is chosen by measurement."""
+    """A choice of a codec for one state, made from measured speeds.
+
+    Attributes:
+        traffic: The work of one rank for each element.
+        among: The codecs to choose from, with their speeds.
+    """
 
     traffic: Traffic
     among: tuple[CodecRate, ...]
@@ -105,7 +110,7 @@ class Open:
         return best.codec if is_worth_it else None
 
     def describe(self, link: float) -> str:
-        """Return the choice, with the measurements on which it is based."""
+        """Return the choice and the measured times as text."""
         times = []
         for rate in (None, *self.among):
             codec = "unquantized" if rate is None else rate.codec
@@ -116,13 +121,16 @@ class Open:
 def choose_codes(
     asked: Compression, link: float, weights: Open | None = None, gradients: Open | None = None
 ) -> Compression:
-    """Return a compression in which the open choices are made, with the reason.
+    """Choose the codecs of weights and gradients that the configuration leaves open.
 
     Args:
-        asked: The configured compression.
+        asked: The configured compression, whose fixed choices are kept.
         link: The bytes per second that the slowest rank sends to other hosts while all ranks send.
         weights: The choice for weights; None if there is none to make.
         gradients: The choice for gradients; None if there is none to make.
+
+    Returns:
+        The compression with all choices made; its `why` contains the measurements.
     """
     found = asked
     said = [f"a rank sends {format_bytes(link)}/s to other hosts"]

@@ -9,7 +9,7 @@ from .units import UnitPlan
 
 
 def enclosing(names: Sequence[str]) -> dict[int, int]:
-    """Return the number of the enclosing unit for each unit inside another one.
+    """Return, for each unit nested in another one, the number of the innermost enclosing unit.
 
     The root (0) is left out.
 
@@ -41,7 +41,7 @@ def outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
 
 
 def cut_units(units: Sequence[UnitPlan]) -> frozenset[int]:
-    """Return the units that process micro-batches one after the other.
+    """Return the units that process the micro-batches of a batch one after the other.
 
     These are all units except the root and tiles. Tiles need no cut.
 

@@ -28,63 +28,71 @@ class SecondCopy(Extra):
     state = "weight"
 
     def promoted(self) -> Self:
-        """Return the extra for a row with an fp32 weight and gradient."""
+        """Return the same addition for a group with an fp32 weight and gradient."""
         return replace(self, spec=replace(self.spec, dtype=torch.float32))
 
     def words(self, plan: ShardPlan) -> str:
-        """Return the text that reports append to the description of the state."""
+        """Return the text that is appended to the description of the state in reports."""
         return f" + {self.spec}"
 
 
 @dataclass(frozen=True)
 class LateGradient(Extra):
-    """The gradient of the previous step, from which a delayed update is computed.
+    """The delayed gradient: this rank's slice of the previous step's gradient.
 
-    It is this rank's slice, next to the gradient that is accumulated now.
+    A delayed update is computed from it while the current gradient is accumulated.
     """
 
     state = "grad"
     updates_late = True
 
     def words(self, plan: ShardPlan) -> str:
-        """Return the text that reports append to the description of the state."""
+        """Return the text that is appended to the description of the state in reports."""
         return f" + {late_gradient_of(plan)}"
 
 
 @dataclass(frozen=True)
 class ErrorsKept(Extra):
-    """Each rank keeps the rounding errors of its coded gradients (error feedback)."""
+    """Error feedback: each rank keeps the rounding errors of its quantized gradients.
+
+    Attributes:
+        feedback: The codec of the errors, and when they are reset.
+    """
 
     feedback: Feedback
 
     state = "grad"
 
     def words(self, plan: ShardPlan) -> str:
-        """Return the text that reports append to the description of the state."""
+        """Return the text that is appended to the description of the state in reports."""
         return f" + errors {self.feedback.codec}"
 
 
 @dataclass(frozen=True)
 class MomentaExchanged(Extra):
-    """Ranks exchange coded momenta in place of gradients."""
+    """Ranks exchange quantized momenta instead of gradients (1-bit Adam).
+
+    Attributes:
+        codec: The codec of the momenta.
+    """
 
     codec: Signs
 
     state = "grad"
 
     def words(self, plan: ShardPlan) -> str:
-        """Return the text that reports append to the description of the state."""
+        """Return the text that is appended to the description of the state in reports."""
         return f", momenta sent as {self.codec}"
 
 
 def with_momenta_exchanged(plan: ShardPlan, codec: Signs | None) -> ShardPlan:
-    """Return the same row with momenta that are exchanged in place of gradients.
+    """Return the specs of a group with momenta that are exchanged in place of gradients.
 
     Momenta are fp32.
 
     Args:
-        plan: The row. It is returned unchanged if it has no gradient.
-        codec: The codec of the momenta; None returns the row unchanged.
+        plan: The specs of the group's states, returned unchanged if there is no gradient.
+        codec: The codec of the momenta; None returns `plan` unchanged.
     """
     if codec is None or plan.grad is None:
         return plan
@@ -104,8 +112,8 @@ def can_be_shared(plan: ShardPlan, device: torch.device) -> bool:
     Gathers then copy nothing.
 
     Args:
-        plan: The row of the weight.
-        device: The training device.
+        plan: The specs of the group's states.
+        device: The device on which the ranks train.
     """
     weight = plan.weight
     memories = MEMORY_OF_CPU if device.type == "cpu" else (Tier.DEVICE,)

@@ -1,6 +1,6 @@
 """The offsets of parameters in a group's flat buffer, and the slice of each rank.
 
-Pure arithmetic on names, shapes and offsets; it holds no tensor.
+The module computes with names, shapes and offsets. It holds no tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """The range of one parameter: elements [start, stop) of the flat buffer."""
+    """The position of one parameter in a flat buffer: elements [start, stop).
+
+    Attributes:
+        name: The full name of the parameter.
+        shape: The shape of the parameter.
+        start: The index of its first element in the buffer.
+    """
 
     name: str
     shape: Shape
@@ -51,6 +57,11 @@ class FlatLayout:
     """The layout of a flat buffer of `ranks` slices, each of `slice_numel` elements.
 
     Slots do not overlap.
+
+    Attributes:
+        slots: The positions of the parameters.
+        slice_numel: The number of elements of one rank's slice.
+        ranks: The number of slices.
     """
 
     slots: tuple[Slot, ...]
@@ -71,13 +82,13 @@ class FlatLayout:
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Return the flat range [low, high) of a slot that a rank owns.
+        """Return the part of a parameter that is in a rank's slice, as a flat range [low, high).
 
         The range is empty if low >= high.
 
         Args:
-            slot: The slot.
-            rank: The rank.
+            slot: The position of the parameter.
+            rank: The rank whose slice is meant.
         """
         low, high = self.bounds(rank)
         return max(slot.start, low), min(slot.stop, high)
@@ -124,16 +135,19 @@ class FlatLayout:
 def even_layout(
     names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK, grain: int = 1
 ) -> FlatLayout:
-    """Lay out parameters in order and cut them into equal slices.
+    """Lay out parameters one after another in a flat buffer of equal slices.
 
     A slice may begin inside a parameter.
 
     Args:
-        names: The names of the parameters.
-        shapes: Their shapes.
+        names: The full names of the parameters, in the order of the layout.
+        shapes: The shape of each parameter, in the order of `names`.
         ranks: The number of slices.
         block: The length of a slice is a multiple of this many elements.
         grain: Each parameter begins at a multiple of this many elements; it divides `block`.
+
+    Returns:
+        The layout, padded at the end to full slices.
     """
     slots = []
     offset = 0

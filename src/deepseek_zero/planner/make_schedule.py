@@ -1,4 +1,4 @@
-"""Make the schedule of a step, as a pure function of unit sizes, order and window.
+"""Make the schedule of a step from the sizes and the order of units.
 
 `compute_order` lists the forwards and backwards of a step. `plan_schedule` adds the gathers before
 each use, and the releases and reductions after it.
@@ -28,8 +28,8 @@ def compute_order(
     """Return the forwards or backwards of all units, one unit after the other.
 
     Args:
-        kind: Forward or backward.
-        order: The units.
+        kind: `ActionKind.FORWARD` or `ActionKind.BACKWARD`.
+        order: The numbers of the units, in the order in which they compute.
         micro_batches: The number of micro-batches that units in `cut` take one after the other.
             Backward takes the last one first, as autograd does.
         cut: The units that take micro-batches; the others take the whole batch.
@@ -54,14 +54,14 @@ def schedule_units(
     updates_in_forward: Collection[int] = (),
     ahead: Collection[int] = (),
 ) -> Schedule:
-    """Return the schedule of planned units.
+    """Return the schedule of a step for planned units.
 
     Args:
-        units: The units, the root first.
-        settings: The settings of the plan.
+        units: The planned units of the model, the root first.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
         order: The order in which units compute; None for the order of their declaration.
-        updates_in_forward: As in `plan_schedule`.
-        ahead: As in `plan_schedule`.
+        updates_in_forward: Units whose update may run in the next forward.
+        ahead: Units that may be updated in backward, before their step.
     """
     grads = [group.plan.grad for unit in units for group in unit.trained]
     chosen_order = range(len(units)) if order is None else order
@@ -95,13 +95,13 @@ def plan_schedule(
     reduces_each_backward: bool = True,
     all_reduced: Collection[int] = (),
 ) -> Schedule:
-    """Return the schedule of units of these sizes, used in this order.
+    """Return the schedule of a step for units of given sizes, used in a given order.
 
     Args:
         sizes: For each unit, the elements that a gather adds to this rank; 0 if nothing is sharded.
         order: The units in the order of forward. The first one is the root, which is in use
             throughout.
-        settings: The settings of the plan.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
         around: The enclosing unit of each unit inside another (`enclosing`). An enclosing unit is
             in use until the last unit inside it is done, in forward and backward.
         updates_in_forward: Units whose update may run in the next forward.

@@ -33,9 +33,9 @@ def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
     """Return the bytes of one state on one rank.
 
     Args:
-        spec: The spec of the state; None counts as 0 bytes.
-        padded_numel: The elements of the whole flat buffer, padding included.
-        ranks: The number of ranks that share slices.
+        spec: The placement, dtype and memory of the state; None counts as 0 bytes.
+        padded_numel: The number of elements of the whole flat buffer, including padding.
+        ranks: The number of ranks over which states are sharded.
     """
     return 0 if spec is None else spec.resting.nbytes(spec.numel(padded_numel, ranks))
 
@@ -59,11 +59,11 @@ def host_pieces(
 ) -> list[HostPiece]:
     """Return the host memory that one rank reserves for a group, state by state.
 
-    The training device copies weights and gradients. It copies main weights only if weights follow
-    them by coded differences.
+    The training device copies weights and gradients from and to it, and main weights only if
+    weights are updated by quantized differences.
 
     Args:
-        group: The group.
+        group: The planned parameter group, with its layout and specs.
         moments_per_element: The number of moments for each element.
         is_weight_shared: The weight is in memory that all ranks of the host share, which is
             reserved in another way.
@@ -92,7 +92,7 @@ def group_bytes(
     "secondary", and the error feedback of coded gradients as "errors".
 
     Args:
-        group: The group.
+        group: The planned parameter group, with its layout and specs.
         moments_per_element: The number of moments for each element.
         states: The states to count; "secondary" counts with the weight, "errors" with the gradient.
     """
@@ -123,7 +123,7 @@ def total_bytes(groups: Sequence[GroupPlan], moments_per_element: int = 2) -> di
     """Return the bytes of all groups on one rank, by state, without small tensors.
 
     Args:
-        groups: The groups.
+        groups: The planned parameter groups.
         moments_per_element: The number of moments for each element.
     """
     total = dict.fromkeys(STATES, 0)
@@ -158,7 +158,7 @@ class StateCounts:
 
         Args:
             numel: The number of elements of the shard.
-            group: The hyper-parameters of its parameter group.
+            group: The hyper-parameters of the shard's parameter group.
         """
         return numel * self.count(group) * torch.float32.itemsize + self.counters * COUNTER_BYTES
 
@@ -196,7 +196,7 @@ def moments_for(optimizer: str, group: Mapping[str, Any]) -> StateCounts:
     """Return the state counts of an optimizer class; an unknown class counts as Adam.
 
     Args:
-        optimizer: The name of the class.
+        optimizer: The name of the optimizer's class.
         group: The hyper-parameters of a parameter group.
     """
     return (

@@ -19,7 +19,7 @@ MAX_IN_FLIGHT = 2
 
 
 class Messages(NamedTuple):
-    """The messages of one reduction.
+    """How one reduction is cut into messages.
 
     Attributes:
         numel: The elements of a message for each rank.
@@ -39,7 +39,7 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
 
     Args:
         slice_numel: The elements of a slice.
-        ranks: The number of ranks.
+        ranks: The number of ranks that exchange messages.
         bucket_numel: The largest number of elements of one message over all ranks.
         most: The largest number of elements of a message per rank, for example the codec's limit.
     """
@@ -53,16 +53,16 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
 def hop_wires(
     wire: Codec, summand: torch.dtype, near: int, inside: Codec | None
 ) -> tuple[Codec, Codec]:
-    """Return the codecs of a gradient inside a host and between hosts.
+    """Return the codecs of gradient messages within a host and between hosts.
 
     If there is one hop (`near` is 1), it has the first codec. Block codes are meant for links
     between hosts. Inside a host, gradients are sent in the dtype in which they are collected,
     unless `inside` names a codec.
 
     Args:
-        wire: The codec of gradients.
+        wire: The configured codec of gradients.
         summand: The dtype in which a rank collects its own gradient.
-        near: The number of ranks on one host, if sums are formed host by host; else 1.
+        near: The number of ranks per host if gradients are summed within each host first, else 1.
         inside: The codec inside a host, or None.
     """
     if near == 1:
@@ -78,9 +78,9 @@ def inbox_sizes(
     """Return the receive buffers for the sum of one message, as (dtype, elements).
 
     Args:
-        numel: The elements that each rank sends to each other rank.
-        wire: The codec of the elements.
-        ranks: The number of ranks.
+        numel: The number of elements that each rank sends to each other rank.
+        wire: The codec in which the elements are sent.
+        ranks: The number of ranks that exchange messages.
         in_place: All ranks read each other's memory, so there is no inbox.
     """
     if in_place:

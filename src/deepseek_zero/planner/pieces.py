@@ -22,24 +22,25 @@ GENERATOR_BYTES = 8  # digest of one rank's random generators
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The part of one rank of a pipeline in a step.
+    """The stages, micro-batches and messages of one rank of a pipeline in a step.
 
     Attributes:
         schedule: The name of the schedule (pipeline/schedule.py).
         rank: The coordinate along "pp".
-        virtual: As in pipeline/schedule.py.
-        group: As in pipeline/schedule.py.
+        virtual: The number of stages per rank (virtual pipeline stages).
+        group: The number of micro-batches that a rank runs in one stage before its next stage; None
+            for the default of the schedule.
         micro_batches: The micro-batches of a step.
         placement: For each stage, its rank.
         blocks: For each stage, the full names of its modules.
         in_flight: For each rank, the most micro-batches between forward and backward; also the
             number of message slots in each direction.
         gathers: For each stage of this rank, how often its weights are gathered in a step.
-        of_all: The same for weights that belong to no single stage.
+        of_all: The same for weights that several stages use.
         outputs: For each boundary, the bytes of one micro-batch from a stage to the next; empty
             while unknown.
         grads: For each boundary, the bytes of the gradient of one micro-batch.
-        sample: What `outputs` and `grads` were measured with.
+        sample: A description of the micro-batch with which `outputs` and `grads` were measured.
         ties: For each shared parameter, the stages that share it.
     """
 
@@ -74,7 +75,7 @@ class PipelinePlan:
         return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
 
     def seen(self, outputs: Sequence[int], grads: Sequence[int]) -> PipelinePlan:
-        """Return the same plan with the message sizes of a step.
+        """Return a copy of the plan with the message sizes that a step has measured.
 
         Args:
             outputs: For each boundary, the bytes of one micro-batch.
@@ -162,7 +163,7 @@ class PipelinePlan:
         return self.gathers[inside[0]] if len(inside) == 1 else self.of_all
 
     def explain(self) -> list[str]:
-        """Return the pipeline as lines of text."""
+        """Return lines that describe the stages and their messages, for reports."""
         many = self.micro_batches
         own = self.stages
         lines = [
@@ -197,7 +198,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The part of one rank along "tp".
+    """The bytes that one rank sends and keeps for tensor parallelism ("tp").
 
     Attributes:
         ranks: The number of ranks along the axis.
@@ -226,7 +227,7 @@ class TensorPlan:
         return GENERATOR_BYTES * (self.ranks - 1) * self.micro_batches * self.stages
 
     def explain(self) -> list[str]:
-        """Return lines of text about the axis."""
+        """Return lines that describe the bytes of the axis, for reports."""
         known = f", {self.tokens:,} tokens per micro-batch" if self.tokens is not None else ""
         sent = format_bytes(self.share_bytes // self.ranks)
         return [f"tensor parallel: {self.ranks} ranks, {sent} sent per token{known}"]
@@ -234,7 +235,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """The part of one rank along "sp".
+    """The bytes that one rank sends and keeps for sequence parallelism ("sp").
 
     Attributes:
         ranks: The number of ranks along the axis.
@@ -267,7 +268,7 @@ class SequencePlan:
         return self.micro_batches * self.row_bytes
 
     def explain(self) -> list[str]:
-        """Return lines of text about the axis."""
+        """Return lines that describe the bytes of the axis, for reports."""
         known = (
             f", {self.tokens:,} tokens per rank and micro-batch" if self.tokens is not None else ""
         )

@@ -33,7 +33,20 @@ from .volume import StepVolume, step_volume
 
 @dataclass(frozen=True)
 class Plan:
-    """The states, actions and messages of one rank of a run, as data."""
+    """The plan of one rank: its states, schedule and messages.
+
+    Attributes:
+        settings: The settings from which the plan was made.
+        mesh: The device mesh, at the coordinates of this rank.
+        machine: The assumed properties of the machine.
+        units: The units of the model and their parameter groups, the root first.
+        schedule: The gathers, computations, releases and reductions of a step.
+        update: The shards that this rank updates; None without an optimizer.
+        module_buffer_bytes: The bytes of the model's buffers.
+        pipeline: The plan along "pp"; None without stages.
+        tensor: The plan along "tp"; None without that axis.
+        sequence: The plan along "sp"; None without that axis.
+    """
 
     settings: PlanSettings
     mesh: Mesh
@@ -167,7 +180,7 @@ class Plan:
         return [*lines, *said, f"schedule: {self.schedule}", *self._piece_lines()]
 
     def uncoded(self) -> Plan:
-        """Return this plan without codecs, to compare with."""
+        """Return this plan without codecs, to compare the sent bytes."""
         return replace(self, units=tuple(unit.uncoded() for unit in self.units))
 
     def _coded_line(self) -> list[str]:
@@ -332,15 +345,15 @@ def plan_model(
     update: UpdateSettings | None = None,
     placement: PlacementSettings | None = None,
 ) -> Plan:
-    """Return the plan of one rank: `plan_shape` for the result of `read_model`.
+    """Read a model and return the plan of one rank.
 
     Args:
-        model: The model.
-        settings: As in `plan_shape`.
-        mesh: As in `plan_shape`.
-        machine: As in `plan_shape`.
-        update: As in `plan_shape`.
-        placement: As in `plan_shape`.
+        model: The model, which may be on the meta device.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
+        mesh: The device mesh, at the coordinates of the planned rank; None for one rank.
+        machine: Which ranks are on one host, and the memory budgets.
+        update: The settings of the optimizer; None if nothing is updated.
+        placement: Which states may be placed in which memories, if that is left open.
     """
     return plan_shape(read_model(model, settings), settings, mesh, machine, update, placement)
 
@@ -353,16 +366,16 @@ def plan_shape(
     update: UpdateSettings | None = None,
     placement: PlacementSettings | None = None,
 ) -> Plan:
-    """Return the plan of one rank.
+    """Compute the plan of one rank from the shapes of a model.
 
-    Pure: equal arguments give equal plans on every machine.
+    Equal arguments give equal plans on every machine.
 
     Args:
         shape: The shape of the model, read with the same settings.
-        settings: The settings of the plan.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
         mesh: The mesh of ranks, at the coordinates of this rank, with its device; the device need
             not exist here.
-        machine: The assumptions about the machine.
+        machine: Which ranks are on one host, and the memory budgets.
         update: The settings of the optimizer; None if nothing is updated.
         placement: The choices of memory that are left open; `machine.budgets` decides them.
 
@@ -410,8 +423,8 @@ def declared_schedule(
     """Return the schedule of units that are used in the order of their declaration.
 
     Args:
-        units: The units.
-        settings: The settings of the plan.
+        units: The planned units of the model, the root first.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
         update: The settings of the optimizer; None if nothing is updated.
     """
     deferred = [

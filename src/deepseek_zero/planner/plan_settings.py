@@ -15,7 +15,7 @@ from ..tiers.tier import Tier
 
 @dataclass(frozen=True)
 class UnitTiers:
-    """The memories of one unit.
+    """The memories in which one unit's weights and states are kept.
 
     One holds its sharded weights between uses. The other holds its moments, gradients, and main
     weights that have their own storage.
@@ -41,7 +41,7 @@ class Compression:
         feedback: How ranks keep the rounding errors of coded gradients; None drops them.
         left_open: Which of "weights" and "gradients" were chosen by measurement, since nothing was
             configured.
-        why: The numbers that decided.
+        why: The measurements from which these were chosen, as text.
     """
 
     weights: Blocks | None = None
@@ -77,8 +77,8 @@ class PlanSettings:
         ahead_numel: The elements gathered before they are needed.
         bucket_numel: The elements of a reduction message.
         overlap: Reduce while backward runs.
-        mean: Divide sums by the number of ranks.
-        tunes: The sizes that were not configured, and may grow to shorten waiting (tuning.py).
+        mean: Divide gradient sums by the number of data-parallel ranks.
+        tunes: The sizes that were not configured and may be adjusted during the run (tuning.py).
         weight_tier: The memory of sharded weights.
         state_tier: The memory of moments, gradient shards, and main weights with their own storage.
         unit_tiers: The memories of units for which they differ.
@@ -143,8 +143,8 @@ class PlanSettings:
         """Return the settings of one unit.
 
         Args:
-            name: The name of the unit.
-            full_precision: Return those of its parameters that always stay in fp32.
+            name: The name of the unit's module.
+            full_precision: Return the settings of the unit's parameters that always stay in fp32.
         """
         usual = UnitTiers(name, self.weight_tier, self.state_tier)
         tiers = next((unit for unit in self.unit_tiers if unit.unit == name), usual)

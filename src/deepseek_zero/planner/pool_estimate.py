@@ -34,7 +34,7 @@ Size = tuple[torch.dtype, int]  # dtype and number of elements, which identify a
 
 @dataclass
 class PoolLedger:
-    """Counts the buffers of each size that are in use, and their maximum."""
+    """Counts the pool buffers of each size that are in use, and their maximum."""
 
     lent: Counter[Size] = field(default_factory=Counter)
     peak: Counter[Size] = field(default_factory=Counter)
@@ -305,7 +305,7 @@ class _StepReplay:
 
 
 def gathered_size(group: GroupPlan) -> Size:
-    """Return the size of the buffer for a group's gathered weight."""
+    """Return the dtype and number of elements of the buffer for a group's gathered weight."""
     return group.plan.weight.dtype, group.padded_numel
 
 
@@ -322,8 +322,8 @@ def scratch_numel(units: Sequence[UnitPlan], device: torch.device) -> int:
     """Return the elements of the fp32 scratch buffer for sums over ranks and codecs.
 
     Args:
-        units: The units.
-        device: The training device.
+        units: The planned units of the model, the root first.
+        device: The device on which the ranks train.
     """
     groups = [group for unit in units for group in unit.groups]
     has_codes = any(group.is_coded or group.plan.weight.stored_as is not None for group in groups)
@@ -337,17 +337,17 @@ def pool_buffers(
     device: torch.device = CPU,
     machine: Machine = Machine(),  # noqa: B008  # frozen
 ) -> Counter[Size]:
-    """Return the buffers of the pool after two training steps, by size.
+    """Return how many buffers of each size the pool holds after two training steps.
 
     The first step runs the units in the order of declaration, later ones in the agreed order. A
     world of one lends buffers only for states that are in other memories or kept as codes.
 
     Args:
-        units: The units.
-        settings: The settings of the plan.
-        agreed: The schedule in force; None before an order has been recorded.
-        device: The training device.
-        machine: The assumptions about the machine.
+        units: The planned units of the model, the root first.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
+        agreed: The schedule on which the ranks agreed; None before the first step.
+        device: The device on which the ranks train.
+        machine: Which ranks are on one host, and the memory budgets.
     """
     groups = [group for unit in units for group in unit.groups]
     if all(group.ranks == 1 for group in groups):

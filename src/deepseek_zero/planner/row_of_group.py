@@ -1,4 +1,4 @@
-"""Make the row of the table for parameters of one dtype, from a plan's settings."""
+"""Decide the placement, dtype and memory of a parameter group's four states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def predivide_of(settings: PlanSettings, ranks: int) -> float:
     The rest of the mean is divided after the sum.
 
     Args:
-        settings: The settings of the plan.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
         ranks: The number of ranks whose gradients are added.
     """
     return float(ranks) if settings.prescale else settings.predivide
@@ -29,15 +29,15 @@ def predivide_of(settings: PlanSettings, ranks: int) -> float:
 def gradient_wires(
     settings: PlanSettings, *, is_coded: bool, near: int
 ) -> tuple[Codec | None, Codec | None]:
-    """Return the codecs of gradients: in general, and inside a host.
+    """Return the codecs of gradient messages: in general, and within a host.
 
     The second one is used if sums are formed host by host. None means that gradients are sent in
     the dtype in which they are collected.
 
     Args:
-        settings: The settings of the plan.
-        is_coded: As in `plan_for`.
-        near: As in `plan_for`.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
+        is_coded: The configured compression applies to the parameters.
+        near: The number of ranks per host if gradients are summed within each host first, else 1.
     """
     compression = settings.compression if is_coded else Compression()
     reduced = Cast(settings.policy.reduce) if settings.policy.reduce is not None else None
@@ -55,7 +55,7 @@ def plan_for(
     is_coded: bool = False,
     near: int = 1,
 ) -> ShardPlan:
-    """Return the row of parameters of one dtype.
+    """Decide the specs of the four states of parameters of one dtype.
 
     On one rank, a gradient shard is the whole gradient. It is accumulated in place (P) at every
     stage, unless it is in another memory. A main weight that shares the storage of the weight has
@@ -63,13 +63,16 @@ def plan_for(
     they leave.
 
     Args:
-        settings: The settings of the plan.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
         dtype: The dtype with which the parameters were built.
-        trainable: They require gradients.
-        persistent: They stay gathered at stage 3, since they are tiny.
-        ranks: The number of ranks that share slices.
-        is_coded: The compression of the settings applies to them.
-        near: The number of ranks on one host, if sums are formed host by host; else 1.
+        trainable: The parameters require gradients.
+        persistent: The parameters stay gathered at stage 3, because they are small.
+        ranks: The number of ranks over which states are sharded.
+        is_coded: The configured compression applies to the parameters.
+        near: The number of ranks per host if gradients are summed within each host first, else 1.
+
+    Returns:
+        The placement, dtype, memory and codec of the weight, gradient, main weight and moments.
     """
     weight_place, grad_place, state_place = COLUMNS[
         2 if persistent and settings.stage == 3 else settings.stage

@@ -36,16 +36,16 @@ class Rows:
 
 
 def rows_of(param: Tensor) -> Rows | None:
-    """Return the rows that are in a tile, or None if the parameter is whole."""
+    """Return which rows of a whole parameter a tile holds; None if the parameter is no tile."""
     found: Rows | None = param.__dict__.get("_zero_rows")
     return found
 
 
 def set_rows(param: Tensor, rows: Rows) -> None:
-    """Record which rows of a whole parameter are in this tile.
+    """Record on a tile's parameter which rows of the whole parameter it holds.
 
     Args:
-        param: The tile.
-        rows: The rows.
+        param: The parameter that holds the rows.
+        rows: Which rows it holds, and the shape of the whole parameter.
     """
     param.__dict__["_zero_rows"] = rows

@@ -30,7 +30,7 @@ from itertools import groupby
 
 
 class ActionKind(Enum):
-    """The kinds of actions on a unit."""
+    """The kinds of actions in a schedule, such as gather, forward and reduce."""
 
     GATHER = "G"
     UPDATE = "U"
@@ -48,7 +48,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One action on one unit.
+    """One action on one unit, for example gathering its weights.
 
     Attributes:
         kind: The kind of action.
@@ -67,7 +67,11 @@ class Action:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over the units as a list of actions; other attributes follow from it."""
+    """One pass over the units as a list of actions.
+
+    Attributes:
+        actions: The actions, in the order in which they are issued.
+    """
 
     actions: tuple[Action, ...]
 
@@ -146,7 +150,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The passes of a step: forward, forward without backward, and backward.
+    """The schedules of a forward, a forward without backward, and a backward of a step.
 
     Attributes:
         forward: The forward of training.

@@ -17,7 +17,7 @@ def verify(
     reduces_each_backward: bool = True,
     all_reduced: Collection[int] = (),
 ) -> None:
-    """Check a schedule.
+    """Raise if a schedule breaks a rule, for example uses a weight that is not gathered.
 
     A unit computes only while it and all units around it are gathered. It is gathered once in a
     pass, and nothing stays gathered after the last pass. Each micro-batch runs forward once and
@@ -27,7 +27,7 @@ def verify(
     unit's gather or after its last sum.
 
     Args:
-        schedule: The schedule.
+        schedule: The schedule to check.
         around: The enclosing unit of each unit inside another.
         reduces_each_backward: Every backward reduces gradients.
         all_reduced: The units with sums that are all-reduced over replicas.

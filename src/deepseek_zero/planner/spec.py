@@ -39,7 +39,7 @@ from ..tiers.tier import Tier
 
 
 class Placement(Enum):
-    """Which elements of a state each rank holds."""
+    """Which elements of a state each rank holds: all, a slice, or a partial sum."""
 
     REPLICATE = "R"  # every rank holds every element
     SHARD = "S"  # rank r holds slice r
@@ -47,7 +47,7 @@ class Placement(Enum):
 
 
 class Movement(Enum):
-    """The operations of `move`, named as in torch.distributed."""
+    """The collectives with which `move` changes a placement, named as in torch.distributed."""
 
     NOTHING = "nothing"
     ALL_GATHER = "all-gather"
@@ -129,19 +129,19 @@ class Extra:
     A subclass describes the additional state, or how ranks exchange the state.
 
     Attributes:
-        state: The name of the field of `ShardPlan` that it adds to: "weight" or "grad".
-        updates_late: Whether updates run in a later step.
+        state: The name of the state that the addition belongs to: "weight" or "grad".
+        updates_late: Updates run in a later step.
     """
 
     state = ""
     updates_late = False
 
     def promoted(self) -> Self:
-        """Return the same extra for a row with an fp32 weight and gradient."""
+        """Return the same addition for a group with an fp32 weight and gradient."""
         return self
 
     def words(self, plan: ShardPlan) -> str:
-        """Return the text that reports append to the description of `state`."""
+        """Return the text that is appended to the description of `state` in reports."""
         return ""
 
 
@@ -150,7 +150,7 @@ Kind = TypeVar("Kind", bound=Extra)
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The row of one parameter group: the specs of its four states.
+    """The specs of the four states of one parameter group.
 
     `grad`, `master` and `moments` are None for frozen parameters. Moments have the dtype in which
     the optimizer computes. The main weight may be stored in another one: see `master_is_split` and
@@ -164,7 +164,7 @@ class ShardPlan:
         master_is_weight: The main weight is the storage of the weight (its slice at stages 1 and
             2), as in fp32 training.
         moments_format: The format in which moments are kept (precision/compact.py).
-        extras: The additions of extensions to the row (planner/extras.py).
+        extras: The additional states that extensions keep for the group (planner/extras.py).
     """
 
     weight: Spec
@@ -176,7 +176,7 @@ class ShardPlan:
     extras: tuple[Extra, ...] = ()
 
     def extra(self, kind: type[Kind]) -> Kind | None:
-        """Return the extra of this class, or None."""
+        """Return the addition of this class, or None if the group has none."""
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
     @property
@@ -242,7 +242,7 @@ class ShardPlan:
         return self.moments is not None and self.moments.tier is not Tier.DEVICE
 
     def promoted(self) -> ShardPlan:
-        """Return the same row with fp32 weight, gradient and main weight.
+        """Return the same specs with an fp32 weight, gradient and main weight.
 
         Precision "auto" uses it for units that 16 bits are not enough for. The moments do not
         change.

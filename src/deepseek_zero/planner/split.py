@@ -28,7 +28,8 @@ class Split:
     """The distribution of one parameter over the ranks of the axis "tp".
 
     Attributes:
-        kind: See the module.
+        kind: "split", "equal" (gradients are equal on all ranks) or "partial" (gradients are
+            summands).
         shape: The shape of the whole parameter.
         dim: The dimension that is split.
         ranges: For each coordinate, the ranges [start, stop) of dimension `dim` that the rank
@@ -47,7 +48,7 @@ class Split:
         Args:
             shape: The shape of the whole parameter.
             dim: The dimension that is split.
-            ranks: The number of ranks.
+            ranks: The number of ranks along "tp".
             blocks: The number of equal blocks that are each split (3 for a fused q, k, v).
         """
         block = shape[dim] // blocks
@@ -66,7 +67,7 @@ class Split:
         Args:
             kind: Whether ranks compute equal gradients or summands of the gradient.
             shape: The shape of the parameter.
-            ranks: The number of ranks.
+            ranks: The number of ranks along "tp".
         """
         ranges = ((0, shape[0]),) if shape else ()
         return cls(kind, shape, 0, (ranges,) * ranks)
@@ -122,10 +123,13 @@ class Split:
 
 
 def laid_out(parts: Iterable[Sequence[int]]) -> RangesOfRanks:
-    """Return the ranges of a dimension that each rank holds.
+    """Return the ranges of a dimension that each rank holds, from the sizes of its parts.
 
     Args:
-        parts: For each part of the dimension, the widths of the ranks' shares, by rank.
+        parts: For each part of the dimension, the number of its indices that each rank holds.
+
+    Returns:
+        For each rank, its ranges [start, stop), one for each part.
     """
     ranges: list[list[tuple[int, int]]] = []
     start = 0
@@ -144,15 +148,15 @@ def split_of(param: Tensor) -> Split | None:
 
 
 def is_copy(param: Tensor) -> bool:
-    """Return whether the parameter is tied to one of another stage.
+    """Return whether the parameter is a copy of a tied parameter in another pipeline stage.
 
-    The other one counts in norms and checkpoints.
+    Norms and checkpoints use only the other one.
     """
     return bool(param.__dict__.get("_zero_is_copy"))
 
 
 def set_copy(param: Tensor) -> None:
-    """Mark a parameter as a copy of a parameter in an earlier pipeline stage."""
+    """Record that a parameter is a copy of a tied parameter in an earlier pipeline stage."""
     param.__dict__["_zero_is_copy"] = True
 
 
@@ -161,13 +165,13 @@ def set_split(param: Tensor, split: Split) -> None:
 
     Args:
         param: The parameter; its data is this rank's part.
-        split: The split.
+        split: How the whole parameter is distributed along "tp".
     """
     param.__dict__["_zero_split"] = split
 
 
 def is_own_cut(param: Tensor) -> bool:
-    """Return whether the caller split this parameter itself.
+    """Return whether the user split this parameter along "tp" before the model was wrapped.
 
     Its layer computes with the part, so the parameter is not split again.
     """
@@ -175,7 +179,7 @@ def is_own_cut(param: Tensor) -> bool:
 
 
 def came_cut(model: nn.Module) -> dict[str, Split]:
-    """Return the splits of the parameters that the caller split."""
+    """Return the splits of the parameters that the user split, by full name."""
     return {
         name: split
         for name, param in model.named_parameters()
@@ -210,7 +214,7 @@ def set_own_cut(param: Tensor, split: Split) -> None:
 
     Args:
         param: The parameter; its data is this rank's part.
-        split: The split.
+        split: How the whole parameter is distributed along "tp".
     """
     set_split(param, split)
     param.__dict__["_zero_is_own_cut"] = True

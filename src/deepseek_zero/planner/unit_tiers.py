@@ -3,7 +3,7 @@
 States that are moved most often are placed first: a sharded weight is read three times a step and
 written once, a moment is read and written once. Among those, the states of the first units are
 placed first, because backward computes their gradients last and the next forward needs their
-weights first. Pure arithmetic over plans.
+weights first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ OTHERS = STATES[1:]
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """The choices of memory that are left open.
+    """The settings from which memories are chosen for states, if the configuration allows it.
 
     Attributes:
         device: The bytes of the device for one rank; None for the free bytes, divided by the
             ranks of a host.
         host: The same for host memory.
         disk: The same for the disk.
-        ratio: The share of the states that `offload_optimizer` moves.
+        ratio: The fraction of the states that `offload_optimizer` moves.
         undo_bytes: The bytes of the device for the log that undoes early updates.
     """
 
@@ -62,15 +62,15 @@ class TierChoices:
     def of(
         cls, settings: PlanSettings, placement: PlacementSettings, device: torch.device
     ) -> TierChoices:
-        """Return the choices that a configuration leaves open.
+        """Return the memories that a configuration allows for weights and states.
 
         On a CPU, host memory is the memory of the device, so it is a choice only if it has a
         budget.
 
         Args:
-            settings: The settings of the plan.
-            placement: The configured choices.
-            device: The training device.
+            settings: The ZeRO stage, dtypes, sizes and memories of the run.
+            placement: The configured budgets, and whether weights and states may be placed freely.
+            device: The device on which the ranks train.
         """
         tiers = [Tier.DEVICE]
         tiers += [Tier.HOST] if placement.host is not None or device.type != "cpu" else []
@@ -99,11 +99,11 @@ def assign_tiers(
     budgets: Mapping[Tier, int],
     moments: int,
 ) -> tuple[UnitTiers, ...]:
-    """Return a memory for every unit.
+    """Assign a memory to the weights and states of every unit.
 
     Args:
         units: For each memory, the plans of the units if that memory holds all of them.
-        choices: The choices of memory.
+        choices: The memories that are allowed for weights and for states.
         budgets: The bytes of each memory for one rank.
         moments: The number of moments for each element.
 
@@ -137,14 +137,14 @@ def assign_tiers(
 
 
 def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tuple[UnitTiers, ...]:
-    """Return which units stay on the device if a share of all elements is offloaded.
+    """Assign memories to units so that a given fraction of all elements is offloaded.
 
     This is DeepSpeed's Twin-Flow.
 
     Args:
         units: The units of the plan.
-        weights: The tier of the weights.
-        ratio: The share of elements whose states are offloaded.
+        weights: The memory of the weights.
+        ratio: The fraction of elements whose states are offloaded.
     """
     keep = (1.0 - ratio) * sum(group.padded_numel for unit in units for group in unit.trained)
     kept = 0

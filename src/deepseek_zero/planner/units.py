@@ -34,8 +34,8 @@ def whole_layout(
     fewest elements so far. Slices are padded to the fullest rank.
 
     Args:
-        names: The names of the parameters.
-        shapes: Their shapes.
+        names: The full names of the parameters, in the order of the layout.
+        shapes: The shape of each parameter, in the order of `names`.
         ranks: The number of slices.
         block: The length of a slice is a multiple of this many elements.
     """
@@ -61,18 +61,18 @@ LAYOUTS = {"element": even_layout, "tensor": whole_layout}
 class GroupKey:
     """The properties that the parameters of one group have in common.
 
-    They share a flat buffer and a row of the table.
+    These parameters share a flat buffer and the specs of its states.
 
     Attributes:
-        dtype: The dtype with which they were built.
-        trainable: They require gradients.
-        persistent: They stay gathered at stage 3, since they are tiny.
-        full_precision: They stay in fp32 under a 16-bit policy.
-        split: How they are split along "tp"; empty without that axis.
-        is_counted: This rank counts their elements in norms and checkpoints. It does not if another
-            rank along "tp" holds them, too, and counts them.
+        dtype: The dtype with which the parameters were built.
+        trainable: The parameters require gradients.
+        persistent: The parameters stay gathered at stage 3, because they are small.
+        full_precision: The parameters stay in fp32 if the run computes in 16 bits.
+        split: How the parameters are split along "tp"; empty without that axis.
+        is_counted: This rank contributes the parameters to norms and checkpoints. It does not if
+            another rank along "tp" holds the same elements and contributes them.
         sharers: The coordinates along "tp" whose partial gradients are added.
-        is_coded: They are compressed in messages between ranks.
+        is_coded: The parameters are compressed in messages between ranks.
     """
 
     dtype: torch.dtype
@@ -90,7 +90,7 @@ class GroupPlan:
     """The plan of one parameter group: its specs, layout and messages.
 
     Attributes:
-        key: What the parameters have in common; None if only sizes matter.
+        key: The properties that all parameters share; None if only sizes matter.
         predivide: The divisor of partial gradients before they are sent.
         replicas: The number of ranks that have sums of the same slices, to be added once a step.
         secondary_ranks: The number of ranks that hold the slices of a second copy of the weight.
@@ -113,9 +113,9 @@ class GroupPlan:
         """Return a group of which only the size is known.
 
         Args:
-            plan: The row of the group.
+            plan: The specs of the group's states.
             padded_numel: The elements of the flat buffer, padding included.
-            ranks: The number of ranks that share slices.
+            ranks: The number of ranks over which states are sharded.
         """
         return cls(plan, FlatLayout((), padded_numel // ranks, ranks))
 
@@ -244,7 +244,7 @@ class GroupPlan:
         return replace(self, layout=LAYOUTS[granularity](self.names, shapes, self.ranks))
 
     def describe(self) -> str:
-        """Return a text with the memory and dtype of the four states."""
+        """Return the memory and dtype of the four states as text."""
         return " | ".join(f"{state} {row}" for state, row in describe_states(self.plan).items())
 
     def promoted(self) -> GroupPlan:
@@ -321,9 +321,9 @@ def coded_names(
     weights near 0.02. One rank sends nothing, but frozen weights are kept as codes even there.
 
     Args:
-        unit: The unit.
+        unit: The unit whose parameters are grouped.
         persistent: The names of parameters that stay gathered.
-        settings: The settings of the plan.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
         ranks: The number of ranks.
     """
     compression = settings.compression
@@ -358,10 +358,10 @@ def group_params(
     """Return a unit's parameter names by group, in the order of the model.
 
     Args:
-        unit: The unit.
+        unit: The unit whose parameters are grouped.
         persistent: The names of parameters that stay gathered.
-        settings: The settings of the plan.
-        mesh: The mesh of ranks.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
     """
     groups: dict[GroupKey, list[str]] = {}
     coded = coded_names(unit, persistent, settings, mesh.shard_size)
@@ -400,7 +400,7 @@ def persistent_names(units: Sequence[UnitShape], settings: PlanSettings) -> froz
 
     Args:
         units: The units of the model.
-        settings: The settings of the plan.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
     """
     if settings.stage < 3 or settings.persistence_numel <= 0:
         return frozenset()
@@ -428,14 +428,17 @@ def plan_group(
     """Return the plan of the parameters of one unit that have the same key.
 
     Args:
-        unit: The name of the unit.
-        key: What the parameters have in common.
-        names: The names of the parameters.
-        shapes: Their shapes.
-        settings: The settings of the plan.
-        mesh: The mesh of ranks.
-        uncut: The names of parameters whose optimizer needs whole tensors.
+        unit: The name of the unit's module.
+        key: The properties that all parameters of the group share.
+        names: The full names of the parameters, in the order of the layout.
+        shapes: The shape of each parameter, in the order of `names`.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
+        uncut: The names of parameters that must not be cut between ranks.
         grain: Each parameter begins at a multiple of this many elements.
+
+    Returns:
+        The group's layout and the specs of its four states.
     """
     settings = settings.for_unit(unit, full_precision=key.full_precision)
     near = mesh.near_size(settings.ranks_per_host or 1)
@@ -479,9 +482,9 @@ def plan_units(
     Args:
         model: The shape of the model. Parameters that are split along "tp" have the shape of this
             rank's part (planner/split.py).
-        settings: The settings of the plan.
-        mesh: The mesh of ranks.
-        uncut: The names of parameters whose optimizer needs whole tensors.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
+        uncut: The names of parameters that must not be cut between ranks.
         grain: Each parameter begins at a multiple of this many elements.
 
     Raises:
@@ -520,7 +523,7 @@ def plan_units(
 
 
 def describe_states(plan: ShardPlan) -> dict[str, str]:
-    """Return a text for each state, by its name; "-" if there is no such state."""
+    """Return a description of each state, by its name; "-" if there is no such state."""
     found = {
         "weight": plan.weight,
         "grad": plan.grad,

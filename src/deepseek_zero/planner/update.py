@@ -51,7 +51,7 @@ class ParamGroupPlan:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """An optimizer, as the planner sees it.
+    """The properties of an optimizer that a plan depends on.
 
     Attributes:
         optimizer: The name of its class (`moments_for` has its states).
@@ -166,9 +166,9 @@ def shard_ranges(
     each tensor is a shard.
 
     Args:
-        group: The group.
-        rank: The rank.
-        names: The names of the parameters.
+        group: The planned parameter group, with its layout and specs.
+        rank: The rank whose shards are returned.
+        names: The full names of the parameters, in the order of the layout.
         tile_numel: The most elements of a shard.
         uncut: The optimizer needs whole tensors.
     """
@@ -197,7 +197,7 @@ def shard_ranges(
 
 @dataclass(frozen=True)
 class TileOrder:
-    """The tiles of an optimizer.
+    """The tiles of an optimizer, by the time of their update.
 
     Attributes:
         now: The tiles that are updated before a step is over.
@@ -222,9 +222,9 @@ def tile_order(
     Shards of several parameter groups alternate there.
 
     Args:
-        shards: The shards, by parameter group.
-        units: The units.
-        settings: The settings of the optimizer.
+        shards: This rank's shards, by parameter group.
+        units: The planned units of the model, the root first.
+        settings: The optimizer's class, parameter groups and tile sizes.
     """
     unit_of = {id(group): number for number, unit in enumerate(units) for group in unit.groups}
     order = {
@@ -276,9 +276,9 @@ class UpdatePlan:
     """The shards that one rank updates, and their tiles.
 
     Attributes:
-        settings: The settings of the optimizer.
-        shards: The shards, by parameter group.
-        device: The training device.
+        settings: The optimizer's class, parameter groups and tile sizes.
+        shards: This rank's shards, by parameter group.
+        device: The device on which the ranks train.
     """
 
     settings: UpdateSettings
@@ -294,13 +294,13 @@ class UpdatePlan:
         units: Sequence[UnitPlan],
         device: torch.device,
     ) -> UpdatePlan:
-        """Return the plan of given shards; `plan_update` cuts them.
+        """Build the plan of shards that were already cut; `plan_update` cuts them from groups.
 
         Args:
-            settings: The settings of the optimizer.
-            shards: The shards, by parameter group.
-            units: The units.
-            device: The training device.
+            settings: The optimizer's class, parameter groups and tile sizes.
+            shards: This rank's shards, by parameter group.
+            units: The planned units of the model, the root first.
+            device: The device on which the ranks train.
         """
         return cls(settings, tuple(map(tuple, shards)), tile_order(shards, units, settings), device)
 
@@ -324,8 +324,8 @@ class UpdatePlan:
         """Return whether a kernel updates a shard in one pass over memory.
 
         Args:
-            number: The number of its parameter group.
-            shard: The shard.
+            number: The index of the shard's parameter group.
+            shard: The shard to update.
         """
         if not self._compiles_for(self._home(shard)):
             return False
@@ -538,10 +538,10 @@ def plan_update(
     """Return the shards and tiles that one rank updates.
 
     Args:
-        units: The units.
-        settings: The settings of the optimizer.
+        units: The planned units of the model, the root first.
+        settings: The optimizer's class, parameter groups and tile sizes.
         rank: The rank, which owns slice `rank` of every sharded group.
-        device: The training device.
+        device: The device on which the ranks train.
     """
     shards = [
         [

@@ -84,15 +84,15 @@ def step_volume(
     replicas: int = 1,
     pipeline: PipelinePlan | None = None,
 ) -> StepVolume:
-    """Return the volume of a step between the ranks that have one piece of the model.
+    """Return the bytes that a rank sends in a step to ranks with the same part of the model.
 
     A step has `settings.accumulation` micro-batches, each with one forward and one backward.
 
     Args:
-        units: The units.
-        schedule: The schedule.
-        settings: The settings of the plan.
-        replicas: The number of ranks along dp_replicate.
+        units: The planned units of the model, the root first.
+        schedule: The schedule of a step, whose gathers and reductions are counted.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
+        replicas: The number of ranks along "dp_replicate".
         pipeline: How often weights are gathered, if the model is cut into stages; gradients are
             then reduced once.
     """
@@ -199,7 +199,7 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
     """Return the bytes of one reduction; at stage 0 every rank receives the whole sum.
 
     Args:
-        group: The group.
+        group: The planned parameter group, with its layout and specs.
         inside: Count only the bytes inside a host, if sums are formed host by host.
     """
     plan = group.plan
