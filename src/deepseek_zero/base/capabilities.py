@@ -15,12 +15,12 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Capability:
-    """The method chosen for one task.
+    """Which method a run uses for one task, and what a faster method would need.
 
     Attributes:
-        name: The task.
-        way: The method that performs it.
-        lacks: The requirement of a faster method; "" if there is no faster one.
+        name: Name of the task.
+        way: Method that performs it.
+        lacks: What a faster method would need; "" if there is no faster one.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Capability:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The choices of all ranks: each with the ranks that made it, in ascending order."""
+    """The methods that all ranks use, each with the ranks that use it in ascending order."""
 
     size: int = 1
     ranks_of: dict[Capability, list[int]] = field(default_factory=dict)
 
     @classmethod
     def of_ranks(cls, texts: Sequence[str]) -> Self:
-        """Combine one `as_text` result per rank."""
+        """Return the combination of one `as_text` result per rank."""
         found: dict[Capability, list[int]] = {}
         for rank, text in enumerate(texts):
             for row in json.loads(text):
@@ -63,5 +63,5 @@ class Capabilities:
 
 
 def as_text(capabilities: Sequence[Capability]) -> str:
-    """Serialize one rank's choices for `Capabilities.of_ranks`."""
+    """Return the methods that one rank uses as text, for `Capabilities.of_ranks`."""
     return json.dumps([astuple(each) for each in capabilities])

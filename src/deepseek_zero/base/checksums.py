@@ -12,7 +12,7 @@ _WORD = 8
 def block_sums(values: Tensor) -> Tensor:
     """Return a checksum for each MiB of a tensor's memory.
 
-    A checksum is the wrapping sum of the 64-bit words of a block. One changed bit changes the sum
+    A checksum is the wrapping sum of a block's 64-bit integers. One changed bit changes the sum
     of its block.
 
     Args:

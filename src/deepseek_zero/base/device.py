@@ -163,7 +163,7 @@ def has_gradient_hooks(tensor: torch.Tensor, *, besides: tuple[type, ...] = ()) 
     """Return whether a tensor has a hook on its gradient.
 
     Args:
-        tensor: The tensor.
+        tensor: Tensor to inspect.
         besides: Classes of hooks that do not count.
     """
     return any(not isinstance(hook, besides) for hook in (tensor._backward_hooks or {}).values())
@@ -196,7 +196,7 @@ def outside_torch_func() -> AbstractContextManager[Any]:
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """Return how many tensors share this tensor's storage, including itself."""
+    """Return how many tensors use this tensor's storage, including itself."""
     storage = tensor.untyped_storage()
     # The Python storage object counts itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
@@ -216,8 +216,8 @@ def keep_parameters_in(module: Any, params: dict[str, Any]) -> None:
     """Replace the dict of a module's own parameters.
 
     Args:
-        module: The module.
-        params: The new dict.
+        module: Module to change.
+        params: Parameters by name, which the module uses from now on.
     """
     module._parameters = params
 
@@ -325,9 +325,9 @@ class _Dispatch(TorchDispatchMode):
 
 
 def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias that shares the version counter of a tensor.
+    """Return an alias of a tensor that has the same version counter.
 
-    For use in a dispatch mode, where `detach` returns one that does not share it.
+    For use in a dispatch mode, where `detach` returns an alias with its own counter.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -355,8 +355,8 @@ def is_persistent_buffer(module: nn.Module, name: str) -> bool:
     """Return whether a state dict contains a module's own buffer.
 
     Args:
-        module: The module.
-        name: The name of the buffer in it.
+        module: Module that has the buffer.
+        name: Name of the buffer in the module.
     """
     return name not in module._non_persistent_buffers_set
 
@@ -365,8 +365,8 @@ def call_instead(module: nn.Module, call: Callable[..., Any]) -> None:
     """Make calls of a module run another function, before any hook.
 
     Args:
-        module: The module. `call_plainly` still calls it with its hooks.
-        call: The function.
+        module: Module whose calls are replaced. `call_plainly` still calls it with its hooks.
+        call: Function that receives the arguments of the call.
     """
     module._compiled_call_impl = call
 
@@ -375,9 +375,12 @@ def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module with its hooks, ignoring `call_instead`.
 
     Args:
-        module: The module.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
+        module: Module to call.
+        *args: Positional arguments of its forward.
+        **kwargs: Keyword arguments of its forward.
+
+    Returns:
+        The output of the module.
     """
     return module._call_impl(*args, **kwargs)
 
@@ -397,7 +400,7 @@ def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer)
 
 
 def mark_stepped(inner: torch.optim.Optimizer) -> None:
-    """Mark an optimizer as stepped, for torch's learning-rate schedules.
+    """Record that an optimizer has stepped, for torch's learning-rate schedules.
 
     Schedules check the optimizer that they were created with. Its own `step` runs tile by tile,
     later, or never on a rank without a shard.
@@ -509,7 +512,10 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has finished all queued work. Returns at once on a CPU."""
+    """Wait until a device has finished all queued work.
+
+    On a CPU the function returns immediately.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -46,7 +46,7 @@ def brief(error: BaseException) -> str:
 
 
 class ConfigError(DeepSeekZeroError, ValueError, AssertionError):
-    """The configuration cannot be used. Lists every problem, not only the first.
+    """Raised if the configuration cannot be used; the message lists every problem.
 
     DeepSpeed raises a ValueError or an AssertionError, depending on the check, so this is both.
     """
@@ -56,31 +56,34 @@ DeepSpeedConfigError = ConfigError  # DeepSpeed's name
 
 
 class NotBuiltError(DeepSeekZeroError, NotImplementedError):
-    """A known feature that is not implemented. Such a request is never ignored silently."""
+    """Raised for a known feature that is not implemented.
+
+    Such a request is never ignored silently.
+    """
 
 
 class UnknownNameError(NotBuiltError, AttributeError):
-    """An attribute that exists in DeepSpeed but not here.
+    """Raised for an attribute that exists in DeepSpeed but not in this library.
 
     Also an AttributeError, so that `hasattr` returns False.
     """
 
 
 class AtRestError(DeepSeekZeroError):
-    """A sharded parameter or gradient was used while this rank holds only its shard."""
+    """Raised if a sharded parameter or gradient is used while this rank holds only its shard."""
 
 
 class PeerError(DeepSeekZeroError):
-    """Another rank died, raised, or called a different collective.
+    """Raised if another rank died, raised, or called a different collective.
 
-    Raised on every live rank, and names the rank.
+    It is raised on every live rank, and its message names the rank.
     """
 
 
 class HostLost(PeerError):
-    """A host was silent for longer than the limit.
+    """Raised if a host was silent for longer than the limit.
 
-    Raised on every waiting rank of the other hosts.
+    It is raised on every waiting rank of the other hosts.
 
     Args:
         hosts: Name and ranks of each lost host.
@@ -105,7 +108,7 @@ def host_and_ranks(name: str, ranks: Sequence[int]) -> str:
 
     Args:
         name: The name of the host.
-        ranks: Its ranks.
+        ranks: Ranks that run on the host.
     """
     return f"{name} ({listed_ranks(ranks)})"
 
@@ -119,43 +122,46 @@ def listed_ranks(ranks: Sequence[int]) -> str:
 
 
 class IntegrityError(DeepSeekZeroError):
-    """Memory changed without a write, or differs between ranks that hold a copy.
+    """Raised if memory changed without a write, or differs between ranks that hold a copy.
 
-    Raised on every rank if the section `integrity` is enabled.
+    It is raised on every rank if the section `integrity` is enabled.
     """
 
 
 class ModelMismatchError(DeepSeekZeroError):
-    """Ranks have different names, shapes, dtypes, orders or settings.
+    """Raised if ranks have different names, shapes, dtypes, orders or settings.
 
-    Detected before any data is moved.
+    The difference is detected before any data is moved.
     """
 
 
 class UsageError(DeepSeekZeroError, AssertionError):
-    """A call out of order or with arguments that cannot be used.
+    """Raised by a call out of order or with arguments that cannot be used.
 
     Also an AssertionError, as in DeepSpeed.
     """
 
 
 class BatchMismatchError(UsageError):
-    """Ranks that compute one layer together received different batches."""
+    """Raised if ranks that compute one layer together received different batches."""
 
 
 class StorageError(DeepSeekZeroError, OSError):
-    """A disk with states failed, is full, or returned other bytes than were written.
+    """Raised if a disk with states fails, is full, or returns other bytes than were written.
 
     Such bytes are never used.
     """
 
 
 class OutOfMemoryError(DeepSeekZeroError, MemoryError):
-    """Memory for a buffer cannot be allocated. Raised before anything is written into it."""
+    """Raised if memory for a buffer cannot be allocated.
+
+    It is raised before anything is written into the buffer.
+    """
 
 
 class CheckpointError(DeepSeekZeroError):
-    """A checkpoint is missing, incomplete or does not fit the model."""
+    """Raised if a checkpoint is missing, incomplete or does not fit the model."""
 
 
 LONGEST_SHOWN = 80

@@ -22,7 +22,7 @@ def refuse(call: str, name: str, value: Any, wanted: str, fix: str) -> UsageErro
     Args:
         call: The name of the called function.
         name: The name of the argument.
-        value: The value.
+        value: Value that the caller passed.
         wanted: A noun phrase for what is expected, such as "a directory".
         fix: What the user can do.
     """
@@ -68,7 +68,7 @@ def refuse_url(what: str, path: str | os.PathLike[str]) -> None:
 
     Args:
         what: The path as the caller wrote it, for the message.
-        path: The path.
+        path: Path to check.
     """
     if is_url(path):
         raise NotBuiltError(f"{what} is a URL.", URL_REASON, URL_FIX)
@@ -78,8 +78,8 @@ def did_you_mean(name: str, choices: Collection[str]) -> str:
     """Return " (did you mean ...?)" with the closest of `choices`, or "".
 
     Args:
-        name: The unknown name.
-        choices: The known names.
+        name: Name that was not found.
+        choices: Names to compare it with.
     """
     by_case = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(name.lower(), list(by_case), n=1, cutoff=0.6)
@@ -132,7 +132,7 @@ def whole_number(call: str, name: str, value: Any, least: int, most: int | None 
     Args:
         call: The name of the called function.
         name: The name of the argument.
-        value: The value.
+        value: Value that the caller passed.
         least: The smallest allowed value.
         most: The largest allowed value, if there is one.
 

@@ -75,7 +75,7 @@ class HostFiles:
         return cpus
 
     def node_of_gpu(self, address: str) -> int | None:
-        """Return the NUMA node of a GPU, or None if the system does not know it.
+        """Return the NUMA node of a GPU, or None if the system does not report it.
 
         Args:
             address: The address of the GPU on the PCI bus, such as 0000:3b:00.0.

@@ -86,7 +86,7 @@ def checked_dead_after(seconds: float, name: str) -> float:
 
 
 def place_of_store() -> str | None:
-    """Return the address of our launcher's key-value store, which watches the hosts.
+    """Return the address of our launcher's key-value store, which detects lost hosts.
 
     None under another launcher, including one that a rank of ours started: it has another
     MASTER_PORT.
@@ -101,11 +101,11 @@ def uses_tls() -> bool:
 
 
 def mark(attempt: str, word: str) -> None:
-    """Create the file `attempt + word` for the other side.
+    """Create the file `attempt + word`, which the launcher or the ranks check for.
 
     Args:
-        attempt: The path in `ATTEMPT`.
-        word: `ENDING`, or `SAVES` with the name of a signal.
+        attempt: Path in the environment variable `ATTEMPT`, the prefix of the file's path.
+        word: End of the file's path: `ENDING`, or `SAVES` with the name of a signal.
     """
     Path(attempt + word).touch()
 
@@ -114,8 +114,8 @@ def is_marked(attempt: str, word: str) -> bool:
     """Return whether the file `attempt + word` exists.
 
     Args:
-        attempt: The path in `ATTEMPT`.
-        word: `ENDING`, or `SAVES` with the name of a signal.
+        attempt: Path in the environment variable `ATTEMPT`, the prefix of the file's path.
+        word: End of the file's path: `ENDING`, or `SAVES` with the name of a signal.
     """
     return os.path.exists(attempt + word)
 

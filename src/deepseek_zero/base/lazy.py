@@ -34,7 +34,7 @@ def loads_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str]
 
 
 def import_at_once(name: str) -> ModuleType:
-    """Import a module without garbage collections in between.
+    """Import a module while the garbage collector is disabled, and return it.
 
     Importing creates almost no garbage. A collection visits about a million objects of torch and
     takes 0.1 s, and the import of several hundred modules would trigger one.

@@ -68,8 +68,8 @@ def log_first(message: str, level: int = logging.INFO) -> None:
     """Log a message on rank 0, once per process.
 
     Args:
-        message: The message.
-        level: A level of `logging`.
+        message: Text to log.
+        level: Level of the standard `logging` module.
     """
     log_once(message, level)
 
@@ -78,8 +78,8 @@ def log_once(message: str, level: int = logging.INFO) -> None:
     """Log a message on rank 0 only.
 
     Args:
-        message: The message.
-        level: A level of `logging`.
+        message: Text to log.
+        level: Level of the standard `logging` module.
     """
     if is_rank_zero():
         logger.log(level, message)

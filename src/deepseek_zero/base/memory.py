@@ -50,7 +50,7 @@ _IS_SHARED = 61  # the bit of a shared page; clear on a page that was copied for
 
 
 def keep_freed_memory() -> bool:
-    """Make the C library keep up to `KEPT_BYTES` of freed memory on top of its heap.
+    """Make the C library keep up to `KEPT_BYTES` of freed memory instead of returning it.
 
     By default it returns such memory at once and requests it again shortly after, page by page: the
     gradients of a unit in the backward of every unit.
@@ -75,7 +75,7 @@ def _heap_variables() -> list[str]:
 
 
 def capabilities(*, keeps_freed: bool) -> list[Capability]:
-    """Describe the memory features that the system grants this process.
+    """Return the memory features that the system grants this process.
 
     Args:
         keeps_freed: The result of `keep_freed_memory`.
@@ -123,7 +123,7 @@ def private_pages(numel: int, dtype: torch.dtype, *, locked: bool = False) -> Te
 
     Args:
         numel: Number of elements.
-        dtype: Their type.
+        dtype: Dtype of the elements.
         locked: Page-lock the memory for copies to and from a GPU, until it is freed.
 
     Raises:
@@ -181,7 +181,7 @@ class _PrivatePages(mmap.mmap):
 class Slab:
     """Memory of this process that is mapped at once and used in pieces.
 
-    It uses huge pages if they fit. A piece is a tensor with a storage of its own, and is free again
+    It uses huge pages if they fit. A piece is a tensor with a separate storage, and is free again
     when its last view is gone; its pages stay allocated. Nothing is touched before `touch` or
     locked before `lock`.
 
@@ -400,7 +400,7 @@ def is_cached(descriptor: int, start: int, stop: int) -> bool:
     Nothing is read. A non-blocking read (RWF_NOWAIT) would start to read the whole range.
 
     Args:
-        descriptor: The file.
+        descriptor: Descriptor of the open file.
         start: The first byte, at the start of a page.
         stop: The byte after the last.
 
@@ -430,7 +430,7 @@ def trim_heap() -> None:
 
 
 class Segment:
-    """Pages that several processes map; the last mapping keeps them alive."""
+    """Pages that several processes map; they exist until the last mapping is removed."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.descriptor = descriptor
@@ -438,7 +438,7 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Allocate zeroed pages.
+        """Return a new segment of zeroed pages.
 
         Raises:
             OutOfMemoryError: The host does not have the memory. Otherwise the first use would fail
@@ -457,19 +457,19 @@ class Segment:
         return cls(descriptor, nbytes)
 
     def map(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Map a part of the segment for reading and writing by all processes.
+        """Return a part of the segment as a tensor that all processes read and write.
 
         Args:
-            start: The first byte.
+            start: Offset of the first byte in the segment.
             numel: Number of elements.
-            dtype: Their type.
+            dtype: Dtype of the elements.
         """
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         pages, skipped = self._pages(start, numel * dtype.itemsize, flags)
         return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped)
 
     def view(self, dtype: torch.dtype = torch.uint8) -> SegmentView:
-        """Map the whole segment copy-on-write: writes stay in this process."""
+        """Return a copy-on-write view of the whole segment: writes stay in this process."""
         return SegmentView(self._pages(0, self.nbytes, mmap.MAP_PRIVATE)[0], dtype)
 
     def _pages(self, start: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
@@ -534,5 +534,5 @@ class SegmentView:
         return copied
 
     def clear_written(self) -> None:
-        """Discard what this process wrote, so that the view shows the segment again."""
+        """Discard what this process wrote, so that the view has the segment's contents again."""
         self._pages.madvise(mmap.MADV_DONTNEED)

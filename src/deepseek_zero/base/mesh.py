@@ -63,7 +63,7 @@ _OTHER_NAMES = {
 class Mesh:
     """Named axes over the ranks of a world, and the coordinates of one rank.
 
-    It needs no process group.
+    It needs no process group. The number of a rank follows from its coordinates:
 
         rank = (((pp * R + dp_replicate) * S + dp_shard) * C + sp) * T + tp
 
@@ -110,8 +110,8 @@ class Mesh:
 
         Args:
             world_size: Number of ranks of the world.
-            rank: The rank.
-            device: Its device; by default that of this mesh.
+            rank: Rank that the returned mesh describes.
+            device: Device of that rank; by default that of this mesh.
 
         Raises:
             UsageError: The axes do not fit the world.
@@ -196,7 +196,7 @@ class Mesh:
 
     @property
     def data_index(self) -> int:
-        """Return the index of this rank's share of a batch, of `data_size` shares."""
+        """Return the index of this rank's samples among the `data_size` parts of a batch."""
         here = self.coordinates
         return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
 
@@ -238,7 +238,7 @@ class Mesh:
         return tuple(map(tuple, found.values()))
 
     def inner_groups(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """Return runs of `size` neighbors among the ranks that share one state.
+        """Return runs of `size` consecutive ranks among those that shard one state.
 
         `size` divides `shard_size`.
         """
@@ -254,7 +254,7 @@ class Mesh:
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """Return the two partitions of the world for reductions by host.
 
-        The first contains the ranks of each host that share one state. The second contains the
+        The first contains the ranks of each host that shard one state. The second contains the
         ranks with the same index on their hosts, hosts ascending.
 
         Args:
@@ -296,10 +296,10 @@ class Mesh:
         return runs
 
     def outer_groups(self, neighbours: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that hold the same shard of a shared layer.
+        """Return the groups of ranks that hold the same shard of a partly replicated layer.
 
-        Each contains the replicas, and for each of them `neighbours` ranks along "tp" that share
-        the layer, ascending.
+        Each contains the replicas, and for each of them `neighbours` ranks along "tp" that hold
+        copies of the layer, ascending.
         """
         return self._grouped(
             lambda here: (here["pp"], here["dp_shard"], here["sp"], here["tp"] // neighbours)
@@ -311,7 +311,7 @@ class Mesh:
 
 
 def mesh_of(value: Any) -> Mesh:
-    """Read a mesh from an argument of a caller.
+    """Return the mesh that an argument of a caller describes.
 
     Args:
         value: None, a `Mesh`, a mapping of axis to size, a `DeviceMesh` of torch with names, or a
@@ -397,8 +397,8 @@ def shares_gpu(local_size: int | None) -> bool:
 def default_backend(device: torch.device) -> str:
     """Return the backend of torch.distributed for a device.
 
-    It is gloo for the CPU, and NCCL in addition on GPUs. NCCL is left out if ranks share a GPU,
-    which it does not support.
+    It is gloo for the CPU, and NCCL in addition on GPUs. NCCL is left out if several ranks use one
+    GPU, which it does not support.
     """
     is_shared = device.type != "cuda" or shares_gpu(world.local_size())
     return "gloo" if is_shared else "cpu:gloo,cuda:nccl"

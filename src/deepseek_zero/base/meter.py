@@ -31,7 +31,7 @@ class PhaseClock:
         return self._phase
 
     def enter(self, phase: str) -> str:
-        """Start a phase and return the previous one."""
+        """Start a phase and return the name of the previous one."""
         now = time.perf_counter()
         self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
         before = self._phase
@@ -73,7 +73,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Meter:
-    """Counts since the last reset.
+    """Bytes, calls and seconds of one rank since the last reset.
 
     Attributes:
         sent_bytes: Bytes that this rank sent, by kind of collective and over any transport.
@@ -114,8 +114,8 @@ class Meter:
         """Add to the waiting time of a lane.
 
         Args:
-            lane: The lane.
-            seconds: The duration.
+            lane: Sequence of collectives in which the rank waited: "gather", "reduce" or "rows".
+            seconds: Duration of the wait.
         """
         self.wait_seconds[lane] = self.wait_seconds.get(lane, 0.0) + seconds
 

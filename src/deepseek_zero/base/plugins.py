@@ -42,7 +42,7 @@ def contribute(topic: str, module: str) -> None:
 
 
 def contributions(topic: str) -> list[ModuleType]:
-    """Import and return the modules that were added to a topic, in the order of their addition."""
+    """Return the imported modules that were added to a topic, in the order of their addition."""
     _load_plugins()
     return [import_module(module) for module in _modules.get(topic, [])]
 
@@ -52,7 +52,7 @@ def contribute_names(package: str, homes: Mapping[str, str]) -> None:
 
     Args:
         package: The full name of the package whose `__getattr__` calls `contributed_name`.
-        homes: The module of each name; `EVERY_OTHER` stands for all other names.
+        homes: The module of each name; `EVERY_OTHER` means all other names.
     """
     _homes.setdefault(package, {}).update(homes)
 
@@ -68,7 +68,7 @@ def contributed_name(package: str, name: str) -> Any:
 
     Args:
         package: The full name of the package.
-        name: The name.
+        name: Name to look up in the package.
 
     Raises:
         AttributeError: No name of the package is contributed, or its module does not have it.

@@ -27,7 +27,7 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 
 class LongWork:
-    """Show the progress of one operation: amount, share, rate and remaining time.
+    """Report the progress of one operation: amount, percentage, rate and remaining time.
 
     Args:
         what: The name of the operation in the log.
@@ -70,7 +70,10 @@ class LongWork:
             self._show(now)
 
     def finish(self) -> None:
-        """Show the final amount, if anything was shown; a second call has no effect."""
+        """Report the final amount if any progress was reported.
+
+        A second call has no effect.
+        """
         if self._shown and self._shown != self.done:
             self._show(time.monotonic())
         if self._is_rewritten:
@@ -106,7 +109,7 @@ class LongWork:
 
 
 class FirstPasses:
-    """Show the progress of the first pass of each name, which may be slow.
+    """Report the progress of the first pass of each name, which may be slow.
 
     Args:
         total: The parameters that a pass uses.

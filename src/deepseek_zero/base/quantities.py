@@ -7,7 +7,7 @@ _DECIMAL = ("", "k", "M", "G", "T")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format a size in binary units: 1536 -> "1.5 KiB"."""
+    """Return a size as text in binary units: 1536 -> "1.5 KiB"."""
     value, unit = _scale(num_bytes, 1024, _BINARY)
     return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
 
@@ -24,13 +24,13 @@ def unit_of(largest: float) -> tuple[float, str]:
 
 
 def format_count(count: float) -> str:
-    """Format a count in decimal units: 12345 -> "12.3k"."""
+    """Return a count as text in decimal units: 12345 -> "12.3k"."""
     value, unit = _scale(count, 1000, _DECIMAL)
     return f"{value:.0f}" if not unit else f"{_three_digits(value)}{unit}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration: 0.0123 -> "12.3 ms", 75 -> "1:15", 3700 -> "1:01:40"."""
+    """Return a duration as text: 0.0123 -> "12.3 ms", 75 -> "1:15", 3700 -> "1:01:40"."""
     if seconds < 1:
         return f"{_three_digits(seconds * 1000)} ms"
     if seconds < 60:

@@ -50,7 +50,8 @@ def uses_agent_store() -> bool:
 def separate_starts() -> None:
     """Make every rendezvous of this process agree on a fresh prefix.
 
-    It has an effect only if an agent keeps the store. Local and idempotent.
+    It has an effect only if an agent keeps the store. It does not communicate, and further calls
+    have no effect.
     """
     if not dist.is_available():
         return
@@ -76,7 +77,7 @@ def agree_on_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str
 
     Args:
         store: The key-value store that outlives the ranks.
-        rank: This process's rank.
+        rank: World rank of this process.
         size: The number of ranks.
         timeout: The limit of the agreement.
 

@@ -1,10 +1,10 @@
 """The identity of this process: its rank, world size, host, and rendezvous.
 
 `discover` reads the variables of a launcher for one process, using a table of launchers. `nodes_of`
-reads the variables of a cluster for a launcher of ours. Both are pure. `rank`, `size` and
-`local_rank` describe the running process: from its process group if it has joined one, else from
-the launcher. No other file reads these variables. Standard library only, because the log and the
-command line work without torch.
+reads the variables of a cluster for a launcher of ours. Neither changes anything. `rank`, `size`
+and `local_rank` describe the running process: from its process group if it has joined one, else
+from the launcher. No other file reads these variables. Standard library only, because the log and
+the command line work without torch.
 """
 
 from __future__ import annotations
@@ -420,7 +420,7 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
     """Return the world if it has an address and a port for the rendezvous.
 
     Args:
-        environ: The environment.
+        environ: Environment variables of this process.
         world: The result of `discover`.
 
     Raises:
@@ -454,7 +454,7 @@ def ask_mpi(environ: Mapping[str, str], world: World) -> World:
     rank 0 may be on another host.
 
     Args:
-        environ: The environment.
+        environ: Environment variables of this process.
         world: The result of `discover`.
 
     Note:
@@ -763,7 +763,7 @@ def suspect_lone_process(environ: Mapping[str, str]) -> UsageError | None:
 
 
 def refuse_lone_process(environ: Mapping[str, str]) -> None:
-    """Raise UsageError if two variables show that a lone process should be one of several."""
+    """Raise UsageError if two variables indicate that a lone process is one of several ranks."""
     found = _suspicion_of(environ)
     for count in () if found is None else found.counts:
         if _value_of(environ, count) >= 2:
