@@ -86,7 +86,7 @@ class Meeting:
 
     Attributes:
         plan: What this machine runs.
-        secret: Secret that all nodes and ranks of the job share.
+        secret: Secret that all nodes and ranks of the job hold.
         place: Address and port of the store, for the ranks.
         master_port: Port at which rank 0 may open a store of torch, without a secret.
     """
@@ -208,7 +208,7 @@ def _free_port(host: str) -> int:
 
 @dataclass
 class EndRequest:
-    """Signals that asked this launch to end.
+    """Signals that requested the end of this launch.
 
     Attributes:
         grace: Seconds from SIGTERM until the ranks are ended by force.
@@ -238,7 +238,7 @@ class EndRequest:
 class Standstill:
     """Detect ranks of this machine that have been stopped.
 
-    A rank with a limit on its CPU share may be stopped at every check and run in between. If it has
+    A rank with a CPU limit may be stopped at every check and run in between. If it has
     used CPU time since the last check, the waiting time restarts.
 
     Attributes:
@@ -432,7 +432,7 @@ class RankAgent:
         """Handle a signal: forward it to ranks that save, or end the launch.
 
         Args:
-            number: The signal.
+            number: Number of the signal.
         """
         name = signal.Signals(number)
         if name in REQUESTS and self._ranks.save_on(name) and name not in self._request.received:
@@ -503,6 +503,9 @@ def run_ranks(
         max_restarts: How often to restart all ranks after a failure.
         grace: Seconds for ranks that save on SIGTERM.
         dead_after: Seconds of silence after which another machine is lost.
+
+    Returns:
+        The exit code and, after a failure, its description.
 
     Raises:
         UsageError: The nodes cannot meet, or --tls is set without a secret.

@@ -22,7 +22,7 @@ _HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
 
 
 def read_hostfile(path: Path) -> Slots:
-    """Read and parse a hostfile.
+    """Return the hosts and slots in a hostfile.
 
     Raises:
         UsageError: The file cannot be read or parsed.
@@ -143,9 +143,9 @@ def kept_slots(
     """Return the slots of one host that a filter keeps.
 
     Args:
-        slots: The host's slots.
+        slots: Slots of the host.
         host: Name of the host.
-        named: The parsed filter.
+        named: Hosts and slots in the filter, as `parse_filter` returns them.
         include: The filter is --include.
         exclude: The filter is --exclude.
     """

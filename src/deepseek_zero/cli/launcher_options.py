@@ -42,10 +42,10 @@ ELASTIC = (
 
 
 def cli_option(default: Any, text: str, panel: str, *aliases: str) -> Any:
-    """Declare a field of a dataclass as an option: `num_gpus` is --num-gpus.
+    """Return a field of a dataclass that is an option: `num_gpus` is --num-gpus.
 
     Args:
-        default: The default value.
+        default: Value of the field if the option is not given.
         text: The text for --help.
         panel: The heading in --help.
         aliases: Other names of the option.
@@ -113,10 +113,10 @@ def refuse_options(options: LauncherOptions) -> None:
 
 
 def refuse_launcher(options: LauncherOptions, num_nodes: int) -> None:
-    """Refuse DeepSpeed's launchers (ssh, MPI, Slurm) for several machines.
+    """Raise an error for DeepSpeed's launchers (ssh, MPI, Slurm) with several machines.
 
     Args:
-        options: The options.
+        options: Options of the command line.
         num_nodes: Number of machines.
 
     Raises:

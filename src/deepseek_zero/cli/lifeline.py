@@ -79,7 +79,7 @@ class Lifeline:
 
     @classmethod
     def of_this_process(cls, *, needs_input: bool) -> Lifeline:
-        """Choose the streams to watch for this process.
+        """Return a lifeline over the streams whose end means that the launcher is gone.
 
         Args:
             needs_input: --end-with-input is set: watch only standard input.

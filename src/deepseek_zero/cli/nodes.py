@@ -98,10 +98,13 @@ def plan_node(
     """Decide what this machine runs.
 
     Args:
-        options: The options.
+        options: Options of the command line.
         machine: The cores and GPUs of this machine.
         own_names: Host names and addresses of this machine.
         stated: Values from a scheduler's variables, if any.
+
+    Returns:
+        The node's number, processes and devices, and the address of the rendezvous.
 
     Raises:
         UsageError: The options contradict each other or the machine.

@@ -32,10 +32,10 @@ The resource tracker of multiprocessing uses the time to unlink shared memory.
 
 @dataclass(frozen=True)
 class Launch:
-    """The mark and the process groups that identify the processes of a launch.
+    """The processes of a launch, identified by an environment variable or a process group.
 
     Attributes:
-        mark: Value of the environment variable `MARK`.
+        mark: Value of the environment variable `MARK` in every process of the launch.
         groups: Groups of ranks that are running or have just failed. The group of a rank that ended
             earlier must not be included, because its number may be reused by another program.
     """
@@ -100,8 +100,8 @@ def send(pids: Collection[int], number: signal.Signals) -> None:
     """Send a signal to each process, ignoring those that have already ended.
 
     Args:
-        pids: The process ids.
-        number: The signal.
+        pids: Ids of the processes.
+        number: Number of the signal.
     """
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):

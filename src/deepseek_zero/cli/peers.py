@@ -43,7 +43,7 @@ ALIVE_KEY = "deepseek_zero/alive"
 class PeerWatch:
     """Exchange failures with the other machines' launchers, and detect lost machines.
 
-    Only this machine's clock is used: a machine is lost if its entry has not changed for
+    Only this machine's clock is used: a machine is lost if its heartbeat has not changed for
     `dead_after` seconds (inf: never).
     """
 

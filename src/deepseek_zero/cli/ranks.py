@@ -318,7 +318,7 @@ class Ranks:
             self._forget(group)
 
     def cause(self) -> Death | None:
-        """Return the failure to show after all ranks have ended.
+        """Return the failure to report after all ranks have ended.
 
         It may be one that a rank reported only while the ranks were being ended.
         """
@@ -347,8 +347,7 @@ class Report:
 
     Attributes:
         text: The error as the interpreter would print it.
-        at: Time by `time.monotonic()`, which all processes of a machine share and which is never
-            set.
+        at: Time by `time.monotonic()`, which is the same clock for all processes of a machine.
         exit_code: The rank's exit code.
         secondary: Whether the error blames another rank.
     """
@@ -396,7 +395,7 @@ class Death:
         return self.report is not None and self.report.secondary
 
     def headline(self, world_size: int) -> str:
-        """Describe in one sentence which rank ended and how."""
+        """Return one sentence that states which rank ended and how."""
         return f"rank {self.rank} of {world_size} {_how(self.code)}"
 
     def story(self) -> str:
@@ -439,7 +438,7 @@ def _how(code: int) -> str:
 
 
 def first_cause(deaths: Sequence[Death]) -> Death:
-    """Return the failure to show: the earliest one that does not blame another rank.
+    """Return the failure to report: the earliest one that does not blame another rank.
 
     If all of them blame another rank, it is the earliest one. A rank that saved and ended is
     returned only if no rank failed.
@@ -450,7 +449,7 @@ def first_cause(deaths: Sequence[Death]) -> Death:
 
 
 def read_report(path: Path) -> Report | None:
-    """Read an error file, also in torch's @record layout; None if it cannot be read."""
+    """Return the report in an error file, also in torch's @record layout, or None."""
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         message = data["message"]

@@ -123,8 +123,8 @@ def run(options: RunOptions) -> int:
     """Launch the script and return the exit code.
 
     Returns:
-        0 if all ranks succeeded; the exit code of the failed rank; 85 if the ranks were asked to
-        end and saved; 128 plus the number of the signal that ended the launcher.
+        0 if all ranks succeeded; the exit code of the failed rank; 85 if the ranks saved and ended
+        on request; 128 plus the number of the signal that ended the launcher.
 
     Raises:
         UsageError: An option is invalid.
@@ -256,8 +256,8 @@ def rank_environment(plan: NodePlan, machine: NodeMachine) -> dict[str, str]:
     """Return the variables that are the same for every rank of this machine.
 
     Args:
-        plan: What this machine runs.
-        machine: Its cores and GPUs.
+        plan: Ranks and rendezvous of this machine.
+        machine: Cores and GPUs of this machine.
     """
     environment = machine.thread_environment(plan.share.nproc, os.environ)
     environment |= {name: value for name, value in SHORT_ERRORS.items() if name not in os.environ}

@@ -138,7 +138,7 @@ def blames_a_peer(error: BaseException) -> bool:
 
 
 def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at: float) -> None:
-    """Write the error file atomically, in torch elastic's layout plus our own entry.
+    """Write the error file atomically, in torch elastic's layout with one more key.
 
     Without an error file, the text is written to standard error.
 
@@ -202,13 +202,16 @@ def _keep_crash_stack() -> None:
 
 
 def main(parent: str, kind: str, target: str, *args: str) -> int:
-    """Run the target and return the exit code.
+    """Run the target of this rank.
 
     Args:
         parent: Process id of the launcher.
         kind: A key of `RUNNERS`.
         target: The script, module or program.
-        args: Its arguments.
+        args: Arguments of the target.
+
+    Returns:
+        The exit code of the target.
     """
     die_with_parent(int(parent))
     _keep_crash_stack()
