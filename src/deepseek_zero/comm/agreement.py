@@ -66,9 +66,10 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
     Note:
         Collective: every rank of `comm` must call it.
     """
-    everyone = _documents_that_differ(
-        comm, {key: shown(value) for key, value in values.items()}, what
-    )
+    if comm.size == 1:
+        return
+    texts = {key: shown(value) for key, value in values.items()}
+    everyone = _documents_that_differ(comm, texts, what)
     if not everyone:
         return
     different = []
