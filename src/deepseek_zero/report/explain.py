@@ -48,7 +48,7 @@ OWN = (COMPUTING, OPTIMIZER, AWAY, BETWEEN)  # parts without waiting for other r
 
 
 def seconds_by_part(meter: Meter) -> dict[str, float]:
-    """Divide the time of all steps into parts, in seconds.
+    """Return the time of all steps by part, in seconds.
 
     Waits and sums are subtracted from the phases that contain them.
     """
@@ -69,7 +69,7 @@ def seconds_by_part(meter: Meter) -> dict[str, float]:
 
 
 def shares(meter: Meter) -> dict[str, float]:
-    """Return the parts of a step as fractions that add up to 1, largest first."""
+    """Return the fractions of a step's time by part, which add up to 1, largest first."""
     total = sum(meter.clock.seconds.values())
     if not total:
         return {}
@@ -80,13 +80,13 @@ def shares(meter: Meter) -> dict[str, float]:
 
 
 def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
-    """Return lines of text about the time of steps.
+    """Return lines of text about how the time of steps was spent.
 
-    Before there are two steps, the line says that nothing is measured yet.
+    Before there are two steps, the only line states that nothing is measured yet.
 
     Args:
-        meter: The measurements.
-        advice: The settings from which advice is derived.
+        meter: Measurements of all steps on this rank.
+        advice: Settings and sizes of the plan, from which advice is derived.
     """
     steps = meter.clock.steps
     if steps <= 0:
@@ -168,7 +168,7 @@ class Travel(Protocol):
 
 @dataclass
 class Timeline:
-    """The recorded communication.
+    """Collectives and transfers that were recorded, with their times.
 
     Collectives are in the order in which they were waited for, transfers in the order in which they
     were requested.
@@ -182,7 +182,7 @@ def overlap_share(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> f
     """Return the fraction of the communication time in which this rank did other work.
 
     Args:
-        travels: The recorded communication.
+        travels: Recorded collectives or transfers.
         others: Further communication; waiting for it does not count as other work.
 
     Returns:
@@ -193,16 +193,16 @@ def overlap_share(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> f
 
 
 def under_way_seconds(travels: Sequence[Travel]) -> float:
-    """Return how long at least one of these was in progress."""
+    """Return for how many seconds at least one of the collectives or transfers was in progress."""
     return sum(stop - start for start, stop in _under_way(travels))
 
 
 def exposed_seconds(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> float:
-    """Return how long one was in progress while this rank only waited.
+    """Return for how many seconds one was in progress while this rank only waited.
 
     Args:
-        travels: The recorded communication.
-        others: Further communication; waiting for it counts, too.
+        travels: Recorded collectives or transfers.
+        others: Further communication; waiting for it counts as well.
     """
     return _common_seconds(
         _under_way(travels), _merged([each.waited for each in (*travels, *others)])

@@ -24,7 +24,7 @@ class FlopsSettings:
 
     Attributes:
         step: The forward after this step is counted.
-        recompute: Share of the forward that backward repeats.
+        recompute: Fraction of the forward that backward repeats.
         depth: Maximum depth of the printed modules; -1 for all.
         detailed: Print each module.
         output_file: The file to write; None logs the result.
@@ -117,11 +117,11 @@ class ForwardCost:
 
 
 def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
-    """Format the counts as text: the model, and its modules if `detailed`.
+    """Return the counts as text: the model, and its modules if `detailed`.
 
     Args:
-        cost: The counts.
-        settings: Settings of the output.
+        cost: Counts of the model's forwards.
+        settings: Which modules to print, and in how much detail.
     """
     total = cost.rows[""]
     # backward: once for the gradient of the inputs, once for that of the weights

@@ -55,7 +55,7 @@ class MemoryLink:
 
     @property
     def hidden(self) -> float:
-        """Return the share of the busy time without waiting, from 0 to 1."""
+        """Return the fraction of the busy time in which this rank did not wait, from 0 to 1."""
         return max(0.0, 1 - self.waited_seconds / self.busy_seconds) if self.busy_seconds else 0.0
 
     @property
@@ -70,7 +70,7 @@ class MemoryLink:
 
     @property
     def reached(self) -> float:
-        """Return the bound's share of the step time; 1.0 is optimal."""
+        """Return the bound divided by the step time; 1.0 is optimal."""
         return min(1.0, self.bound_seconds / self.step_seconds) if self.step_seconds else 0.0
 
 
@@ -78,7 +78,7 @@ def links_of(tiers: Tiers, meter: Meter) -> list[MemoryLink]:
     """Return this rank's links, one for each memory other than the device.
 
     Args:
-        tiers: The memories.
+        tiers: Memories outside the device, with the counts of their transfers.
         meter: Measurements of the steps.
     """
     return [

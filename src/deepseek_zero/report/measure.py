@@ -18,7 +18,7 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank by state. `print` of it shows a table.
+    """Bytes on this rank by state, predicted and measured; `print` prints a table.
 
     `measured["other"]` counts live storages that belong to no state, such as batches and tensors of
     the caller.
@@ -95,7 +95,7 @@ def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Return the bytes of these tensors' storages that are not in `seen`.
 
     Args:
-        tensors: The tensors.
+        tensors: Tensors whose storages are counted.
         seen: Addresses of counted storages; new ones are added.
     """
     total = 0

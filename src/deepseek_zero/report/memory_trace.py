@@ -132,7 +132,7 @@ class MemoryTrace:
         """Draw bytes over operators, stacked by kind, as a PNG.
 
         Args:
-            path: The PNG file.
+            path: Path of the PNG file to write.
             title: Title of the picture.
         """
         order = [

@@ -101,7 +101,7 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
 
     Args:
         panel: The axes of matplotlib.
-        mesh: The mesh.
+        mesh: Mesh of ranks to draw.
     """
     names = axes_shown(mesh)
     places = places_on(mesh)
@@ -213,7 +213,7 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
 
     Args:
         panel: The axes of matplotlib.
-        plan: The plan of the pipeline.
+        plan: Stages and schedule of the pipeline.
         inches: Width of the panel in inches.
     """
     bars, length, idle = bars_of(plan)

@@ -66,12 +66,12 @@ def network_links(
     """Return the links that were used, between hosts first.
 
     The result is empty before there are two steps. Ranks of a host that read each other's memory
-    count as sending inside the host. Compression affects only messages among the ranks that share
-    slices. Sums over replicas and gathers from a second copy are sent uncompressed.
+    count as sending inside the host. Compression affects only messages among the ranks over which
+    states are sharded. Sums over replicas and gathers from a second copy are sent uncompressed.
 
     Args:
-        plan: The plan.
-        meter: The counters.
+        plan: Plan of the run, which has the sizes of messages.
+        meter: Counts of the bytes that this rank sent.
         line: The line between hosts, if known.
         comm_ctx: The communicators of the shard group.
     """

@@ -104,7 +104,7 @@ class Strip:
 
 
 def strip_of(actions: Sequence[Action]) -> Strip:
-    """Convert actions to columns.
+    """Return the actions of a schedule in columns, one column for each use.
 
     A unit is gathered from the column after its gather to the column of its release.
     """
@@ -130,8 +130,8 @@ def draw(plan: Plan, path: Path | str) -> None:
     With several axes, the mesh and the schedule of the pipeline are drawn below.
 
     Args:
-        plan: The plan.
-        path: The PNG file.
+        plan: Plan of the run to draw.
+        path: Path of the PNG file to write.
     """
     draw_plan(places_of(plan), plan.schedule, path, plan.explain()[0], plan.mesh, plan.pipeline)
 
@@ -147,9 +147,9 @@ def draw_plan(
     """Draw one row per unit, in the order of use: its bytes, then its times.
 
     Args:
-        places: The units.
-        schedule: The schedule of a step.
-        path: The PNG file.
+        places: Units with their bytes on this rank.
+        schedule: Schedule of a step, which has the uses of units.
+        path: Path of the PNG file to write.
         about: Description in the subtitle.
         mesh: The mesh, drawn if it has several ranks.
         pipeline: The pipeline, drawn if given.

@@ -64,7 +64,7 @@ def style_axes(axes: Any, along: str = "x", ticks: float = 3) -> None:
     """Style axes: a base line, no frame, grey ticks, faint grid lines.
 
     Args:
-        axes: The axes.
+        axes: Axes of matplotlib to change.
         along: The axis of positions, drawn with ticks; the other axis gets the grid lines.
         ticks: Length of the ticks in points.
     """
@@ -84,8 +84,8 @@ def paler(colour: str, share: float) -> str:
     """Return a colour that is mixed with white.
 
     Args:
-        colour: The colour as "#rrggbb".
-        share: Share of white, from 0 to 1.
+        colour: Colour as "#rrggbb".
+        share: Fraction of white, from 0 to 1.
     """
     channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(each + (255 - each) * share):02x}" for each in channels)
@@ -95,9 +95,9 @@ def add_titles(axes: Any, title: str, subtitle: str) -> None:
     """Add a title and a smaller subtitle below it.
 
     Args:
-        axes: The axes.
-        title: The title.
-        subtitle: The subtitle; empty for none.
+        axes: Axes of matplotlib to change.
+        title: Text of the title.
+        subtitle: Text of the subtitle; empty for none.
     """
     pad = 22 if subtitle else 10
     axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=pad)
@@ -110,8 +110,8 @@ def save_figure(figure: Any, path: Path | str) -> None:
     """Write a PNG atomically.
 
     Args:
-        figure: The figure.
-        path: The file.
+        figure: Figure of matplotlib to save.
+        path: Path of the PNG file to write.
     """
     path = Path(path)
     refuse_url(f"'{path}'", path)

@@ -89,8 +89,11 @@ def open_for_append(path: Path, header: str = "") -> IO[str]:
     An incomplete last line is removed, and the header is written if the file is empty.
 
     Args:
-        path: The file.
+        path: File to open, which is created if it is missing.
         header: The first line of the file; empty for none.
+
+    Returns:
+        The open file, positioned at its end.
 
     Raises:
         UsageError: The existing file has another header, so its columns would be wrong.
