@@ -16,7 +16,7 @@ NO_LIMIT = 2**63 - 1
 
 
 class DeviceBudget:
-    """A limit in bytes and the number of bytes in use."""
+    """Count the bytes in use on the training device, and raise at a limit."""
 
     def __init__(self, limit_bytes: int = NO_LIMIT) -> None:
         self.limit_bytes = limit_bytes
@@ -50,12 +50,15 @@ class DeviceBudget:
         self.taken_bytes -= nbytes
 
     def reserve_for(self, owner: T, nbytes: int, what: str) -> T:
-        """Count bytes as used until an object is deleted, and return the object.
+        """Count bytes as used until an object is deleted.
 
         Args:
-            owner: The object.
+            owner: Object whose deletion releases the bytes.
             nbytes: Number of bytes.
             what: Name of the allocation for the error message.
+
+        Returns:
+            `owner` itself.
 
         Raises:
             OutOfMemoryError: The limit would be exceeded.

@@ -1,9 +1,9 @@
 """A disk as a tier: one unnamed file per rank.
 
-A few threads transfer chunks of the file, with O_DIRECT if the file system supports it. The file
-never has a name, or loses it at once. No other process can open it, and a killed job leaves no
-file. Every chunk that is read is compared with the checksum of the written bytes. The memory of a
-storage is address space, and a chunk has pages only while it is used.
+A few threads transfer chunks of the file, with O_DIRECT if the file system supports it. The file is
+created unnamed, or its name is removed immediately. No other process can open it, and a killed job
+leaves no file. Every chunk that is read is compared with the checksum of the written bytes. The
+memory of a storage is address space, and a chunk has pages only while it is used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECTOR = 512  # bytes of the smallest transfer of a disk
 
 
 class ChunkState(Enum):
-    """The place of a chunk's bytes: in memory, in the file, or in transfer."""
+    """Where the bytes of a chunk are: in memory, in the file, or in transfer."""
 
     HERE = "here"  # in memory; the file may have older values
     # A thread writes the chunk, and frees its pages unless they are needed again by then.
@@ -217,7 +217,7 @@ class Chunk:
         return self._job is None or self._job[0].done()
 
     def fetch(self) -> bool:
-        """Read the chunk into memory. Return whether a transfer is in progress."""
+        """Start to read the chunk into memory, and return whether a transfer is in progress."""
         if self.state is ChunkState.LEAVING and not self._hold():
             self.wait()
         if self.state is ChunkState.AWAY:
@@ -235,7 +235,7 @@ class Chunk:
         self._is_kept = True
 
     def store(self) -> bool:
-        """Write the chunk to the file. Return whether a transfer is in progress."""
+        """Start to write the chunk to the file, and return whether a transfer is in progress."""
         if self.state is ChunkState.ARRIVING:
             self.wait()
         if self.state is ChunkState.HERE:
@@ -350,7 +350,7 @@ class DiskStorage(HostStorage):
         """Reserve address space for the state.
 
         Args:
-            disk: The disk.
+            disk: Disk whose file contains the state.
             numel: Number of elements.
             dtype: Data type.
             place: Byte offsets of the chunks in the file, up to the end of the state.
@@ -421,8 +421,8 @@ class Transfer:
 def sum_of(piece: Tensor) -> int:
     """Return the checksum of a chunk.
 
-    The 8-byte words of each sector are added, and each sum is multiplied by an odd number that
-    depends on the sector's position, modulo 2^64. Every change of one word changes the checksum,
+    The 8-byte integers of each sector are added, and each sum is multiplied by an odd number that
+    depends on the sector's position, modulo 2^64. Every change of one integer changes the checksum,
     and so do sectors or pages that are swapped. A disk never transfers less than a sector.
     """
     sectors = piece.numpy().view(np.uint64).reshape(-1, SECTOR // 8)

@@ -102,7 +102,7 @@ class StagingRing:
         """Release memory that `take` has returned.
 
         Args:
-            room: The tensor.
+            room: Tensor that `take` returned.
             copy_event: The memory can be reused when this copy is complete.
         """
         known = self._taken.pop(room.data_ptr(), None)

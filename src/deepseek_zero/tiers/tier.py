@@ -60,20 +60,20 @@ class CopyEvent(Work, Protocol):
     """A copy to or from the training device."""
 
     def wait_stream(self) -> None:
-        """Make later work of the device wait for this copy. The host does not wait."""
+        """Make later work of the device wait for this copy, without blocking the host."""
 
 
 class CompletedWork:
     """A transfer of zero bytes, which is always complete."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def is_done(self) -> bool:
         return True
 
     def wait_stream(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 COMPLETED = CompletedWork()
@@ -139,12 +139,15 @@ class TransferMeter:
             self._since = time.perf_counter()
 
     def request(self, what: str, nbytes: int, *, is_read: bool) -> TransferEvent:
-        """Record the request of a transfer, and return its event.
+        """Record the request of a transfer.
 
         Args:
             what: Name of the state.
             nbytes: Number of bytes.
             is_read: The transfer reads from the tier; otherwise it writes to it.
+
+        Returns:
+            The event, whose other times are filled in when the bytes move.
         """
         event = TransferEvent(what, nbytes, is_read, time.perf_counter())
         if self.events is not None:
@@ -240,6 +243,10 @@ class Storage:
     def fetch(self, low: int, high: int) -> Work:
         """Start to read elements [low, high) into `memory`.
 
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+
         Returns:
             The transfer, which is complete if the elements are in `memory` already.
         """
@@ -252,16 +259,22 @@ class Storage:
         """
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return a read-only view of elements [low, high) after they have been fetched.
+        """Return a read-only view of fetched elements, valid until `store` or `evict`.
 
-        The view is valid until `store` or `evict`.
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
         """
         return self.memory[low:high]
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Return a read-only view of elements [low, high).
+        """Return a read-only view of elements, which need not have been fetched.
 
         Other threads may call this if the elements never leave `memory`.
+
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
         """
         self.copy_event.wait()
         if self.is_offloaded:
@@ -269,29 +282,51 @@ class Storage:
         return self.memory[low:high]
 
     def write(self, low: int, high: int) -> Tensor:
-        """Return a view of elements [low, high), and mark the elements as changed."""
+        """Return a writable view of elements, which `store` then writes to the tier.
+
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+        """
         return self.read(low, high)
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Yield a tensor through which the block writes elements [low, high)."""
+        """Yield a tensor through which the block writes elements.
+
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+        """
         yield self.write(low, high)
 
     def store(self, low: int, high: int) -> Work:
-        """Start to write the changed elements in [low, high) to the tier.
+        """Start to write changed elements to the tier, after their last use.
 
-        Call it after the last use of the elements.
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+
+        Returns:
+            The transfer, which is complete if no element was changed.
         """
         return COMPLETED
 
     def evict(self, low: int, high: int) -> None:
-        """Free the pages of elements that are not needed soon.
+        """Free the pages of elements that are not needed soon, after storing changed ones.
 
-        Changed elements are stored first.
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
         """
 
     def discard(self, low: int, high: int) -> None:
-        """Drop the values. The caller must write them again before it reads them."""
+        """Drop the values of elements, which must be written before they are read again.
+
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+        """
 
     def landing(
         self,
@@ -306,8 +341,8 @@ class Storage:
         """Return the memory in which the training device sums elements [low, high).
 
         Args:
-            low: The first element.
-            high: The end of the elements.
+            low: Index of the first element.
+            high: Index after the last element.
             numel: Elements of the largest sum, so that all sums can use one buffer.
             pool: The pool of buffers on the training device.
             copy_engine: Copies between the device and this memory.
@@ -339,7 +374,12 @@ class Lender(Protocol):
     device: torch.device
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor of shape ``(numel,)``."""
+        """Return an uninitialized tensor of shape ``(numel,)``.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+        """
 
     def give(self, tensor: Tensor) -> None:
         """Return a tensor of `take` to the pool."""
@@ -410,7 +450,7 @@ class TierMemory:
         self.reserved_bytes = 0
 
     def capabilities(self) -> list[Capability]:
-        """Describe how bytes are transferred, and what a faster transfer would need."""
+        """Return how bytes are transferred, and what a faster transfer would need."""
         raise NotImplementedError
 
     def check_space(self, nbytes: int, sharers: int) -> None:
@@ -467,7 +507,7 @@ class Tiers:
             memory.traffic.reset()
 
     def capabilities(self) -> list[Capability]:
-        """Describe how bytes are transferred in each memory."""
+        """Return how bytes are transferred in each memory."""
         return [each for memory in self.memories.values() for each in memory.capabilities()]
 
     def record(self, events: list[TransferEvent] | None) -> None:
@@ -481,7 +521,7 @@ class Tiers:
         """Return a zeroed storage on a tier.
 
         Args:
-            tier: The tier.
+            tier: Memory that holds the elements between uses.
             numel: Number of elements.
             dtype: Data type.
             what: Name of the state for error messages.
@@ -506,7 +546,7 @@ class CopyEngine:
         """Run a block whose non_blocking copies read a storage.
 
         Args:
-            storage: The storage.
+            storage: Storage that the copies read.
 
         Yields:
             The event of the copies.
@@ -518,7 +558,7 @@ class CopyEngine:
         """Run a block whose non_blocking copies write a storage.
 
         Args:
-            storage: The storage.
+            storage: Storage that the copies write.
             finish: Called when the source of the copies can be reused.
         """
         yield
@@ -528,18 +568,18 @@ class CopyEngine:
         """Release the sources of all copies to the host, because no more follow soon."""
 
     def now(self) -> CopyEvent:
-        """Return an event after all work that the device has been given so far."""
+        """Return an event that is complete after all work queued on the device so far."""
         return COMPLETED
 
     def staged_tile(self, there: Tensor, *, is_read: bool) -> StagedTile | None:
         """Return a `StagedTile` through which the host works on a tensor of the device.
 
         Args:
-            there: The tensor.
+            there: Tensor on the device.
             is_read: The host also reads the tensor.
 
         Returns:
-            None if the host can access the tensor directly.
+            The staged tile; None if the host can access the tensor directly.
         """
         return None
 
@@ -588,7 +628,7 @@ class StreamCopyEngine(CopyEngine):
 
     @contextmanager
     def d2h(self, storage: Storage, finish: Callable[[], None]) -> Iterator[None]:
-        """Run a block whose non_blocking copies write a storage.
+        """Run a block whose non_blocking copies write a storage, on the stream for copies out.
 
         The source is released when the next copy begins. An immediate wait for this copy would
         block the device.
@@ -645,7 +685,7 @@ class StreamCopyEngine(CopyEngine):
             self.ring.reserve(max(nbytes, 3 * STRIDE_BYTES))  # `to_host` uses two ranges at a time
 
     def to_host(self, values: Tensor) -> Tensor:
-        """Copy through the ring, so that no copy goes through pageable memory."""
+        """Return a copy of a flat device tensor in host memory, made through page-locked memory."""
         found = torch.empty(values.shape, dtype=values.dtype)
         under_way: deque[tuple[Tensor, Tensor, CopyEvent]] = deque()
 
@@ -706,10 +746,13 @@ class StagedTile:
         """Start to copy elements [low, high) to the host.
 
         Args:
-            low: The first element.
-            high: The end of the elements.
+            low: Index of the first element.
+            high: Index after the last element.
             after: Event of the device after which it does not change the elements. Neither this
                 copy nor that of `store` waits for later work of the device.
+
+        Returns:
+            The copy to the host.
         """
         staged = self._staged.get((low, high))
         if staged is None:
@@ -722,7 +765,12 @@ class StagedTile:
         return staged.copied
 
     def view(self, low: int, high: int) -> Tensor | None:
-        """Return the fetched elements, writable until `store`; None if there are none."""
+        """Return the fetched elements, writable until `store`; None if there are none.
+
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+        """
         staged = self._staged.get((low, high))
         if staged is None:
             return None
@@ -730,18 +778,36 @@ class StagedTile:
         return staged.room
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return the fetched elements."""
+        """Return the fetched elements.
+
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+        """
         found = self.view(low, high)
         assert found is not None, "read before it was fetched"
         return found
 
     def write(self, low: int, high: int) -> Tensor:
-        """Return elements to write; fetch them first if necessary."""
+        """Return elements to write; fetch them first if necessary.
+
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+        """
         self.fetch(low, high, COMPLETED).wait()
         return self.read(low, high)
 
     def store(self, low: int, high: int) -> Work:
-        """Copy the elements back to the device. Its later work uses the new values."""
+        """Start to copy elements back to the device, whose later work uses the new values.
+
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+
+        Returns:
+            The copy to the device.
+        """
         held = self.read(low, high)
         after = self._staged[low, high].after
         with self.copy_engine.on_side_stream(is_inward=True, after=after) as copy_event:
@@ -751,7 +817,12 @@ class StagedTile:
         return copy_event
 
     def evict(self, low: int, high: int) -> None:
-        """Release elements that have not changed, without copying them back."""
+        """Release elements that have not changed, without copying them back.
+
+        Args:
+            low: Index of the first element.
+            high: Index after the last element.
+        """
         if self.view(low, high) is not None:
             self._release(low, high, COMPLETED)
 
