@@ -48,7 +48,7 @@ LEAST_SCRATCH = 3  # Granules of scratch with which every codec works
 
 @dataclass(frozen=True)
 class Cast:
-    """The plain codec, which rounds every value to one dtype.
+    """The codec without compression, which rounds every value to one dtype.
 
     Attributes:
         dtype: The dtype of a message.
@@ -71,9 +71,9 @@ class Cast:
         """Write values into a message.
 
         Args:
-            values: The values, flat.
-            message: The message, flat, of dtype `dtype`.
-            scratch: Not used.
+            values: Flat tensor of the values to send.
+            message: Output, flat, of dtype `dtype`.
+            scratch: Ignored; `Blocks` needs it.
             start: The index in the message of the first value.
         """
         message[start : start + values.numel()].copy_(values)
@@ -82,11 +82,11 @@ class Cast:
         """Read values [start, stop) of a message into `out`.
 
         Args:
-            message: The message, flat.
+            message: Flat tensor that `encode` wrote.
             start: The index of the first value.
             stop: The index after the last value.
             out: Output, flat.
-            scratch: Not used.
+            scratch: Ignored; `Blocks` needs it.
         """
         out.copy_(message[start:stop])
 
@@ -94,8 +94,8 @@ class Cast:
         """Multiply the values of a message by a factor.
 
         Args:
-            message: The message, changed in place.
-            factor: The factor.
+            message: Message that `encode` wrote, changed in place.
+            factor: Number by which each value is multiplied.
         """
         message.mul_(factor)
 
@@ -105,11 +105,11 @@ class Cast:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The codec of blocks of small integers.
+    """The codec that stores blocks of values as small integers with one scale per block.
 
     Attributes:
         bits: Bits of a code, 8 or 4.
-        block: Number of values that share a scale; it is a power of two.
+        block: Number of values that have one scale; it is a power of two.
         scale_bits: Bits to which the significand of a scale is rounded.
         dtype: The dtype of a message.
         message_numel: Maximum number of values in one message. It is limited so that a rank codes
@@ -125,7 +125,7 @@ class Blocks:
 
     @property
     def granule(self) -> int:
-        """Number of values that are coded together: the blocks that share bytes."""
+        """Return the number of values that are coded together, which is one or two blocks."""
         return self.block * 8 // self.bits
 
     def length(self, numel: int) -> int:
@@ -238,7 +238,7 @@ class Blocks:
 
     @property
     def decode_scratch(self) -> float:
-        """fp32 elements of scratch per value that `decode` needs for fp32 output."""
+        """Return the fp32 scratch elements per value that `decode` needs for fp32 output."""
         return 0.0 if self.bits == 8 else 1 / torch.float32.itemsize
 
     def _taken_apart(self, codes: Tensor, room: Tensor) -> Tensor:
@@ -268,8 +268,8 @@ class Blocks:
         """Multiply the values of a message by a factor.
 
         Args:
-            message: The message, changed in place.
-            factor: The factor.
+            message: Message that `encode` wrote, changed in place.
+            factor: Number by which each value is multiplied.
         """
         self._parts(message)[1].mul_(factor)
 
@@ -296,17 +296,17 @@ class Blocks:
 
 
 class LeftOut(Protocol):
-    """The error-feedback buffer of one rank."""
+    """Interface of the error-feedback buffer of one rank."""
 
     def encode(
         self, wire: Codec, values: Tensor, message: Tensor, place: int, scratch: Tensor
     ) -> None:
-        """Add the kept errors to values, write them into a message, keep the new errors.
+        """Add the stored errors to values, encode the sums, and store the new errors.
 
         Args:
             wire: The codec of the message.
-            values: The values, flat.
-            message: The message.
+            values: Flat tensor of the values to send.
+            message: Output, which `wire` encodes.
             place: The index of the first value in the error-feedback buffer.
             scratch: Flat fp32 scratch.
         """
@@ -316,7 +316,7 @@ def codec_scratch(codec: Blocks, numel: int, device: torch.device) -> Tensor:
     """Return fp32 scratch in which a codec works on all values at once, or on tiles.
 
     Args:
-        codec: The codec.
+        codec: Codec that will encode or decode the values.
         numel: Number of values.
         device: The device of the scratch.
     """
@@ -326,7 +326,7 @@ def codec_scratch(codec: Blocks, numel: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Signs:
-    """The codec of signs, with one scale for a whole message.
+    """The codec that stores one bit per value, with one scale for a whole message.
 
     A value decodes to s if x >= 0 and to -s otherwise, with s = sqrt(sum of x^2 / count). The sum
     is formed in float64, so its order does not affect s. A message with a NaN or an infinity

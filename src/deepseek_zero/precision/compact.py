@@ -69,7 +69,7 @@ class BFloat16Format:
 
     Attributes:
         dtype: The dtype of the codes.
-        has_scales: Whether one power of two per block is stored, too.
+        has_scales: Whether one power of two per block is stored as well.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -78,12 +78,12 @@ class BFloat16Format:
     def encode(
         self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
     ) -> None:
-        """Encode fp32 values; all tensors are flat.
+        """Convert fp32 values to codes; all tensors are flat.
 
         Args:
-            values: The fp32 values.
+            values: Flat fp32 tensor to encode.
             codes: Output, of dtype `dtype`.
-            powers: Not used.
+            powers: Ignored; this format has no scales.
             chance: 16 random bits per element for stochastic rounding; None rounds to nearest.
         """
         if chance is None:
@@ -92,15 +92,15 @@ class BFloat16Format:
             round_to_bf16(values, codes, chance)
 
     def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Decode to fp32.
+        """Convert codes to fp32 values.
 
         Args:
-            codes: The codes, flat.
-            powers: Not used.
+            codes: Flat tensor that `encode` wrote.
+            powers: Ignored; this format has no scales.
             out: Output; None allocates it.
 
         Returns:
-            The fp32 values.
+            The fp32 values: `out` if it was given.
         """
         return codes.float() if out is None else out.copy_(codes)
 
@@ -126,7 +126,7 @@ def round_to_bf16(values: Tensor, into: Tensor, chance: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Float8Block:
-    """8-bit floats in blocks that share a power of two.
+    """Values stored as 8-bit floats in blocks, with one power of two per block.
 
     Attributes:
         is_signed: There is a sign bit; otherwise values are magnitudes.
@@ -142,14 +142,14 @@ class Float8Block:
 
     @cached_property
     def values(self) -> list[float]:
-        """The value of each code of a magnitude."""
+        """Return the value of each code of a magnitude."""
         codes = range(128 if self.is_signed else 256)
         normal = [(1 + code % 8 / 8) * 2.0 ** (self.least + code // 8 - 1) for code in codes]
         return [code / 8 * 2.0**self.least if code < 8 else normal[code] for code in codes]
 
     @cached_property
     def table(self) -> Tensor:
-        """The values of all 256 codes."""
+        """Return the values of all 256 codes as a tensor."""
         return torch.tensor(
             self.values + [-value for value in self.values] if self.is_signed else self.values
         )
@@ -157,10 +157,10 @@ class Float8Block:
     def encode(
         self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
     ) -> None:
-        """Encode fp32 values; all tensors are flat.
+        """Convert fp32 values to codes; all tensors are flat.
 
         Args:
-            values: The fp32 values.
+            values: Flat fp32 tensor to encode.
             codes: Output, of dtype `dtype`.
             powers: Output, the power of two of each block.
             chance: 16 random bits per element for stochastic rounding; None rounds to nearest.
@@ -203,15 +203,15 @@ class Float8Block:
         codes.copy_(found)
 
     def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Decode to fp32.
+        """Convert codes to fp32 values.
 
         Args:
-            codes: The codes, flat.
+            codes: Flat tensor that `encode` wrote.
             powers: The power of two of each block.
             out: Output; None allocates it.
 
         Returns:
-            The fp32 values.
+            The fp32 values: `out` if it was given.
         """
         assert powers is not None
         out = torch.empty(codes.numel(), device=codes.device) if out is None else out

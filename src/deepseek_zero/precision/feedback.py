@@ -24,7 +24,7 @@ _GRANULE = 1024  # Tiles are whole blocks of every codec
 
 @dataclass(frozen=True)
 class Feedback:
-    """How errors are kept.
+    """How a rank stores compression errors and adds them to later messages.
 
     Attributes:
         codec: The codec in which errors are stored.
@@ -41,7 +41,7 @@ class Feedback:
         return self.codec.nbytes(numel)
 
     def zeros(self, numel: int, device: torch.device) -> Errors:
-        """Return zero errors.
+        """Return an error-feedback buffer of zeros.
 
         Args:
             numel: Number of values, a multiple of 1,024.
@@ -67,12 +67,12 @@ class Errors:
     def encode(
         self, wire: Codec, values: Tensor, message: Tensor, place: int, scratch: Tensor
     ) -> None:
-        """Add the kept errors to values, write them into a message, keep the new errors.
+        """Add the stored errors to values, encode the sums, and store the new errors.
 
         A value that is not finite is sent as not finite, and no error is kept for its block.
 
         Args:
-            wire: The codec of the message.
+            wire: Codec of the message.
             values: The values, flat; their number is a multiple of 1,024.
             message: The message, as for ``wire.encode``.
             place: The index of the first value in the error-feedback buffer, a multiple of 1,024.

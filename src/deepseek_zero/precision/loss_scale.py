@@ -1,8 +1,8 @@
 """Loss scaling for fp16.
 
-The rule is DeepSpeed's, which is Megatron's. Finding overflows and agreeing on them is left to the
-caller: `update` receives the result that all ranks share, so the scale is the same on every rank
-without communication. The rule in detail::
+The rule is DeepSpeed's, which is Megatron's. The caller finds overflows and reduces
+them over the ranks: `update` receives the same result on every rank, so the scale is the same
+everywhere without communication. The rule in detail::
 
     overflow, hysteresis left > 1      hysteresis falls by 1, the scale stays
     overflow, hysteresis left = 1      scale = max(scale / 2, minimum); an error if there already
@@ -26,12 +26,12 @@ _FACTOR = 2.0
 
 
 class LossScaleError(DeepSeekZeroError):
-    """Gradients overflow although the loss scale is at its minimum."""
+    """Raised if gradients overflow although the loss scale is at its minimum."""
 
 
 @dataclass(frozen=True)
 class LossScaleSettings:
-    """The fp16 block of a configuration, with its key names.
+    """The section `fp16` of a configuration, with its key names.
 
     Attributes:
         loss_scale: A static scale; 0 means dynamic.
@@ -79,13 +79,13 @@ class LossScaleSettings:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale changes."""
+        """Return whether the scale is dynamic."""
         return self.loss_scale == 0
 
 
 @dataclass
 class LossScaler:
-    """The current loss scale.
+    """The current loss scale and the rule that changes it.
 
     `update` must be called once per optimizer step, including skipped steps.
 
@@ -113,7 +113,7 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale changes."""
+        """Return whether the scale is dynamic."""
         return self.settings.dynamic
 
     def update(self, overflow: bool) -> None:

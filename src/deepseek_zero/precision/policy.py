@@ -27,13 +27,13 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of one engine.
+    """The dtypes in which one engine computes, sends, accumulates and stores.
 
     Attributes:
         compute: The dtype of weights in forward and backward. None: each parameter keeps its own.
         reduce: The dtype in which gradients are sent. None: their own, without rounding.
         accumulate: The dtype of a gradient that accumulates micro-batches.
-        autocast: The dtype of a torch.autocast region around forward. None: no region.
+        autocast: The dtype of the torch.autocast context around forward. None: no autocast.
         auto_cast: Cast floating-point inputs to `compute`.
         master: Storage of a bf16 weight's main weight: "fp32", "split" (only the remainder, see
             `split`), or "none" (`compact.py` rounds the weight stochastically).
@@ -49,7 +49,7 @@ class Policy:
     moments: str = "fp32"
 
     def weight_dtype(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype that a parameter of dtype `own` has in use.
+        """Return the dtype in which a parameter of dtype `own` computes.
 
         Integers and quantized storage keep their dtype.
         """
@@ -137,7 +137,7 @@ def has_nan(values: Tensor) -> bool:
 
 
 def settle_nan(bits: Tensor) -> None:
-    """Replace every NaN with the canonical one, in place.
+    """Replace every NaN with the canonical NaN, in place.
 
     Its low half is zero, so rounding preserves it. `bits` are the bits of fp32 values as int32.
     """
@@ -168,8 +168,8 @@ def join(
     All tensors are flat and of one length.
 
     Args:
-        weight: The bf16 weight.
-        remainder: The int16 remainder.
+        weight: Flat bf16 tensor: the rounded main weight.
+        remainder: Flat int16 tensor: the remainder that `split` wrote.
         out: Output, fp32.
         scratch: Scratch of `scratch_numel` elements; None allocates it.
         is_exposed: The program may have changed the weight without the remainder, for example by a
@@ -196,7 +196,7 @@ def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     All tensors are flat.
 
     Args:
-        master: The main weight, which is overwritten.
+        master: Flat fp32 main weight, which is overwritten.
         weight: Output, bf16.
         remainder: Output, int16.
     """
