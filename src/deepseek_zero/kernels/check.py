@@ -93,7 +93,7 @@ def values(kind: str, numel: int, random: np.random.Generator) -> NDArray[np.flo
     Args:
         kind: "normal", "bits" (random bits) or "edges" (special values).
         numel: Number of values.
-        random: The generator.
+        random: Generator that draws the values.
     """
     if kind == "normal":
         return random.standard_normal(numel).astype(np.float32)
@@ -112,7 +112,7 @@ def sample(variant: Variant, layout: Layout, kind: str, numel: int, seed: int = 
     Args:
         variant: The formula, which determines the states.
         layout: How the shard is stored.
-        kind: See `values`.
+        kind: "normal", "bits" (random bits) or "edges" (special values).
         numel: Number of elements.
         seed: The seed of the values.
     """
@@ -145,7 +145,7 @@ def expected(
     """Return the result of the definition. The arrays are not changed.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
         arrays: The arrays before the update.
         scalars: The result of `Rule.scalars`.
@@ -177,7 +177,7 @@ def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = 
     """Return the number of elements in which a kernel differs from the definition.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
         run: Runs the kernel.
         numel: Number of elements of each test.
@@ -202,7 +202,7 @@ def is_definition(variant: Variant, layout: Layout, run: Run, compiler: str, whe
     """Return whether a kernel equals the definition bit for bit; log a warning if not.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
         run: Runs the kernel.
         compiler: The name of the compiler, for the warning.

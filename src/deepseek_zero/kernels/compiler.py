@@ -34,7 +34,7 @@ def chosen(wanted: str) -> str:
     The environment variable DEEPSEEK_ZERO_KERNELS overrides the configuration.
 
     Args:
-        wanted: The value of the configuration.
+        wanted: Value of the configuration key.
 
     Raises:
         UsageError: The environment variable has another value.
@@ -53,7 +53,7 @@ def available(wanted: str) -> str:
     """Return what computes updates on a CPU: "auto", "numba" or "torch".
 
     Args:
-        wanted: The value of the configuration; see `chosen`.
+        wanted: Value of the configuration key; see `chosen`.
 
     Raises:
         UsageError: numba was chosen and is not installed.
@@ -76,9 +76,10 @@ def available(wanted: str) -> str:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that numba compiles at its first call. It releases the GIL.
+    """Return a function that numba compiles at its first call.
 
-    There is no cache on disk, because numba raises if it finds no writable folder.
+    The compiled function releases the GIL. There is no cache on disk, because numba raises if it
+    finds no writable folder.
     """
     njit = import_module("numba").njit
     found: Callable[..., Any] = njit(nogil=True, error_model="numpy")(function)
@@ -89,8 +90,8 @@ def threads_for(ranks_here: int) -> int:
     """Return how many threads a rank may use: cores divided by ranks on the host.
 
     The cores are those on which this process may run, and no more than the quota of its control
-    groups. Threads that are bound also share the CPUs near their GPU. `OMP_NUM_THREADS` is ignored,
-    because torchrun sets it to 1 even if cores are free.
+    groups. Bound threads are limited to the CPUs near their GPU, divided among its ranks.
+    `OMP_NUM_THREADS` is ignored, because torchrun sets it to 1 even if cores are free.
     """
     cores = len(host.allowed_cpus())
     quota = _cpu_quota(host.THIS_HOST)

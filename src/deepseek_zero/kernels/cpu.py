@@ -127,7 +127,7 @@ def compiled_loop(variant: Variant, layout: Layout) -> Callable[..., None]:
     """Return the loop over a shard's elements. numba compiles it at its first call.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
     """
     element = _element_of(variant, layout)
@@ -197,7 +197,7 @@ def run(
     The last n % 8 of the n elements use the formula of a tail.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
         arrays: The arrays of the shard.
         scalars: The result of `Rule.scalars`.
@@ -222,10 +222,10 @@ def run(
 
 @cache
 def is_exact(variant: Variant, layout: Layout) -> bool:
-    """Compile the loop, and return whether it equals the definition on this machine.
+    """Return whether the compiled loop equals the definition bit for bit on this machine.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
     """
     if torch.float16 in (layout.gradient, layout.published) and not converts_fp16():

@@ -51,7 +51,7 @@ def compiled_for(
     """Return the compiled kernel, as machine code or PTX.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
         scalar_count: Number of scalars of the formula.
         capability: The compute capability, as 90 for 9.0.
@@ -85,10 +85,10 @@ def launch_of(
     Args:
         columns: Gradient, main weight, other and two states.
         scalars: The result of `Rule.scalars`.
-        factor: The factor of the gradient.
-        chance: The random bits.
-        skip: The flag that skips the update.
-        counter: The number of updates.
+        factor: Number or device tensor by which the gradient is multiplied.
+        chance: Random bits of stochastic rounding.
+        skip: Device tensor that is not zero if the update must be skipped; None never skips.
+        counter: Device tensor that counts updates, or None.
     """
     numel = columns[0].numel()
     pointers = [column.data_ptr() for column in columns]  # 0 for empty columns
@@ -136,7 +136,7 @@ def run(
     parameter's tail.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
         columns: Gradient, main weight, other and two states, as in `Arrays.columns`, contiguous.
             Columns that the layout or the variant lacks are empty.
@@ -169,8 +169,8 @@ def run_arrays(
     """Update arrays in host memory on a device, for `check.is_definition`.
 
     Args:
-        device: The device.
-        variant: The formula.
+        device: CUDA device on which the kernel runs.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
         arrays: The arrays, which are changed in place.
         scalars: The result of `Rule.scalars`.
@@ -185,14 +185,14 @@ def run_arrays(
 
 @cache
 def is_exact(variant: Variant, layout: Layout, device: torch.device) -> bool:
-    """Compile the kernel, and return whether it equals the definition on a device.
+    """Return whether the compiled kernel equals the definition bit for bit on a device.
 
-    Waits for the device.
+    The call waits for the device.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
-        device: The device.
+        device: CUDA device on which the kernel runs.
     """
     try:
         return is_definition(variant, layout, partial(run_arrays, device), "NVRTC", f"{device}")

@@ -103,7 +103,7 @@ def header(variant: Variant, layout: Layout, scalar_count: int) -> str:
     """Return the text of `variant.h`.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         layout: How the shard is stored.
         scalar_count: Number of scalars of the formula.
     """

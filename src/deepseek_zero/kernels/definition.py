@@ -25,9 +25,9 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     more than 2 * 24 + 2 bits.
 
     Args:
-        a: The first factor.
-        b: The second factor.
-        c: The addend.
+        a: First factor, fp32.
+        b: Second factor, fp32.
+        c: Number that is added to the product, fp32.
     """
     with np.errstate(all="ignore"):
         product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
@@ -50,7 +50,7 @@ EXACT = Operations(fma, np.sqrt, _sign)
 
 
 def settle(values: F32) -> F32:
-    """Return the values with every NaN replaced by the canonical one."""
+    """Return the values with every NaN replaced by the canonical NaN."""
     bits = np.where(np.isnan(values), np.int32(CANONICAL_NAN), values.view(np.int32))
     return bits.astype(np.int32).view(np.float32)
 
@@ -61,7 +61,7 @@ def update(
     """Return the new weight and states of one parameter.
 
     Args:
-        variant: The formula.
+        variant: Optimizer rule and options, which select the formula.
         scalars: The result of `Rule.scalars`.
         factor: The factor by which the gradient is multiplied.
         weight: Flat, fp32.
@@ -103,7 +103,7 @@ def narrow(values: F32, dtype: torch.dtype) -> NDArray[np.int16]:
     """Return fp32 numbers as 16-bit numbers, stored as int16.
 
     Args:
-        values: The fp32 numbers.
+        values: Array of fp32 numbers to convert.
         dtype: bf16 (ties are rounded away from zero) or fp16 (ties to even).
     """
     settled = settle(values)
@@ -124,13 +124,13 @@ def split(values: F32) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
 
 
 def join(upper: NDArray[np.int16], lower: NDArray[np.int16]) -> F32:
-    """Undo `split`.
+    """Return the fp32 numbers that `split` split.
 
     If a number and its remainder give NaN, and the number is not NaN, the result is the number.
 
     Args:
         upper: bf16 numbers, as int16.
-        lower: Their remainders.
+        lower: Remainders of the numbers, as `split` returned them.
     """
     numbers = upper.astype(np.int32) << 16
     values = (numbers + lower).view(np.float32)
@@ -141,7 +141,7 @@ def round_by(values: F32, random: NDArray[np.int16]) -> NDArray[np.int16]:
     """Return fp32 numbers as bf16, stochastically rounded (`precision/compact.py`).
 
     Args:
-        values: The fp32 numbers.
+        values: Array of fp32 numbers to convert.
         random: 16 random bits per number, as int16.
     """
     bits = settle(values).view(np.int32).astype(np.int64)

@@ -33,7 +33,7 @@ _PARAMETERS_SIZE = 2
 
 
 class CudaError(DeepSeekZeroError):
-    """A call of NVRTC or of the driver failed."""
+    """Raised if a call of NVRTC or of the driver fails."""
 
 
 # -- NVRTC
@@ -106,13 +106,16 @@ def _text(program: c_void_p, what: str) -> bytes:
 def compiled(
     source: str, headers: Mapping[str, str], capability: int, *, to_ptx: bool = False
 ) -> bytes:
-    """Compile CUDA C.
+    """Compile a CUDA C program with NVRTC.
 
     Args:
-        source: The program.
+        source: Text of the program.
         headers: The headers that it includes, by name.
         capability: The compute capability of the device, as 90 for 9.0.
         to_ptx: Return PTX instead of machine code.
+
+    Returns:
+        The machine code, or PTX if `to_ptx`.
 
     Raises:
         CudaError: NVRTC is missing or rejects the source.

@@ -26,9 +26,9 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
     Args:
         typing: The typing context that numba passes.
-        a: A float32 factor.
-        b: A float32 factor.
-        c: A float32 summand.
+        a: First factor, float32.
+        b: Second factor, float32.
+        c: Number that is added to the product, float32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -83,13 +83,13 @@ def settled(value: Any) -> Any:
 
 @njit
 def from_bf16(upper: Any) -> Any:
-    """Convert bf16 to float32."""
+    """Return a bf16 number as float32."""
     return float_of(int32(upper) << int32(16))
 
 
 @njit
 def to_bf16(value: Any) -> Any:
-    """Convert float32 to the nearest bf16, ties away from zero.
+    """Return the bf16 number nearest to a float32, ties away from zero.
 
     A NaN must be the canonical one.
     """
@@ -104,8 +104,8 @@ def joined(upper: Any, lower: Any) -> Any:
     is not. The result is then the number.
 
     Args:
-        upper: The bf16 number.
-        lower: The remainder.
+        upper: bf16 number, as int16.
+        lower: Remainder of the number, as int16.
     """
     number = int32(int32(upper) << int32(16))
     bits = int32(number + int32(lower))
@@ -122,10 +122,10 @@ def low_half(value: Any) -> Any:
 
 @njit
 def round_by(value: Any, random: Any) -> Any:
-    """Convert float32 to bf16 with stochastic rounding (`precision/compact.py`).
+    """Return a float32 as bf16 with stochastic rounding (`precision/compact.py`).
 
     Args:
-        value: The number.
+        value: float32 number to round.
         random: 16 random bits, as int16.
     """
     return int16((bits_of(value) + (int32(random) & int32(0xFFFF))) >> int32(16))

@@ -93,13 +93,13 @@ class Layout:
 
     @property
     def is_random(self) -> bool:
-        """Whether an update needs random bits."""
+        """Return whether an update needs random bits."""
         return self.is_rounded or self.states_rounded
 
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer class.
+    """The states, scalars and formula of one optimizer class.
 
     Attributes:
         variant: Returns the variant for hyper-parameters. The second argument is whether the
@@ -311,7 +311,7 @@ def rule_of(optimizer: str, hypers: Hypers) -> Rule | None:
 
     Args:
         optimizer: The name of the class, PyTorch's or this library's.
-        hypers: The hyper-parameters.
+        hypers: Hyper-parameters of the parameter group, such as `betas`.
 
     Returns:
         The rule; None if there is none for these hyper-parameters.

@@ -73,9 +73,9 @@ def scale_and_store(total: Tensor, into: Tensor, divisor: float, *, add: bool) -
     """Divide an fp32 total in place, then store or add it, rounded once.
 
     Args:
-        total: The total; it is changed.
+        total: Flat fp32 sum, which is overwritten.
         into: Output, of any float dtype; may be `total`.
-        divisor: The divisor.
+        divisor: Number by which the sum is divided.
         add: Add the result to the values of `into`.
     """
     if divisor != 1.0:
@@ -94,7 +94,7 @@ def sum_of_squares(values: Tensor, first: int, threads: int) -> float:
     """Return the sum of squares of flat values on the CPU, in this module's order.
 
     Args:
-        values: The values, flat.
+        values: Flat tensor on the CPU.
         first: The index of the first value in the flat layout.
         threads: The largest number of threads.
     """
