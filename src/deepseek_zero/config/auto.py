@@ -63,17 +63,17 @@ class Facts:
 
 
 def resolve(raw: RawConfig, facts: Facts) -> Config:
-    """Return the configuration of this run.
+    """Return the configuration of this run, with every "auto" replaced by a value.
 
-    `Config.decisions` records each resolved value with its reason. Pure: every rank with equal
-    facts gets an equal configuration.
+    `Config.decisions` records each resolved value with its reason. Ranks with equal facts get equal
+    configurations, without communication.
 
     Args:
         raw: The result of `load`.
         facts: The facts of the run.
 
     Raises:
-        ConfigError: The configuration does not fit the run. Lists every problem.
+        ConfigError: The configuration does not fit the run; the message lists every problem.
     """
     resolver = _Resolver(raw, facts)
     for rule in _RULES:

@@ -1,7 +1,7 @@
 """The batch sizes of a run: train batch = micro-batch x accumulation x ranks.
 
 Missing values are computed. The rules and messages are DeepSpeed's, with the batch size of the data
-loader and the case without any value added. Pure arithmetic.
+loader and the case without any value added.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BatchRequest:
 
 
 def solve(request: BatchRequest) -> Batch | Problem:
-    """Return the three batch sizes, or the first problem. Its message is DeepSpeed's."""
+    """Return the three batch sizes, or the first problem, with DeepSpeed's message."""
     stated = (request.train, request.micro, request.accumulation)
     for value, key, label in zip(stated, BATCH_KEYS, _LABELS, strict=True):
         if value is not None and value <= 0:

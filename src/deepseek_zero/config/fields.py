@@ -110,10 +110,10 @@ def _declare(
 
 
 def effective(default: Any, sentence: str, **facts: Any) -> Any:
-    """Declare a key that changes the run.
+    """Return the declaration of a key that changes the run.
 
     Args:
-        default: The default value.
+        default: Value of the key if it is not set.
         sentence: The meaning of the key.
         **facts: Other attributes of its `FieldRow`, and bounds (gt, ge, le) as for pydantic.
     """
@@ -121,10 +121,10 @@ def effective(default: Any, sentence: str, **facts: Any) -> Any:
 
 
 def accepted(default: Any, sentence: str, reason: str, **facts: Any) -> Any:
-    """Declare a key that is read and has no effect.
+    """Return the declaration of a key that is read and has no effect.
 
     Args:
-        default: The default value.
+        default: Value of the key if it is not set.
         sentence: The meaning of the key.
         reason: Why it is right to ignore the key.
         **facts: As for `effective`.
@@ -133,10 +133,10 @@ def accepted(default: Any, sentence: str, reason: str, **facts: Any) -> Any:
 
 
 def section(model: type[Section], sentence: str) -> Any:
-    """Declare a section, which has its defaults if it is not set.
+    """Return the declaration of a section, which has its defaults if it is not set.
 
     Args:
-        model: The model of the group.
+        model: Class of the section.
         sentence: The meaning of the group.
     """
     # All configurations share one object, because sections are frozen and most of the thirty have
@@ -160,7 +160,7 @@ class FieldRow:
         auto: How the value is found if the key is missing, null or "auto".
         means_auto: Numbers that mean "auto".
         auto_is_value: Whether "auto" is a value of the key.
-        inf: The value that an infinite number stands for; `NO_INF` rejects infinity.
+        inf: The value that replaces an infinite number; `NO_INF` rejects infinity.
     """
 
     path: str
@@ -187,8 +187,8 @@ def advice(model: type[Section], path: str) -> str:
     """Return a fix for a key: a valid value and the meaning of the key.
 
     Args:
-        model: The model.
-        path: The dotted key.
+        model: Class of the section, or `Config`.
+        path: Dotted path of the key.
     """
     row = next((row for row in rows(model) if row.path == path), None)
     if row is None:

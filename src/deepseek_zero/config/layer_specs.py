@@ -37,7 +37,7 @@ def check_layer_specs(found: Mapping[str, Any], problems: Problems) -> None:
     """Check the keys of a `partition_config`, and that its rules are built.
 
     Args:
-        found: The `partition_config`.
+        found: Value of the key `partition_config`.
         problems: Receives the problems.
     """
     key = "tensor_parallel.partition_config"

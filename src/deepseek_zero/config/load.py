@@ -39,7 +39,7 @@ NONE_GIVEN = "no configuration was given"
 def load(
     source: Source, *, origin: str | None = None, unknown: Literal["error", "warn"] = "error"
 ) -> RawConfig:
-    """Read and check a configuration, leaving "auto" unresolved.
+    """Read and check a configuration, without resolving "auto".
 
     Args:
         source: A dict, a path, JSON text or base64.
@@ -47,8 +47,11 @@ def load(
         unknown: Whether unknown keys are errors or warnings. With "warn", known keys that are not
             built are warnings too if the result is right without them.
 
+    Returns:
+        The checked configuration, from which `auto.resolve` makes a `Config`.
+
     Raises:
-        ConfigError: Lists every problem.
+        ConfigError: The configuration has problems; the message lists all of them.
         NotBuiltError: The only problems are keys that are not built.
     """
     speak()  # every API except `init_distributed` reads a configuration first
@@ -83,9 +86,9 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
     The rules are DeepSpeed's.
 
     Args:
-        config: The argument `config`.
-        config_params: The argument `config_params`.
-        args: The argument `args`, whose `deepspeed_config` is read.
+        config: Value of the argument `config` of `initialize`.
+        config_params: Value of the argument `config_params` of `initialize`.
+        args: Value of the argument `args`, whose `deepspeed_config` is read.
 
     Returns:
         The configuration, and its name for messages or None.
@@ -115,7 +118,7 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
 
 
 def validate(values: dict[str, Any], problems: Problems) -> Config:
-    """Return the model of `values`.
+    """Return the typed configuration for nested dicts.
 
     Keys that the model rejects are recorded as problems and have their defaults in the result, so
     that `check` can find more problems.
@@ -167,7 +170,7 @@ def check(config: Config, autos: Set[str], problems: Problems) -> Config:
     """Run every check that needs only the set values and the "auto" keys.
 
     Args:
-        config: The configuration.
+        config: Configuration with valid types and bounds.
         autos: The keys that are "auto".
         problems: Receives the problems.
 

@@ -306,7 +306,7 @@ def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
     """Return a fix for an unknown key: a similar key, or the section of the key.
 
     Args:
-        name: The unknown key.
+        name: Key that the schema does not have.
         siblings: The keys of its section.
         prefix: The path of its section, with a dot at the end.
     """
@@ -352,16 +352,19 @@ _LARGEST = 2**63 - 1
 
 
 class Mismatch(Exception):
-    """A value of the wrong type. The text is a clause such as "must be true or false"."""
+    """Raised if a value has the wrong type.
+
+    The text is a clause such as "must be true or false".
+    """
 
 
 def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
     """Return a value in the type of its key.
 
     Args:
-        value: The value.
+        value: Value that the user set.
         kind: The type annotation of the key.
-        inf: The value that infinity stands for; without it infinity is rejected.
+        inf: The value that replaces infinity; without it infinity is rejected.
 
     Returns:
         The value, and a note if its spelling deserves a warning.

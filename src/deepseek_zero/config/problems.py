@@ -18,7 +18,7 @@ class AutoDecision:
     """The value that was chosen for a key that the user did not set.
 
     Attributes:
-        key: The dotted key.
+        key: Dotted path of the key.
         value: The chosen value.
         why: The reason.
         asked: Whether the user set the key to "auto".
@@ -37,8 +37,8 @@ def lookup(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
     """Return the value of a dotted key in nested mappings.
 
     Args:
-        values: The mappings.
-        key: The dotted key.
+        values: Nested mappings to search.
+        key: Dotted path of the key.
         default: Returned if the key is missing.
     """
     here: Any = values
@@ -53,9 +53,9 @@ def put(values: MutableMapping[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in nested mappings, and create missing sections.
 
     Args:
-        values: The mappings.
-        key: The dotted key.
-        value: The value.
+        values: Nested mappings to change.
+        key: Dotted path of the key.
+        value: Value to set.
     """
     *path, last = key.split(".")
     for name in path:
@@ -106,7 +106,7 @@ class Problems:
         """Record an error.
 
         Args:
-            key: The dotted key.
+            key: Dotted path of the key.
             what: A clause about the key.
             fix: What to write instead.
             value: The value that the user set.
@@ -117,8 +117,8 @@ class Problems:
         """Record a warning.
 
         Args:
-            key: The dotted key.
-            note: The text.
+            key: Dotted path of the key.
+            note: Text of the warning.
         """
         self.notes.append(f"config {self.source}: {_cut(key)}: {note}")
 
@@ -126,7 +126,7 @@ class Problems:
         """Record a key with another value than its default that has no effect.
 
         Args:
-            key: The dotted key.
+            key: Dotted path of the key.
             value: The value that the user set.
             reason: Why it has no effect.
         """
@@ -147,7 +147,7 @@ def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
     """Return the error for a list of problems.
 
     Args:
-        found: The problems.
+        found: Problems that the error lists.
         source: The name of the configuration.
     """
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"

@@ -37,7 +37,7 @@ class RawConfig:
         """Return the value that the user set for a dotted key, or a section as a dict.
 
         Args:
-            key: The dotted key.
+            key: Dotted path of the key.
             default: Returned if the key is missing or "auto".
         """
         return self.config.stated(key, default)

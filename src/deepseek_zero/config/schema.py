@@ -1554,6 +1554,6 @@ class Config(Section):
         return self._decisions
 
     def with_decisions(self, decisions: tuple[AutoDecision, ...]) -> Config:
-        """Store the record of the resolver (auto.py), and return the configuration."""
+        """Return the configuration, after recording how unset values were chosen."""
         self._decisions = decisions
         return self

@@ -1,7 +1,7 @@
 """Convert a configuration (dict, path, JSON text, base64) to a plain dict.
 
 No keys are interpreted here. JSON may contain comments (// # /* */) and trailing commas. The
-lenient mode also accepts Hjson, as DeepSpeed does: keys and words without quotes, lines without
+lenient mode also accepts Hjson, as DeepSpeed does: keys and strings without quotes, lines without
 commas.
 """
 
@@ -45,12 +45,15 @@ class Document:
 
 
 def read(source: Source, origin: str | None = None, lenient: bool = False) -> Document:
-    """Read a configuration.
+    """Read a configuration without interpreting its keys.
 
     Args:
         source: A dict, a path, JSON text or base64.
         origin: The name in messages, in place of the default.
         lenient: Accept Hjson if the text is not JSON.
+
+    Returns:
+        The keys as nested dicts, and the name of the source.
 
     Raises:
         ConfigError: The configuration cannot be read.
@@ -73,9 +76,12 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
     """Parse JSON with comments and trailing commas.
 
     Args:
-        text: The text.
+        text: JSON text, or Hjson if `lenient`.
         source: The name in messages.
         lenient: Accept Hjson if the text is not JSON.
+
+    Returns:
+        The keys as nested dicts, and the name of the source.
 
     Raises:
         ConfigError: The text cannot be parsed, or is not an object.
@@ -132,7 +138,7 @@ def _hjson(text: str, keep_last: Any) -> dict[str, Any] | None:
 
 
 def strip_comments(text: str) -> str:
-    """Replace comments and trailing commas by blanks; lines and columns are unchanged."""
+    """Return JSON text with comments and trailing commas replaced by blanks."""
 
     def blank(match: re.Match[str]) -> str:
         found = match[0]
