@@ -22,33 +22,33 @@ from .unit import Unit
 
 
 class Driver(Protocol):
-    """A driver of forwards and backwards of a model whose root is not called whole.
+    """Runs the forwards and backwards of a model that is not called as a whole.
 
-    The loop of a pipeline is one.
+    The loop of a pipeline implements this protocol.
     """
 
     def before_step(self) -> None:
-        """Finish the gradients of the next step, or raise.
+        """Complete the gradients before a step, or raise.
 
         Note:
             Collective: every rank must call it.
         """
 
     def forget(self) -> None:
-        """Forget gradients that were dropped or used."""
+        """Reset the driver after gradients were discarded or used by a step."""
 
 
 class Backward:
-    """Gather weights and reduce gradients as autograd's hooks report progress.
+    """Gathers weights and reduces gradients during backward, from autograd's hooks.
 
     Attributes:
-        units: The units, the root first.
-        executor: Runs the schedule.
-        comm: The world's communicator.
-        comm_ctx: The ranks that share slices.
+        units: The units of the model, the root first.
+        executor: Runs the gathers and reductions of the schedule.
+        comm: The communicator of all ranks of the job.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
         loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
-        step: The state of the step.
-        driver: Returns the driver, or None; it is held weakly.
+        step: The phase of the model and the progress of the current step.
+        driver: Returns the pipeline loop that drives the model, or None. A weak reference.
     """
 
     def __init__(
@@ -74,11 +74,14 @@ class Backward:
     # -- hooks
 
     def watch_grads(self, unit: int, group: ParamGroup) -> list[Any]:
-        """Hook the gradients of a group's parameters, and return torch's handles.
+        """Register hooks on the gradients of a group's parameters.
 
         Args:
             unit: The number of the group's unit.
-            group: The group.
+            group: The parameter group whose gradients are collected.
+
+        Returns:
+            The handles with which PyTorch removes the hooks.
         """
         handles: list[Any] = []
         for member in group.members:
@@ -89,11 +92,11 @@ class Backward:
         return handles
 
     def watch_output(self, unit: int, output: Tensor, *, is_first: bool = True) -> None:
-        """Hook the gradient of an output of a unit.
+        """Register a hook on the gradient of an output of a unit.
 
         Args:
             unit: The number of the unit.
-            output: The output.
+            output: A tensor that the unit's forward returned.
             is_first: The output is of the unit's first use in this forward, which backward reaches
                 last.
         """
@@ -105,7 +108,7 @@ class Backward:
         Args:
             number: The number of the unit.
             is_first: The output is of the unit's first use in its forward.
-            grad: The gradient.
+            grad: The gradient of the output; it is not changed.
         """
         unit = self.units[number]
         gathers = self.executor.gathers
@@ -131,7 +134,7 @@ class Backward:
 
         Args:
             number: The number of the parameter's unit.
-            param: The parameter.
+            param: The parameter whose `.grad` autograd has written.
         """
         if torch.is_grad_enabled():  # under create_graph
             with torch.no_grad():
@@ -151,7 +154,7 @@ class Backward:
     # -- one backward
 
     def begin(self) -> None:
-        """Begin a backward, at its first gradient that reaches this model."""
+        """Start a backward when its first gradient reaches this model."""
         self.loss_factor.refuse_unscaled()
         self.loss_factor.refuse_gradient_of_gradient()
         if self.step.phase is Phase.BACKWARD:
@@ -179,7 +182,7 @@ class Backward:
         self.executor.begin_backward(ends_step=ends_step)
 
     def end(self, *, joined: bool = True) -> None:
-        """End a backward, after this rank has computed every gradient.
+        """Complete a backward after this rank has computed every gradient.
 
         Args:
             joined: This rank has run the backward; False if it skipped it.
@@ -227,7 +230,7 @@ class Backward:
     # -- without a backward
 
     def join_skipped_passes(self) -> None:
-        """Take part in a forward and a backward that this rank skipped.
+        """Join the collectives of a forward and a backward that this rank skipped.
 
         The rank runs the gathers and contributes zeros as gradients.
         """
@@ -254,7 +257,7 @@ class Backward:
             self._show_grads(joined=False)
 
     def before_step(self) -> None:
-        """Complete the gradients of the step, and adopt assignments to `.grad`.
+        """Complete the gradients of a step, including values that the program assigned to `.grad`.
 
         This rank takes part in passes that it skipped. Gradients that came too late
         (`ReduceLane.late`) still need a reduction.
@@ -272,7 +275,11 @@ class Backward:
             group.grad_view.take_assigned()
 
     def drop_grads(self) -> None:
-        """Drop every gradient. Local, but every rank must call it."""
+        """Discard every gradient.
+
+        Note:
+            Every rank must call it; it does not communicate.
+        """
         self.executor.reductions.wait()
         self.comm_ctx.copy_engine.synchronize()
         self.executor.reductions.late.clear()
@@ -288,9 +295,9 @@ class Backward:
             self.comm_ctx.pool.return_pages()
 
     def discard_step(self) -> None:
-        """Drop the backwards since the last step and their gradients.
+        """Discard the gradients of all backwards since the last step.
 
-        Local, but every rank must call it.
+        Every rank must call it; it does not communicate.
         """
         self.drop_grads()
         self.step.backwards = 0

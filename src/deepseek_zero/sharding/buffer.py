@@ -18,7 +18,7 @@ from .comm_context import CommContext
 
 
 class PendingUpdate(Protocol):
-    """An update that runs after its step, or that ran before the end of its step."""
+    """An optimizer update that is deferred to after its step, or that ran early during backward."""
 
     def flush_group(self, group: Any) -> None:
         """Bring the states of this `ParamGroup` to their values after the last step.
@@ -37,7 +37,7 @@ class PendingUpdate(Protocol):
 
 @dataclass(eq=False)
 class StateGuard:
-    """Guard of the states of one group, called before every read and every write.
+    """Callbacks before every read and write of one group's states.
 
     After `engine.offload_states`, a state that was moved away has an `OffloadedGuard`, which raises
     at every access. The guard of its group then has a `refusal`, which raises at every write.
@@ -46,7 +46,7 @@ class StateGuard:
     `Moments`, which all call `before_write`. No other code writes a state.
 
     Attributes:
-        is_offloaded: Whether this is an `OffloadedGuard` (engine/state_offload.py).
+        is_offloaded: The state was moved away, and every access raises (engine/state_offload.py).
         pending: An update that must run before a read. The optimizer that defers the update sets
             and clears it.
         reader: Called before a write; a background save copies the old values in it.
@@ -75,7 +75,7 @@ class StateGuard:
             self.pending.flush()
 
     def before_write(self) -> None:
-        """Let a background save copy the old values, and count the write."""
+        """Prepare a write: let a background save copy the old values first."""
         self.refuse_offloaded()
         self.writes += 1
         if self.reader is not None:
@@ -83,13 +83,13 @@ class StateGuard:
 
 
 class FlatBuffer:
-    """One state of one parameter group on this rank.
+    """A flat buffer with one state (such as the weight) of one parameter group on this rank.
 
     The buffer has all elements if the state is replicated or partial, and one slice if it is
     sharded.
 
     Attributes:
-        layout: The places of the parameters in the buffer.
+        layout: The positions of the parameters in the buffer.
         spec: The placement, dtype and memory of the state.
         memory: The elements, flat, in the spec's dtype; or the storage's substitute for them if
             they are offloaded or encoded. `load` and `elements` fetch them.
@@ -123,7 +123,7 @@ class FlatBuffer:
         self.on_sum: Callable[[Tensor], object] | None = None
 
     def load(self) -> Tensor:
-        """Return all elements of this rank, flat, to be read or as the target of `move`.
+        """Return all elements on this rank, flat, for reading or as the output of `move`.
 
         Offloaded elements are fetched as in `elements`. Callers that know that the buffer is not
         offloaded use `memory`.
@@ -135,7 +135,7 @@ class FlatBuffer:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements on this rank."""
+        """The number of elements on this rank."""
         return self.storage.numel
 
     def elements(self, low: int, high: int) -> Tensor:
@@ -144,8 +144,8 @@ class FlatBuffer:
         Pending updates run first.
 
         Args:
-            low: The index of the first element in this buffer.
-            high: The end of the elements.
+            low: The first element of the range, as an index into this buffer.
+            high: The end of the range.
 
         Raises:
             StorageError: A disk failed.
@@ -160,8 +160,8 @@ class FlatBuffer:
         elements themselves; use `writing` for other storages.
 
         Args:
-            low: The index of the first element in this buffer.
-            high: The end of the elements.
+            low: The first element of the range, as an index into this buffer.
+            high: The end of the range.
         """
         assert self.storage.has_elements, "what is written to a copy of elements is lost"
         self.guard.before_write()
@@ -172,8 +172,8 @@ class FlatBuffer:
         """Return a context manager that yields a flat tensor to overwrite [low, high).
 
         Args:
-            low: The index of the first element in this buffer.
-            high: The end of the elements.
+            low: The first element of the range, as an index into this buffer.
+            high: The end of the range.
         """
         self.guard.before_write()
         self.guard.before_read()
@@ -184,8 +184,8 @@ class FlatBuffer:
         """Return a read-only view as `elements` does; a disk need not store it again.
 
         Args:
-            low: The index of the first element in this buffer.
-            high: The end of the elements.
+            low: The first element of the range, as an index into this buffer.
+            high: The end of the range.
         """
         self.guard.before_read()
         return self.storage.read(low, high)
@@ -194,8 +194,8 @@ class FlatBuffer:
         """Return a read-only view of the current values; a pending update does not run.
 
         Args:
-            low: The index of the first element in this buffer.
-            high: The end of the elements.
+            low: The first element of the range, as an index into this buffer.
+            high: The end of the range.
         """
         return self.storage.read_now(low, high)
 
@@ -227,7 +227,7 @@ class FlatBuffer:
             layout: The layout of the group.
             spec: The placement, dtype and memory of the state.
             comm_ctx: The context that has the pool and the tiers.
-            what: The name of the state, for messages.
+            what: The name of the state, used in error messages.
             is_copied: The training device copies the state from or to its memory, if that is
                 another one.
         """
@@ -253,7 +253,7 @@ class FlatBuffer:
             layout: The layout of the group.
             spec: The placement and dtype of the state.
             comm_ctx: The context whose communicator allocates the memory.
-            what: The name of the state, for messages.
+            what: The name of the state, used in error messages.
             is_zeroed: Fill the buffer with zeros; otherwise it is uninitialized.
         """
         memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
@@ -266,7 +266,7 @@ class FlatBuffer:
 
         Args:
             comm_ctx: The context that has the budget.
-            what: The name of the state, for messages.
+            what: The name of the state, used in error messages.
         """
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
@@ -287,9 +287,9 @@ class FlatBuffer:
         return self.load()[rank * numel : (rank + 1) * numel]
 
     def view(self, slot: Slot) -> Tensor:
-        """Return a view of a parameter in its own shape.
+        """Return a view of one parameter, in its shape, of a buffer with all elements.
 
-        The buffer must have all elements.
+        The buffer must be replicated or partial, not sharded.
         """
         values = self.load()
         return values.as_strided(slot.shape, slot.strides, values.storage_offset() + slot.start)
@@ -298,8 +298,8 @@ class FlatBuffer:
         """Return the range of a parameter that this rank's buffer has, and its place.
 
         Args:
-            slot: The place of the parameter in the layout.
-            rank: This rank among those that share slices.
+            slot: The position of the parameter in the layout.
+            rank: This rank's index in the shard group.
 
         Returns:
             ``(start, stop, place)``: elements [start, stop) of the parameter, and the index of the
@@ -315,8 +315,8 @@ class FlatBuffer:
         """Return a flat view of the part of a parameter that a rank owns.
 
         Args:
-            slot: The place of the parameter in the layout.
-            rank: The rank.
+            slot: The position of the parameter in the layout.
+            rank: The index in the shard group of the rank that owns the part.
         """
         return self.elements(*self.owned_range(slot, rank))
 
@@ -324,8 +324,8 @@ class FlatBuffer:
         """Return the range [place, end) of `owned_view` in this buffer.
 
         Args:
-            slot: The place of the parameter in the layout.
-            rank: The rank.
+            slot: The position of the parameter in the layout.
+            rank: The index in the shard group of the rank that owns the part.
         """
         start, stop = self.layout.owned(slot, rank)
         low = self.layout.bounds(rank)[0] if self.spec.placement is S else 0

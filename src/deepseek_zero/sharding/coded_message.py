@@ -16,9 +16,9 @@ from .message import Message, Pool
 
 @dataclass(frozen=True)
 class CodedMessage(Message):
-    """The codes of a flat buffer, in lent memory.
+    """The encoded elements of a flat buffer, in memory of the pool.
 
-    The slice of a rank is one message, or several if it is cut.
+    The slice of a rank is sent as one message, or several if it is cut.
 
     Attributes:
         errors: The error feedback: errors of earlier codes, which are added to the next elements;
@@ -29,12 +29,12 @@ class CodedMessage(Message):
 
     @classmethod
     def of(cls, values: Tensor, wire: Codec, pool: Pool) -> CodedMessage:
-        """Return the message of a whole buffer, before elements are written to it.
+        """Create the message of a whole buffer, before any element is encoded.
 
         Args:
             values: The elements of the buffer, flat, including the padding.
-            wire: The codec. If it is a cast to the dtype of the elements, they are sent in place.
-            pool: Lends the memory.
+            wire: The codec. A cast to the dtype of the elements sends them in place.
+            pool: The pool from which the memory of the message is taken.
         """
         if wire == Cast(values.dtype):
             return cls(wire, values, pool)
@@ -42,7 +42,7 @@ class CodedMessage(Message):
         return cls(wire, codes, pool, is_lent=True)
 
     def encode(self, values: Tensor, low: int) -> None:
-        """Encode elements into their piece of the message.
+        """Encode elements into their part of the message.
 
         Args:
             values: The elements, flat.
@@ -70,7 +70,7 @@ class CodedMessage(Message):
         self.pool.give(scratch)
 
     def decode_slices(self, slices: Sequence[Tensor]) -> None:
-        """Decode all elements into the slices of the ranks, and return lent memory.
+        """Decode all elements into the slices of the ranks, and return the memory to the pool.
 
         This rank's slice is decoded too, so that all ranks compute with the same bits.
         """
@@ -125,12 +125,12 @@ def summand_messages(
     They are the same object if messages travel directly.
 
     Args:
-        values: The summand of this rank, flat, including the padding.
-        wire: The codec of the plan.
-        near: The number of ranks whose summands are added up first (`Route.near`).
+        values: The partial gradient of this rank, flat, including the padding.
+        wire: The codec between ranks, from the plan.
+        near: The number of ranks whose gradients are summed first (`Route.near`).
         wire_inside: The codec among these ranks; None to use `wire`.
         errors: The error feedback; None if errors are lost.
-        pool: Lends the memory.
+        pool: The pool from which the memory of the message is taken.
     """
     first, last = hop_wires(wire, values.dtype, near, wire_inside)
     message = CodedMessage.of(values, first, pool)

@@ -18,10 +18,10 @@ from .message import Message, Pool
 
 @dataclass(frozen=True)
 class CommContext:
-    """The communicator, memory and settings that a move uses.
+    """The communicator, buffer pool and settings of the collectives on flat buffers.
 
     Attributes:
-        comm: The ranks that share the slices of the states.
+        comm: The communicator of the shard group: the ranks over which states are sharded.
         pool: The pool of scratch buffers.
         bucket_numel: The largest message, in elements.
         divisor: The number that sums are divided by.
@@ -32,7 +32,7 @@ class CommContext:
             for a copy by its event (`wait_stream`). On a CPU there is nothing to copy.
         outer: The context of the ranks that hold the same slices, over which sums are added up as
             well; None if there are no others.
-        route: How messages are sent.
+        route: How messages are sent: directly, or within hosts first.
         gather_kind: The name under which the meter counts gathers.
     """
 
@@ -49,14 +49,14 @@ class CommContext:
 
     @property
     def world(self) -> Comm:
-        """Return the communicator of all ranks, which allocates buffers for communication."""
+        """The communicator of all ranks, which allocates buffers for communication."""
         return self.pool.comm
 
     @classmethod
     def over(
         cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers
     ) -> CommContext:
-        """Return the context of the ranks of one stage and tensor-parallel part.
+        """Create the context of the ranks with the same pipeline stage and tensor-parallel part.
 
         Args:
             comm: The communicator, laid out on a mesh.
@@ -71,10 +71,10 @@ class CommContext:
         return plain if comm.outer is None else plain.with_outer(comm.outer, divisor)
 
     def with_outer(self, comm: Comm, divisor: float) -> CommContext:
-        """Return this context with an outer sum of each slice over other ranks.
+        """Return a copy of this context in which sums are also formed over replicas.
 
         Args:
-            comm: The ranks of the outer sum.
+            comm: The communicator of the replicas: the ranks with the same slices.
             divisor: The divisor of the inner and outer sum together.
         """
         # The division happens once, in the first sum and before rounding.
@@ -90,7 +90,7 @@ class MessageBuffers:
         """Take the buffers from the pool.
 
         Args:
-            comm_ctx: The ranks that send and receive.
+            comm_ctx: The communicator of the ranks that exchange messages, with the buffer pool.
             sizes: The dtype and the number of elements of each buffer.
         """
         self.comm_ctx = comm_ctx
@@ -108,7 +108,7 @@ class MessageBuffers:
             low: The first element of each slice that its piece covers.
             high: The end of these elements.
             what: The name of the unit, used in error messages.
-            add_up: Sums the received pieces.
+            add_up: Called with the received pieces, to sum them.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.
@@ -128,7 +128,7 @@ class MessageBuffers:
 
 
 class Route:
-    """How messages travel among the ranks that share slices; directly by default.
+    """How collectives of the shard group send their messages: directly by default.
 
     Extensions derive from this class. All ranks use the same class.
 
@@ -140,16 +140,16 @@ class Route:
     near = 1
 
     def hops(self, comm: Comm) -> tuple[Comm, Comm]:
-        """Return the ranks of the first and of the last hop of a message."""
+        """Return the communicators of the first and of the last hop of a message."""
         return comm, comm
 
     def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-        """Fill `full` with the slices of all ranks; see `all_gather`.
+        """All-gather the slices of all ranks into `full`.
 
         Args:
             full: The output, with this rank's slice in place.
-            lane: The name of the lane.
-            comm_ctx: The ranks that share slices.
+            lane: The name of the ordered sequence of collectives to which this one belongs.
+            comm_ctx: The communicator of the shard group, with buffer pool and settings.
             what: The name of the unit, used in error messages.
 
         Returns:
@@ -171,9 +171,9 @@ class Route:
         """Return the receive buffers for a part of a message.
 
         Args:
-            comm_ctx: The ranks that share slices.
-            message: What a rank sends in the first hop.
-            arriving: What a rank receives in the last hop.
+            comm_ctx: The communicator of the shard group, with buffer pool and settings.
+            message: The message that a rank sends in the first hop.
+            arriving: The message that a rank receives in the last hop.
             numel: The largest number of elements that a rank sends to another one.
             slice_numel: The number of elements of a slice.
         """
@@ -183,16 +183,15 @@ class Route:
 
 
 def boxes_in(inbox: Tensor | None, comm: Comm, length: int) -> list[Tensor | None]:
-    """Split a receive buffer into the places of received pieces, by rank.
+    """Split a receive buffer into one part for the message of each other rank.
 
     Args:
         inbox: The buffer; None if pieces are read in place.
-        comm: The ranks.
-        length: The number of elements of a piece.
+        comm: The communicator of the ranks that exchange pieces.
+        length: The number of elements of one message.
 
     Returns:
-        A place for the piece of each rank; None for this rank and for pieces that are read in
-        place.
+        The part for each rank; None for this rank and for messages that are read in place.
     """
     if inbox is None or comm.size == 1:
         return [None] * comm.size

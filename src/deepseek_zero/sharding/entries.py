@@ -68,10 +68,10 @@ _FORWARDS = _Forwards()
 
 
 def record_forward(begin: int, end: int, stop: int, factor: Factor) -> None:
-    """Record which nodes an outermost forward made.
+    """Record which autograd nodes a forward of the model has created.
 
     Args:
-        begin: The number of its first node.
+        begin: Autograd's sequence number of the forward's first node.
         end: The number after its last node.
         stop: The number after the aliases of its outputs.
         factor: Returns the factor of gradients that enter the forward.
@@ -82,7 +82,7 @@ def record_forward(begin: int, end: int, stop: int, factor: Factor) -> None:
 def scale_entries(
     roots: Sequence[Tensor], factor_of_leaf: Callable[[Tensor], Factor | None]
 ) -> list[Tensor]:
-    """Hook the edges on which a backward enters an engine past its outputs.
+    """Scale gradients that enter a model's autograd graph other than through its outputs.
 
     Args:
         roots: The tensors that are differentiated.

@@ -23,11 +23,11 @@ from .unit import Unit
 
 
 class Executor:
-    """Run the schedule of one wrapped model.
+    """Runs the schedule of one wrapped model.
 
     Attributes:
-        gathers: The lane of gathers.
-        reductions: The lane of reductions.
+        gathers: Issues the all-gathers of weights, in order.
+        reductions: Issues the reductions of gradients, in order.
         schedule: The current schedule.
     """
 
@@ -40,13 +40,13 @@ class Executor:
         queue: OrderedIssueQueue,
         most_reductions: int = 1,
     ) -> None:
-        """Create the two lanes.
+        """Create the objects that issue gathers and reductions.
 
         Args:
             units: The units of the model, the root first.
-            settings: The settings of the plan.
+            settings: The settings of the plan, such as the size of the prefetch window.
             schedule: The first schedule.
-            comm: The world's communicator.
+            comm: The communicator of all ranks of the job.
             queue: The gathers that wait for their fetch from another memory.
             most_reductions: The number of units that may be reduced at the same time.
         """
@@ -58,9 +58,9 @@ class Executor:
         self.reductions = ReduceLane(self.units, schedule, settings, comm, most_reductions)
 
     def agree_on_order(self) -> None:
-        """Adopt the order of the rank that used most units; unused units come last.
+        """Agree on one order of units: that of the rank that used most units.
 
-        Nothing is done after the ranks have agreed once.
+        Unused units come last. Later calls do nothing.
 
         Note:
             Collective: every rank must call it.

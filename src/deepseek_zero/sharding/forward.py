@@ -32,25 +32,25 @@ from .unit import Unit
 
 
 class WrappedModel(Regrouped, Protocol):
-    """A wrapped model as seen by its forwards (runtime.py)."""
+    """The part of `Runtime` that forwards use."""
 
     def fetch_saved(self, group: ParamGroup) -> None: ...
 
 
 class Forward:
-    """Gather and release units around their forwards, and prepare their backward.
+    """Gathers units before their forward, releases them afterwards, and prepares backward.
 
     Attributes:
-        units: The units, the root first.
+        units: The units of the model, the root first.
         root: The root unit.
         backward: The backward hooks.
-        step: The state of the step.
-        executor: Runs the schedule.
+        step: The phase of the model and the progress of the current step.
+        executor: Runs the gathers and reductions of the schedule.
         loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
             Hooks apply it where gradients enter an outermost forward from its outputs (`outside`),
             and remove it where they leave to its arguments (`inside`).
-        comm: The world's communicator.
-        structure: Checks that the model has not changed.
+        comm: The communicator of all ranks of the job.
+        structure: Checks that the program has not added or replaced parameters.
         policy: The dtypes of the model.
         root_parts: The hooks of modules of the root that a program calls outside the forward of the
             model.
@@ -83,7 +83,7 @@ class Forward:
     # -- hooks
 
     def install_hooks(self) -> list[Any]:
-        """Hook the forwards of all units, and return torch's handles."""
+        """Register hooks on the forwards of all units, and return their handles."""
         handles: list[Any] = []
         for unit in self.units:
             module = unit.module

@@ -20,11 +20,11 @@ from .unit import Unit, UnitState
 
 
 class GatherLane:
-    """Run the gathers (G), the updates before them (U) and the releases (R).
+    """Issues the all-gathers of weights and the releases of a schedule, in order.
 
     Attributes:
-        units: The units, the root first.
-        comm: The world's communicator.
+        units: The units of the model, the root first.
+        comm: The communicator of all ranks of the job.
         issue_queue: The gathers that wait for their fetch from another memory.
         order_is_agreed: All ranks have agreed on the order of units; until then it is recorded.
         recorded: The numbers of units in the order of their first use.
@@ -53,7 +53,7 @@ class GatherLane:
         self.follow(schedule)
 
     def follow(self, schedule: Schedule) -> None:
-        """Use `schedule` from now on; call it between two passes."""
+        """Replace the schedule, between two passes."""
         self.schedule = schedule
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in self.units for group in unit.sharded]
@@ -105,7 +105,7 @@ class GatherLane:
         """Unshard a unit, and wait until its weights can be used.
 
         Args:
-            unit: The unit.
+            unit: The unit whose weights are needed.
             in_turn: Advance the pass to the unit. False for a tile that backward recomputes,
                 because its own turn comes later.
             externals: Also unshard the units whose parameters its forward is known to read.
@@ -127,7 +127,7 @@ class GatherLane:
                 self.unshard(other)
 
     def unshard_apart(self, unit: Unit) -> None:
-        """Unshard a tile until `end_apart`, for the backward of one of its later uses.
+        """Unshard a tile outside its turn, until `end_apart`, for the backward of a later use.
 
         Several layers share the tile, and its turn in the schedule is that of its first use.
 
@@ -162,7 +162,7 @@ class GatherLane:
             known.append(owner)
 
     def forget_external(self, reader: Unit, owner: Unit) -> None:
-        """Undo `remember_external`; a later read is recorded again.
+        """Remove a record of `remember_external`; a later read is recorded again.
 
         Args:
             reader: The unit whose forward reads the parameter.
@@ -178,7 +178,7 @@ class GatherLane:
         """Release a unit after its forward if the schedule says so.
 
         Args:
-            unit: The unit.
+            unit: The unit whose weights are needed.
             training: Its outputs need gradients.
             recomputes: Backward recomputes this forward. Backward releases units itself, except a
                 tile that was gathered only for this forward.
@@ -193,7 +193,7 @@ class GatherLane:
             unit.reshard()
 
     def gather_for_others(self, before: Unit | None = None) -> None:
-        """Start the gathers that this rank skipped, because other ranks may need them.
+        """Start the gathers of units that this rank skipped but other ranks may use.
 
         It also waits for their fetches. A reduction may be next, and ranks that are behind join it
         only after these gathers.

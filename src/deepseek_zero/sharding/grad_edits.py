@@ -19,14 +19,14 @@ from .sharded_gradient import Part, ShardedGradient, own_part_of
 
 
 class GradEdits:
-    """Read and change the gradients of one group for a program.
+    """Reads and changes the gradients of one group on behalf of `.grad`.
 
     Handles call these methods (`ShownGradients` in sharded_gradient.py). Members are identified by
     their index in the group.
 
     Attributes:
-        gradient: The gradient.
-        group: The group.
+        gradient: The gradient of the group, which these methods read and change.
+        group: The parameter group.
         handles: The tensors that `.grad` shows, one for each member; empty before they are first
             shown.
     """
@@ -37,7 +37,7 @@ class GradEdits:
         self.handles = handles
 
     def part_of(self, number: int) -> Part:
-        """Return a member's gradient on this rank, writable; zeros if there is none yet.
+        """Return this rank's writable part of a parameter's gradient; zeros if it has none.
 
         Between the micro-batches of a step it is this rank's own gradient if that is not yet
         reduced.
@@ -54,7 +54,7 @@ class GradEdits:
         return Part(values, low, is_whole=False)
 
     def remove(self, number: int) -> None:
-        """Set a member's gradient to None, so that the member is not updated."""
+        """Set a parameter's gradient to None, so that the step does not update the parameter."""
         total = self.gradient.sum
         if total.absent is not None and number not in total.absent:
             self.part_of(number).values.zero_()
@@ -62,10 +62,10 @@ class GradEdits:
             total.absent.add(number)
 
     def assign(self, number: int, value: Tensor) -> None:
-        """Set a member's gradient.
+        """Replace a parameter's gradient by a value that the program assigned to `.grad`.
 
         Args:
-            number: The index of the member.
+            number: The index of the parameter in the group.
             value: A whole tensor, of which each rank takes its part, or a sharded gradient of the
                 same member.
 
@@ -90,10 +90,10 @@ class GradEdits:
         self.assign_shard(number, mine)
 
     def assign_shard(self, number: int, mine: Tensor) -> None:
-        """Set this rank's part of a member's gradient.
+        """Replace this rank's part of a parameter's gradient.
 
         Args:
-            number: The index of the member.
+            number: The index of the parameter in the group.
             mine: The new values, flat.
 
         Raises:
@@ -138,8 +138,8 @@ class GradEdits:
         """Return a flat view of the weight at the elements of a part.
 
         Args:
-            param: A member of the group.
-            part: The part.
+            param: A parameter of the group.
+            part: This rank's part of the gradient.
         """
         slot = self.group.members[self.group.index[id(param)]].slot
         start, _, place = self.group.weight.local_range(slot, self.group.comm_ctx.comm.rank)
@@ -147,10 +147,10 @@ class GradEdits:
         return self.group.weight.write(low, low + part.values.numel())
 
     def edited(self, param: nn.Parameter, *, alike: bool) -> None:
-        """Record that a handle's part was changed in place.
+        """Record that this rank's part of a gradient was changed in place.
 
         Args:
-            param: The parameter.
+            param: The parameter whose gradient has changed.
             alike: The change is the same on all ranks.
         """
         number = self.group.index[id(param)]
@@ -163,7 +163,7 @@ class GradEdits:
         """Return the norm of a member's gradient, an fp32 scalar.
 
         Args:
-            param: A member of the group.
+            param: A parameter of the group.
             part: This rank's part of the gradient.
             order: The order of the norm.
 
@@ -185,7 +185,7 @@ class GradEdits:
         """Return all elements of a gradient, in the parameter's shape.
 
         Args:
-            param: A member of the group.
+            param: A parameter of the group.
             part: This rank's part of the gradient.
 
         Note:
@@ -200,9 +200,12 @@ class GradEdits:
         return full.view(slot.shape)
 
     def equalise(self, what: str) -> Pending:
-        """Make the copies of a changed gradient equal on the ranks that hold it.
+        """Make the copies of an edited gradient equal on all ranks that hold it.
 
-        The first of these ranks sends its values. Every rank must call it.
+        The first of these ranks broadcasts its values.
+
+        Note:
+            Collective: every rank must call it.
         """
         is_whole = self.group.plan.sums_to_all
         if self.gradient.reduction.sums_all and not is_whole:
@@ -240,7 +243,7 @@ class GradEdits:
 
 
 def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return one rank's summand of a norm, and the function that combines summands.
+    """Return this rank's contribution to a norm, and the function that combines them.
 
     Args:
         own: The absolute values of this rank's elements, in float64.
@@ -254,16 +257,16 @@ def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], 
 
 
 def complete(full: Tensor, group: Group, slot: Slot, what: str) -> None:
-    """Complete a flat tensor of which each rank has only the part that it owns.
+    """All-gather a flat tensor of which each rank has only its own part.
 
     Args:
         full: All elements of one parameter; the other ranks' parts are written.
-        group: The group of the parameter.
-        slot: The place of the parameter in the layout.
-        what: The name of the tensor, for messages.
+        group: The parameter group to which the parameter belongs.
+        slot: The position of the parameter in the layout.
+        what: The name of the tensor, used in error messages.
 
     Note:
-        Collective over the ranks that share the group's slices.
+        Collective: every rank of the shard group must call it.
     """
     comm = group.comm_ctx.comm
     if comm.size == 1:

@@ -15,7 +15,7 @@ from .move import move
 
 
 class GradReduction:
-    """Sum gradients with one ordered reduce-scatter; the default.
+    """Sums the gradients of a group; by default with one ordered reduce-scatter.
 
     Extensions derive from this class. All ranks use the same class for a group.
     """
@@ -78,7 +78,7 @@ class GradReduction:
         """Start to complete, in place, the partial sums of `reduce`.
 
         Args:
-            buffer: The partial sum.
+            buffer: The partial sum, completed in place.
             what: The name of the unit, used in error messages.
 
         Returns:
@@ -94,7 +94,7 @@ class GradReduction:
 
         Args:
             values: The elements, written on all but the first rank.
-            what: The name of the values, for messages.
+            what: The name of the values, used in error messages.
 
         Note:
             Collective over the ranks that hold the same slices.
@@ -117,7 +117,9 @@ class GradReduction:
         return True
 
     def end_step(self, *, keep: bool) -> None:
-        """Record the end of a step. Local; every rank must call it.
+        """Record the end of a step.
+
+        Every rank must call it; it does not communicate.
 
         Args:
             keep: The step used the sum; False if the step was skipped.
@@ -130,7 +132,10 @@ class GradReduction:
         """
 
     def forget(self) -> None:
-        """Drop the states that are kept across steps. Local; every rank must call it."""
+        """Discard the states that are kept across steps.
+
+        Every rank must call it; it does not communicate.
+        """
 
 
 def own_slice(whole: FlatBuffer, rank: int) -> FlatBuffer:

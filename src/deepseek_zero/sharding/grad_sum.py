@@ -28,9 +28,10 @@ from .message import has_pages_to_return
 class GradState(Enum):
     """The states of a group's gradient within one step.
 
-    A summand may arrive after a sum, for example from the next micro-batch. If the plan shards
-    gradients, the state does not change: the sum stays, and the summand is added to it when it is
-    reduced. Otherwise the summand takes the memory of the sum, and the earlier sum is set aside.
+    A rank's own gradient (summand) may arrive after a sum, for example from the next micro-batch.
+    If the plan shards gradients, the state does not change: the sum stays, and the summand is added
+    to it when it is reduced. Otherwise the summand takes the memory of the sum, and the earlier sum
+    is set aside.
     """
 
     EMPTY = "empty"  # no gradient has arrived since the last step
@@ -67,14 +68,14 @@ _SUMMED = frozenset((GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED))
 
 
 class GradSum:
-    """The sum of one group's gradients: this rank's slice, or the whole sum.
+    """The reduced gradient of one group: this rank's slice, or the whole sum.
 
     The plan decides which of the two. Extensions that keep a gradient after its step derive from
     this class (`Gradient.kept`).
 
     Attributes:
         saved_as: The kind of its chunks in a checkpoint; empty if it is not saved.
-        group: The group.
+        group: The parameter group whose gradient is measured.
         buffer: The memory; None before the first sum.
         guard: The guard of the memory. Checkpoints store only held gradients, so that no save reads
             a sum of the current step.
@@ -103,7 +104,11 @@ class GradSum:
         return self._state
 
     def enter(self, state: GradState) -> None:
-        """Change the state; raise `AssertionError` if `GRAD_MOVES` does not allow it."""
+        """Change the state to one that may follow the current one.
+
+        Raises:
+            AssertionError: `GRAD_MOVES` does not allow the transition.
+        """
         if (self._state, state) not in GRAD_MOVES:
             name = self.group.members[0].name
             raise AssertionError(
@@ -179,7 +184,7 @@ class GradSum:
             offer_pages(buffer.memory)
 
     def follow_wires(self) -> None:
-        """Adopt the encodings of summands from the current plan."""
+        """Use the codecs of the current plan for the next gradients."""
         planned = self.group.plan.grad
         if self.buffer is not None and planned is not None:
             self.buffer.spec = replace(
@@ -196,7 +201,7 @@ class GradSum:
         return buffer.shard(self.group.comm_ctx.comm.rank)
 
     def reduced(self) -> Tensor | None:
-        """Return `own`, or None if there is no sum."""
+        """Return the reduced gradient of `own`'s elements, or None if there is none."""
         return self.own() if self.buffer is not None and self.is_full else None
 
     def read(self, low: int, high: int) -> Tensor | None:
@@ -206,7 +211,7 @@ class GradSum:
 
         Args:
             low: The index of the first element in this rank's slice.
-            high: The end of the elements.
+            high: The end of the range.
         """
         if self.buffer is None or not self.is_full:
             return None
@@ -234,7 +239,7 @@ class GradSum:
             self.buffer.storage.evict(place, end)
 
     def staged_tile(self) -> StagedTile | None:
-        """Return the object that copies tiles of this slice to the host for the update.
+        """Return the object that copies tiles of this slice to the host and back for the update.
 
         Returns:
             None if the sum is not on the training device, or is not updated on the host.
@@ -258,7 +263,7 @@ class GradSum:
 
 
 class QueuedSquares:
-    """A sum of squares that an accelerator computes while the host goes on.
+    """A sum of squares that an accelerator computes asynchronously.
 
     Attributes:
         norms: The norms of parts, 0-dimensional float64 tensors on the accelerator.
@@ -279,8 +284,8 @@ def squares_now(group: Group, values: Tensor, first: int) -> float:
     """Return the sum of squares of a part of a group's gradient.
 
     Args:
-        group: The group.
-        values: The elements, flat.
+        group: The parameter group whose gradient is measured.
+        values: The elements of the gradient, flat.
         first: The index of the first element in the group's layout.
     """
     (found,) = read_squares([slice_squares(group, values, first)])
@@ -293,7 +298,7 @@ def slice_squares(group: Group, values: Tensor, first: int) -> float | QueuedSqu
     The device of the update computes it, so that every stage computes the same bits.
 
     Args:
-        group: The group.
+        group: The parameter group whose gradient is measured.
         values: The elements, flat; they must not change before the squares are read.
         first: The index of the first element in the group's layout.
     """
@@ -317,7 +322,7 @@ def slice_squares(group: Group, values: Tensor, first: int) -> float | QueuedSqu
 
 
 def read_squares(found: Sequence[float | QueuedSquares]) -> list[float]:
-    """Return the numbers; the host waits for an accelerator at most once.
+    """Return the sums of squares as numbers; the host waits for an accelerator at most once.
 
     The norms of all tiles are computed in a single pass over memory. Float64 sums depend so little
     on the order of additions that an fp32 factor computed from the norm equals that of a CPU.

@@ -11,14 +11,14 @@ from .sharded_gradient import ShardedGradient, sharded_gradient
 
 
 class GradView:
-    """The `.grad` of every parameter of one group: a `ShardedGradient`, or None.
+    """Sets the `.grad` of every parameter of one group to a `ShardedGradient` or None.
 
     A `ShardedGradient` is a handle with the parameter's shape and no elements. Its operations call
     `edits`, which read and change this rank's part of the sum.
 
     Attributes:
-        gradient: The gradient.
-        group: The group.
+        gradient: The gradient of the group.
+        group: The parameter group.
         edits: The operations of the program on these gradients.
     """
 
@@ -29,7 +29,7 @@ class GradView:
         self.edits = GradEdits(gradient, self._handles)
 
     def show(self, *, joined: bool = True) -> None:
-        """Set `.grad` of every member that has a gradient.
+        """Set `.grad` of every parameter that has a gradient.
 
         As in PyTorch, a frozen member has a gradient only if one arrived before it was frozen.
 

@@ -21,12 +21,12 @@ from .group import Group
 
 
 class Summand:
-    """The gradient that this rank contributes to the sum over the ranks.
+    """This rank's own gradient of a group, before it is summed over the ranks.
 
     Members are identified by their index in the group.
 
     Attributes:
-        group: The group.
+        group: The parameter group.
         buffer: The elements of all members; None while nothing is collected.
     """
 
@@ -34,7 +34,7 @@ class Summand:
         """Create an empty summand.
 
         Args:
-            group: The group.
+            group: The parameter group.
             allocate: Returns the uninitialized buffer in which gradients are collected.
         """
         self.group = group
@@ -43,7 +43,7 @@ class Summand:
         self._arrived: set[int] = set()  # elements of other members are arbitrary
 
     def open(self) -> FlatBuffer:
-        """Return the buffer, allocated if there is none."""
+        """Return the buffer; allocate it if there is none."""
         if self.buffer is None:
             self.buffer = self._allocate()
         return self.buffer
@@ -102,16 +102,16 @@ class Summand:
         return partial
 
     def clear(self) -> None:
-        """Drop the buffer."""
+        """Discard the collected gradients."""
         self.buffer = None
         self._arrived = set()
 
 
 class Gradient:
-    """The gradient of one trainable group.
+    """The gradient of one trained group: collected on this rank, then summed over the ranks.
 
     Attributes:
-        group: The group.
+        group: The parameter group.
         reduction: How the ranks sum the gradient.
         summand: The gradient that this rank has collected.
         sum: The sum over the ranks.
@@ -201,7 +201,8 @@ class Gradient:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective within the reduce lane: a rank that skipped the unit must call it too.
+            Collective: every rank of the shard group must call it in the same order, even if it
+            skipped the unit.
         """
         self.sum.known_squares = None
         partial = self.summand.close()
@@ -320,19 +321,19 @@ class Gradient:
     # -- the end of a step
 
     def hold(self) -> None:
-        """Keep the sum for a later update; `end_hold` drops it."""
+        """Keep the reduced gradient for a later update, until `end_hold`."""
         if self.sum.state is GradState.EMPTY:
             # No member has a gradient, so none is updated.
             self.sum.absent = set(range(len(self.group.members)))
         self.sum.enter(GradState.HELD)
 
     def end_hold(self) -> None:
-        """Drop the sum after the update has used it."""
+        """Discard the reduced gradient after the update has used it."""
         self.sum.enter(GradState.EMPTY)
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradient after a step or `zero_grad`.
+        """Discard the gradient after a step or `zero_grad`.
 
         The sum stays if an update still needs it. The memory is kept for the next gradient.
         """

@@ -19,11 +19,11 @@ from .sharded_parameter import reshard, unshard
 
 @dataclass(eq=False)
 class ParamInfo:
-    """One parameter of a group.
+    """One parameter of a group, with its position and its sharded form.
 
     Attributes:
         param: The parameter.
-        slot: The place of the parameter in the flat layout.
+        slot: The position of the parameter in the flat layout.
         param_class: The class of the parameter before wrapping and while unsharded.
         placeholder: The data of the parameter while it is sharded.
         is_frozen: `requires_grad` was off when the ranks last compared it (regroup.py).
@@ -54,13 +54,13 @@ class ParamInfo:
 
 
 class Group(Protocol):
-    """A `ParamGroup` as seen by its weight gather, its gradient and its reduction.
+    """The part of `ParamGroup` that its weight gather, gradient and reduction use.
 
     Attributes:
         members: The parameters, in the order of the layout.
-        planned: The current plan of the group: its row of the table (`plan`), its layout, and the
-            settings of its messages.
-        comm_ctx: The ranks that share the group's slices.
+        planned: The current plan of the group: the specs of its states (`plan`), its layout, and
+            the settings of its messages.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
         weight: This rank's part of the weight.
         master: The main weight; None if no member is trained.
         guard: The guard of weight, main weight and moments.
@@ -77,11 +77,11 @@ class Group(Protocol):
 
     @property
     def plan(self) -> ShardPlan:
-        """Return the row of the plan: one spec for each state of the group."""
+        """The specs of the group's four states."""
 
     @property
     def layout(self) -> FlatLayout:
-        """Return the layout of the parameters in the flat buffer."""
+        """The positions of the parameters in the flat buffer."""
 
     @property
     def index(self) -> dict[int, int]:

@@ -31,13 +31,16 @@ def build_group(
     """Build a group as planned from whole parameters, with rank 0's values.
 
     Args:
-        planned: The plan of the group.
+        planned: The plan of the group: specs, layout and messages.
         params: The parameters, by full name.
-        comm_ctx: The ranks that share the group's slices.
-        parts: The parts that extensions may replace.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        parts: The strategies for gathering and reducing, which extensions may replace.
+
+    Returns:
+        The group, whose parameters are now sharded or views of the replicated weight.
 
     Note:
-        Collective: every rank that shares the group's slices must call it.
+        Collective: every rank of the shard group must call it.
     """
     members = [
         ParamInfo(params[slot.name], slot, type(params[slot.name])) for slot in planned.layout.slots
@@ -53,7 +56,7 @@ def build_states(group: ParamGroup) -> None:
     Members move to their places in the current layout, with rank 0's values.
 
     Note:
-        Collective: every rank that shares the group's slices must call it.
+        Collective: every rank of the shard group must call it.
     """
     group.members = [
         replace(member, slot=slot)
@@ -135,11 +138,11 @@ def allocate_weight(group: ParamGroup, name: str) -> None:
     """Allocate the weight of a group.
 
     Args:
-        group: The group.
-        name: The name of the first parameter, for messages.
+        group: The parameter group, whose plan names the memory.
+        name: The name of the first parameter, used in error messages.
 
     Note:
-        Collective: every rank that shares the group's slices must call it.
+        Collective: every rank of the shard group must call it.
     """
     what = f"the weights of {name}"
     group.weight_gather = group.parts.weight_gather(group, what)
@@ -151,7 +154,7 @@ def restore_params(group: ParamGroup) -> None:
     """Make every member a plain parameter with the main weight's values.
 
     Note:
-        Collective: every rank that shares the group's slices must call it.
+        Collective: every rank of the shard group must call it.
     """
     full = whole_values(group)
     for member in group.members:
@@ -163,7 +166,7 @@ def whole_values(group: ParamGroup) -> FlatBuffer:
     """Gather all values of the main weight, or of the weight without one.
 
     Note:
-        Collective: every rank that shares the group's slices must call it.
+        Collective: every rank of the shard group must call it.
     """
     source = group.master.values() if group.master is not None else group.weight
     device = group.comm_ctx.pool.device

@@ -13,7 +13,7 @@ from ..base.errors import UsageError
 
 
 class Hook(partial[Any]):
-    """A hook of a wrapped model; a module with such a hook cannot be copied."""
+    """A hook of a wrapped model. Copying a module with such a hook raises an error."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise _not_copied("deepcopy")
@@ -39,7 +39,7 @@ def weak_hook(
     The hook refers weakly to the owner, so that deleting an engine frees its memory at once.
 
     Args:
-        owner: A part of the engine.
+        owner: The object whose method is called; it is referenced weakly.
         function: The function to call; a method of the owner's class.
         first: The first arguments after the owner.
         raises_if_gone: Raise `UsageError` if the owner is gone; otherwise do nothing.

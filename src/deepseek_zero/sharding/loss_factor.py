@@ -87,13 +87,13 @@ _UNDER_WAY = _UnderWay()
 
 
 class LossFactor:
-    """The factor of one engine's gradients.
+    """Multiplies the gradients of one engine by loss scale / accumulation steps, exactly once.
 
     Attributes:
         accumulation: Returns the current number of micro-batches per step.
         is_recorded: A backward since the last step ran with `create_graph=True`, so that it may be
             differentiated.
-        is_carried: Incoming gradients already have the factor (`carried`).
+        is_carried: Incoming gradients already contain the factor (`carried`).
         at_entry: Returns the factor of gradients that enter past the outputs; holds this object
             weakly.
     """
@@ -162,7 +162,7 @@ class LossFactor:
 
     @contextmanager
     def carried(self) -> Iterator[None]:
-        """Open a block of backwards whose gradients already carry this engine's factor.
+        """Return a context for backwards whose gradients already contain this engine's factor.
 
         Such gradients come from a later stage of the same model, whose loss was multiplied by the
         factor.
@@ -180,7 +180,7 @@ class LossFactor:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Open a block in which the engine itself, not its user, calls the model."""
+        """Return a context in which the engine itself, not the program, calls the model."""
         before = self._is_entered
         self._is_entered = True
         try:
@@ -287,7 +287,7 @@ class LossFactor:
 
         Args:
             loss: The loss, a scalar.
-            by_accumulation: Also divide by the accumulation steps.
+            by_accumulation: Also divide the loss by the accumulation steps.
 
         Raises:
             UsageError: The loss was already scaled. A strict engine also raises if it is not a

@@ -24,12 +24,12 @@ _WRITE_NUMEL = 1 << 20  # elements of one copy before they are split
 
 @dataclass(eq=False)
 class MasterWeight:
-    """The main weight of one group on this rank.
+    """This rank's part of the main weight of one group, which the optimizer updates.
 
     Attributes:
         buffer: The fp32 values, or the int16 remainders if the main weight `is_split`; `weight`
             then has the upper halves.
-        rank: This rank among those that share slices.
+        rank: This rank's index in the shard group.
         dtype: The dtype of the values.
         weight: This rank's part of the live weight; None if the main weight is that weight, or if
             the weight follows the main weight by differences.
@@ -92,8 +92,8 @@ class MasterWeight:
         """Return a flat, writable view of the values; None unless `is_updated_in_place`.
 
         Args:
-            place: The first element.
-            end: The end of the elements.
+            place: The first element of the range.
+            end: The end of the range.
         """
         return self.buffer.write(place, end) if self.is_updated_in_place else None
 
@@ -103,8 +103,8 @@ class MasterWeight:
         """Return elements [place, end), flat, in the main weight's dtype.
 
         Args:
-            place: The first element.
-            end: The end of the elements.
+            place: The first element of the range.
+            end: The end of the range.
             out: The output of a split main weight; None to allocate it.
             scratch: Scratch memory to join the two halves.
 
@@ -126,8 +126,8 @@ class MasterWeight:
         The result may be a view, and must not be written.
 
         Args:
-            place: The first element.
-            end: The end of the elements.
+            place: The first element of the range.
+            end: The end of the range.
         """
         lower = self.buffer.read_now(place, end)
         if not self.is_split or self.weight is None:
@@ -145,8 +145,8 @@ class MasterWeight:
         """Write new values into the main weight and this rank's part of the weight.
 
         Args:
-            place: The first element.
-            end: The end of the elements.
+            place: The first element of the range.
+            end: The end of the range.
             values: The new values, flat.
         """
         if not self.is_split:
@@ -160,11 +160,11 @@ class MasterWeight:
     def write_consuming(
         self, place: int, end: int, values: Tensor, chance: Tensor | None = None
     ) -> None:
-        """Write as `write` does, and use `values` as scratch memory.
+        """Write new values like `write`, and overwrite `values` as scratch memory.
 
         Args:
-            place: The first element.
-            end: The end of the elements.
+            place: The first element of the range.
+            end: The end of the range.
             values: The new values, flat, in the main weight's dtype; arbitrary afterwards.
             chance: Random bits for stochastic rounding, if the main weight `is_rounded`.
         """
@@ -187,8 +187,8 @@ class MasterWeight:
         """Return the one or two flat tensors that an update kernel writes, on its device.
 
         Args:
-            place: The first element.
-            end: The end of the elements.
+            place: The first element of the range.
+            end: The end of the range.
 
         Returns:
             ``(main, other)``. If the main weight is split, ``main`` is the bf16 weight and
@@ -212,8 +212,8 @@ class MasterWeight:
         Nothing is done if the weight is the main weight, or half of it.
 
         Args:
-            place: The first element.
-            end: The end of the elements.
+            place: The first element of the range.
+            end: The end of the range.
         """
         if self.weight is not None and not self.is_split:
             self.buffer.guard.before_write()
@@ -249,9 +249,9 @@ def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
     """Return the part of a weight that this rank's main weight covers.
 
     Args:
-        weight: This rank's part of the weight.
-        plan: The row of the plan.
-        rank: This rank among those that share slices.
+        weight: This rank's part of the weight that the model computes with.
+        plan: The specs of the group's states.
+        rank: This rank's index in the shard group.
     """
     if plan.master is None or plan.master.placement is plan.weight.placement:
         return weight
@@ -261,12 +261,15 @@ def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
 
 
 def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
-    """Return an empty main weight for a weight; None if nothing is trained.
+    """Allocate the main weight that belongs to a weight; None if nothing is trained.
 
     Args:
-        weight: This rank's part of the weight.
-        plan: The row of the plan.
-        comm_ctx: The ranks that share slices.
+        weight: This rank's part of the weight that the model computes with.
+        plan: The specs of the group's states.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+
+    Returns:
+        The main weight, whose values are not initialized.
     """
     if plan.master is None or plan.moments is None:
         return None
@@ -300,8 +303,8 @@ def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
     They may then change it without calling its guard.
 
     Args:
-        plan: The row of the plan.
-        comm_ctx: The ranks that share slices.
+        plan: The specs of the group's states.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
     """
     return plan.weight.placement is not S or comm_ctx.comm.size == 1
 
@@ -314,7 +317,7 @@ def staging_like(target: Tensor, values: Tensor) -> Tensor:
 
     Args:
         target: The tensor to write.
-        values: The values.
+        values: The values to write, on any device.
     """
     if target.device == values.device:
         return target

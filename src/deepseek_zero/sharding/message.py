@@ -27,7 +27,7 @@ def has_pages_to_return(tensor: Tensor) -> bool:
 
 @dataclass
 class Pool:
-    """Lend flat tensors by dtype and size, and take them back.
+    """A pool of flat tensors, reused by dtype and size.
 
     Other ranks of a host may read a tensor in place, even after it was given back.
     `Comm.wait_until_read` waits until they have read it.
@@ -50,7 +50,7 @@ class Pool:
     allocated_bytes: int = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized flat tensor.
+        """Return an uninitialized flat tensor, which `give` returns to the pool.
 
         Args:
             numel: The number of elements.
@@ -68,11 +68,11 @@ class Pool:
         return tensor
 
     def take_scratch(self) -> Tensor:
-        """Return fp32 scratch memory for sums and codecs, lent by the pool."""
+        """Return fp32 scratch memory for sums and codecs, which `give` returns to the pool."""
         return self.take(self.scratch_numel or SUM_TILE_NUMEL.on(self.device), torch.float32)
 
     def give(self, tensor: Tensor) -> None:
-        """Take a tensor back.
+        """Return a tensor to the pool.
 
         A tensor with a view that is still alive leaves the pool, so that it is never overwritten.
         """
@@ -109,14 +109,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Message:
-    """The elements of a flat buffer, sent in place without a copy.
+    """A message with the elements of a flat buffer, sent in place without a copy.
 
     Attributes:
         wire: The encoding of the elements.
         memory: The encoded elements, flat.
         pool: The pool of scratch buffers.
-        is_lent: The memory belongs to the pool, and `write` must copy the elements to it before
-            they are sent.
+        is_lent: The memory belongs to the pool. `write` must copy the elements to it before they
+            are sent.
     """
 
     wire: Codec
@@ -129,7 +129,7 @@ class Message:
 
         Args:
             low: The index of the first element in the buffer.
-            high: The end of the elements.
+            high: The end of the range.
         """
         return self.memory[self.wire.length(low) : self.wire.length(high)]
 
@@ -139,7 +139,7 @@ class Message:
         This class sends elements in place and has no lent memory; `CodedMessage` encodes them.
 
         Args:
-            values: The elements.
+            values: The elements to send, flat.
             piece: The destination, a view of `memory`.
             place: The index of the first element in the buffer.
         """
@@ -159,6 +159,6 @@ class Message:
         self.pool.give(scratch)
 
     def arrived(self) -> None:
-        """Return lent memory to the pool when this rank no longer needs the message."""
+        """Return the memory to the pool after this rank has used the message."""
         if self.is_lent:
             self.pool.give(self.memory)

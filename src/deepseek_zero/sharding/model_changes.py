@@ -29,7 +29,7 @@ from .sharded_parameter import ShardedParameter
 
 @dataclass(frozen=True)
 class ModelRules:
-    """The rules of one wrapped model that are not part of the plan.
+    """The behavior of one wrapped model that an API chooses and the plan does not contain.
 
     Attributes:
         allows_unmanaged_params: Ignore parameters that are added after wrapping, with a warning;
@@ -45,7 +45,7 @@ class ModelRules:
 
 
 class WrappedGroup(Protocol):
-    """A parameter group as seen by these checks (`ParamGroup`)."""
+    """The part of `ParamGroup` that the checks use."""
 
     @property
     def members(self) -> Sequence[ParamInfo]: ...
@@ -58,16 +58,16 @@ class WrappedGroup(Protocol):
 
 
 class Structure:
-    """The modules of one wrapped model, with their contents at the last full check."""
+    """Checks that a program has not added or replaced parameters of a wrapped model."""
 
     def __init__(
         self, model: nn.Module, groups: Sequence[WrappedGroup], *, ignores_new_params: bool = False
     ) -> None:
-        """Create the checks of one model.
+        """Record the modules and parameters of a model.
 
         Args:
-            model: The model.
-            groups: Its parameter groups.
+            model: The wrapped model.
+            groups: The parameter groups that hold the model's parameters.
             ignores_new_params: Ignore parameters that are added later, with a warning.
         """
         self.model = model
@@ -78,7 +78,7 @@ class Structure:
         self._frozen_new_params: list[tuple[str, nn.Parameter]] = []
 
     def follow(self, groups: Sequence[WrappedGroup]) -> None:
-        """Replace the groups that hold the parameters."""
+        """Use other groups after parameters moved between groups."""
         self.groups = list(groups)
 
     def check(self) -> None:
@@ -106,8 +106,8 @@ def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
 
     Args:
         model: The whole model.
-        plan: The plan.
-        comm: The world's communicator.
+        plan: The plan of the model, whose units and settings are compared.
+        comm: The communicator of all ranks of the job.
 
     Raises:
         ModelMismatchError: Ranks differ.
@@ -192,7 +192,7 @@ def _refuse_moved(groups: Sequence[WrappedGroup]) -> None:
 
 
 def frozen_or_unfrozen(groups: Iterable[WrappedGroup]) -> list[ParamInfo]:
-    """Return the members whose `requires_grad` changed since ranks last compared it."""
+    """Return the parameters whose `requires_grad` changed since ranks last compared it."""
     changed = []
     with without_torch_function():
         for group in groups:
@@ -203,7 +203,7 @@ def frozen_or_unfrozen(groups: Iterable[WrappedGroup]) -> list[ParamInfo]:
 
 
 def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> UsageError | None:
-    """Return the error for a member whose new values a reshard would lose, or None.
+    """Return an error if a reshard would lose new values of a parameter, else None.
 
     This is the first member whose memory is not in the gathered buffer and whose values differ. The
     same values in another dtype do not count, because some layers cast their parameters in each
@@ -242,7 +242,7 @@ def refuse_unused(groups: Iterable[WrappedGroup], arrived: Collection[int]) -> N
     Called if `ignore_unused_parameters` is false.
 
     Args:
-        groups: The trained groups.
+        groups: The trained parameter groups.
         arrived: The ids of the parameters with a gradient.
 
     Raises:

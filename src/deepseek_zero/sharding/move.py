@@ -25,7 +25,7 @@ from .message import Message
 def move(
     source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False
 ) -> Pending:
-    """Bring `source` to the placement, dtype and memory of `target`.
+    """Copy or reduce `source` into `target`, whose placement, dtype and memory may differ.
 
     A pending update of the source runs first. An offloaded source is then fetched, and evicted
     after it was copied. Sums for an offloaded target are formed on the device and stored from
@@ -35,7 +35,7 @@ def move(
         source: The buffer to move. Its spec gives the encoding of summands.
         target: The output; may share storage with `source` (a partial gradient reduced in place).
             Slices are sent exactly unless `target.coded_as` is set.
-        comm_ctx: The ranks that share slices.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
         what: The name of the unit, used in error messages.
         add: Add sums to the values of `target`.
 
@@ -44,8 +44,8 @@ def move(
         `PeerError` if another rank failed, and `StorageError` if a disk failed.
 
     Note:
-        Collective unless the movement is local. Every rank must call it, in the same order within
-        its lane.
+        Collective unless no data crosses ranks: every rank of the shard group must call it in the
+        same order.
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
@@ -124,7 +124,7 @@ def gather_message(
     Args:
         message: The codes of the whole buffer; only this rank's piece is written.
         target: The output, with all elements.
-        comm_ctx: The ranks that share slices.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
         what: The name of the unit, used in error messages.
 
     Returns:
@@ -147,8 +147,8 @@ def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pen
 
     Args:
         full: The output, shape ``(ranks * slice_numel,)``; this rank's slice must be in place.
-        lane: The name of the lane.
-        comm_ctx: The ranks that share slices.
+        lane: The name of the ordered sequence of collectives to which this one belongs.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
         what: The name of the unit, used in error messages.
 
     Returns:
@@ -182,7 +182,7 @@ class _ReduceScatter:
             source: The partial gradient.
             own: The elements of this rank's sum.
             storage: The storage of `own`.
-            comm_ctx: The ranks that share slices.
+            comm_ctx: The communicator of the shard group, with buffer pool and settings.
             what: The name of the unit, used in error messages.
             add: Add the sum to the values of `own`.
         """

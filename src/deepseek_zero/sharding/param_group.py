@@ -36,15 +36,15 @@ from .weight_gather import WeightGather
 
 @dataclass(frozen=True)
 class GroupParts:
-    """The parts of a group that extensions may replace.
+    """The strategies of a group that extensions may replace.
 
     Attributes:
-        weight_gather: Returns the `WeightGather` of a group. Its second argument is the name of the
-            weight, for messages. Every rank must call it.
+        weight_gather: Returns the `WeightGather` of a group, from the group and the name of its
+            weight. Collective: every rank must call it.
         reduction: Returns the `GradReduction` of a group.
         kept_gradients: Returns the gradients that are kept in addition to a group's gradient, by
             name.
-        route: How messages travel.
+        route: How messages are sent: directly, or within hosts first.
     """
 
     weight_gather: Callable[[Group, str], WeightGather]
@@ -54,16 +54,16 @@ class GroupParts:
 
 
 class ParamGroup:
-    """Parameters that share one plan, in flat buffers (built by group_build.py).
+    """Parameters of one unit that share flat buffers and the specs of their states.
 
     Attributes:
         members: The parameters, in the order of the layout.
-        planned: The current plan of the group: its row of the table (`plan`), its layout, and the
-            settings of its messages.
-        comm_ctx: The ranks that share the group's slices.
-        parts: The parts that extensions may replace.
+        planned: The current plan of the group: the specs of its states (`plan`), its layout, and
+            the settings of its messages.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        parts: The strategies for gathering and reducing, which extensions may replace.
         index: The index of each member, keyed by the id of its parameter.
-        gradient: The gradient.
+        gradient: The gradient of the group.
         grad_view: The gradient as programs see it in `.grad`.
         weight: This rank's part of the weight.
         weight_gather: How the weight is gathered.
@@ -109,19 +109,19 @@ class ParamGroup:
         )
 
     def new_gradient(self) -> None:
-        """Replace the gradient by an empty one with the current plan."""
+        """Replace the gradient by an empty one that follows the current plan."""
         self.gradient = Gradient(self, self.parts.reduction(self))
         self.gradient.kept = self.parts.kept_gradients(self.gradient)
         self.grad_view = GradView(self.gradient)
 
     @property
     def plan(self) -> ShardPlan:
-        """Return the specs of the group's states."""
+        """The specs of the group's four states."""
         return self.planned.plan
 
     @property
     def layout(self) -> FlatLayout:
-        """Return the layout of the group's parameters."""
+        """The positions of the group's parameters in the flat buffers."""
         return self.planned.layout
 
     @property
@@ -156,7 +156,7 @@ class ParamGroup:
         return found + (self.master.offloaded() if self.master is not None else [])
 
     def set_pending(self, update: PendingUpdate | None) -> None:
-        """Run `update` before any read of the group's states; None if nothing is pending."""
+        """Set the update that must run before any read of the group's states, or None."""
         self.guard.pending = update
         self.gradient.sum.guard.pending = update
 
@@ -199,7 +199,7 @@ class ParamGroup:
             member.unshard(view)
 
     def show_own(self) -> None:
-        """Make every parameter sharded, or a view of a replicated weight."""
+        """Make every parameter sharded, or a view of the weight if that is replicated."""
         for member in self.members:
             if self.is_sharded:
                 member.reshard()
@@ -242,7 +242,7 @@ class ParamGroup:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank that shares the group's slices must call it.
+            Collective: every rank of the shard group must call it.
         """
         if (
             self.master is None
@@ -280,11 +280,11 @@ class ParamGroup:
         """Write this rank's part of a new value into the weight and the main weight.
 
         Args:
-            param: A member of the group.
+            param: A parameter of the group.
             value: The whole new value, in the parameter's shape.
 
         Note:
-            Collective: every rank that shares the group's slices must call it.
+            Collective: every rank of the shard group must call it.
         """
         self.weight_gather.before_write(self.name_of(param))
         self.weight_gather.changed()

@@ -20,10 +20,10 @@ from .unit import Unit
 
 
 class Updates(Protocol):
-    """The optimizer as seen by this package (optim/sharded.py)."""
+    """The methods of the optimizer that are called during backward (optim/executor_updates.py)."""
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update a unit after its reduction if the schedule says so."""
+        """Update a unit after its gradient was reduced, if the schedule allows it."""
 
     def refuse_regrouping(self) -> None:
         """Raise `UsageError` if parameters cannot move to other groups.
@@ -36,14 +36,14 @@ class Updates(Protocol):
 
 
 class ReduceLane:
-    """Run the reductions (S), the all-reduces (A) and the updates after them (U).
+    """Issues the gradient reductions of a schedule, and the updates after them, in order.
 
     Attributes:
-        units: The units, the root first.
-        comm: The world's communicator.
+        units: The units of the model, the root first.
+        comm: The communicator of all ranks of the job.
         late: The numbers of units with gradients that arrived after the unit's reduction.
         most_reductions: The number of units that may be reduced at the same time.
-        updates: Returns the optimizer, or None; it is held weakly.
+        updates: Returns the optimizer, or None. A weak reference.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ReduceLane:
         self.follow(schedule, settings)
 
     def follow(self, schedule: Schedule, settings: PlanSettings) -> None:
-        """Use another schedule from now on; call it between two passes.
+        """Replace the schedule and the settings, between two passes.
 
         Args:
             schedule: The new schedule.
@@ -82,7 +82,7 @@ class ReduceLane:
         }
 
     def begin(self, *, ends_step: bool) -> None:
-        """Start a backward.
+        """Start a backward with no reduction issued.
 
         Args:
             ends_step: No other backward comes before the step.
@@ -171,7 +171,7 @@ class ReduceLane:
         self._update(unit)
 
     def update_expected(self) -> None:
-        """Expect in the next backward the gradients that arrived in this one.
+        """Expect the gradients that arrived in this backward in the next one, too.
 
         A unit without gradients keeps its expectation.
         """

@@ -47,7 +47,7 @@ from .unit import Unit
 
 
 class Regrouped(Protocol):
-    """A wrapped model as seen by this module (runtime.py)."""
+    """The part of `Runtime` that this module changes."""
 
     units: list[Unit]
     settings: PlanSettings
@@ -163,7 +163,7 @@ def _divide(
     """Divide a frozen group into a trained group and a frozen one.
 
     Note:
-        Collective: every rank that shares the group's slices must call it.
+        Collective: every rank of the shard group must call it.
     """
     if not thawed:
         return [group]
@@ -189,16 +189,17 @@ def _divide(
 
 
 def relayout(group: ParamGroup, granularity: str) -> None:
-    """Lay a group out again, with the same bits of weight and main weight.
+    """Change a group's layout, with the same bits of weight and main weight.
 
-    Gradients are dropped.
+    Gradients are discarded.
 
     Args:
-        group: The group.
-        granularity: The new granularity of the layout.
+        group: The parameter group to change.
+        granularity: "element" to cut parameters anywhere between ranks, "tensor" to keep each
+            whole.
 
     Note:
-        Collective: every rank that shares the group's slices must call it.
+        Collective: every rank of the shard group must call it.
     """
     full = whole_values(group)
     for member in group.members:
@@ -209,17 +210,17 @@ def relayout(group: ParamGroup, granularity: str) -> None:
 
 
 def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
-    """Store weight and gradient in fp32 from now on, or undo that, from the main weight.
+    """Rebuild weight and gradient in fp32, or in 16 bits again, from the main weight.
 
-    Gradients are dropped.
+    Gradients are discarded.
 
     Args:
-        group: The group.
+        group: The parameter group to change.
         what: The name of the unit, used in error messages.
         to_fp32: Use fp32; False for the dtypes of the original plan.
 
     Note:
-        Collective: every rank that shares the group's slices must call it.
+        Collective: every rank of the shard group must call it.
     """
     planned = group.planned.promoted() if to_fp32 else group.planned.demoted()
     if group.master is None or planned is group.planned:
@@ -250,7 +251,7 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
 
 
 def resize(runtime: Regrouped, settings: PlanSettings) -> None:
-    """Use other sizes of messages and buffers from now on."""
+    """Change the sizes of messages and prefetch buffers."""
     runtime.settings = settings
     runtime.executor.replan(settings)
     runtime.comm_ctx.pool.clear()  # drop buffers of the old sizes
@@ -259,7 +260,7 @@ def resize(runtime: Regrouped, settings: PlanSettings) -> None:
 
 
 def send_as(runtime: Regrouped, compression: Compression) -> None:
-    """Send matrices in another compression of the same layout from now on."""
+    """Change the compression of messages, between two steps."""
     runtime.settings = replace(runtime.settings, compression=compression)
     for group in runtime.groups:
         planned = group.planned.sent_as(runtime.settings)
@@ -275,7 +276,7 @@ def send_as(runtime: Regrouped, compression: Compression) -> None:
 
 
 def set_grad_dtype(group: ParamGroup, dtype: torch.dtype) -> None:
-    """Keep the gradients of a group in another dtype from now on."""
+    """Change the dtype of a group's gradients, between two steps."""
     assert group.plan.grad is not None
     if dtype != group.plan.grad.dtype:
         group.planned = group.planned.with_grad_dtype(dtype)
@@ -283,12 +284,12 @@ def set_grad_dtype(group: ParamGroup, dtype: torch.dtype) -> None:
 
 
 def reduce_by(group: ParamGroup, reduction: GradReduction, plan: ShardPlan) -> None:
-    """Reduce the gradients of a group in another way from now on.
+    """Replace the object that reduces a group's gradients, between two steps.
 
     Args:
-        group: The group.
-        reduction: The new reduction.
-        plan: The row of the plan with the dtypes and encodings of the new reduction.
+        group: The parameter group to change.
+        reduction: Reduces the gradients from now on.
+        plan: The specs of the group's states, with the dtypes and codecs of the new reduction.
     """
     group.planned = replace(group.planned, plan=plan)
     group.gradient.reduction = reduction

@@ -18,7 +18,7 @@ from .unit import Unit, UnitState
 
 
 class RootParts:
-    """Gather the root around the forward of a part, and prepare the backward of the part."""
+    """Gathers the root unit around forwards of its modules that a program calls directly."""
 
     def __init__(self, backward: Backward) -> None:
         self.root = backward.units[0]
@@ -30,7 +30,7 @@ class RootParts:
         self._gathered_for: nn.Module | None = None  # the part for which the root was gathered
 
     def install_hooks(self) -> list[Any]:
-        """Hook the forwards of all parts, and return torch's handles."""
+        """Register hooks on the forwards of the root's modules, and return their handles."""
         handles: list[Any] = []
         for part in _parts_of(self.root):
             before = weak_hook(self, RootParts._before)

@@ -29,16 +29,16 @@ from .unit import Unit
 
 
 class Runtime:
-    """The runtime of one wrapped model.
+    """One wrapped model: its units, schedule, hooks and communicators.
 
     Attributes:
-        model: The model.
-        units: The units, the root first.
+        model: The wrapped model.
+        units: The units of the model, the root first.
         settings: The current settings of the plan.
-        machine: The machine of the plan.
-        comm: The world's communicator.
-        comm_ctx: The ranks that share slices.
-        step: The state of the step.
+        machine: The properties of the machine that the plan depends on.
+        comm: The communicator of all ranks of the job.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        step: The phase of the model and the progress of the current step.
         hooks: The handles of all hooks on the model; empty after they were removed.
         after_steps: Functions that extensions run after each step, on every rank.
     """
@@ -123,8 +123,8 @@ class Runtime:
         """Register a group with this runtime, and install its gradient hooks if it is trained.
 
         Args:
-            unit: The unit of the group.
-            group: The group.
+            unit: The unit to which the group belongs.
+            group: The parameter group to register.
         """
         group.runtime = weakref.ref(self)
         if group.trainable:
@@ -134,18 +134,18 @@ class Runtime:
         """Plan the schedule and the checks again after the groups of units changed.
 
         Note:
-            Every rank must call it. No communication.
+            Every rank must call it; it does not communicate.
         """
         self.comm_ctx.pool.clear()
         self.executor.replan()
         self.structure.follow(self.groups)
 
     def promote(self, unit: Unit, *, to_fp32: bool) -> None:
-        """Compute a sharded unit in fp32 from now on, or in its original dtype again.
+        """Change the dtype in which a sharded unit computes to fp32, or back to 16 bits.
 
         Args:
             unit: The unit, the same on every rank.
-            to_fp32: Use fp32.
+            to_fp32: Use fp32; False for the original dtype.
 
         Note:
             Collective: every rank must call it.
@@ -164,7 +164,7 @@ class Runtime:
         return self.comm if "pp" in self.comm.along else self.comm.whole
 
     def unit_of(self, group: ParamGroup) -> Unit:
-        """Return the unit that has a group."""
+        """Return the unit to which a group belongs."""
         return next(unit for unit in self.units if group in unit.groups)
 
     def fetch(self, group: ParamGroup) -> bool:
@@ -177,7 +177,8 @@ class Runtime:
             Whether the unit was gathered. Outside forward and backward it is not.
 
         Note:
-            Collective within the gather lane if the unit is gathered.
+            Collective if the unit is gathered: every rank of the shard group must call it in the
+            same order.
         """
         active = self.step.active
         if self.step.phase is Phase.IDLE and not active and backward_id() == -1:
@@ -202,10 +203,10 @@ class Runtime:
         self.fetch(group)
 
     def after_step(self, *, drop: bool = True) -> None:
-        """Drop the gradients after a step and, once, agree on the order of units.
+        """Discard the gradients after a step and, once, agree on the order of units.
 
         Args:
-            drop: Drop the gradients; False to keep them.
+            drop: Discard the gradients; False to keep them.
 
         Note:
             Collective: every rank must call it.

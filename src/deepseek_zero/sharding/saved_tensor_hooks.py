@@ -32,7 +32,7 @@ Fetch = Callable[[ParamGroup], object]
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """A view of a gathered buffer, saved by place.
+    """A saved view of a gathered weight, without the memory of the weight.
 
     Attributes:
         group: The group of the weight.
@@ -51,14 +51,14 @@ class SavedWeight:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Any other tensor, with its version.
+    """A saved tensor that is no view of a gathered weight, with its version.
 
     The version is needed because hooks disable autograd's own check for in-place changes.
 
     Attributes:
         tensor: The tensor, detached.
         version: The version of the tensor when it was saved.
-        unit: The name of the unit, for messages.
+        unit: The name of the unit, used in error messages.
     """
 
     tensor: Tensor
@@ -68,7 +68,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedByOthers:
-    """Any other tensor, packed by the hooks of another package.
+    """A saved tensor that the saved-tensor hooks of another package have packed.
 
     Attributes:
         packed: The packed tensor.
@@ -111,7 +111,10 @@ class WeightHooks:
         }
 
     def pack(self, tensor: Tensor) -> Saved:
-        """Return the saved form of a tensor: its place if it views a gathered weight."""
+        """Return the object that autograd saves in place of a tensor.
+
+        A view of a gathered weight is saved as group, offset, size and stride.
+        """
         group = self.places.get(tensor.untyped_storage().data_ptr())
         if group is not None and tensor.dtype == group.plan.weight.dtype:
             return SavedWeight(
@@ -166,7 +169,7 @@ def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
     It does nothing inside the hooks of other packages, unless the unit is a tile.
 
     Args:
-        unit: The unit.
+        unit: The unit whose weights may be saved.
         fetch: Gathers a group's unit if backward finds it sharded.
     """
     if others_see() and not unit.is_tile:

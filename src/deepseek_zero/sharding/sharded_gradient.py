@@ -33,7 +33,7 @@ from .sharded_parameter import (
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of one gradient on this rank.
+    """This rank's elements of one parameter's gradient.
 
     Attributes:
         values: The elements, flat.
@@ -47,24 +47,28 @@ class Part:
 
 
 class ShownGradients(Protocol):
-    """The gradients of a parameter group as seen by their handles (`GradEdits`)."""
+    """The operations on a group's gradients that `ShardedGradient` calls (`GradEdits`)."""
 
     def shown_part(self, param: nn.Parameter) -> Part:
-        """Return this rank's current part; raise `AtRestError` if it was dropped."""
+        """Return this rank's current part of a gradient.
+
+        Raises:
+            AtRestError: The gradient was discarded.
+        """
 
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
         """Return the elements of a sharded weight that match a part.
 
         Args:
-            param: The parameter.
-            part: The part.
+            param: The parameter whose gradient is meant.
+            part: This rank's part of the gradient.
         """
 
     def edited(self, param: nn.Parameter, *, alike: bool) -> None:
-        """Record that a part was changed in place.
+        """Record that this rank's part of a gradient was changed in place.
 
         Args:
-            param: The parameter.
+            param: The parameter whose gradient is meant.
             alike: The change is the same on all ranks.
         """
 
@@ -72,7 +76,7 @@ class ShownGradients(Protocol):
         """Return the norm of a gradient, an fp32 scalar.
 
         Args:
-            param: The parameter.
+            param: The parameter whose gradient is meant.
             part: This rank's part of the gradient.
             order: The order of the norm.
 
@@ -84,7 +88,7 @@ class ShownGradients(Protocol):
         """Return all elements of a gradient in the parameter's shape.
 
         Args:
-            param: The parameter.
+            param: The parameter whose gradient is meant.
             part: This rank's part of the gradient.
 
         Note:
@@ -172,7 +176,7 @@ class ShardedGradient(Tensor):
 def sharded_gradient(
     param: nn.Parameter, nothing: Tensor, own: Part | None = None
 ) -> ShardedGradient:
-    """Return a handle of a parameter's gradient.
+    """Create the `ShardedGradient` of a parameter.
 
     Args:
         param: The parameter, which is held weakly.
@@ -186,7 +190,7 @@ def sharded_gradient(
 
 
 def own_part_of(grad: Tensor) -> tuple[Any, Part | None]:
-    """Return the parameter of a handle, and the handle's own elements or None."""
+    """Return the parameter of a `ShardedGradient`, and its own elements or None."""
     return grad.__dict__["param"](), grad.__dict__["own"]
 
 

@@ -22,7 +22,7 @@ from ..base.errors import AtRestError
 
 
 class Owner(Protocol):
-    """The group that owns a parameter, as seen by the parameter (param_group.py)."""
+    """The part of `ParamGroup` that a sharded parameter calls."""
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         """Gather the parameter in a forward or backward; return False outside of them."""
@@ -32,8 +32,8 @@ class Owner(Protocol):
         """Store this rank's part of a full value, as for `copy_` of a loader.
 
         Args:
-            param: The parameter.
-            value: The full value.
+            param: The sharded parameter.
+            value: The full value, in the parameter's shape.
         """
         ...
 
@@ -48,7 +48,7 @@ class ModelBuilder:
     """The owner of parameters of a model under construction (extensions/zero_init.py)."""
 
     def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-        """Hand the parameter over to the group that takes it.
+        """Release the parameter, so that a group can take it over.
 
         Returns:
             The values, flat, and the class of the parameter while unsharded.
@@ -66,7 +66,7 @@ class ModelBuilder:
         """Return the result of an operation that needs no elements.
 
         Args:
-            param: The parameter.
+            param: The sharded parameter.
             name: The name of the operation.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
@@ -80,10 +80,10 @@ class ModelBuilder:
         raise NotImplementedError
 
     def at_rest(self, param: nn.Parameter, operation: str) -> AtRestError:
-        """Return the error of an operation that needs elements.
+        """Create the error for an operation that needs elements.
 
         Args:
-            param: The parameter.
+            param: The sharded parameter.
             operation: The name of the operation.
         """
         raise NotImplementedError
@@ -141,7 +141,7 @@ def answer_without_elements(
     `__torch_function__` of a tensor without elements calls this function first.
 
     Args:
-        function: The function.
+        function: The function that was called on the tensor.
         name: The name of the function (`function_name`).
         args: Its positional arguments.
         kwargs: Its keyword arguments.
@@ -186,16 +186,16 @@ def set_owner(param: Tensor, owner: Owner) -> None:
     """Record, weakly, the group that a parameter belongs to.
 
     Args:
-        param: The parameter.
-        owner: The group.
+        param: The sharded parameter.
+        owner: The parameter group, or the `zero.Init` slice, that holds the values.
     """
     param.__dict__["_zero_owner"] = OwnerReference(owner)
 
 
 def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-    """Return a parameter's values, flat, and its class while unsharded.
+    """Return a parameter's values, flat, and its class, before a group takes the values over.
 
-    A `ModelBuilder` that owns the parameter gives it up, which is a collective.
+    Collective if the parameter is sharded under `zero.Init`: every rank must call it.
     """
     owner = owner_of(param)
     if isinstance(owner, ModelBuilder):
@@ -204,12 +204,12 @@ def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
 
 
 def clear_owner(param: Tensor) -> None:
-    """Undo `set_owner`."""
+    """Remove the reference from a parameter to its group."""
     param.__dict__.pop("_zero_owner", None)
 
 
 class ShardedParameter(nn.Parameter):
-    """The class of a parameter while it is sharded."""
+    """The class of a parameter while it is sharded: operations on its elements raise an error."""
 
     @classmethod
     def __torch_function__(
@@ -293,7 +293,7 @@ def reshard(param: nn.Parameter, nothing: Tensor) -> None:
     """Make an unsharded parameter a sharded one.
 
     Args:
-        param: The parameter.
+        param: The sharded parameter.
         nothing: One NaN of its dtype, expanded to its shape.
     """
     param.data = nothing
@@ -304,7 +304,7 @@ def unshard(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None
     """Make a sharded parameter an unsharded one that views `data`.
 
     Args:
-        param: The parameter.
+        param: The sharded parameter.
         kind: The class that it had before wrapping.
         data: The values, in the parameter's shape.
     """

@@ -1,4 +1,4 @@
-"""The phase of a wrapped model, and its progress within a step."""
+"""The phase of a wrapped model, and the progress of the current step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .unit import Unit, UnitState
 
 
 class Phase(Enum):
-    """The phases of a wrapped model."""
+    """The phases of a wrapped model: idle, forward and backward."""
 
     IDLE = "idle"  # between forward and backward, and between steps
     FORWARD = "forward"  # inside the root module's forward
@@ -33,10 +33,10 @@ PHASE_MOVES = {
 
 
 class ForwardFrame:
-    """A unit whose forward is running.
+    """The state of one running forward of a unit.
 
     Attributes:
-        unit: The unit.
+        unit: The unit whose forward is running.
         was_unsharded: Its weights were already unsharded before.
         is_first: This is its first use in this forward. Only a tile can be used again.
         begin: The number of autograd's first node inside the forward; None if gradients need no
@@ -55,7 +55,7 @@ class ForwardFrame:
 
 
 class FiniteRecords(Protocol):
-    """Record which inputs, outputs and gradients of units are finite.
+    """Records which inputs, outputs and gradients of units are finite.
 
     Implemented in optim/nonfinite.py.
     """
@@ -82,7 +82,7 @@ class FiniteRecords(Protocol):
 
 
 class StepState:
-    """The state of one step of a wrapped model.
+    """The phase of a wrapped model and the progress of its current step.
 
     Attributes:
         active: The units whose forwards are running, outermost first.
@@ -110,11 +110,11 @@ class StepState:
 
     @property
     def phase(self) -> Phase:
-        """Return the phase of the model; `enter` changes it."""
+        """The phase of the model; `enter` changes it."""
         return self._phase
 
     def enter(self, phase: Phase) -> None:
-        """Change the phase, at the begin or end of a forward or backward."""
+        """Change the phase at the beginning or end of a forward or backward."""
         if (self._phase, phase) not in PHASE_MOVES:
             raise AssertionError(
                 f"a wrapped model cannot go from {self._phase.value} to {phase.value}"

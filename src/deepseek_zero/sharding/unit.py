@@ -17,7 +17,7 @@ from .param_group import ParamGroup
 
 
 class UnitState(Enum):
-    """The states of a unit."""
+    """Whether the weights of a unit are sharded, being gathered, or unsharded."""
 
     SHARDED = "at rest"  # parameters are `ShardedParameter`s
     UNSHARDING = "gathering"  # the buffer belongs to the transport
@@ -78,7 +78,7 @@ class Unit:
         self.watch: Callable[[Unit], None] | None = None
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
-        """Replace the unit's groups."""
+        """Replace the unit's parameter groups, after parameters moved between groups."""
         self.groups = list(groups)
         self.sharded = [group for group in self.groups if group.is_sharded]
         self.trained = [group for group in self.groups if group.trainable]
@@ -102,7 +102,7 @@ class Unit:
 
     @property
     def state(self) -> UnitState:
-        """Return whether the weights are sharded, unsharded or being gathered."""
+        """Whether the weights are sharded, unsharded or being gathered."""
         return self._state
 
     def _enter(self, state: UnitState) -> None:
@@ -174,7 +174,7 @@ class Unit:
                 self.watch(self)
 
     def reshard(self) -> None:
-        """Shard the parameters again.
+        """Shard the parameters again, and free the gathered weights.
 
         A gather in flight is waited for first, because the transport still writes its buffer.
         """
@@ -185,7 +185,7 @@ class Unit:
                 group.reshard()
 
     def unpin(self) -> None:
-        """Let the schedule release the unit again, and release it.
+        """Release a unit that was pinned, and let the schedule release it again.
 
         Called before a step, because the gathered weights are those before the step.
         """
@@ -204,10 +204,10 @@ class Unit:
         )
 
     def reduce_grads(self, *, is_last: bool) -> None:
-        """Start to sum the ranks' gradients.
+        """Start to reduce the gradients of the unit's groups.
 
         Args:
-            is_last: No other sum is expected before the step.
+            is_last: No other reduction is expected before the step.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -219,7 +219,7 @@ class Unit:
         ]
 
     def complete_sums(self) -> None:
-        """Start to complete the sums of one step.
+        """Start to complete the gradient sums of a step over replicas.
 
         Note:
             Collective over the ranks that hold the same slices.
@@ -229,7 +229,7 @@ class Unit:
         ]
 
     def issue_reduces(self) -> None:
-        """Issue the remaining messages of its reductions.
+        """Send the remaining messages of the unit's reductions.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

@@ -14,7 +14,7 @@ from .move import move
 
 
 class WeightGather:
-    """Gather a weight with one all-gather into a buffer of the pool; the default.
+    """Gathers the weight of a group; by default with one all-gather into a buffer of the pool.
 
     Extensions derive from this class. All ranks use the same class for a group.
     """
@@ -33,7 +33,7 @@ class WeightGather:
         """Allocate this rank's part of the weight.
 
         Note:
-            Collective: every rank that shares the group's slices must call it.
+            Collective: every rank of the shard group must call it.
         """
         group = self.group
         spec = group.plan.weight
@@ -44,7 +44,7 @@ class WeightGather:
     # -- sharded weights (stage 3)
 
     def lend(self) -> FlatBuffer:
-        """Return the buffer that `gather` fills; it is in use until `give_back`."""
+        """Return the buffer that `gather` fills, which is in use until `give_back`."""
         group = self.group
         memory = group.comm_ctx.pool.take(group.layout.padded_numel, group.weight.spec.dtype)
         return group.weight.gathered_in(memory, group.plan.weight.wire)
@@ -54,7 +54,7 @@ class WeightGather:
         self.group.comm_ctx.pool.give(whole.memory)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to gather all slices into `whole`.
+        """Start to all-gather the slices of all ranks into `whole`.
 
         Args:
             whole: The output, from `lend`.
@@ -71,7 +71,7 @@ class WeightGather:
     # -- replicated weights with sharded main weights (stages 1 and 2)
 
     def refresh(self, what: str, *, is_update: bool) -> Pending:
-        """Start to send the changed slices to every rank.
+        """Start to all-gather the changed slices of a replicated weight.
 
         Args:
             what: The name of the unit, used in error messages.
@@ -81,7 +81,7 @@ class WeightGather:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank that shares the group's slices must call it.
+            Collective: every rank of the shard group must call it.
         """
         group = self.group
         weight = group.weight
@@ -94,7 +94,7 @@ class WeightGather:
         """Wait until no other rank reads this rank's part of the weight.
 
         Note:
-            Collective: every rank that shares the group's slices must call it.
+            Collective: every rank of the shard group must call it.
         """
 
     def changed(self) -> None:

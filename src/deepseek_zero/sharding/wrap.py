@@ -36,12 +36,12 @@ MakeParts = Callable[[Plan, Comm, CommContext], GroupParts]
 
 
 def plain_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
-    """Return the parts of groups without extensions.
+    """Return the default strategies for gathering and reducing, without extensions.
 
     Args:
-        plan: The plan; unused.
-        comm: The world's communicator; unused.
-        comm_ctx: The ranks that share slices; unused.
+        plan: Not used.
+        comm: Not used.
+        comm_ctx: Not used.
     """
     return GroupParts(lambda group, _: WeightGather(group), GradReduction)
 
@@ -55,16 +55,20 @@ def wrap_model(
     rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
     materialise: Materialise | None = None,
 ) -> Runtime:
-    """Shard a model in place as planned, and hook it.
+    """Shard a model in place as planned, and register its hooks.
 
     Args:
         model: The whole model.
-        plan: The plan.
-        comm: The world's communicator, laid out on its mesh.
+        plan: The plan by which the model is sharded.
+        comm: The communicator of all ranks, with the groups of ranks of the mesh.
         tiers: The memories that the plan uses in addition to the training device.
-        make_parts: Returns the parts that extensions replace. Every rank must call it.
-        rules: The rules of the API for changes of the model.
+        make_parts: Returns the strategies for gathering and reducing. Collective: every rank calls
+            it.
+        rules: The behavior that the calling API chooses.
         materialise: Gives a model on the meta device its values; None if it has values.
+
+    Returns:
+        The runtime of the model, through which the engine and the optimizer use it.
 
     Raises:
         ModelMismatchError: Ranks differ in the model or the settings.
