@@ -1,4 +1,4 @@
-"""Block-sparse attention: layouts, plans of tiles, and kernels.
+"""Block-sparse attention: layouts of blocks, and kernels that compute only these blocks.
 
 The names below load on first use, because most runs have no sparse attention.
 """

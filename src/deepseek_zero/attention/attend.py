@@ -1,4 +1,4 @@
-"""Attention in which each query sees the keys of a pattern, on any device."""
+"""Attention in which each query sees only some of the keys, on any device."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def attend(
     biases: Sequence[Bias] = (),
     first_head: int = 0,
 ) -> Tensor:
-    """Compute softmax(query key^T scale + biases) value over the keys of a pattern.
+    """Compute softmax(query key^T scale + biases) value over the keys that a pattern selects.
 
-    No tensor of size queries x keys is held. The result is exact: keys that are not seen have no
-    part in the sum, and a query that sees none gets zeros. The same inputs give the same bits, in
+    No tensor of size queries x keys is allocated. The result is exact: other keys are excluded from
+    the softmax, and a query that sees no key gets zeros. The same inputs give the same bits, in
     backward too.
 
     Args:
@@ -38,10 +38,10 @@ def attend(
         value: Shape ``(samples, key_heads, keys, value_width)``.
         pattern: The keys that each query sees.
         scale: Factor of the scores; None for 1 / sqrt(width).
-        biases: Numbers to add to the scores, or bools of the keys that are seen. They have four
-            dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be
-            a `BiasRule`.
-        first_head: The number in the whole model of this tensor's first head.
+        biases: Each is a tensor of numbers to add to the scores, a bool tensor that is True for the
+            keys that are seen, or a `BiasRule`. Tensors have four dimensions, each 1 or that of
+            ``(samples, heads, queries, keys)``.
+        first_head: The number of this tensor's first head among all heads of the layer.
 
     Returns:
         A tensor of shape ``(samples, heads, queries, value_width)``.
@@ -76,15 +76,15 @@ def _attend(
 
 
 def tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[int, ...]:
-    """Return the candidate numbers of queries per tile.
+    """Return the numbers of queries per tile among which the planner chooses.
 
     bf16 and fp16 have larger fixed costs per call in backward. If only future keys are excluded,
     which the kernel does without a mask, one tile has all queries.
 
     Args:
         pattern: The keys that each query sees.
-        query: As for `attend`.
-        biases: As for `attend`.
+        query: The queries, of which the length and the dtype are read.
+        biases: The biases of `attend`; the kernel needs a mask for each.
     """
     if pattern.layout is None and pattern.behind is None and not biases:
         return (max(query.shape[2], 1),)

@@ -1,7 +1,7 @@
 """Pattern attention on a GPU, with PyTorch's FlexAttention.
 
 FlexAttention skips blocks of 128 x 128 that are not seen. A block that is seen whole is computed
-without a mask. For a block that is seen in part, the layout's table and the rule by token are
+without a mask. For a block that is seen in part, the layout's table and the limits of distance are
 evaluated for each pair. The kernel is compiled once per shape.
 """
 
@@ -46,16 +46,19 @@ def attend_flex(
     biases: Sequence[Bias],
     first_head: int,
 ) -> Tensor:
-    """Compute attention with FlexAttention.
+    """Compute the attention of `attend` with FlexAttention.
 
     Args:
-        query: As for `attend`.
-        key: As for `attend`.
-        value: As for `attend`.
+        query: Shape ``(samples, heads, queries, width)``.
+        key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`.
+        value: Shape ``(samples, key_heads, keys, value_width)``.
         pattern: The keys that each query sees.
         scale: Factor of the scores.
-        biases: As for `attend`.
-        first_head: The number in the whole model of this tensor's first head.
+        biases: Numbers, bool masks and rules that apply to the scores, as for `attend`.
+        first_head: The number of this tensor's first head among all heads of the layer.
+
+    Returns:
+        A tensor of shape ``(samples, heads, queries, value_width)``.
     """
     shape = AttentionShape.of(query, key, first_head)
     blocks = _blocks_of(pattern, shape, query.device)
@@ -78,7 +81,10 @@ def _torchs() -> Any:
 
 @cache
 def compiled() -> Callable[..., Any]:
-    """Return the compiled function. Without compilation it is slow and holds all scores."""
+    """Return the compiled `flex_attention`.
+
+    Without compilation it is slow and holds all scores.
+    """
     return torch.compile(_torchs().flex_attention, dynamic=False)
 
 

@@ -33,19 +33,22 @@ _SPARSE: weakref.WeakKeyDictionary[nn.Module, SparseAttention] = weakref.WeakKey
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether this model's layers use transformers' attention registry."""
+    """Return whether a model's layers look up their attention in transformers' registry."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) is not None
 
 
 def attend_sparsely(model: nn.Module, attention: SparseAttention) -> None:
-    """Make a transformers model use a layout, in place.
+    """Replace the attention of a transformers model by sparse attention, in place.
+
+    Attention and mask functions are registered with transformers, and the model's configuration is
+    set to their name.
 
     Args:
-        model: The model.
-        attention: The sparse attention of its layers.
+        model: The transformers model, whose layers are changed.
+        attention: The sparse attention that all its layers call.
 
     Raises:
-        NotBuiltError: The model's attention is not supported.
+        NotBuiltError: Sparse attention does not support the model's attention.
     """
     config: Any = model.config
     reasons = {
@@ -68,15 +71,17 @@ def attend_sparsely(model: nn.Module, attention: SparseAttention) -> None:
 
 
 def switch(layers: Iterable[nn.Module], config: Any, attention: SparseAttention) -> None:
-    """Make layers of one transformers model use a layout, without masks of all pairs.
+    """Replace the attention of some layers of a transformers model, in place.
+
+    The layers receive no masks of all pairs any more.
 
     Args:
-        layers: The layers.
-        config: The model's configuration, which its layers read.
-        attention: The sparse attention of these layers.
+        layers: The layers whose attention is replaced.
+        config: The model's configuration, which these layers read.
+        attention: The sparse attention that the layers call.
 
     Raises:
-        NotBuiltError: The heads cannot be divided by the ranks.
+        NotBuiltError: The ranks do not divide the heads, which have different layouts.
     """
     _check_heads(config, attention)
     functions, masks = _interfaces()

@@ -1,4 +1,4 @@
-"""Block-sparse attention of a model's layers, as one callable object."""
+"""Block-sparse attention of a model's layers, as a callable object."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from .rows import Bias, BiasRule
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Attention with a block layout, available as `engine.sparse_attention`.
+    """A callable that computes attention over the blocks of a layout.
+
+    `engine.sparse_attention` is an instance, for models that call it in their own attention.
 
     Attributes:
-        layout: The layout.
+        layout: The blocks of keys that each block of queries sees.
         ranks: Number of ranks that share the heads of each layer, in equal parts.
-        index: The index of this rank among them.
+        index: The index of this rank among them, from which the layouts of its heads follow.
     """
 
     layout: BlockLayout
@@ -44,21 +46,27 @@ class SparseAttention:
         biases: Sequence[Bias] = (),
         dropout: float = 0.0,
     ) -> Tensor:
-        """Compute attention over the keys of the layout; see `attend`.
+        """Compute attention over the keys that the layout and the other arguments admit.
 
         Args:
             query: Shape ``(samples, heads, queries, width)``.
-            key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`.
+            key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`. The
+                queries belong to the last positions of the keys.
             value: Shape ``(samples, key_heads, keys, value_width)``.
             is_causal: A query sees no later key. A unidirectional layout is always causal.
             window: A query sees only the last `window` keys, including its own; None for no limit.
             reach: A query sees only keys at most this many tokens away; None for no limit.
             scale: Factor of the scores; None for 1 / sqrt(width).
-            biases: As for `attend`.
-            dropout: Probability of dropping a weight. Above 0, all scores are computed.
+            biases: Each is a tensor of numbers to add to the scores, a bool tensor that is True for
+                the keys that are seen, or a `BiasRule`. Tensors have four dimensions, each 1 or
+                that of ``(samples, heads, queries, keys)``.
+            dropout: Probability of dropping an attention weight. Above 0, all scores are computed.
 
         Returns:
             A tensor of shape ``(samples, heads, queries, value_width)``.
+
+        Raises:
+            UsageError: The shapes do not fit.
         """
         pattern = Pattern.of(self.layout, is_causal=is_causal, window=window, reach=reach)
         if dropout:

@@ -1,4 +1,4 @@
-"""Layouts: the blocks of keys that each block of queries sees.
+"""Layouts of block-sparse attention: the blocks of keys that each block of queries sees.
 
 A layout is evaluated for the rows that are needed: `rows(head, start, stop, blocks)` returns a bool
 of shape (stop - start, blocks), so no table of all pairs is held. The six kinds, their arguments
@@ -24,12 +24,14 @@ BlockSpan = tuple[int, int]  # Blocks [start, stop)
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Base class of all layouts.
+    """Base class of all layouts: which blocks of keys each block of queries sees.
+
+    Queries and keys are divided into blocks of `block` tokens.
 
     Attributes:
-        block: Tokens per side of a block.
-        different_layout_per_head: Heads may have different layouts.
-        attention: "unidirectional" excludes later blocks.
+        block: Number of tokens of a block.
+        different_layout_per_head: Whether heads may have different layouts.
+        attention: "unidirectional" excludes later keys; "bidirectional" does not.
 
     Raises:
         ConfigError: The arguments are invalid.
@@ -57,32 +59,34 @@ class BlockLayout:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no query sees a later token."""
+        """Return whether no query sees a later token."""
         return self.attention == "unidirectional"
 
     @property
     def query_block(self) -> int:
-        """Queries per row of the layout."""
+        """Return the number of queries that one row of the layout describes."""
         return self.block
 
     def variant(self, head: int) -> int:
-        """Return a number that identifies the layout of a head, for `rows`.
+        """Return the number of a head's layout, which `rows` expects as its `head`.
 
         Heads with the same layout have the same number.
         """
         return 0
 
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
-        """Return which blocks of keys some rows see.
+        """Return which blocks of keys some rows of the layout see.
+
+        A row is a block of queries.
 
         Args:
-            head: A number returned by `variant`.
+            head: The number that `variant` returned for a head.
             start: The first row.
             stop: The row after the last one.
-            blocks: Number of blocks of keys.
+            blocks: Number of blocks of keys in the sequence.
 
         Returns:
-            A bool tensor of shape ``(stop - start, blocks)``.
+            A bool tensor of shape ``(stop - start, blocks)``, True for blocks that are seen.
         """
         row = torch.arange(start, stop)[:, None]
         column = torch.arange(blocks)[None]
@@ -97,10 +101,10 @@ class BlockLayout:
 
         Args:
             heads: Number of heads.
-            tokens: Length of the sequence.
+            tokens: Length of the sequence, which determines the numbers of rows and blocks.
 
         Returns:
-            A bool tensor of shape ``(heads, rows, blocks)``.
+            A bool tensor of shape ``(heads, rows, blocks)``, True for blocks that are seen.
         """
         rows = -(-tokens // self.query_block)
         blocks = -(-tokens // self.block)
@@ -111,7 +115,7 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Dense(BlockLayout):
-    """Every block sees every block."""
+    """A layout in which every block sees every block."""
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
         return (row >= 0) & (column >= 0)
@@ -119,13 +123,13 @@ class Dense(BlockLayout):
 
 @dataclass(frozen=True)
 class Fixed(BlockLayout):
-    """Adjacent windows, each with some global blocks that all rows see.
+    """A layout of adjacent windows, each with some global blocks that all rows see.
 
     Attributes:
         num_local_blocks: Blocks per window.
         num_global_blocks: Global blocks at the end of each window. If the layout is unidirectional,
             only rows from their start on see them.
-        horizontal_global_attention: Global blocks also see everything.
+        horizontal_global_attention: Whether global blocks also see all blocks.
         num_different_global_patterns: Number of different choices of a window's global blocks,
             which heads use in turn.
     """
@@ -208,15 +212,15 @@ class _WithRandomBlocks(BlockLayout):
 
 @dataclass(frozen=True)
 class Variable(_WithRandomBlocks):
-    """Windows of given sizes, global blocks at given positions, and random blocks.
+    """A layout of windows of given sizes, global blocks at given positions, and random blocks.
 
     Attributes:
         num_random_blocks: Random blocks per row.
         local_window_blocks: The sizes of the windows in order; the last one repeats.
-        global_block_indices: The first block of each global span.
-        global_block_end_indices: The block after the last one of each global span; None for spans
-            of one block.
-        horizontal_global_attention: Global blocks also see everything.
+        global_block_indices: The first block of each span of global blocks, which all rows see.
+        global_block_end_indices: The block after the last one of each span of global blocks; None
+            for spans of one block.
+        horizontal_global_attention: Whether global blocks also see all blocks.
         seed: The seed of the random blocks.
     """
 
@@ -254,7 +258,7 @@ class Variable(_WithRandomBlocks):
 
 @dataclass(frozen=True)
 class BigBird(_WithRandomBlocks):
-    """A sliding window, leading global blocks, and random blocks.
+    """A layout of a sliding window, leading global blocks, and random blocks.
 
     Global blocks see all blocks and are seen by all.
 
@@ -278,15 +282,15 @@ class BigBird(_WithRandomBlocks):
 
 @dataclass(frozen=True)
 class BSLongformer(BlockLayout):
-    """A sliding window, and global blocks at given positions.
+    """A layout of a sliding window, and global blocks at given positions.
 
     Global blocks see all blocks and are seen by all.
 
     Attributes:
         num_sliding_window_blocks: Width of the window in blocks.
-        global_block_indices: The first block of each global span.
-        global_block_end_indices: The block after the last one of each global span; None for spans
-            of one block.
+        global_block_indices: The first block of each span of global blocks.
+        global_block_end_indices: The block after the last one of each span of global blocks; None
+            for spans of one block.
     """
 
     num_sliding_window_blocks: int = 3
@@ -304,7 +308,11 @@ class BSLongformer(BlockLayout):
 
 @dataclass(frozen=True)
 class LocalSlidingWindow(BlockLayout):
-    """A sliding window: blocks at most ``num_sliding_window_blocks // 2`` away."""
+    """A layout in which a block sees those at most ``num_sliding_window_blocks // 2`` away.
+
+    Attributes:
+        num_sliding_window_blocks: Width of the window in blocks.
+    """
 
     attention: Direction = "unidirectional"
     num_sliding_window_blocks: int = 3
@@ -315,13 +323,13 @@ class LocalSlidingWindow(BlockLayout):
 
 @dataclass(frozen=True, eq=False)
 class Listed(BlockLayout):
-    """A layout given as a table; instances compare by identity.
+    """A layout that is given as a table. Instances compare by identity.
 
     Attributes:
         seen: A bool of shape ``(tables, rows, blocks)``, with one table per group of heads, or one
             for all.
         sharing: Number of consecutive heads that share a table.
-        tokens_of_row: Queries per row; None for the tokens of a block.
+        tokens_of_row: Number of queries of a row; None for the tokens of a block.
     """
 
     seen: Tensor = field(default_factory=lambda: torch.ones(1, 1, 1, dtype=torch.bool))
@@ -330,7 +338,7 @@ class Listed(BlockLayout):
 
     @property
     def query_block(self) -> int:
-        """Queries per row of the layout."""
+        """Return the number of queries that one row of the table describes."""
         return self.tokens_of_row or self.block
 
     def variant(self, head: int) -> int:
@@ -339,6 +347,15 @@ class Listed(BlockLayout):
 
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
         """Return which blocks of keys some rows see, from the table.
+
+        Args:
+            head: The number of the table, as `variant` returned it for a head.
+            start: The first row.
+            stop: The row after the last one.
+            blocks: Number of blocks of keys in the sequence.
+
+        Returns:
+            A bool tensor of shape ``(stop - start, blocks)``, True for blocks that are seen.
 
         Raises:
             ConfigError: The table is for a shorter sequence.
@@ -364,16 +381,23 @@ MODES: Mapping[str, type[BlockLayout]] = {
 
 
 def fields_of(mode: str) -> set[str]:
-    """Return the argument names of one of DeepSpeed's modes."""
+    """Return the names of the arguments of one of DeepSpeed's sparsity modes.
+
+    They are the fields of the mode's layout class, which `MODES` contains.
+    """
     return {each.name for each in fields(MODES[mode])}
 
 
 def layout_of(mode: str, arguments: Mapping[str, Any]) -> BlockLayout:
-    """Return the layout of one of DeepSpeed's modes.
+    """Create the layout of one of DeepSpeed's sparsity modes.
 
     Args:
-        mode: One of `MODES`.
-        arguments: The arguments by DeepSpeed's names; lists are allowed for tuples.
+        mode: The name of the mode, for example "fixed" or "bigbird"; a key of `MODES`.
+        arguments: Arguments of the mode by DeepSpeed's names; lists are allowed for tuples. Missing
+            ones have the defaults of the layout class.
+
+    Returns:
+        An instance of the layout class of the mode.
 
     Raises:
         ConfigError: The mode is unknown, or does not have one of the arguments.

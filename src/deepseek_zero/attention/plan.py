@@ -2,8 +2,8 @@
 
 A tile is a range of queries and the keys that any of them sees, as spans of the sequence. If not
 every query of a tile sees every key of its spans, the tile has a mask. A mask is described by a few
-numbers and built when it is needed, and tiles of one shape share it. Nothing here has the size of
-queries times keys.
+numbers and built when it is needed, and tiles of one shape share it. No data structure here has
+queries x keys elements.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ _KEPT_BYTES = 32 << 20  # Bytes of cached masks; a mask of a quarter of this is 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The keys that a query sees: those of the layout that are near enough.
+    """The keys that each query sees: a block layout, combined with limits of distance.
+
+    A key is seen if its block is seen in the layout and its distance is within both limits.
 
     Attributes:
-        layout: The layout; None for all keys.
+        layout: The blocks of keys that each block of queries sees; None for all keys.
         behind: Maximum distance in tokens to an earlier key; None for no limit.
         ahead: Maximum distance in tokens to a later key; 0 is causal, None is no limit.
     """
@@ -52,13 +54,16 @@ class Pattern:
         window: int | None = None,
         reach: int | None = None,
     ) -> Pattern:
-        """Combine a layout, causality and limits of distance.
+        """Create a pattern from a layout, causality and limits of distance.
 
         Args:
-            layout: The layout; None for all keys.
-            is_causal: A query sees no later key.
-            window: A query sees only the last `window` keys, including its own.
-            reach: A query sees only keys at most this many tokens away.
+            layout: The blocks of keys that each block of queries sees; None for all keys.
+            is_causal: A query sees no later key. A unidirectional layout is always causal.
+            window: A query sees only the last `window` keys, including its own; None for no limit.
+            reach: A query sees only keys at most this many tokens away; None for no limit.
+
+        Returns:
+            The pattern of the keys that all these rules admit.
         """
         is_causal |= layout is not None and layout.is_causal
         behind = reach
@@ -68,11 +73,14 @@ class Pattern:
         return cls(blocks, behind, 0 if is_causal else reach)
 
     def variant(self, head: int) -> int:
-        """Return the number that identifies the layout of a head."""
+        """Return a number that is equal for heads with the same layout."""
         return 0 if self.layout is None else self.layout.variant(head)
 
     def reaches(self, away: Tensor) -> Tensor:
-        """Return which keys are near enough, by their distances to the query in tokens."""
+        """Return which distances from a query to a key, in tokens, are within the limits.
+
+        A positive distance is that of a later key. The result is a bool tensor of the same shape.
+        """
         seen = torch.ones_like(away, dtype=torch.bool)
         if self.ahead is not None:
             seen &= away <= self.ahead
@@ -83,18 +91,18 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys of its spans that the queries of a tile see.
+    """Which keys of its spans the queries of a tile see, described without a table of pairs.
 
     Tiles of one shape share a mask.
 
     Attributes:
-        queries: Number of queries.
+        queries: Number of queries of the tile.
         spans: For each span, the number of keys, and the tokens from the first query to the first
-            key. The latter is None if every query is near enough to every key.
-        pattern: The pattern.
-        bits: The blocks of the spans that each row of blocks sees, one byte each; None for all.
-        first_token: The position of the tile in its row of blocks.
-        first_tokens: The position of each span in its first block.
+            key. The latter is None if all distances in the span are within the pattern's limits.
+        pattern: The pattern, whose limits of distance apply inside the spans.
+        bits: The blocks of the spans that each row of the layout sees, one byte each; None for all.
+        first_token: The position of the tile's first query in its row of the layout.
+        first_tokens: The position of each span's first key in its block.
     """
 
     queries: int
@@ -135,7 +143,10 @@ class Mask:
         return bits.index_select(1, torch.cat(columns))[tokens // layout.query_block]
 
     def added(self, dtype: torch.dtype) -> Tensor:
-        """Return the mask as numbers to add to scores, from a cache."""
+        """Return the mask as a tensor to add to scores: 0 for seen keys, -inf for others.
+
+        Recently used masks are cached.
+        """
         return _MASKS.of(self, dtype)
 
 
@@ -163,11 +174,14 @@ class _Masks:
 
 
 def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where a key is seen and -inf elsewhere.
+    """Convert a bool mask to a tensor that is added to scores.
 
     Args:
-        seen: A bool tensor.
+        seen: A bool tensor, True for keys that are seen.
         dtype: The dtype of the result.
+
+    Returns:
+        A tensor of the same shape: 0 for keys that are seen, -inf for others.
     """
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
@@ -177,13 +191,13 @@ _MASKS = _Masks()
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Queries [start, stop) and the keys that they see.
+    """A range of queries and the spans of keys that they read.
 
     Attributes:
-        start: The first query.
+        start: The first query of the range.
         stop: The query after the last one.
-        spans: The spans of keys.
-        mask: The mask; None if all pairs are seen or `is_square`.
+        spans: The ranges (start, stop) of keys.
+        mask: Which of these keys each query sees; None if all pairs are seen or `is_square`.
         is_square: The keys are the tile's own positions, and each query sees those up to its own.
             The kernel calls this causal and needs no mask.
         count: Number of tiles that this object represents. Each is shifted by the number of
@@ -199,18 +213,18 @@ class AttentionTile:
 
     @property
     def queries(self) -> int:
-        """Return the number of queries."""
+        """Return the number of queries of one tile."""
         return self.stop - self.start
 
     @property
     def keys(self) -> int:
-        """Return the number of keys."""
+        """Return the number of keys in all spans of one tile."""
         return sum(stop - start for start, stop in self.spans)
 
     def cost_at(self, pair: float) -> float:
-        """Return the estimated time, in pairs of a query and a key.
+        """Return the estimated time to compute the tiles, in pairs of a query and a key.
 
-        `pair` is the cost of one pair. The tiles of a batch share the fixed cost.
+        `pair` is the cost of one pair. Tiles that are computed as a batch share the fixed cost.
         """
         pairs = self.queries * self.keys * pair
         calls = _TILE_COST + _SPAN_COST * (len(self.spans) - 1)  # A batch of tiles pays this once
@@ -226,13 +240,13 @@ class AttentionTile:
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Heads that have the same tiles.
+    """Heads that are computed with the same tiles.
 
     Attributes:
         heads: The heads of the queries.
         key_heads: The heads of the keys that they read; each serves the same number of query heads.
-        tiles: The tiles.
-        samples: The samples of the batch.
+        tiles: The tiles, which together contain all queries.
+        samples: The samples of the batch to which the tiles apply.
     """
 
     heads: slice
@@ -243,14 +257,14 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The sizes that a plan is made for.
+    """The sizes of queries and keys for which attention is planned.
 
     Attributes:
         heads: Number of heads of the queries.
         key_heads: Number of heads of the keys.
         queries: Number of queries.
         keys: Number of keys.
-        first_head: The number in the whole model of the first head.
+        first_head: The number of the first head among all heads of the layer.
     """
 
     heads: int
@@ -261,20 +275,33 @@ class AttentionShape:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, first_head: int = 0) -> AttentionShape:
-        """Return the sizes of queries and keys of shape ``(samples, heads, tokens, width)``."""
+        """Return the sizes of two tensors.
+
+        Args:
+            query: Queries of shape ``(samples, heads, queries, width)``.
+            key: Keys of shape ``(samples, key_heads, keys, width)``.
+            first_head: The number of the first head among all heads of the layer.
+
+        Returns:
+            The sizes, without samples and width.
+        """
         return cls(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
 
 
 def groups_of(
     pattern: Pattern, shape: AttentionShape, tile: int, samples: slice = slice(None)
 ) -> tuple[HeadGroup, ...]:
-    """Return the head groups of a pattern, with their tiles.
+    """Divide the queries of a pattern into tiles, for each group of heads with one layout.
 
     Args:
         pattern: The keys that each query sees.
-        shape: The sizes. The queries belong to the last positions of the keys.
+        shape: The numbers of heads, queries and keys. The queries belong to the last positions of
+            the keys.
         tile: Maximum number of queries per tile.
-        samples: The samples of the batch that the groups are for.
+        samples: The samples of the batch to which the result applies.
+
+    Returns:
+        The groups of heads with their tiles, which `attend_by_plan` computes.
     """
     shared = shape.heads // shape.key_heads
     variants = [pattern.variant(head + shape.first_head) for head in range(shape.heads)]
@@ -297,12 +324,15 @@ def groups_of(
 def best_plan(
     pattern: Pattern, shape: AttentionShape, tiles: tuple[int, ...]
 ) -> tuple[HeadGroup, ...]:
-    """Return the cheapest plan for several tile sizes.
+    """Plan the attention of a pattern with the cheapest of several tile sizes.
 
     Args:
         pattern: The keys that each query sees.
-        shape: The sizes.
+        shape: The numbers of heads, queries and keys.
         tiles: The maximum numbers of queries per tile to compare.
+
+    Returns:
+        The groups of heads with their tiles, as `groups_of` returns them.
     """
     plans = [groups_of(pattern, shape, tile) for tile in tiles]
     speeds = [_PAIR_COSTS.get(tile, 1.0) for tile in tiles]
@@ -482,14 +512,14 @@ def _is_near(pattern: Pattern, span: BlockSpan, start: int, stop: int) -> bool:
 
 
 def whole_mask(pattern: Pattern, shape: AttentionShape) -> Tensor:
-    """Return all pairs that a pattern admits, for kernels that hold all scores.
+    """Return the mask of all pairs of a query and a key, for kernels that compute all scores.
 
     Args:
         pattern: The keys that each query sees.
-        shape: The sizes.
+        shape: The numbers of heads, queries and keys.
 
     Returns:
-        A bool tensor of shape ``(heads, queries, keys)``.
+        A bool tensor of shape ``(heads, queries, keys)``, True for keys that are seen.
     """
     offset = shape.keys - shape.queries
     away = torch.arange(shape.keys)[None] - torch.arange(offset, shape.keys)[:, None]

@@ -1,9 +1,10 @@
 """Attention by a plan, tile by tile, with torch's own CPU attention kernel.
 
-The kernel is called for each tile on views of queries and keys, and keeps the logarithm of each
-row's sum. Backward calls the kernel's backward for each tile. It adds the gradients of the keys in
-the order of the tiles, in fp32 or better, so the same inputs give the same bits. Consecutive tiles
-of one shape are computed as a batch, whose keys are one overlapping view.
+The kernel is called for each tile on views of queries and keys, and returns the logarithm of each
+row's sum, which is saved for backward. Backward calls the kernel's backward for each tile. It adds
+the gradients of the keys in the order of the tiles, in fp32 or better, so the same inputs give the
+same bits. Consecutive tiles of one shape are computed as a batch, whose keys are one overlapping
+view.
 
 If the kernel cannot be used (another device, different widths, a gradient of a bias), two matmuls
 and a softmax per tile do the same.
@@ -41,19 +42,19 @@ def attend_by_plan(
     scale: float,
     biases: Sequence[Bias] = (),
 ) -> Tensor:
-    """Compute attention by a plan.
+    """Compute attention tile by tile.
 
-    A query that sees nothing gets zeros, and has no gradient.
+    A query that sees no key gets zeros, and has no gradient.
 
     Args:
         query: Shape ``(samples, heads, queries, width)``.
         key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`.
         value: Shape ``(samples, key_heads, keys, value_width)``.
-        groups: The plan.
+        groups: The tiles of each group of heads, as `best_plan` or `groups_of` returns them.
         scale: Factor of the scores.
-        biases: Numbers to add to the scores, or bools of the keys that are seen. They have four
-            dimensions, each 1 or that of ``(samples, heads, queries, keys)``. An entry may also be
-            a `BiasRule`, which is called for each tile.
+        biases: Each is a tensor of numbers to add to the scores, a bool tensor that is True for the
+            keys that are seen, or a `BiasRule`, which is called for each tile. Tensors have four
+            dimensions, each 1 or that of ``(samples, heads, queries, keys)``.
 
     Returns:
         A tensor of shape ``(samples, heads, queries, value_width)``, with the memory layout of

@@ -1,9 +1,9 @@
-"""Attention to selected blocks, chosen by the mean of their keys.
+"""Attention to selected blocks of keys, chosen by the mean of the keys.
 
 The selection is that of MoBA, and of the selected branch of NSA, for one tile of queries at a time.
 The score of a block of keys is the product of its mean with the mean of the tile's queries. A block
 of the future is never selected, and the tile's own block always is. The selection is a constant in
-backward. The kernel is that of every layout.
+backward. The kernel is the same as for fixed layouts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def attend_selected(
     chosen_by: Literal["head", "group"] = "head",
     scale: float | None = None,
 ) -> Tensor:
-    """Compute causal attention over selected blocks of keys.
+    """Compute causal attention in which each tile of queries sees the best blocks of keys.
+
+    The score of a block is the product of the mean of its keys with the mean of the tile's queries,
+    as in MoBA. The selection is not differentiated.
 
     Args:
         query: Shape ``(samples, heads, tokens, width)``.
@@ -72,17 +75,17 @@ def select_blocks(
     tile: int,
     chosen_by: Literal["head", "group"] = "head",
 ) -> Tensor:
-    """Select the blocks of keys that each tile of queries sees.
+    """Select the blocks of keys that each tile of queries sees in `attend_selected`.
 
     Of blocks with equal scores, the earlier one is selected.
 
     Args:
-        query: As for `attend_selected`.
-        key: As for `attend_selected`.
+        query: Shape ``(samples, heads, tokens, width)``.
+        key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
         block: Keys per block.
         blocks: Number of blocks that a tile sees, including its own.
         tile: Queries per selection; must divide `block`.
-        chosen_by: "head" or "group", as for `attend_selected`.
+        chosen_by: "head" for one selection per head, or "group" for one per head of the keys.
 
     Returns:
         A bool tensor of shape ``(samples, selections, tiles, blocks)``, with one selection per head
