@@ -1,4 +1,4 @@
-"""Activations that forward keeps for backward: recomputation, offload and tiling.
+"""Recomputation, offload and tiling of the activations that forward saves for backward.
 
 The names below load on first use, because few runs need them.
 """

@@ -21,18 +21,25 @@ _FUNCTION = "_gradient_checkpointing_func"
 
 
 def route_checkpoints(model: nn.Module) -> None:
-    """Replace torch's checkpoint by this library's in every training forward."""
+    """Make a transformers model use this library's checkpoint instead of torch's.
+
+    A forward pre-hook replaces torch's checkpoint function in every training forward, so that
+    gradient checkpointing may also be enabled later. Other models are left unchanged.
+    """
     if any(hasattr(type(module), "gradient_checkpointing_enable") for module in model.modules()):
         model.register_forward_pre_hook(_route)
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Enable recomputation of a transformers model's layers.
+    """Enable gradient checkpointing for the layers of a transformers model.
 
     Other models are left unchanged.
 
+    Args:
+        model: A transformers model, or a module that contains one.
+
     Raises:
-        NotBuiltError: The model does not support recomputation.
+        NotBuiltError: The transformers model does not support gradient checkpointing.
     """
     own = [
         module

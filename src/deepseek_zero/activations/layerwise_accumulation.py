@@ -1,6 +1,7 @@
-"""Layerwise accumulation: units run all micro-batches of a batch in turn.
+"""Layerwise accumulation: each layer runs all micro-batches of a batch before the next layer.
 
-The engine is called once per step, with all micro-batches in one batch. Modules around the units
+The engine is called once per step, with all micro-batches in one batch. The unit of execution is
+the module whose weights are gathered together, typically a layer. Modules around the units
 (embedding, head, loss) run over the whole batch. Each unit runs one micro-batch after the other on
 one gather of its weights. The schedule decides which units, how many micro-batches and in which
 order (`layerwise` in `planner/schedule.py`), and its executor is queried here.
@@ -33,12 +34,15 @@ FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates
 
 
 class LayerwiseAccumulation:
-    """Splits the batch for the units of a model that run one micro-batch after the other.
+    """Runs all micro-batches of a batch through one layer before the next layer.
 
-    It is active only if gradients are enabled.
+    The weights of each layer are therefore gathered once per step instead of once per micro-batch.
+    The constructor replaces the forward of these layers, which splits the batch and runs one
+    micro-batch after the other. If gradients are disabled, the layers run the whole batch at once.
 
     Args:
-        runtime: The runtime of the wrapped model.
+        runtime: The ZeRO runtime of the wrapped model, whose schedule determines the layers and the
+            number of micro-batches.
 
     Attributes:
         micro_batches: Number of micro-batches per batch.
@@ -60,7 +64,7 @@ class LayerwiseAccumulation:
         )
 
     def remove(self) -> None:
-        """Restore the forward of every module; further calls have no effect."""
+        """Restore the original forward of every layer. Calling it again has no effect."""
         self._handle.remove()
         for forward in self._forwards:
             forward.remove()
@@ -80,10 +84,10 @@ class LayerwiseAccumulation:
             )
 
     def turns(self, number: int) -> list[int]:
-        """Return the indices of the micro-batches of a unit in the order of the schedule.
+        """Return the indices of the micro-batches in the order in which a layer runs them.
 
         Args:
-            number: The number of the unit.
+            number: The number of the layer's unit in the runtime.
         """
         runtime = self._runtime()
         assert runtime is not None  # Otherwise its hooks would have raised already
@@ -91,13 +95,17 @@ class LayerwiseAccumulation:
         return [action.micro_batch for action in forwards if action.micro_batch is not None]
 
     def cut(self, unit: str, call: ForwardCall) -> list[ForwardCall]:
-        """Split a unit's arguments into one call per micro-batch.
+        """Split the arguments of a layer's forward into those of one call per micro-batch.
 
-        Tensors of the length of the batch are split; other arguments are passed whole.
+        Tensors whose first dimension is that of the batch are split; other arguments are passed to
+        each call unchanged.
 
         Args:
-            unit: The name of the unit, for the error.
-            call: The positional and keyword arguments.
+            unit: The name of the layer, for error messages.
+            call: The positional and keyword arguments for the whole batch.
+
+        Returns:
+            The positional and keyword arguments of each call, by micro-batch.
 
         Raises:
             UsageError: No tensor has the length of the batch.
@@ -133,14 +141,17 @@ class LayerwiseAccumulation:
         return is_data and leaf.dim() > 0 and len(leaf) == self.samples
 
     def join(self, unit: str, outputs: Sequence[Any]) -> Any:
-        """Join the outputs of a unit's micro-batches into the output for the whole batch.
+        """Concatenate the outputs of a layer's micro-batches to the output for the whole batch.
 
         Args:
-            unit: The name of the unit, for the error.
-            outputs: The outputs by micro-batch.
+            unit: The name of the layer, for error messages.
+            outputs: The output of each micro-batch: a tensor or nested containers of tensors.
+
+        Returns:
+            An object of the same structure with tensors for the whole batch.
 
         Raises:
-            UsageError: The outputs cannot be joined.
+            UsageError: The outputs have different structures, or a tensor is not per sample.
         """
         rows = list(map(_tensors, outputs))
         if len({len(row) for row in rows}) > 1:
@@ -170,14 +181,14 @@ class LayerwiseAccumulation:
 
 
 class LayerwiseForward:
-    """Replaces the forward of a unit's module.
+    """Replacement of a layer's forward that runs one micro-batch after the other.
 
     If gradients are disabled, it calls the original forward once with the whole batch. Otherwise
     it calls the original forward once per micro-batch.
 
     Args:
-        order: Splits and joins the batch.
-        unit: The unit.
+        order: Splits the arguments and joins the outputs.
+        unit: The unit whose module's forward is replaced.
     """
 
     def __init__(self, order: LayerwiseAccumulation, unit: Unit) -> None:
@@ -201,11 +212,11 @@ class LayerwiseForward:
         return self.order.join(self.unit, [outputs[part] for part in sorted(outputs)])
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the original forward.
+        """Call the original forward of the module, and return its output.
 
         Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
+            args: Positional arguments of the forward.
+            kwargs: Keyword arguments of the forward.
         """
         module = self._module()
         assert module is not None  # The module is the caller
@@ -214,7 +225,7 @@ class LayerwiseForward:
         return type(module).forward(module, *args, **kwargs)
 
     def remove(self) -> None:
-        """Restore the original forward."""
+        """Restore the original forward of the module."""
         module = self._module()
         if module is None or module.__dict__.get("forward") is not self:
             return

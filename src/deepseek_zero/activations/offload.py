@@ -6,7 +6,7 @@ learned. To learn it, the first forward reserves blocks one by one, and they are
 arena as soon as nothing is offloaded. On a disk, the newest checkpoint stays in memory because
 backward begins with it. Earlier ones are written while later ones compute, and backward reads the
 next ones while it recomputes one. An `OffloadHandle` can restore any number of times; its block is
-freed when it is dropped.
+freed when the handle is garbage-collected.
 
 `ActivationCopy` copies inputs out and in. If the arena is not in the device's memory, the copies
 overlap with computation. `TensorMeta` holds the dtype, shape, strides and device of a tensor.
@@ -45,12 +45,12 @@ Block = tuple[int, int]  # The bytes [low, high) of an arena
 
 
 class ActivationOffload:
-    """The offloaded inputs of one process.
+    """Offloads the inputs of activation checkpoints to host memory or a disk until backward.
 
     Args:
         open_memory: Opens the memory. It is called again whenever the size of the arena changes, so
             that nothing of the old one is kept.
-        checkpoints: Number of checkpoints to reserve at first; None to learn it.
+        checkpoints: Number of checkpoints to reserve memory for; None learns it in the first step.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class ActivationOffload:
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the bytes of all arenas."""
+        """Return the bytes of memory that are reserved in all arenas."""
         return sum(arena.nbytes for arena in self.slabs)
 
     @property
     def unused_bytes(self) -> int:
-        """Return the reserved bytes that were never needed at the same time."""
+        """Return the reserved bytes that exceed the peak of the offloaded bytes."""
         return self.reserved_bytes - self.peak_bytes
 
     def park(
@@ -86,12 +86,15 @@ class ActivationOffload:
     ) -> ParkedTensors:
         """Copy the inputs of one checkpoint to the arena.
 
-        A tensor that an earlier checkpoint has offloaded is not copied again, unless it was
-        changed.
+        A tensor that an earlier checkpoint has offloaded is not copied again, unless it was changed
+        in place.
 
         Args:
-            tensors: The inputs.
-            cut: Returns the part of a tensor that is copied.
+            tensors: The input tensors of the checkpoint.
+            cut: Returns the part of a tensor that is copied; by default the whole tensor.
+
+        Returns:
+            An object whose `restore()` returns copies of the tensors.
         """
         places = [self._place_of(tensor) for tensor in tensors]
         new = list(
@@ -123,7 +126,12 @@ class ActivationOffload:
         return (handle, known.number) if known is not None and handle is not None else None
 
     def offload(self, tensors: Sequence[Tensor]) -> OffloadHandle:
-        """Copy tensors to the arena and return a handle that restores them."""
+        """Copy tensors to the arena.
+
+        Returns:
+            A handle that restores them. Their memory in the arena is freed when it is
+            garbage-collected.
+        """
         self.sweep()
         self._store_newest()
         forms = [TensorMeta.of(tensor) for tensor in tensors]
@@ -138,13 +146,13 @@ class ActivationOffload:
         return OffloadHandle(self, self._arrived)
 
     def restore(self, number: int, wanted: Sequence[int] | None = None) -> list[Tensor]:
-        """Return copies of offloaded tensors.
+        """Return new tensors with the values of offloaded ones.
 
         The arena keeps its copy, for another backward through this graph.
 
         Args:
-            number: The number of the offloaded inputs.
-            wanted: Indices of the tensors; None for all.
+            number: The number of the offloaded inputs, which an `OffloadHandle` has.
+            wanted: Indices of the tensors to restore; None for all.
         """
         self.sweep()
         self._copies.synchronize()
@@ -233,7 +241,7 @@ class ActivationOffload:
     # -- release
 
     def sweep(self) -> None:
-        """Free the blocks of dropped handles."""
+        """Free the memory of handles that have been garbage-collected."""
         while self._dropped:
             self._copies.discard(number := self._dropped.popleft())
             inputs = self._offloaded.pop(number)
@@ -247,9 +255,9 @@ class ActivationOffload:
             queue_backward_callback(self.sweep)
 
     def close(self) -> None:
-        """Free the memory, unless a graph still needs it.
+        """Free the arenas, unless a graph still needs offloaded tensors.
 
-        In that case it is freed with the graph.
+        In that case they are freed with the graph.
         """
         if len(self._dropped) == len(self._offloaded):
             self._dropped.clear()
@@ -259,7 +267,7 @@ class ActivationOffload:
             self._release_memory()
 
     def explain(self) -> str:
-        """Return one line with the reserved bytes and the unused ones."""
+        """Return one line for a report, with the reserved bytes and the unused ones."""
         slabs = "one arena" if len(self.slabs) == 1 else f"{len(self.slabs)} slabs"
         return (
             f"activations: {format_bytes(self.reserved_bytes)} in {slabs}, "
@@ -268,11 +276,11 @@ class ActivationOffload:
 
 
 class OffloadHandle:
-    """The offloaded inputs of one checkpoint; dropping the handle frees their block.
+    """Handle of offloaded tensors. Their memory is freed when it is garbage-collected.
 
     Args:
-        parking: The owner.
-        number: The number of the offloaded inputs.
+        parking: The offload that holds the tensors.
+        number: The number of the offloaded inputs there.
     """
 
     def __init__(self, parking: ActivationOffload, number: int) -> None:
@@ -283,7 +291,7 @@ class OffloadHandle:
         """Return new tensors with the offloaded values.
 
         Args:
-            wanted: Indices of the tensors; None for all.
+            wanted: Indices of the tensors to restore; None for all.
         """
         return self.parking.restore(self.number, wanted)
 
@@ -293,13 +301,13 @@ class OffloadHandle:
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """The place of an offloaded tensor that still exists.
+    """The record of an offloaded tensor that still exists, to avoid a second copy.
 
     Attributes:
-        tensor: The tensor.
-        version: The version that was copied.
-        handle: The handle that restores it.
-        number: Its index there.
+        tensor: A weak reference to the tensor.
+        version: The version counter of the tensor when it was copied.
+        handle: A weak reference to the handle that restores it.
+        number: The index of the tensor in that handle.
     """
 
     tensor: weakref.ref[Tensor]
@@ -310,12 +318,12 @@ class KnownTensor:
 
 @dataclass(frozen=True)
 class ParkedTensors:
-    """The tensors of one checkpoint, as handles and indices.
+    """The offloaded input tensors of one checkpoint.
 
-    A tensor may be in the block of an earlier checkpoint.
+    A tensor may have been offloaded by an earlier checkpoint.
 
     Attributes:
-        places: The handle and the index of each tensor.
+        places: For each tensor, the handle that restores it and its index there.
     """
 
     places: list[tuple[OffloadHandle, int]]
@@ -340,13 +348,13 @@ class ParkedTensors:
 
 @dataclass
 class OffloadedInputs:
-    """The inputs of one checkpoint in the arena.
+    """The location of one checkpoint's inputs in an arena.
 
     Attributes:
-        arena: The arena.
-        block: The bytes of the arena that hold them.
-        forms: The metadata of each tensor.
-        is_stored: The block was written to the tier.
+        arena: The arena from which the block was allocated.
+        block: The range of bytes of the arena that holds the inputs.
+        forms: The dtype, shape, strides and device of each tensor.
+        is_stored: Whether the block was written to the memory tier.
     """
 
     arena: Arena
@@ -361,11 +369,11 @@ class OffloadedInputs:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the bytes of all tensors, without padding."""
         return sum(form.nbytes for form in self.forms)
 
     def parts(self, bytes_: Tensor) -> list[tuple[TensorMeta, Tensor]]:
-        """Return the metadata and the bytes of each tensor."""
+        """Split the bytes of the block into those of each tensor, with its metadata."""
         found: list[tuple[TensorMeta, Tensor]] = []
         start = 0
         for form in self.forms:
@@ -375,18 +383,18 @@ class OffloadedInputs:
 
 
 class ActivationCopy:
-    """Copies between an arena and the device of the tensors."""
+    """Copies tensors between an arena and their device, if possible asynchronously."""
 
     def __init__(self) -> None:
         self._engines: dict[torch.device, CopyEngine] = {}
         self._prefetched: dict[int, tuple[CopyEvent, dict[int, Tensor]]] = {}
 
     def copy_out(self, tensors: Sequence[Tensor], inputs: OffloadedInputs) -> None:
-        """Copy tensors to their block; they are kept alive until the copy has ended.
+        """Copy tensors to an arena; they are kept alive until the copy has ended.
 
         Args:
-            tensors: The tensors.
-            inputs: The offloaded inputs and their block.
+            tensors: The tensors to copy, in the order of `inputs.forms`.
+            inputs: The block of the arena that receives them.
         """
         bytes_ = inputs.storage.write(*inputs.block)
         sources = list(tensors)
@@ -395,12 +403,15 @@ class ActivationCopy:
                 form.write(tensor, part)
 
     def copy_in(self, number: int, inputs: OffloadedInputs, wanted: Sequence[int]) -> list[Tensor]:
-        """Return new tensors with values from a block, ready for use on the device.
+        """Copy tensors from an arena to new tensors, or return those of an earlier `prefetch`.
 
         Args:
-            number: The number of the offloaded inputs.
-            inputs: The offloaded inputs and their block.
-            wanted: Indices of the tensors.
+            number: The number of the offloaded inputs, which identifies a prefetched copy.
+            inputs: The block of the arena that holds them.
+            wanted: Indices of the tensors to copy.
+
+        Returns:
+            The new tensors, which the current stream of their device may use.
         """
         copy_event, found = (
             self._prefetched.pop(number)
@@ -411,21 +422,21 @@ class ActivationCopy:
         return [found[place] for place in wanted]
 
     def prefetch(self, number: int, inputs: OffloadedInputs) -> None:
-        """Start to copy a block to the device, if such copies overlap with computation.
+        """Start to copy tensors from an arena, if such copies overlap with computation.
 
         Args:
-            number: The number of the offloaded inputs.
-            inputs: The offloaded inputs and their block.
+            number: The number of the offloaded inputs, with which `copy_in` finds the copy.
+            inputs: The block of the arena that holds them.
         """
         if number not in self._prefetched and self._copy_engine(inputs).overlaps:
             self._prefetched[number] = self._start(inputs, range(len(inputs.forms)))
 
     def discard(self, number: int) -> None:
-        """Drop a prefetched copy."""
+        """Drop a prefetched copy, if there is one of this number."""
         self._prefetched.pop(number, None)
 
     def synchronize(self) -> None:
-        """Release the sources of all copies to the arena, because no more follow for now."""
+        """Make the current stream wait for all copies to arenas, and release their sources."""
         for copy_engine in self._engines.values():
             copy_engine.synchronize()
 
@@ -450,20 +461,20 @@ class ActivationCopy:
 
 
 def rounded(nbytes: int, unit: int) -> int:
-    """Round up to a multiple of a unit.
+    """Return a number of bytes, rounded up to a multiple of `unit`.
 
     Args:
-        nbytes: A number of bytes.
-        unit: The unit in bytes.
+        nbytes: The number of bytes to round.
+        unit: The size in bytes of which the result is a multiple.
     """
     return -(-nbytes // unit) * unit
 
 
 class Arena:
-    """A range of a memory from which blocks are allocated.
+    """A contiguous range of a memory tier from which blocks are allocated.
 
     Args:
-        memory: The memory.
+        memory: The memory in which the range is reserved.
         nbytes: The size, a multiple of the memory's unit.
         chunk_bytes: The size of the chunks in which blocks are moved, a multiple of the memory's
             unit.
@@ -475,7 +486,11 @@ class Arena:
         self._taken: list[Block] = []  # Ascending
 
     def take(self, nbytes: int) -> Block | None:
-        """Allocate the first gap of `nbytes` bytes (whole chunks), or return None."""
+        """Allocate `nbytes` bytes (whole chunks) from the first gap that is large enough.
+
+        Returns:
+            The range of bytes [low, high), or None if no gap is large enough.
+        """
         start = 0
         for number, (low, high) in enumerate([*self._taken, (self.nbytes, self.nbytes)]):
             if low - start >= nbytes:
@@ -485,24 +500,24 @@ class Arena:
         return None
 
     def free(self, block: Block) -> None:
-        """Free a block that nothing reads any more."""
+        """Free a block that `take` returned and that nothing reads any more."""
         self._taken.remove(block)
         self.storage.discard(*block)
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """The dtype, shape, strides and device of a tensor.
+    """Dtype, shape, strides and device of a tensor, from which an equal one can be allocated.
 
     If the elements have no gaps, in any order (a transposed or expanded tensor), their memory is
-    copied as it is. A slice with gaps is copied element by element. Its strides are restored, so a
-    kernel that depends on strides takes the same path twice.
+    copied as it is. A slice with gaps is copied element by element. Strides are restored, because
+    a kernel may round differently for other strides.
 
     Attributes:
-        dtype: The dtype.
-        size: The shape.
-        stride: The strides.
-        device: The device.
+        dtype: The dtype of the elements.
+        size: The shape of the tensor.
+        stride: The stride of each dimension, in elements.
+        device: The device on which the tensor is allocated.
     """
 
     dtype: torch.dtype
@@ -517,7 +532,7 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes to store."""
+        """Return the number of bytes that `write` stores."""
         return min(self._span, prod(self.size)) * self.dtype.itemsize
 
     @property
@@ -536,25 +551,25 @@ class TensorMeta:
         return tensor, flat.view(self.size)
 
     def write(self, tensor: Tensor, bytes_: Tensor) -> None:
-        """Copy a tensor of this form to `nbytes` bytes, in the current stream.
+        """Copy a tensor with this metadata to a byte buffer, in the current stream.
 
         Args:
-            tensor: The tensor.
-            bytes_: Output, uint8.
+            tensor: The tensor to copy.
+            bytes_: The uint8 tensor of `nbytes` elements that receives it.
         """
         source, target = self._gapless(tensor.detach(), bytes_.view(self.dtype))
         target.copy_(source, non_blocking=True)
 
     def empty(self) -> Tensor:
-        """Return an uninitialized tensor of this form."""
+        """Allocate an uninitialized tensor with this metadata."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def read(self, tensor: Tensor, bytes_: Tensor) -> None:
-        """Copy `nbytes` bytes to a tensor of this form; the inverse of `write`.
+        """Copy a byte buffer to a tensor with this metadata, as the inverse of `write`.
 
         Args:
-            tensor: Output.
-            bytes_: The bytes, uint8.
+            tensor: The tensor that receives the values.
+            bytes_: The uint8 tensor of `nbytes` elements to copy.
         """
         target, source = self._gapless(tensor, bytes_.view(self.dtype))
         target.copy_(source, non_blocking=True)
@@ -562,20 +577,17 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands for a tensor that was extracted.
+    """Takes the place of a tensor that `extract_tensors` has removed.
 
     Attributes:
-        number: The index of the tensor.
+        number: The index of the tensor among the removed ones.
     """
 
     number: int
 
 
 def mark_held(tensor: Tensor) -> None:
-    """Record that other code keeps a tensor's memory until its backward.
-
-    Offloading such a tensor would free nothing.
-    """
+    """Exclude a tensor from offload, because other code keeps its memory until backward."""
     tensor.is_held = True  # type: ignore[attr-defined]
 
 
@@ -583,7 +595,7 @@ def is_activation(value: Any) -> bool:
     """Return whether offloading a value frees memory.
 
     This is true for a plain tensor with a gradient that an operation computed. Parameters, leaves,
-    tensors without gradient (batches, masks) and tensors marked by `mark_held` are kept by other
+    tensors without gradient (batches, masks) and tensors passed to `mark_held` are kept by other
     code in any case, and are often shared by several checkpoints.
     """
     return (
@@ -599,7 +611,11 @@ def is_activation(value: Any) -> bool:
 
 
 def extract_tensors(value: Any) -> tuple[Any, list[Tensor]]:
-    """Return `value` with a `Placeholder` for each activation, and the activations."""
+    """Replace the activations in nested containers by placeholders.
+
+    Returns:
+        `value` with a `Placeholder` for each activation, and the list of the activations.
+    """
     found: list[Tensor] = []
 
     def change(leaf: Any) -> Any:
@@ -612,11 +628,13 @@ def extract_tensors(value: Any) -> tuple[Any, list[Tensor]]:
 
 
 def insert_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Replace placeholders by tensors; the inverse of `extract_tensors`.
+    """Return a value with its placeholders replaced by tensors.
+
+    This is the inverse of `extract_tensors`.
 
     Args:
         value: A value returned by `extract_tensors`.
-        tensors: The tensors.
+        tensors: The tensors to insert, in the order in which they were extracted.
     """
     return replaced(
         value, lambda leaf: tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf
@@ -630,8 +648,8 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     passed.
 
     Args:
-        value: A nested value.
-        change: Returns the replacement of a leaf, or the leaf.
+        value: Nested containers, or a single leaf.
+        change: Returns the replacement of a leaf, or the leaf itself.
     """
     if type(value) is dict:
         items = {key: replaced(item, change) for key, item in value.items()}

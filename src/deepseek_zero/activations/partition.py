@@ -3,8 +3,8 @@
 Between the layers that the ranks along "tp" compute together, every rank has the same activations,
 so each rank keeps only one part. Of n elements it keeps [rank * c, (rank + 1) * c) with c = ceil(n
 / ranks). Backward all-gathers the parts of a checkpoint when it recomputes it, and prefetches those
-of the checkpoint before, which is next. Data-parallel ranks have different inputs, so nothing is
-shared with them.
+of the checkpoint before, which is next. Data-parallel ranks have different inputs, so these are not
+sharded over them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ KIND = "activations"  # The meter's kind for these bytes
 
 
 class PartitionedInputs:
-    """The checkpoint inputs of one rank, as shares.
+    """Shards the inputs of activation checkpoints over the tensor-parallel ranks.
 
     All ranks of the group must checkpoint and recompute in the same order.
 
     Args:
-        comm: The ranks along "tp"; only this object may use its lane "gather".
-        parking: Stores the shares.
+        comm: The communicator of the ranks along "tp". No other object may use its lane "gather".
+        parking: Stores this rank's shards until backward.
     """
 
     def __init__(self, comm: Comm, parking: ActivationOffload) -> None:
@@ -44,12 +44,18 @@ class PartitionedInputs:
         self._compares = True  # until the first recomputation
 
     def park(self, tensors: Sequence[Tensor]) -> InputShare:
-        """Keep this rank's share of each tensor.
+        """Store this rank's shard of each input tensor of a checkpoint.
 
         Until the first recomputation, the call compares the tensors of all ranks.
 
+        Args:
+            tensors: The inputs, which must be equal on all ranks of the group.
+
+        Returns:
+            An object whose `restore()` returns copies of the whole tensors.
+
         Raises:
-            UsageError: Ranks have different tensors, so that their parts do not form one.
+            UsageError: Ranks have different tensors, so that their shards do not form one.
 
         Note:
             Until the first recomputation, collective: every rank of the group must call it.
@@ -79,7 +85,15 @@ class PartitionedInputs:
         return own if own.numel() == count else F.pad(own, (0, count - own.numel()))
 
     def restore(self, share: InputShare) -> list[Tensor]:
-        """Return the whole tensors of a checkpoint, waiting for them.
+        """All-gather the input tensors of a checkpoint.
+
+        The call also starts the all-gather for the previous checkpoint, which backward needs next.
+
+        Args:
+            share: This rank's shards of the inputs.
+
+        Returns:
+            New tensors with the whole inputs.
 
         Note:
             Collective: every rank of the group must call it.
@@ -111,9 +125,9 @@ class PartitionedInputs:
         ]
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a buffer that other ranks can read, and that none of them reads now.
+        """Return a send buffer of at least `nbytes` bytes that no rank reads now.
 
-        Return it to the pool with `give_back`.
+        `give_back` returns it to the pool.
         """
         page = next((each for each in self._pages if each.numel() >= nbytes), None)
         if page is None:
@@ -122,7 +136,7 @@ class PartitionedInputs:
         return page
 
     def give_back(self, page: Tensor) -> None:
-        """Return a buffer to the pool."""
+        """Return a buffer of `take` to the pool."""
         self._pages.append(page)
 
 
@@ -131,12 +145,12 @@ def _size_of(tensor: Tensor) -> torch.Size | None:
 
 
 class InputShare:
-    """One rank's share of the inputs of one checkpoint.
+    """This rank's shards of the inputs of one checkpoint.
 
     Args:
-        partition: The owner.
-        parked: The stored shares.
-        sizes: The sizes of the whole tensors; None if this rank stores the whole tensor.
+        partition: All-gathers the shards.
+        parked: The shards in the memory that stores them.
+        sizes: The shape of each whole tensor; None if this rank stores the whole tensor.
     """
 
     def __init__(
@@ -147,7 +161,7 @@ class InputShare:
         self.sizes = sizes
 
     def restore(self) -> list[Tensor]:
-        """Return the whole tensors, waiting for them.
+        """All-gather the shards, and return the whole input tensors.
 
         Note:
             Collective: every rank of the group must call it.
@@ -156,12 +170,12 @@ class InputShare:
 
 
 class Gathering:
-    """One tensor that is being all-gathered.
+    """Handle of an all-gather of one tensor, which the constructor starts.
 
     Args:
-        partition: The owner.
-        own: The share of this rank.
-        size: The size of the whole tensor; None if `own` is the whole tensor.
+        partition: Provides the communicator and the send buffer.
+        own: The shard of this rank.
+        size: The shape of the whole tensor; None if `own` is the whole tensor.
 
     Note:
         The constructor is collective unless `size` is None.
@@ -182,7 +196,7 @@ class Gathering:
         self._pending = comm.exchange([page] * comm.size, inbox, "gather", "activations", kind=KIND)
 
     def wait(self) -> Tensor:
-        """Wait for the whole tensor and return it."""
+        """Block until the all-gather is complete, and return the whole tensor."""
         if self._size is None:
             return self._own
         self._pending.wait()

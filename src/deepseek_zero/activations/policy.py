@@ -6,8 +6,8 @@ attention's output, is then computed once. The results are stored like the input
 (`offload.py`), or in place.
 
 A result is identified by its operator and the number of the call, because a recomputation calls
-operators in the order of forward and may end early. It may also start again, for a second backward
-through the same graph.
+operators in the order of forward and may end early. It may also run more than once, for a second
+backward through the same graph.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ NAMED: dict[str, tuple[str, ...]] = {
 
 
 def operators_of(policy: Sequence[str]) -> frozenset[Any]:
-    """Return the operators whose results a policy keeps.
+    """Return the operators whose results a policy keeps for backward.
 
     Args:
-        policy: "full" (recompute everything), "attention", "matmul" (also keeps matrix products),
-            or names of operators, "mm" or "library::name".
+        policy: Each item is "full" (keep nothing), "attention" (keep the results of attention
+            kernels), "matmul" (also keep those of matrix products), or the name of an operator,
+            such as "mm" or "library::name".
 
     Raises:
         UsageError: torch has no such operator.
@@ -69,16 +70,22 @@ def _overloads(name: str) -> list[Any]:
 
 
 def compiled_contexts(operators: frozenset[Any]) -> Callable[[], Any]:
-    """Return torch's own contexts for these operators, which its compiler supports."""
+    """Return a `context_fn` for torch's checkpoint that keeps the results of these operators.
+
+    It creates torch's own contexts, which its compiler supports.
+    """
     return partial(create_selective_checkpoint_contexts, list(operators))
 
 
 def contexts(operators: frozenset[Any], parking: ActivationOffload | None) -> tuple[Any, Any]:
-    """Return the contexts of a checkpoint's forward and of its recomputation.
+    """Create the contexts of one checkpoint that keep the results of operators.
 
     Args:
-        operators: The operators whose results are kept.
-        parking: Stores the results; None keeps them in place.
+        operators: The operators whose results are kept, as `operators_of` returned them.
+        parking: Offloads the results until backward; None keeps them on their device.
+
+    Returns:
+        The context manager for the forward, and the one for its recomputation.
     """
     kept = _Results(parking)
 

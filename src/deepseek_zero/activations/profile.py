@@ -1,4 +1,4 @@
-"""Forward and backward times of each checkpoint, for the first step that has any.
+"""Forward and backward times of each activation checkpoint, measured in one step.
 
 The backward time of a checkpoint is from the gradient of its output to the gradient of its input,
 including recomputation. If no input needs a gradient, it is until the end of the whole backward.
@@ -21,12 +21,12 @@ from ..base.quantities import format_seconds
 
 @dataclass
 class CheckpointTimes:
-    """The times of one checkpoint.
+    """The measured times of one activation checkpoint.
 
     Attributes:
-        forward_seconds: The time of forward.
-        began: When backward began (`time.perf_counter`); 0 before.
-        backward_seconds: The time of backward; 0 before its end.
+        forward_seconds: Duration of the forward.
+        began: Start of the backward (`time.perf_counter`); 0 before.
+        backward_seconds: Duration of the backward, including recomputation; 0 before its end.
     """
 
     forward_seconds: float
@@ -34,24 +34,24 @@ class CheckpointTimes:
     backward_seconds: float = 0.0
 
     def end(self, grad: Tensor | None = None) -> None:
-        """Record the end of backward; usable as a tensor hook."""
+        """Record the end of the backward. It can be registered as a tensor hook."""
         if self.began:
             self.backward_seconds = time.perf_counter() - self.began
 
 
 class Profile:
-    """Times the checkpoints of one step and logs them once."""
+    """Measures the activation checkpoints of the first step that has any, and logs the times."""
 
     def __init__(self) -> None:
         self.rows: list[CheckpointTimes] = []
         self.is_over = self._has_begun = False
 
     def timed(self, call: Callable[[], Any], inputs: Any) -> Any:
-        """Call a function, and record the times of its forward and backward.
+        """Call a function, and measure its forward and its backward.
 
         Args:
-            call: The function, without arguments.
-            inputs: Its inputs, whose gradients end the backward.
+            call: Runs the checkpoint, without arguments.
+            inputs: The inputs of the checkpoint, whose gradients end its backward.
 
         Returns:
             The result of the function.

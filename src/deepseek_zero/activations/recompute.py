@@ -38,18 +38,17 @@ from .profile import Profile
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """Settings of recomputation.
+    """Settings of activation checkpoints, which recompute activations in backward.
 
     Attributes:
-        tier: The memory that inputs of checkpoints are offloaded to; None keeps them in place.
-        directory: The directory on the disk.
-        disk: The settings of the disk.
-        checkpoints: Number of checkpoints that the arena holds; None learns it.
-        profile: Time each checkpoint once.
-        policy: The results that are kept instead of being recomputed (`policy.py`); None if not
-            set.
-        partitioned: Each tensor-parallel rank keeps its share of the inputs (`partition.py`), if
-            there are such ranks.
+        tier: The memory to which inputs of checkpoints are offloaded; None keeps them in place.
+        directory: The directory for offloaded inputs, if the tier is a disk.
+        disk: How the disk is accessed.
+        checkpoints: Number of checkpoints for which memory is reserved; None learns it.
+        profile: Measure and log the times of each checkpoint in one step.
+        policy: The operators whose results are kept instead of being recomputed (`operators_of`);
+            None if not set.
+        partitioned: Shard the inputs of checkpoints over the tensor-parallel ranks, if any.
     """
 
     tier: Tier | None = None
@@ -62,11 +61,11 @@ class RecomputeSettings:
 
 
 class Recompute:
-    """The recomputation of one process, with its arena of offloaded inputs.
+    """Runs the activation checkpoints of one process, and offloads their inputs.
 
     Args:
-        settings: The settings.
-        tp: The ranks over which inputs are partitioned; None for no partitioning.
+        settings: Where inputs are kept, and which results are not recomputed.
+        tp: The tensor-parallel ranks over which inputs are sharded; None keeps them whole.
     """
 
     def __init__(self, settings: RecomputeSettings, tp: Comm | None = None) -> None:
@@ -77,7 +76,7 @@ class Recompute:
         self.operators = operators_of(settings.policy or ())
 
     def capabilities(self) -> list[Capability]:
-        """Describe the memory that inputs are offloaded to."""
+        """Return how the memory of offloaded inputs is accessed, for a report."""
         return self.parking.memory.capabilities() if self.parking is not None else []
 
     def checkpoint(
@@ -89,9 +88,9 @@ class Recompute:
         offloaded, because that code decides how to keep them.
 
         Args:
-            function: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments, and those of torch's checkpoint.
+            function: The function whose activations are not saved.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function, and those of torch's checkpoint.
 
         Returns:
             The result of the function.
@@ -111,7 +110,7 @@ class Recompute:
         return self.profile.timed(call, inputs)
 
     def reset(self) -> None:
-        """Forget the learned size and free the memory.
+        """Free the memory of offloaded inputs and discard its learned size.
 
         Graphs that still exist keep their inputs.
         """
@@ -132,16 +131,16 @@ class Recompute:
             self.partition = PartitionedInputs(self.tp, self.parking)
 
     def close(self) -> None:
-        """Free the memory of offloaded inputs."""
+        """Free the memory of offloaded inputs, unless a graph still needs it."""
         if self.parking is not None:
             self.parking.close()
 
     def explain(self) -> list[str]:
-        """Return one line about the offloaded inputs, or nothing if there were none."""
+        """Return one line about the memory of offloaded inputs, or nothing if none is reserved."""
         return [self.parking.explain()] if self.parking is not None and self.parking.slabs else []
 
     def offloaded(self) -> list[Storage]:
-        """Return the storages that hold offloaded inputs now."""
+        """Return the memory ranges that are reserved for offloaded inputs."""
         return [slab.storage for slab in self.parking.slabs] if self.parking is not None else []
 
 
@@ -183,17 +182,17 @@ def _memory_for(settings: RecomputeSettings) -> TierMemory:
 
 
 class Preserved(Protocol):
-    """State that a recomputation must find as its forward did.
+    """Interface of state that is restored before a recomputation.
 
-    An example are random number generators.
+    An example is a set of random number generators, whose state must be that of the forward.
     """
 
     def get_states(self) -> Any:
-        """Return the current state."""
+        """Return the current state, in any form that `set_states` accepts."""
         ...
 
     def set_states(self, states: Any) -> None:
-        """Restore a state."""
+        """Restore a state that `get_states` returned."""
         ...
 
 
@@ -229,11 +228,16 @@ class _Process:
 
 
 def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
-    """Set the configuration of `checkpoint` in this process.
+    """Set how `checkpoint` keeps inputs and recomputes activations in this process.
+
+    An earlier configuration is closed.
 
     Args:
-        settings: The settings.
-        tp: The ranks over which inputs are partitioned; None for no partitioning.
+        settings: Where inputs are kept, and which results are not recomputed.
+        tp: The tensor-parallel ranks over which inputs are sharded; None keeps them whole.
+
+    Returns:
+        The new configuration, which `release` can undo.
 
     Raises:
         StorageError: The directory cannot be used.
@@ -252,12 +256,13 @@ def configure_for(
     """Call `configure` if a run has settings for recomputation.
 
     Args:
-        settings: The settings for recomputation.
-        comm: The communicator of the world.
-        shards_tokens: Activations between layers are sharded over tokens along "tp".
+        settings: The settings of the run. Default settings mean none.
+        comm: The communicator of the world, whose ranks along "tp" may shard inputs.
+        shards_tokens: Activations between layers are sharded over tokens along "tp", so inputs are
+            not sharded again.
 
     Returns:
-        The configuration; None without settings.
+        The new configuration, or None without settings.
 
     Note:
         Collective: every rank of the world must call it.
@@ -278,18 +283,18 @@ def configure_for(
 
 
 def preserve(states: Preserved) -> None:
-    """Restore these states in recomputations of this process from now on."""
+    """Register state that every later recomputation of this process restores."""
     if not any(each is states for each in _Process.preserved):
         _Process.preserved.append(states)
 
 
 def current() -> Recompute | None:
-    """Return the current configuration, or None if there is none."""
+    """Return the configuration of this process, or None if there is none."""
     return _Process.recompute
 
 
 def release(recompute: Recompute | None) -> None:
-    """Undo a `configure`, unless a later one replaced it."""
+    """Close a configuration, and remove it unless a later `configure` replaced it."""
     if recompute is None:
         return
     recompute.close()
@@ -297,11 +302,11 @@ def release(recompute: Recompute | None) -> None:
 
 
 def release_with(owner: object, recompute: Recompute) -> None:
-    """Undo a `configure` when `owner` is collected, unless it was undone before.
+    """Remove a configuration when an object is garbage-collected.
 
     Args:
-        owner: The object whose lifetime counts.
-        recompute: The configuration.
+        owner: The object, for example the engine that called `configure`.
+        recompute: The configuration to remove, unless another one has replaced it.
     """
     weakref.finalize(owner, _forget, recompute).atexit = False
 
@@ -319,11 +324,11 @@ def checkpoint(
     """Run a function whose activations are recomputed in backward.
 
     Args:
-        function: The function.
-        args: Its positional arguments.
+        function: The function whose activations are not saved.
+        *args: Positional arguments of the function.
         use_reentrant: Accepted for compatibility with torch; recomputation is never reentrant.
-        kwargs: Its keyword arguments, and those of torch.utils.checkpoint (`preserve_rng_state`,
-            `context_fn`, ...).
+        **kwargs: Keyword arguments of the function, and those of torch.utils.checkpoint
+            (`preserve_rng_state`, `context_fn`, ...).
 
     Returns:
         The result of the function.

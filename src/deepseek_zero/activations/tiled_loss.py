@@ -1,4 +1,4 @@
-"""Cross entropy of a head's logits in tiles of tokens, without all logits.
+"""Cross entropy of an output layer's logits in tiles of tokens, without all logits.
 
 The gradients are computed in forward, while the logits of a tile exist. Backward multiplies them by
 the incoming gradient, which includes any factor of the loss, and passes the weight's gradient to
@@ -52,10 +52,10 @@ WORD_BLOCKS = 8
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Settings of the tiled loss.
+    """Settings of a loss that is computed in tiles of tokens.
 
     Attributes:
-        rows: Number of tokens whose logits exist at once.
+        rows: Number of tokens whose logits exist at the same time.
         ignored: The target of a token that does not count.
     """
 
@@ -71,17 +71,22 @@ def tiled_cross_entropy(
     settings: LossSettings,
     layer: Layer | None = None,
 ) -> Tensor:
-    """Return the cross entropy of x W^T + b, summed over tokens, in fp32.
+    """Compute the cross entropy of the logits x W^T + b without holding all logits.
 
-    Gradients are computed for those of x, weight and bias that need one.
+    The gradients are computed in forward, one tile of tokens at a time, for those of x, weight and
+    bias that need one.
 
     Args:
-        x: Shape ``(..., width)``.
+        x: Inputs of the output layer, shape ``(..., width)``.
         weight: Shape ``(words, width)``.
         bias: Shape ``(words,)``, or None.
         targets: Shape ``(...)``, word numbers or ``settings.ignored``.
-        settings: The settings.
-        layer: The layer of which `weight` is one rank's part; None if the weight is whole.
+        settings: Number of tokens per tile, and the target of tokens that do not count.
+        layer: The tensor-parallel layer of which `weight` is this rank's shard; None if the weight
+            is whole.
+
+    Returns:
+        The sum of the loss over tokens, a scalar in fp32.
 
     Raises:
         UsageError: The number of targets differs from that of tokens.
@@ -276,7 +281,7 @@ def sum_at_once(
     x: Tensor,
     *others: Tensor,
 ) -> Tensor | None:
-    """Sum a function's results for parts of tensors, computing gradients at once.
+    """Sum a function's results for parts of tensors, and compute the gradients in forward.
 
     The gradients of `x` and of the weights are kept, the latter in fp32, and backward multiplies
     them by the incoming gradient.
@@ -290,10 +295,10 @@ def sum_at_once(
 
     Args:
         function: Returns one number for a part of each tensor.
-        tiles: Number of parts, as for `each_tile`.
+        tiles: Number of parts. The last parts may be shorter, and there are fewer for fewer rows.
         weights: The weights that the function reads.
         x: The tensor with a gradient, divided along its first dimension.
-        others: Tensors of the same length without gradient.
+        *others: Tensors of the same length without gradient, divided in the same way.
 
     Returns:
         The sum, or None if the gradients cannot be computed before backward. The function may have
@@ -417,15 +422,19 @@ class _Known(torch.autograd.Function):
 
 
 class TiledHead(nn.Module):
-    """A head that returns the loss instead of logits when its model needs one.
+    """An output layer that returns the loss instead of logits in training.
 
-    The class is not instantiated: a head's class is replaced by a subclass of this one and its own.
+    The class is not instantiated: the output layer's class is replaced by a subclass of this one
+    and its own.
+
+    Attributes:
+        tiles: Computes the loss.
     """
 
     tiles: TiledLoss
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss of the current forward, or logits if it needs none."""
+        """Return the loss of the current forward, or the logits if it needs no loss."""
         plain = super().forward
         return plain(x) if self.tiles.wanted is None else self.tiles.compute(self, plain, x)
 
@@ -440,16 +449,18 @@ class _Wanted:
 
 
 class TiledLoss:
-    """Replaces a causal model's loss function, and makes its head compute the loss.
+    """Replacement of a causal model's loss function; the output layer computes the loss.
 
-    The head is called once, at its usual place, so its unit is gathered as usual.
+    The output layer is called once, at its usual place in the forward, so its weights are gathered
+    as usual.
 
     Args:
-        settings: The settings.
-        whole: The model's original loss function.
+        settings: Number of tokens per tile, and the target of tokens that do not count.
+        whole: The model's original loss function, which is used in evaluation.
 
     Attributes:
-        wanted: The loss to compute in the current forward, until the head was called.
+        wanted: The labels of the current forward until the output layer was called; None if the
+            forward needs no loss.
     """
 
     def __init__(self, settings: LossSettings, whole: Callable[..., Tensor]) -> None:
@@ -461,10 +472,12 @@ class TiledLoss:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int
     ) -> None:
-        """Check whether this forward needs a loss with gradients; a forward pre-hook.
+        """Record the labels if this forward needs a loss with gradients.
+
+        It is registered as a forward pre-hook of the model.
 
         Args:
-            module: The model.
+            module: The model whose forward begins.
             args: Positional arguments of the forward.
             kwargs: Keyword arguments of the forward.
             place: The position of `labels` in the forward's signature.
@@ -478,12 +491,15 @@ class TiledLoss:
             )
 
     def compute(self, head: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return the loss as transformers' loss for causal models defines it.
+        """Compute the loss that transformers defines for causal models, in tiles of tokens.
 
         Args:
-            head: The head.
-            plain: The original forward of the head.
-            x: The input of the head.
+            head: The output layer, whose weight is read.
+            plain: The original forward of the output layer.
+            x: The input of the output layer, shape ``(samples, tokens, width)``.
+
+        Returns:
+            The mean loss over tokens, or their sum over `num_items_in_batch`, a scalar.
         """
         wanted = self.wanted
         self.wanted = None
@@ -518,7 +534,19 @@ class TiledLoss:
         return torch.stack(each_tile(one, max(tiles, 1), rows, targets.reshape(-1), dim=0)).sum()
 
     def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss that the head computed, or that of the original function."""
+        """Return the loss that the output layer has computed.
+
+        In evaluation, the original loss function is called.
+
+        Args:
+            logits: What the output layer returned: the loss in training, logits otherwise.
+            labels: The labels, which must be those of the forward.
+            *args: Other arguments of the original loss function.
+            **kwargs: Other arguments of the original loss function.
+
+        Raises:
+            UsageError: The model has changed its logits or its labels before the loss.
+        """
         if self._found is None:
             return self.whole(logits, labels, *args, **kwargs)
         wanted, loss = self._found
@@ -536,12 +564,14 @@ class TiledLoss:
         return loss
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Remove the logits, which were not computed, from the output; a forward hook.
+        """Return the model's output without logits, because they were not computed.
+
+        It is registered as a forward hook of the model.
 
         Args:
-            module: The model.
+            module: The model whose forward ends.
             args: Positional arguments of the forward.
-            output: The output of the forward.
+            output: The output of the forward, in which the loss is in place of the logits.
         """
         found = self._found
         self.wanted = None
@@ -558,15 +588,17 @@ class TiledLoss:
 def tile_loss(model: nn.Module, rows: int) -> None:
     """Make a causal transformers model compute its training loss in tiles of tokens.
 
-    Its outputs have no logits then. Call this after layers are split along "tp" and sequences along
-    "sp", and before the model is wrapped.
+    The output layer then computes the loss of one tile at a time, so the logits of all tokens never
+    exist together, and the model's output has no logits in training. Call this after layers are
+    split along "tp" and sequences along "sp", and before the model is wrapped.
 
     Args:
-        model: The model.
+        model: The model, whose loss function and output layer are replaced in place.
         rows: Number of tokens per tile.
 
     Raises:
-        NotBuiltError: The model is of another kind, or its head cannot be computed in tiles.
+        NotBuiltError: The model is of another kind, or its output layer cannot be computed in
+            tiles.
     """
     owner = next((each for each in model.modules() if loss_name(each) == CAUSAL), None)
     head: Any = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]

@@ -35,7 +35,7 @@ from ..sharding.sharded_parameter import ShardedParameter
 
 @dataclass(frozen=True)
 class TileSettings:
-    """Number of tokens per tile; None for no tiles.
+    """Number of tokens that are computed at a time (a tile); None for all tokens.
 
     Attributes:
         loss: For the logits and the loss.
@@ -49,15 +49,18 @@ class TileSettings:
 def each_tile(
     function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim: int = 1
 ) -> list[Tensor]:
-    """Return a function's results for each part of the tensors, in order.
+    """Call a function on one part of the tokens after the other.
 
     Each part is a checkpoint, which is computed again in backward.
 
     Args:
         function: Called with one part of each tensor.
         tiles: Number of parts. The last parts may be shorter, and there are fewer for fewer tokens.
-        tensors: Tensors of equal length in `dim`, by default of shape ``(samples, tokens, ...)``.
+        *tensors: Tensors of equal length in `dim`, by default of shape ``(samples, tokens, ...)``.
         dim: The dimension to split.
+
+    Returns:
+        The function's result for each part, in order.
 
     Raises:
         UsageError: The lengths differ, or `tiles` is less than 1.
@@ -78,17 +81,24 @@ def each_tile(
 
 
 def in_tiles(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim: int = 1) -> Tensor:
-    """Return ``function(*tensors)``, computed in tiles and concatenated.
+    """Call a function on one part of the tokens after the other, and concatenate the results.
 
-    A token's result has the bits that the function returns for the tokens of its tile. Gradients of
-    weights are sums over tiles, last tile first, in the dtype of the weight except with
+    A token's result has the bits that the function returns for the tokens of its part. Gradients of
+    weights are sums over the parts, last part first, in the dtype of the weight except with
     `fp32_sums`.
 
     Args:
-        function: Called with one part of each tensor.
-        tiles: Number of parts, as for `each_tile`.
-        tensors: Tensors of equal length in `dim`.
+        function: Called with one part of each tensor. The result of a token must not depend on
+            other tokens.
+        tiles: Number of parts. The last parts may be shorter, and there are fewer for fewer tokens.
+        *tensors: Tensors of equal length in `dim`, by default of shape ``(samples, tokens, ...)``.
         dim: The dimension to split and to concatenate.
+
+    Returns:
+        A tensor with the results of all tokens.
+
+    Raises:
+        UsageError: The lengths differ, or `tiles` is less than 1.
     """
     return torch.cat(each_tile(function, tiles, *tensors, dim=dim), dim)
 
@@ -189,11 +199,11 @@ def fp32_sums(
     weights themselves, because autograd needs only its values.
 
     Args:
-        module: The module; None does nothing.
+        module: The module whose weights the tiles read; None has no effect.
         only: The weights to include; None for all.
 
     Yields:
-        A function that converts a function of tiles, which reads the module, to one with fp32 sums.
+        A decorator for the function that computes one tile with the module.
     """
     found: dict[int, _Weight] = {}
     is_used = module is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -234,7 +244,7 @@ def _is_summed(param: Tensor, only: Sequence[Tensor] | None) -> bool:
 
 
 class TiledMlp(nn.Module):
-    """A feed-forward layer that computes tiles of its tokens in training.
+    """A feed-forward layer that computes one tile of its tokens at a time in training.
 
     The class is not instantiated: a module's class is replaced by a subclass of this one and its
     own. Tensor arguments other than the input, such as the residual, must have the same tokens, and
@@ -249,7 +259,7 @@ class TiledMlp(nn.Module):
     tile_name: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward, in tiles if there are several."""
+        """Run the original forward; in training, on one tile of tokens after the other."""
         plain: Callable[..., Any] = super().forward
         names = list(kwargs)
         given = [*args, *kwargs.values()]
@@ -295,13 +305,14 @@ class TiledMlp(nn.Module):
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
-    """Make the feed-forward layers of a model compute tiles of tokens in training.
+    """Make feed-forward layers compute one tile of their tokens at a time in training.
 
-    They are the modules whose class name ends with MLP, as in transformers, and that contain no
-    other such module. Call this before the model is wrapped.
+    A tile is a range of tokens. This reduces the memory of activations, because backward recomputes
+    one tile at a time. The layers are the modules whose class name ends with MLP, as in
+    transformers, and that contain no other such module. Call this before the model is wrapped.
 
     Args:
-        model: The model.
+        model: The model whose feed-forward layers change their class in place.
         rows: Number of tokens per tile.
 
     Raises:
