@@ -31,7 +31,8 @@ class PartitionedInputs:
     All ranks of the group must checkpoint and recompute in the same order.
 
     Args:
-        comm: The communicator of the ranks along "tp". No other object may use its lane "gather".
+        comm: The communicator of the ranks along "tp". No other object may use its queue of
+            messages (lane) "gather".
         parking: Stores this rank's shards until backward.
     """
 
@@ -76,7 +77,7 @@ class PartitionedInputs:
         return share
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """Return this rank's share of a contiguous tensor, or another tensor whole."""
+        """Return this rank's shard of a contiguous tensor, or another tensor whole."""
         if not tensor.is_contiguous():
             return tensor
         flat = tensor.detach().view(-1)

@@ -289,7 +289,7 @@ def preserve(states: Preserved) -> None:
 
 
 def current() -> Recompute | None:
-    """Return the configuration of this process, or None if there is none."""
+    """Return what `configure` has set in this process, or None if it was not called."""
     return _Process.recompute
 
 

@@ -9,8 +9,8 @@ If activations are sharded over tokens between the layers, `enter` gathers the t
 for this rank's tokens. The sum of a row product is for this rank's tokens too, and its backward
 gathers them. `shard` and `unshard` are used at the ends.
 
-The first column layer that reads a tensor enters it (layers.py), and the other column layers read
-the same entered tensor. In backward they add their gradients for it into one buffer, product by
+The first column layer that reads a tensor calls `enter` for it (layers.py), and the other column
+layers read the same result. In backward they add their gradients for it into one buffer, product by
 product. The last one starts the sum before it computes the gradient of its weight.
 """
 
@@ -74,7 +74,7 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-# -- entering
+# -- inputs of column layers
 
 
 class Entry:
@@ -133,7 +133,7 @@ class Entry:
 
 
 class _Enter(torch.autograd.Function):
-    """Column layers return no gradient for the entered tensor (`Entry.add`).
+    """The autograd node of `enter`. Column layers return no gradient to it (`Entry.add`).
 
     This node runs after all of them. `whole` is `x`, or all tokens of a sharded `x`.
     """

@@ -27,8 +27,8 @@ class TensorGroup:
     All ranks of the group must make the same calls in the same order.
 
     Args:
-        comm: The communicator of the tensor-parallel ranks. No other object may use its lane
-            "reduce".
+        comm: The communicator of the tensor-parallel ranks. No other object may use its queue
+            of messages (lane) "reduce".
     """
 
     def __init__(self, comm: Comm) -> None:

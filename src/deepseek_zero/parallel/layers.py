@@ -70,7 +70,10 @@ class LayerPart:
 
 
 class Axis(Protocol):
-    """Interface of the objects that compute split layers: `TensorAxis` and `VirtualAxis`."""
+    """Interface of the objects that compute split layers and their collectives.
+
+    `TensorAxis` computes one rank's shards; `VirtualAxis` simulates all ranks in one process.
+    """
 
     splits_loss: bool
 
@@ -104,7 +107,10 @@ class Layer(nn.Module):
 
 
 class Column(Layer):
-    """A linear layer of which each rank computes some of the outputs."""
+    """A linear layer with some rows of the weight on each rank.
+
+    Each rank computes some of the outputs.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, or all outputs if the layer all-gathers them."""
@@ -112,7 +118,10 @@ class Column(Layer):
 
 
 class Row(Layer):
-    """A linear layer of which each rank reads some of the inputs. Products are summed."""
+    """A linear layer with some columns of the weight on each rank.
+
+    Each rank reads some of the inputs, and the ranks' products are summed.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' products, plus the bias."""
@@ -120,7 +129,7 @@ class Row(Layer):
 
 
 class Vocabulary(nn.Embedding, Layer):
-    """An embedding of which each rank holds some of the rows.
+    """An embedding with some rows of the table on each rank.
 
     The forward of the module's original class may call this one.
     """
@@ -169,7 +178,7 @@ class TensorAxis:
         self.group = group
         self.streams = streams
         self.splits_loss = False
-        self._entered: list[_Entered] = []  # layers entered since the end of the last region
+        self._entered: list[_Entered] = []  # inputs of column layers since the last row layer
         # In a module that has all tokens of a sharded tensor (`read_tokens`)
         self._is_inside = False
         self._runs = False  # a forward of the model is in progress, or it raised
@@ -370,7 +379,7 @@ class TensorAxis:
 
 @dataclass(frozen=True)
 class _Entered:
-    """x at the version at which it was entered, and the tensor that column layers read."""
+    """An input of column layers, its version, and the tensor that the layers read for it."""
 
     x: Tensor
     version: int

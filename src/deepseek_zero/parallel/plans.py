@@ -306,7 +306,7 @@ def _by_config(
                     "partition_config.shape says so.",
                     "let the parts add up to the outputs.",
                 )
-            # The parts are not equal heads, which a region needs
+            # The parts are not equal heads, as a column layer before a row layer needs them
             if sizes and style == "column":
                 style = "column_gather"
             return Choice(name, module, KINDS[style], "partition_config", fused)

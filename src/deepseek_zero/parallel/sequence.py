@@ -61,7 +61,8 @@ class SequenceGroup:
     """Collectives of the sequence-parallel ranks over a communicator.
 
     Args:
-        comm: The communicator of these ranks. No other object may use its lane "reduce".
+        comm: The communicator of these ranks. No other object may use its queue of
+            messages (lane) "reduce".
 
     Attributes:
         size: The number of ranks.

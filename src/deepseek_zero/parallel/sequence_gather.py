@@ -7,7 +7,7 @@ each chunk is one call of the model's own kernel. Its results have the bits of t
 alone, and the number of heads need not be divisible.
 
 Gathered keys and values are not stored: backward gathers them again and recomputes the blocks. Each
-rank's share of their gradients is then summed on the rank that owns them, in rank order.
+rank's gradients for them are then summed on the rank that owns them, in rank order.
 """
 
 from __future__ import annotations

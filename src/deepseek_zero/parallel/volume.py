@@ -93,7 +93,7 @@ def _numbers_of(
 ) -> int:
     """Return how many numbers a region sends to each rank per token."""
     numbers = 0
-    entered = 0  # for the input of its column layers, which is entered once
+    entered = 0  # for the input of its column layers, which they share
     for choice in choices:
         style = choice.style
         outputs, inputs = choice.widths

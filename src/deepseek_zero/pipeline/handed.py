@@ -146,7 +146,7 @@ def _rebuilt(described: Any, elements: Tensor) -> Any:
 
 
 def _portable(value: Any) -> Any:
-    """Remove the entries of a mapping that cannot be sent."""
+    """Return a mapping without the items that cannot be sent; other values unchanged."""
     if not isinstance(value, Mapping):
         return value
     return {

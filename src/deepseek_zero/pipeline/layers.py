@@ -208,7 +208,7 @@ class LayerStages(nn.Module):
 
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:
-        """Return the weights that several stages share: the stages of each, by parameter name."""
+        """Return the names of the weights that several stages share, with the stages' numbers."""
         return self._in_several_stages(lambda layer: layer.tied_weight_attr)
 
     @property

@@ -152,7 +152,7 @@ class StageLane:
 
     Args:
         comm: The communicator of the two ranks.
-        name: The lane of the communicator that messages use: "gather" or "reduce".
+        name: The communicator's queue of messages (lane) that is used: "gather" or "reduce".
         slots: Number of messages that may be in progress before a send waits.
 
     Attributes:

@@ -105,7 +105,7 @@ class Cut:
 
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:
-        """Return the parameters that several stages use: the stages of each, by parameter name."""
+        """Return the parameters that several stages use, with the numbers of these stages."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
 
     def blocks_of(self, stage: int) -> list[str]:
@@ -167,7 +167,7 @@ def cut_chain(
     return Cut(chain, bounds, {name: found or (stages - 1,) for name, found in owners.items()})
 
 
-# -- stand-ins
+# -- placeholders for the blocks of other stages
 
 
 class _LeaveForward(Exception):
@@ -226,7 +226,7 @@ class StandIn(nn.Module):
 
 
 class _Entry(StandIn):
-    """The stand-in before the first own block, which returns the received tensor."""
+    """The placeholder before the first own block, which returns the received tensor."""
 
     received: Tensor | None = None
 
@@ -236,7 +236,7 @@ class _Entry(StandIn):
 
 
 class _Exit(StandIn):
-    """The stand-in after the last own block, which leaves the forward."""
+    """The placeholder after the last own block, which leaves the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise _LeaveForward(_first(args, kwargs))
