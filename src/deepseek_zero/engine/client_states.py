@@ -31,10 +31,10 @@ class WholeState:
     """The optimizer state of one unsharded parameter.
 
     Attributes:
-        param: The parameter.
+        param: The parameter before it is sharded.
         values: The entries of the optimizer's `state` for it.
         dtype: The dtype of the parameter when the state was recorded.
-        param: The parameter.
+        param: The parameter before it is sharded.
         values: The entries of the optimizer's `state` for it.
         dtype: The dtype of the parameter when the state was recorded.
     """

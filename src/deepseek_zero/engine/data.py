@@ -42,6 +42,16 @@ class StepOrder:
     positions are assigned to the data-parallel ranks round-robin. The last step is filled from the
     beginning of the order, or dropped (`drop_last`). `step_samples` is a multiple of batch_size *
     shares.
+
+    Attributes:
+        length: The number of samples of the dataset.
+        step_samples: The number of samples of a step over all ranks.
+        batch_size: The number of samples of one micro-batch.
+        share: The index of this rank among the data-parallel ranks.
+        shares: The number of data-parallel ranks.
+        drop_last: Drop the last incomplete step of an epoch.
+        shuffles: Permute the samples in each epoch.
+        first: The first position of the epoch that is used, after a resume.
     """
 
     length: int

@@ -47,7 +47,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class Parts:
-    """The parts of one engine, as `assemble` builds them."""
+    """The parts of one engine, as `assemble` builds them.
+
+    Attributes:
+        runtime: The wrapped model: its units, schedule, hooks and communicators.
+        optimizer: The sharded optimizer; None if the engine has none.
+        scaler: The loss scaler of fp16; None if losses are not scaled.
+        plan_settings: The settings by which the model was sharded.
+        step_settings: The settings of an optimizer step.
+        policies: The settings of delayed and early updates and of adaptive precision.
+        advice: Explains failed allocations.
+        state_dicts: Makes `state_dict()` of the model work with whole tensors.
+        schedule: The name and the arguments of the configured learning-rate schedule.
+        recompute: Activation checkpointing; None if it is not configured.
+        vertical: Runs all micro-batches of a step unit by unit; None if it is not configured.
+        saver: Publishes checkpoints and removes older ones.
+        preemption: Saves a checkpoint after a signal; None if it is not configured.
+        integrity: Detects memory corruption; None if it is not configured.
+        capabilities: Which fast paths of the machine are used, and why others are not.
+        determinism: Deterministic algorithms of PyTorch; None if they are not configured.
+        pipeline: The pipeline of this rank's stages; None without stages.
+        loop: Runs the schedule of the pipeline; None without stages.
+        sparse_attention: The configured sparse attention, or None.
+        told: Optimizer arguments of the DeepSpeed API that are checked later.
+    """
 
     runtime: Runtime
     optimizer: ShardedOptimizer | None

@@ -39,8 +39,8 @@ class Losses:
         The record is dropped when the tensor is freed.
 
         Args:
-            scaled: The scaled loss.
-            loss: The loss before scaling.
+            scaled: The scaled loss, which the program differentiates.
+            loss: The loss before scaling, which is recorded if `scaled` is differentiated.
         """
         scaled.unscaled_loss = loss.detach()  # type: ignore[attr-defined]
 

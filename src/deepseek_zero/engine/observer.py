@@ -72,7 +72,12 @@ def summary(record: StepRecord) -> str:
 
 
 class Observer:
-    """Writes the reports on rank 0. Other ranks only run timers."""
+    """Writes the reports about an engine's steps on rank 0. Other ranks only run timers.
+
+    Args:
+        config: The run's configuration, which selects the reports.
+        device: The training device, on which timers run.
+    """
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
@@ -259,6 +264,7 @@ class Observer:
                 log_once(f"memory: {format_bytes(record.memory_bytes)}")
 
     def close(self) -> None:
+        """Close the monitors."""
         self.monitor.close()
         if self.writer is not None:
             self.writer.close()

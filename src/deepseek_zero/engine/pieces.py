@@ -43,7 +43,13 @@ if TYPE_CHECKING:  # as in engine.py
 
 @dataclass(frozen=True)
 class PiecePlans:
-    """The plans for "pp", "tp" and "sp", each None if the axis has one rank."""
+    """The plans for "pp", "tp" and "sp", each None if the axis has one rank.
+
+    Attributes:
+        pipeline: The stages and messages of a pipeline.
+        tensor: The bytes of tensor parallelism.
+        sequence: The bytes of sequence parallelism.
+    """
 
     pipeline: PipelinePlan | None = None
     tensor: TensorPlan | None = None
@@ -110,7 +116,13 @@ class Sample:
 
 @dataclass
 class Stages:
-    """The pipeline stages of this rank, and the parameters that are tied to other stages."""
+    """The pipeline stages of this rank, and the parameters that are tied to other stages.
+
+    Attributes:
+        staged: The model, of which this rank holds some stages.
+        ties: The parameters that this rank shares with other stages.
+        settings: The schedule, and how layers are distributed over stages.
+    """
 
     staged: pipeline.StagedModel
     ties: pipeline.Ties

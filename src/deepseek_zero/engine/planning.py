@@ -287,7 +287,7 @@ def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
 
     Args:
         policy: The dtypes of weights, gradients and sums.
-        device: The training device.
+        device: The training device, which decides what memory and dtypes are available.
 
     Returns:
         One entry for the report of capabilities; none if the run does not compute in bf16.
@@ -386,7 +386,7 @@ def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device)
     Args:
         placement: The configured bytes and the path of the disk.
         comm: The communicator of the ranks that call this function.
-        device: The training device.
+        device: The training device, which decides what memory and dtypes are available.
 
     Note:
         Collective: every rank must call it.
@@ -421,8 +421,8 @@ def stated_budgets(
 
     Args:
         settings: The settings of the plan.
-        placement: The configured bytes.
-        device: The training device.
+        placement: The configured budget of each memory.
+        device: The training device, which decides what memory and dtypes are available.
 
     Raises:
         UsageError: A memory may be chosen but has no configured bytes.

@@ -18,7 +18,26 @@ from .mesh_statements import MeshStatement
 
 @dataclass
 class Request:
-    """The arguments that a user passed to an API, checked; None for each that was not passed."""
+    """The arguments that a user passed to an API, checked; None for each that was not passed.
+
+    Attributes:
+        model: The model to train.
+        optimizer: An optimizer, or a callable that makes one from parameters.
+        parameters: The parameters or parameter groups to train.
+        lr_scheduler: A schedule, or a callable that makes one from an optimizer.
+        training_data: A dataset, for which the engine builds a loader.
+        collate_fn: Combines a list of samples to a batch.
+        mesh: A value from which `mesh_of` makes the device mesh.
+        mesh_statements: Requirements on the mesh that follow from other arguments.
+        counts_model_ranks: `train_batch_size` may count ranks that receive the same batch.
+        leaf_modules: The full names of modules that are not divided into units.
+        drops_idle_schedule: Drop a schedule without an optimizer with a warning, instead of
+            raising.
+        call: The name of the API function that was called, for error messages.
+        sequence: The settings of sequence parallelism.
+        shuffles: Shuffle `training_data` in each epoch.
+        mpu: An object that has the sizes of the groups of ranks, as in Megatron-LM.
+    """
 
     model: nn.Module
     optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None

@@ -223,6 +223,9 @@ def save_checkpoint(
         preferred: The name of the layout to use if the configuration names none and the layout can
             hold what is saved.
 
+    Returns:
+        The path of the checkpoint.
+
     Raises:
         CheckpointError: A rank could not write; raised on every rank. The previous checkpoint
             stays.
@@ -345,6 +348,9 @@ def load_checkpoint(
         directory: The directory of the checkpoints.
         tag: The name of the checkpoint; None for the one that `latest` names.
         restore: Which parts of the checkpoint are applied.
+
+    Returns:
+        The path of the loaded checkpoint and its client state; (None, None) if there is none.
 
     Raises:
         CheckpointError: The checkpoint does not fit or is damaged; raised on every rank. The engine

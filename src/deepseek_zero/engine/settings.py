@@ -501,7 +501,7 @@ def sparse_attention_of(config: Config, mesh: Mesh) -> attention.SparseAttention
         mesh: The device mesh: the size of each axis and this rank's coordinates.
 
     Raises:
-        ConfigError: The section contradicts itself.
+        ConfigError: Two settings of the section exclude each other.
     """
     section = config.sparse_attention
     if section is None:

@@ -229,7 +229,7 @@ def plan(
             Parameters that share memory are tied, as in a run.
         config: As in `initialize`.
         ranks: The number of ranks of the world.
-        rank: The rank to plan.
+        rank: The rank whose plan is returned, from 0 to ``ranks - 1``.
         hosts: The number of hosts. CPU ranks of one host read each other's memory.
         mesh: As in `initialize`.
         device: The device on which each rank trains; it need not exist here.

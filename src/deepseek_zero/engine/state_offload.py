@@ -41,6 +41,8 @@ class StateOffload:
 
     Attributes:
         offloaded: The kinds of state that are offloaded now.
+        runtime: The wrapped model, whose weights and gradients are moved.
+        optimizer: The sharded optimizer, whose states are moved; None if there is none.
     """
 
     runtime: Runtime

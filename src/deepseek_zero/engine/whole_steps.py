@@ -19,8 +19,8 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
     """Take a whole step: all its micro-batches forward and backward, then the update.
 
     Args:
-        engine: The engine. A subclass may refuse its own forward, backward and step, so those of
-            `Engine` are called.
+        engine: The engine, whose forward is run in evaluation mode. A subclass may refuse its own
+            forward, backward and step, so those of `Engine` are called.
         data_iter: Yields micro-batches; None takes them from the engine's own loader.
 
     Returns:
@@ -73,7 +73,7 @@ def evaluate(
     """Run forwards without a backward.
 
     Args:
-        engine: The engine.
+        engine: The engine, whose forward is run in evaluation mode.
         data_iter: Yields micro-batches.
         many: The number of micro-batches; None takes as many as a step has.
         keeps_outputs: Keep the outputs of all micro-batches and return them.
@@ -125,6 +125,9 @@ def taken(engine: Engine, batches: Iterator[Any], many: int) -> list[Any]:
         engine: The engine, whose mesh decides which part this rank uses.
         batches: Yields micro-batches.
         many: The number of micro-batches to take.
+
+    Returns:
+        The micro-batches.
     """
     found = [next(batches) for _ in range(many)]
     if engine.mesh.sp == 1:

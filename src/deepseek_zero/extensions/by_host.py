@@ -100,7 +100,16 @@ class TwoHops(Route):
 
 
 class TwoHopBuffers(MessageBuffers):
-    """Buffers for a reduction that sums gradients within each host, then between hosts."""
+    """Buffers for a reduction that sums gradients within each host, then between hosts.
+
+    Args:
+        comm_ctx: The context of the ranks that share slices, with the pool of buffers.
+        hosts: The communicators within this host and across hosts.
+        message: The message that a rank sends in the first hop.
+        arriving: The message that a rank receives in the last hop.
+        numel: The most elements that a rank sends to another one.
+        slice_numel: The number of elements of a slice.
+    """
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class CodedStorage(Storage):
 
         Args:
             codec: The codec that encodes written elements and decodes read ones.
-            numel: The number of elements.
+            numel: The number of elements that the storage holds.
             dtype: The dtype of decoded elements.
             device: The device of the codes.
         """
@@ -46,6 +46,9 @@ class CodedStorage(Storage):
         Args:
             low: The first element of the range.
             high: The end of the range.
+
+        Returns:
+            A flat tensor of ``high - low`` elements.
         """
         start, stop = self._blocks(low, high)
         found = torch.empty(stop - start, dtype=self.dtype, device=self.memory.device)
@@ -54,12 +57,7 @@ class CodedStorage(Storage):
         return found[low - start : high - start]
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Decode elements [low, high) into a new tensor, like `read`.
-
-        Args:
-            low: The first element of the range.
-            high: The end of the range.
-        """
+        """Decode elements [low, high) into a new tensor, exactly as `read` does."""
         return self.read(low, high)
 
     @contextmanager

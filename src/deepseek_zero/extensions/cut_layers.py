@@ -161,7 +161,7 @@ class RowTile(nn.Module):
         """Return ``use(given, self.weight, *more)``.
 
         Args:
-            given: The input.
+            given: The input of the layer.
             more: Arguments of `use` after the weight.
             use: The operation; each layer that shares the tile passes its own.
 

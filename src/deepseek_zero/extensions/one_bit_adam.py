@@ -23,18 +23,18 @@ from .momentum_exchange import exchange_momenta, reduce_gradients
 
 
 class MomentumSteps(UpdatePolicy):
-    """The update policy of 1-bit Adam, which starts and ends the exchange of momenta.
-
-    Args:
-        clips: The norm of gradients is clipped. It cannot be combined with an exchange of momenta.
-        keeps_grads: Gradients are kept until `zero_grad()`, which cannot be combined either.
-        adapts_precision: Units may change their precision, which cannot be combined either.
-    """
+    """The update policy of 1-bit Adam, which starts and ends the exchange of momenta."""
 
     keeps_own_states = True
 
     def __init__(self, *, clips: bool, keeps_grads: bool, adapts_precision: bool) -> None:
-        """Store the settings that `attach` checks."""
+        """Store the settings that `attach` checks.
+
+        Args:
+            clips: The norm of gradients is clipped.
+            keeps_grads: Gradients are kept until `zero_grad()`.
+            adapts_precision: Units may change their precision.
+        """
         self._clips = clips
         self._keeps_grads = keeps_grads
         self._adapts_precision = adapts_precision

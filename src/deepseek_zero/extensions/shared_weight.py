@@ -14,6 +14,10 @@ from ..tiers.tier import Tier
 class SharedWeight(WeightGather):
     """A weight gather that copies nothing: all slices are in shared memory of the host.
 
+    Args:
+        group: The parameter group whose weight is in shared memory.
+        memory: The shared memory, with this rank's slice and a view of all slices.
+
     Attributes:
         memory: The shared memory, with this rank's slice and a view of all slices.
     """

@@ -150,7 +150,14 @@ class TiledLinear(nn.Module):
 
 
 class Tile(nn.Linear):
-    """A tile of an nn.Linear, initialized with the `fan_in` of the whole layer."""
+    """A tile of an nn.Linear, initialized with the `fan_in` of the whole layer.
+
+    Args:
+        in_features: The number of input features of the tile.
+        out_features: The number of output features of the tile.
+        fan_in: The number of input features of the whole layer.
+        kwargs: Further arguments of nn.Linear.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, fan_in: int, **kwargs: Any) -> None:
         self.fan_in = fan_in  # Set first, since the base class calls `reset_parameters`
@@ -229,7 +236,17 @@ def _cuts(side: str, features: int, splits: int) -> list[int]:
 
 
 def boundaries(rows: int, parts: int) -> list[int]:
-    """Return the boundaries of `parts` nearly equal ranges; the first ones may be one longer."""
+    """Return the boundaries of nearly equal ranges.
+
+    The first ranges are one element longer if the division has a remainder.
+
+    Args:
+        rows: The number of elements to divide.
+        parts: The number of ranges.
+
+    Returns:
+        ``parts + 1`` numbers, from 0 to `rows`.
+    """
     size, larger = divmod(rows, parts)
     return [number * size + min(number, larger) for number in range(parts + 1)]
 

@@ -33,9 +33,9 @@ class Knob:
 
     Attributes:
         name: The name of the setting.
-        value: The current size.
+        value: The size that is used now.
         floor: The smallest size after the first change.
-        ceiling: The largest size.
+        ceiling: The largest size that is tried.
         before: The size and the wait before the last change.
         is_done: The size does not change any more.
     """
@@ -66,7 +66,13 @@ class Knob:
 
 
 class Tuner:
-    """Adjusts the message and prefetch sizes of one engine, one size after another."""
+    """Adjusts the message and prefetch sizes of one engine, one size after another.
+
+    Args:
+        settings: The settings of the plan, which name the adjustable sizes.
+        sizes: The number of elements of each unit, which limit the sizes.
+        comm: The communicator of all ranks, which compare their waiting times.
+    """
 
     def __init__(self, settings: PlanSettings, sizes: Sequence[int], comm: Comm) -> None:
         self.comm = comm

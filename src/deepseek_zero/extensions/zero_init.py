@@ -141,7 +141,7 @@ class InitShard(ModelBuilder):
 
         Args:
             param: The parameter; it must be sharded.
-            dtype: The new dtype.
+            dtype: The dtype to which this rank's slice is cast.
         """
         self.slice = self.slice.to(dtype)
         with without_torch_function():
@@ -231,10 +231,10 @@ class InitShard(ModelBuilder):
         """Return the result of an operation on a sharded parameter after construction.
 
         Args:
-            param: The sharded parameter.
+            param: The sharded parameter on which the program called the operation.
             name: The name of the operation.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: The positional arguments of the operation.
+            kwargs: The keyword arguments of the operation.
 
         Returns:
             The result of an operation that needs no values, such as a conversion; `NEEDS_ELEMENTS`
@@ -530,7 +530,7 @@ def refuse_other_form(name: str, value: Tensor, shape: torch.Size, dtype: torch.
 
     Args:
         name: The name of the parameter.
-        value: The new tensor.
+        value: The tensor with which the program replaced the parameter's memory.
         shape: The shape of the parameter.
         dtype: The dtype of its slices.
 

@@ -48,7 +48,12 @@ class Moment:
 
 
 class Moments:
-    """Stores the moments of one optimizer in other memory or fewer bits between updates."""
+    """Stores the moments of one optimizer in other memory or fewer bits between updates.
+
+    Args:
+        inner: The optimizer whose moments are stored.
+        scratch: The buffers into which moments are decoded for an update.
+    """
 
     def __init__(self, inner: Optimizer, scratch: Scratch) -> None:
         self._inner = inner
@@ -244,7 +249,7 @@ class Moments:
 
         Args:
             shard: The shard that was cut.
-            into: The new shards.
+            into: The new shards, which together cover the old one.
         """
         # A checkpoint that is being written reads the state by this shard
         shard.group.guard.before_write()

@@ -76,7 +76,7 @@ class Memory:
         """Return views of a range of elements.
 
         Args:
-            low: The first element.
+            low: The first element of the range.
             high: The end of the range, exclusive.
         """
         other = None if self.other is None else self.other.view(-1)[low:high]
@@ -218,7 +218,7 @@ class OnePass:
         that no step waits for it.
 
         Args:
-            param: The shard's parameter.
+            param: The shard, as the optimizer knows it.
             group: The update of the parameter group to which the shard belongs.
         """
         if not group.rule.counts:
@@ -320,7 +320,7 @@ class OnePass:
         """Replace every NaN in a shard and its states by the canonical NaN, on a CPU.
 
         Args:
-            param: The shard's parameter.
+            param: The shard, as the optimizer knows it.
             group: The update of its parameter group, or None if no kernel updates it.
         """
         is_settled = param.device == CPU and param.dtype == torch.float32
@@ -364,6 +364,11 @@ class Counter:
     """A counter of updates, its version when it had the value, and the value.
 
     The counter of an optimizer that updates on a GPU may be on the host (PyTorch's Adagrad).
+
+    Attributes:
+        tensor: The optimizer's counter, a scalar tensor.
+        version: The version of `tensor` when it had the value.
+        value: The number of updates.
     """
 
     tensor: Tensor

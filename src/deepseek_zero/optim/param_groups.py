@@ -66,7 +66,7 @@ def prefer_fused(optimizer: Optimizer, *, on_cpu: bool) -> None:
     A fused kernel reads and writes memory once instead of many times.
 
     Args:
-        optimizer: The inner optimizer.
+        optimizer: The inner optimizer, whose parameter groups are changed in place.
         on_cpu: All shards of all ranks are updated on a CPU. PyTorch has no fused Adagrad on CUDA.
     """
     if type(optimizer) not in FUSED or (type(optimizer) is torch.optim.Adagrad and not on_cpu):

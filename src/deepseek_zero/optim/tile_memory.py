@@ -122,8 +122,8 @@ class StorageRange:
     Attributes:
         storage: The storage, or a `StagedTile`, which copies a tensor of the training device to the
             host for the update, and back.
-        low: The first element.
-        high: The end of the elements.
+        low: The first element of the range.
+        high: The end of the range.
         changes: The update writes the elements.
         after: Event of the training device after which it does not change the elements.
     """
@@ -178,6 +178,11 @@ class TilePrefetcher(Generic[T]):
 
     `next` returns a tile to update, and `release` stores it. The last stores may still be in
     progress when `next` returns None.
+
+    Args:
+        tiles: The tiles, in the order of their updates.
+        touched: Returns the states in other memory that the update of a tile reads or writes.
+        settings: How many tiles may be in transfer at the same time.
     """
 
     def __init__(

@@ -70,7 +70,15 @@ def _own(value: Any) -> Any:
 
 
 class Updater:
-    """Runs the inner optimizer over tiles, and moves their states in and out of other memory."""
+    """Runs the inner optimizer over tiles, and moves their states in and out of other memory.
+
+    Args:
+        inner: The optimizer that computes updates.
+        scratch: The buffers that all tiles share.
+        moments: Stores the moments of `inner` between updates.
+        settings: How many tiles may be in transfer at the same time.
+        clock: Measures the time spent on updates.
+    """
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class ParamShape:
 
     Attributes:
         shape: The shape; of this rank's part if the parameter is split along "tp".
-        dtype: The dtype.
+        dtype: The dtype with which the parameter was built.
         trainable: The parameter requires a gradient.
         full_precision: The parameter stays in fp32 if the run computes in 16 bits.
         split: How it is split along "tp"; None if it is not.
@@ -59,7 +59,7 @@ class UnitShape:
     Attributes:
         name: The name of its module; empty for the model.
         is_tile: It is a tile of a large layer (`choose_units`).
-        params: Its parameters.
+        params: The unit's parameters, by full name.
     """
 
     name: str
@@ -108,6 +108,9 @@ def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:
     Args:
         model: The model, which may be on the meta device.
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
+
+    Returns:
+        The units with the shapes of their parameters, the root first.
 
     Raises:
         UsageError: The settings name modules that the model does not have.

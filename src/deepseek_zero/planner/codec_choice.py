@@ -26,6 +26,11 @@ class CodecRate:
     """The measured speed of a codec, in elements per second, on the slowest rank of a host.
 
     All ranks of the host are measured at the same time.
+
+    Attributes:
+        codec: The codec.
+        encode: The number of elements that are encoded per second.
+        decode: The number of elements that are decoded per second.
     """
 
     codec: Blocks

@@ -21,6 +21,9 @@ class SecondCopy(Extra):
     """A second copy of a sharded weight, sharded over fewer ranks (hpZ).
 
     Gathers read it as long as the weight does not change.
+
+    Attributes:
+        spec: The dtype and memory of the copy.
     """
 
     spec: Spec

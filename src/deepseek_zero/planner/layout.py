@@ -61,7 +61,7 @@ class FlatLayout:
     Attributes:
         slots: The positions of the parameters.
         slice_numel: The number of elements of one rank's slice.
-        ranks: The number of slices.
+        ranks: The number of slices, one for each rank of the shard group.
     """
 
     slots: tuple[Slot, ...]
@@ -102,7 +102,7 @@ class FlatLayout:
         groups.
 
         Args:
-            start: The first element.
+            start: The first element of the range.
             stop: The end of the range.
             tile_numel: The most elements of a part.
 
@@ -142,7 +142,7 @@ def even_layout(
     Args:
         names: The full names of the parameters, in the order of the layout.
         shapes: The shape of each parameter, in the order of `names`.
-        ranks: The number of slices.
+        ranks: The number of slices, one for each rank of the shard group.
         block: The length of a slice is a multiple of this many elements.
         grain: Each parameter begins at a multiple of this many elements; it divides `block`.
 

@@ -139,7 +139,7 @@ class StateCounts:
 
     Attributes:
         per_element: The number of fp32 values for each element.
-        counters: The number of scalars.
+        counters: The number of scalars, such as the update counter.
         options: The values per element that a hyper-parameter adds if it is set.
     """
 
@@ -219,9 +219,9 @@ def mixed_precision_adam_bytes(params: int, ranks: int = 1, stage: int = 0) -> i
     by 3.82, 7.21 and 64. For infinitely many ranks, the limits of stages 1 and 2 are 4 and 8.
 
     Args:
-        params: The number of parameters.
-        ranks: The number of ranks.
-        stage: The ZeRO stage.
+        params: The number of elements of all parameters.
+        ranks: The number of ranks over which states are sharded.
+        stage: The ZeRO stage, 0 to 3.
     """
     whole = WHOLE_BYTES[stage]
     return whole * params + (16 - whole) * params // ranks

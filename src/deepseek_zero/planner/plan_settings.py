@@ -17,8 +17,10 @@ from ..tiers.tier import Tier
 class UnitTiers:
     """The memories in which one unit's weights and states are kept.
 
-    One holds its sharded weights between uses. The other holds its moments, gradients, and main
-    weights that have their own storage.
+    Attributes:
+        unit: The name of the unit's module.
+        weights: The memory of the sharded weights between uses.
+        states: The memory of moments, gradients, and main weights with their own storage.
     """
 
     unit: str
@@ -96,6 +98,19 @@ class PlanSettings:
         ranks_per_host: Sums are formed within runs of this many ranks first, then over the runs
             (extensions/by_host.py); 1 adds in the order of ranks. None leaves it to the caller that
             knows the hosts; a plan without hosts takes 1.
+        stage: The ZeRO stage, 0 to 3.
+        policy: The dtypes of weights, gradients, sums and moments.
+        accumulation: The number of micro-batches of a step.
+        prescale: Divide gradients before they are summed, not after it.
+        predivide: The part of the divisor of the mean that is applied before the sum.
+        transport: The name of the transport between ranks.
+        unused_is_error: Raise if a trainable parameter gets no gradient.
+        unit_names: The classes or names of the modules that are units; empty to search for them.
+        leaf_classes: The classes of modules that are not divided into units.
+        leaf_names: The full names of modules that are not divided into units.
+        leaf_suffixes: The last parts of names of modules that are not divided into units.
+        fuse_numel: Blocks whose layers have on average at most this many elements are not divided
+            into units.
     """
 
     stage: int = 3

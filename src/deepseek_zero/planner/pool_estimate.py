@@ -34,7 +34,12 @@ Size = tuple[torch.dtype, int]  # dtype and number of elements, which identify a
 
 @dataclass
 class PoolLedger:
-    """Counts the pool buffers of each size that are in use, and their maximum."""
+    """Counts the pool buffers of each size that are in use, and their maximum.
+
+    Attributes:
+        lent: The number of buffers in use, by size.
+        peak: The largest number of buffers that were in use at the same time, by size.
+    """
 
     lent: Counter[Size] = field(default_factory=Counter)
     peak: Counter[Size] = field(default_factory=Counter)

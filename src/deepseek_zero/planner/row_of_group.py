@@ -65,7 +65,7 @@ def plan_for(
     Args:
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
         dtype: The dtype with which the parameters were built.
-        trainable: The parameters require gradients.
+        trainable: The parameters require gradients, so there are a gradient and optimizer states.
         persistent: The parameters stay gathered at stage 3, because they are small.
         ranks: The number of ranks over which states are sharded.
         is_coded: The configured compression applies to the parameters.

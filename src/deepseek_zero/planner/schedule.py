@@ -51,7 +51,7 @@ class Action:
     """One action on one unit, for example gathering its weights.
 
     Attributes:
-        kind: The kind of action.
+        kind: What is done, for example gather or forward.
         unit: The number of the unit.
         micro_batch: The micro-batch of a forward or backward; None for the whole batch.
     """
@@ -153,7 +153,7 @@ class Schedule:
     """The schedules of a forward, a forward without backward, and a backward of a step.
 
     Attributes:
-        forward: The forward of training.
+        forward: The forward of a training step.
         inference: A forward without a backward.
         accumulate: A backward that does not end a step; it leaves out what is done once a step.
         backward: A backward that ends a step.

@@ -158,9 +158,9 @@ class ShardPlan:
 
     Attributes:
         weight: The weight that the model computes with.
-        grad: The gradient.
+        grad: The gradient, between backward and update.
         master: The main weight, which the optimizer updates.
-        moments: The optimizer's states.
+        moments: The element-wise states of the optimizer.
         master_is_weight: The main weight is the storage of the weight (its slice at stages 1 and
             2), as in fp32 training.
         moments_format: The format in which moments are kept (precision/compact.py).

@@ -195,7 +195,7 @@ def refuse_other_cuts(cuts: Mapping[str, Split], tp: int) -> None:
         tp: The number of ranks along "tp".
 
     Raises:
-        UsageError: The numbers differ.
+        UsageError: A parameter is split into another number of parts.
     """
     for name, split in cuts.items():
         if len(split.ranges) != tp:

@@ -36,6 +36,9 @@ class PlacementSettings:
         disk: The same for the disk.
         ratio: The fraction of the states that `offload_optimizer` moves.
         undo_bytes: The bytes of the device for the log that undoes early updates.
+        chooses_weights: Choose the memory of sharded weights.
+        chooses_states: Choose the memory of moments, gradients and main weights.
+        path: The directory on the disk.
     """
 
     chooses_weights: bool = False
@@ -53,6 +56,10 @@ class TierChoices:
     """The memories allowed for weights and states, fastest first.
 
     With one entry there is no choice.
+
+    Attributes:
+        weights: The memories allowed for sharded weights.
+        states: The memories allowed for moments, gradients and main weights.
     """
 
     weights: tuple[Tier, ...]
@@ -107,6 +114,9 @@ def assign_tiers(
         budgets: The bytes of each memory for one rank.
         moments: The number of moments for each element.
 
+    Returns:
+        The memory of the weights and of the states of each unit.
+
     Raises:
         OutOfMemoryError: The units do not fit.
     """
@@ -145,6 +155,9 @@ def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tu
         units: The units of the plan.
         weights: The memory of the weights.
         ratio: The fraction of elements whose states are offloaded.
+
+    Returns:
+        The memory of the weights and of the states of each unit.
     """
     keep = (1.0 - ratio) * sum(group.padded_numel for unit in units for group in unit.trained)
     kept = 0

@@ -36,8 +36,11 @@ def whole_layout(
     Args:
         names: The full names of the parameters, in the order of the layout.
         shapes: The shape of each parameter, in the order of `names`.
-        ranks: The number of slices.
+        ranks: The number of slices, one for each rank of the shard group.
         block: The length of a slice is a multiple of this many elements.
+
+    Returns:
+        The layout, in which each parameter is in the slice of one rank.
     """
     loads = [0] * ranks
     place: dict[int, tuple[int, int]] = {}
@@ -97,6 +100,8 @@ class GroupPlan:
         near: The number of ranks on one host, if sums are formed host by host; 1 if they are formed
             in the order of ranks.
         low: The 16-bit specs of a group that is promoted to fp32 now.
+        plan: The specs of the group's four states.
+        layout: The positions of the parameters in the flat buffers.
     """
 
     plan: ShardPlan
@@ -269,7 +274,7 @@ class UnitPlan:
 
     Attributes:
         name: The name of its module; "root" for the first unit, which is the model.
-        groups: Its groups.
+        groups: The parameter groups of the unit.
         is_tile: It is a tile of a large layer (`choose_units`).
     """
 
@@ -324,7 +329,7 @@ def coded_names(
         unit: The unit whose parameters are grouped.
         persistent: The names of parameters that stay gathered.
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
-        ranks: The number of ranks.
+        ranks: The number of ranks over which states are sharded.
     """
     compression = settings.compression
     found = {

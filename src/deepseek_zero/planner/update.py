@@ -39,7 +39,7 @@ class ParamGroupPlan:
     """One of the optimizer's parameter groups.
 
     Attributes:
-        options: Its hyper-parameters.
+        options: The hyper-parameters of the group, by name.
         names: The names of its parameters.
         is_uncut: Its update needs whole tensors.
     """
@@ -55,7 +55,7 @@ class UpdateSettings:
 
     Attributes:
         optimizer: The name of its class (`moments_for` has its states).
-        groups: Its parameter groups.
+        groups: The optimizer's parameter groups.
         tile_numel: The elements of one optimizer call on the training device.
         scales_grads: Gradients may be clipped or unscaled.
         can_defer: Updates may run in the next forward.
@@ -138,9 +138,14 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """A range of a group's main weight that the optimizer treats as one parameter.
+    """A range [start, stop) of a group's main weight that the optimizer treats as one parameter.
 
-    The range is elements [start, stop).
+    Attributes:
+        group: The planned parameter group.
+        start: The first element, as an index into this rank's part of the main weight.
+        stop: The end of the range.
+        names: The names of the model's parameters that the range covers.
+        shape: The shape that the optimizer sees.
     """
 
     group: GroupPlan
@@ -168,7 +173,7 @@ def shard_ranges(
     Args:
         group: The planned parameter group, with its layout and specs.
         rank: The rank whose shards are returned.
-        names: The full names of the parameters, in the order of the layout.
+        names: The full names of the parameters whose shards are returned.
         tile_numel: The most elements of a shard.
         uncut: The optimizer needs whole tensors.
     """
@@ -279,6 +284,7 @@ class UpdatePlan:
         settings: The optimizer's class, parameter groups and tile sizes.
         shards: This rank's shards, by parameter group.
         device: The device on which the ranks train.
+        order: The tiles into which the shards are combined, in the order of their updates.
     """
 
     settings: UpdateSettings

@@ -49,6 +49,9 @@ class StepVolume:
         ties: Gradients of parameters that stages share.
         inside_hosts: If sums are formed host by host, the part of gathers, reductions and refreshes
             that stays inside a host.
+        gathers: The all-gathers of weights.
+        reduces: The reductions of gradients.
+        refresh: The all-gathers of replicated weights after the update.
     """
 
     gathers: int

@@ -88,6 +88,14 @@ class FlatBuffer:
     The buffer has all elements if the state is replicated or partial, and one slice if it is
     sharded.
 
+    Args:
+        layout: The positions of the parameters in the buffer.
+        spec: The placement, dtype and memory of the state.
+        memory: The elements on this rank, flat.
+        storage: The memory between uses; None to use `memory` itself.
+        guard: Called before every access; None for a new one.
+        coded_as: The codec of slices that are gathered into this buffer; None for exact slices.
+
     Attributes:
         layout: The positions of the parameters in the buffer.
         spec: The placement, dtype and memory of the state.

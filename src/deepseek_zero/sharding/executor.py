@@ -28,7 +28,7 @@ class Executor:
     Attributes:
         gathers: Issues the all-gathers of weights, in order.
         reductions: Issues the reductions of gradients, in order.
-        schedule: The current schedule.
+        schedule: The schedule of the passes, which changes when the ranks agree on an order.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Executor:
         Args:
             units: The units of the model, the root first.
             settings: The settings of the plan, such as the size of the prefetch window.
-            schedule: The first schedule.
+            schedule: The schedule that is used until the ranks have agreed on an order.
             comm: The communicator of all ranks of the job.
             queue: The gathers that wait for their fetch from another memory.
             most_reductions: The number of units that may be reduced at the same time.

@@ -42,8 +42,8 @@ class Forward:
 
     Attributes:
         units: The units of the model, the root first.
-        root: The root unit.
-        backward: The backward hooks.
+        root: The unit of parameters outside all other units.
+        backward: Installs the hooks of the backward.
         step: The phase of the model and the progress of the current step.
         executor: Runs the gathers and reductions of the schedule.
         loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.

@@ -179,9 +179,9 @@ class GatherLane:
 
         Args:
             unit: The unit whose weights are needed.
-            training: Its outputs need gradients.
-            recomputes: Backward recomputes this forward. Backward releases units itself, except a
-                tile that was gathered only for this forward.
+            training: The outputs of the forward need gradients.
+            recomputes: The forward belongs to a checkpoint, so backward recomputes it. Backward
+                releases units itself, except a tile that was gathered only for this forward.
             was_unsharded: Its weights were unsharded before the forward.
         """
         if recomputes:

@@ -26,7 +26,7 @@ class GradEdits:
 
     Attributes:
         gradient: The gradient of the group, which these methods read and change.
-        group: The parameter group.
+        group: The parameter group to which the gradient belongs.
         handles: The tensors that `.grad` shows, one for each member; empty before they are first
             shown.
     """

@@ -18,7 +18,7 @@ class GradView:
 
     Attributes:
         gradient: The gradient of the group.
-        group: The parameter group.
+        group: The parameter group whose `.grad` is set.
         edits: The operations of the program on these gradients.
     """
 

@@ -26,7 +26,7 @@ class Summand:
     Members are identified by their index in the group.
 
     Attributes:
-        group: The parameter group.
+        group: The parameter group to which the gradient belongs.
         buffer: The elements of all members; None while nothing is collected.
     """
 
@@ -34,7 +34,7 @@ class Summand:
         """Create an empty summand.
 
         Args:
-            group: The parameter group.
+            group: The parameter group to which the gradient belongs.
             allocate: Returns the uninitialized buffer in which gradients are collected.
         """
         self.group = group
@@ -111,7 +111,7 @@ class Gradient:
     """The gradient of one trained group: collected on this rank, then summed over the ranks.
 
     Attributes:
-        group: The parameter group.
+        group: The parameter group to which the gradient belongs.
         reduction: How the ranks sum the gradient.
         summand: The gradient that this rank has collected.
         sum: The sum over the ranks.

@@ -22,7 +22,7 @@ class ParamInfo:
     """One parameter of a group, with its position and its sharded form.
 
     Attributes:
-        param: The parameter.
+        param: The user's `nn.Parameter` object.
         slot: The position of the parameter in the flat layout.
         param_class: The class of the parameter before wrapping and while unsharded.
         placeholder: The data of the parameter while it is sharded.

@@ -116,7 +116,7 @@ def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
     """Expand the placeholder to each member's shape, as data of sharded parameters.
 
     Args:
-        members: The parameters.
+        members: The parameters of a group.
         placeholder: One element of the weight's dtype.
     """
     for member in members:

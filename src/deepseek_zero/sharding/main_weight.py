@@ -316,7 +316,7 @@ def staging_like(target: Tensor, values: Tensor) -> Tensor:
     once.
 
     Args:
-        target: The tensor to write.
+        target: The tensor that will receive the values.
         values: The values to write, on any device.
     """
     if target.device == values.device:

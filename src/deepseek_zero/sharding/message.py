@@ -53,7 +53,7 @@ class Pool:
         """Return an uninitialized flat tensor, which `give` returns to the pool.
 
         Args:
-            numel: The number of elements.
+            numel: The number of elements of the tensor.
             dtype: The dtype of the tensor.
         """
         idle = self._idle[dtype, numel]
@@ -149,7 +149,7 @@ class Message:
 
         Args:
             received: The piece of each rank, in rank order.
-            into: The output.
+            into: The output, this rank's slice of the sum.
             divisor: The number that the sum is divided by.
             add: Add the sum to the values of `into`.
         """

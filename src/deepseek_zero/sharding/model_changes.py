@@ -66,7 +66,7 @@ class Structure:
         """Record the modules and parameters of a model.
 
         Args:
-            model: The wrapped model.
+            model: The wrapped model whose modules are recorded.
             groups: The parameter groups that hold the model's parameters.
             ignores_new_params: Ignore parameters that are added later, with a warning.
         """
@@ -85,7 +85,7 @@ class Structure:
         """Raise if the model has unmanaged parameters, or a parameter left its buffer.
 
         Raises:
-            UsageError: The model was changed.
+            UsageError: The program has added a parameter or replaced one's memory.
         """
         if not self._seen or any(_holds(module) != held for module, held in self._seen):
             new_params = _params_added_to(self.model, self.groups)
@@ -105,7 +105,7 @@ def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
     The comparison covers parameters (names, shapes, dtypes, order), buffers, units and settings.
 
     Args:
-        model: The whole model.
+        model: The model before it is sharded.
         plan: The plan of the model, whose units and settings are compared.
         comm: The communicator of all ranks of the job.
 
@@ -211,7 +211,7 @@ def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> Usag
 
     Args:
         members: The parameters of the group.
-        full: The gathered buffer.
+        full: The gathered buffer, which holds the group's old values.
     """
     start = full.memory.data_ptr()
     step = full.memory.element_size()
@@ -246,7 +246,7 @@ def refuse_unused(groups: Iterable[WrappedGroup], arrived: Collection[int]) -> N
         arrived: The ids of the parameters with a gradient.
 
     Raises:
-        UsageError: A parameter is unused.
+        UsageError: A trainable parameter got no gradient.
     """
     members = [member for group in groups for member in group.members]
     unused = [

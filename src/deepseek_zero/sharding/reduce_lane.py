@@ -68,7 +68,7 @@ class ReduceLane:
         """Replace the schedule and the settings, between two passes.
 
         Args:
-            schedule: The new schedule.
+            schedule: The schedule of the next passes.
             settings: The new settings of the plan.
         """
         self.schedule = schedule

@@ -251,7 +251,15 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
 
 
 def resize(runtime: Regrouped, settings: PlanSettings) -> None:
-    """Change the sizes of messages and prefetch buffers."""
+    """Change the sizes of messages and prefetch buffers.
+
+    Args:
+        runtime: The wrapped model.
+        settings: The settings with the new sizes.
+
+    Note:
+        Every rank must call it between the same two steps; it does not communicate.
+    """
     runtime.settings = settings
     runtime.executor.replan(settings)
     runtime.comm_ctx.pool.clear()  # drop buffers of the old sizes
@@ -260,7 +268,15 @@ def resize(runtime: Regrouped, settings: PlanSettings) -> None:
 
 
 def send_as(runtime: Regrouped, compression: Compression) -> None:
-    """Change the compression of messages, between two steps."""
+    """Change the compression of messages, between two steps.
+
+    Args:
+        runtime: The wrapped model.
+        compression: The new codecs, of the same layout.
+
+    Note:
+        Every rank must call it between the same two steps; it does not communicate.
+    """
     runtime.settings = replace(runtime.settings, compression=compression)
     for group in runtime.groups:
         planned = group.planned.sent_as(runtime.settings)
@@ -276,7 +292,15 @@ def send_as(runtime: Regrouped, compression: Compression) -> None:
 
 
 def set_grad_dtype(group: ParamGroup, dtype: torch.dtype) -> None:
-    """Change the dtype of a group's gradients, between two steps."""
+    """Change the dtype of a group's gradients, between two steps.
+
+    Args:
+        group: The parameter group, which has no gradient at the moment.
+        dtype: The new dtype.
+
+    Note:
+        Every rank must call it between the same two steps; it does not communicate.
+    """
     assert group.plan.grad is not None
     if dtype != group.plan.grad.dtype:
         group.planned = group.planned.with_grad_dtype(dtype)

@@ -71,7 +71,7 @@ class SavedByOthers:
     """A saved tensor that the saved-tensor hooks of another package have packed.
 
     Attributes:
-        packed: The packed tensor.
+        packed: The object that the other package's hook returned.
         restore: Unpacks it.
     """
 
@@ -84,6 +84,12 @@ Saved = SavedWeight | SavedTensor | SavedByOthers
 
 class WeightHooks:
     """The saved-tensor hooks of one forward of a gathered unit.
+
+    Args:
+        unit: The unit whose weights are gathered.
+        fetch: Gathers a group's unit if backward finds it sharded.
+        outer: The hooks of the surrounding unit, if any.
+        others: The hooks of another package, if any.
 
     Attributes:
         unit: The name of the unit.

@@ -68,14 +68,14 @@ class ModelBuilder:
         Args:
             param: The sharded parameter.
             name: The name of the operation.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: The positional arguments of the call.
+            kwargs: The keyword arguments of the call.
 
         Returns:
             The result; `NEEDS_ELEMENTS` if the operation can run.
 
         Raises:
-            AtRestError: The operation cannot run.
+            AtRestError: The operation needs elements that this rank does not have.
         """
         raise NotImplementedError
 
@@ -111,8 +111,8 @@ def is_safe(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
     Args:
         name: The name of the function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
     """
     return name in SAFE and (name != "type" or len(args) + len(kwargs) == 1)
 
@@ -143,8 +143,8 @@ def answer_without_elements(
     Args:
         function: The function that was called on the tensor.
         name: The name of the function (`function_name`).
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
     """
     if is_safe(name, args, kwargs):
         with without_torch_function():
@@ -274,7 +274,7 @@ def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torc
     Args:
         name: The name of the function.
         args: Its positional arguments, the tensor first.
-        kwargs: Its keyword arguments.
+        kwargs: The keyword arguments of the call.
     """
     implied = CONVERSIONS.get(name)
     if name not in CONVERSIONS and name != "type":
@@ -344,7 +344,7 @@ def changes_nothing(
 
     Args:
         args: The positional arguments of the conversion, the tensor first.
-        kwargs: Its keyword arguments.
+        kwargs: The keyword arguments of the call.
         implied: The dtype or device that the name of the conversion implies.
     """
     param = args[0]

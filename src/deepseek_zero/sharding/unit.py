@@ -44,7 +44,7 @@ class Unit:
         expected: The ids of parameters whose gradient is expected in a backward.
         groups: All groups.
         sharded: The groups whose weight must be gathered.
-        trained: The trainable groups.
+        trained: The groups that have a gradient.
         group_of: The group of each trained parameter, by the parameter's id.
         reduced_in_backward: The current backward has started the unit's reduction.
         is_pinned: The unit stays unsharded whatever the schedule says, because many forwards and
