@@ -100,7 +100,7 @@ class ClientStates:
         return found
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return the state names and scalars that parameters of one shard must share."""
+        """Return the state names and scalars that must be equal for all parameters of one shard."""
         state = self._state_of(overlap)
         if state is None:
             return None

@@ -131,7 +131,7 @@ class _From:
 
 
 class ShardedLoader:
-    """Iterates over this rank's share of a dataset, one micro-batch ahead of the step.
+    """Data loader for this rank's part of a dataset. It loads one micro-batch ahead of the step.
 
     Every rank gets the same number of batches. If `shuffles`, each epoch is shuffled with a seed
     that all ranks share. Without a sampler, samples are distributed by steps (`StepOrder`). The

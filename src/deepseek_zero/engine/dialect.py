@@ -61,7 +61,7 @@ class EngineDialect(Generic[E]):
         return BuildRules()
 
     def make_loader(self, config: Config, mesh: Mesh, request: Request) -> ShardedLoader:
-        """Return the loader of this rank's share of `request.training_data`.
+        """Return the loader for this rank's part of `request.training_data`.
 
         Args:
             config: The run's configuration, from which the settings are read.

@@ -133,7 +133,7 @@ class HeldReductions:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Open a context that forbids `step` and other such contexts."""
+        """Return a context inside which `step`, and another context of this kind, raise."""
         if self.name:
             raise UsageError(
                 f"{name} context manager reentry is unsupported: nested in {self.name}.",
@@ -147,7 +147,7 @@ class HeldReductions:
             self.name = ""
 
     def refuse_step(self) -> None:
-        """Raise `UsageError` if such a context is open."""
+        """Raise `UsageError` if a context that postpones gradient reduction is open."""
         if self.name:
             raise UsageError(
                 f"It is illegal to call Engine.step() inside {self.name} context manager "

@@ -169,9 +169,9 @@ def cut_along_axes(
     sequence: parallel.SequenceSettings | None,
     layers: Layers,
 ) -> tuple[Stages | None, PiecePlans]:
-    """Cut a model in place to this rank's piece, and return its stages and plans.
+    """Cut a model in place to the part of this rank along "tp", "sp" and "pp".
 
-    The piece gets the first rank's values. Along "tp" layers are split, along "sp" the forward
+    The part gets the first rank's values. Along "tp" layers are split, along "sp" the forward
     becomes a part of a forward, and along "pp" blocks of other stages become stand-ins. The chain
     of blocks is searched in the whole model.
 
@@ -500,7 +500,7 @@ def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool)
 def plan_pieces(
     config: Config, model: nn.Module, mesh: Mesh, example: Any
 ) -> tuple[nn.Module, PiecePlans]:
-    """Return one rank's piece of a model, on the meta device, and its plans.
+    """Plan how a model is cut along "tp", "sp" and "pp", with a copy on the meta device.
 
     This does not change the model.
 
@@ -509,6 +509,9 @@ def plan_pieces(
         model: The whole model, before it is cut.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
         example: A micro-batch; None for the model's `dummy_inputs`, if it has them.
+
+    Returns:
+        The rank's part of the model on the meta device, and the plans of the axes.
     """
     if example is None:
         example = getattr(model, "dummy_inputs", None)

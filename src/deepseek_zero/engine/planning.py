@@ -311,7 +311,7 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
     Args:
         settings: The settings of the plan.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
-        in_place: The ranks that share slices read each other's memory.
+        in_place: The ranks of the shard group read each other's memory.
     """
     size = settings.secondary_ranks
     why = ""

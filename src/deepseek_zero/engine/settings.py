@@ -178,7 +178,7 @@ def compression_of(config: Config) -> Compression:
 
 
 def _feedback(config: Config) -> Feedback | None:
-    """Return how ranks keep the errors of coded gradients, or None if they do not."""
+    """Return how ranks keep the errors of quantized gradients, or None if they do not."""
     loco = config.zero_optimization.zeropp_loco_param
     asked = config.zero_optimization.compression.gradients.error_feedback
     if loco is not None:

@@ -91,7 +91,7 @@ class Stragglers:
         self._waits = [0.0] * WINDOW
 
     def compare(self, step: int, fields: Fields) -> None:
-        """Log the ranks, or the link, that are slow for the third time in a row.
+        """Log the ranks, or the link between hosts, that are slow for the third consecutive time.
 
         Args:
             step: The number of the step.

@@ -65,7 +65,7 @@ class TwoHops(Route):
         Args:
             full: The output, with this rank's slice in place.
             lane: The name of the ordered sequence of collectives to which this one belongs.
-            comm_ctx: The context of the ranks that share slices.
+            comm_ctx: The context of the ranks of the shard group.
             what: The name of the unit, used in error messages.
 
         Returns:
@@ -87,7 +87,7 @@ class TwoHops(Route):
         """Return the receive buffers of both hops for a part of a message.
 
         Args:
-            comm_ctx: The context of the ranks that share slices, with the pool of buffers.
+            comm_ctx: The context of the ranks of the shard group, with the pool of buffers.
             message: The message that a rank sends in the first hop.
             arriving: The message that a rank receives in the last hop.
             numel: The most elements that a rank sends to another one.
@@ -103,7 +103,7 @@ class TwoHopBuffers(MessageBuffers):
     """Buffers for a reduction that sums gradients within each host, then between hosts.
 
     Args:
-        comm_ctx: The context of the ranks that share slices, with the pool of buffers.
+        comm_ctx: The context of the ranks of the shard group, with the pool of buffers.
         hosts: The communicators within this host and across hosts.
         message: The message that a rank sends in the first hop.
         arriving: The message that a rank receives in the last hop.

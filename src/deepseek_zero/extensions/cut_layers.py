@@ -197,7 +197,7 @@ class CutLayer(nn.Module):
 
 
 class CutLinear(CutLayer, nn.Linear):
-    """nn.Linear that computes its output features tile by tile."""
+    """nn.Linear cut into tiles of rows, each of which computes a range of output features."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.bias is None:
@@ -210,7 +210,7 @@ class CutLinear(CutLayer, nn.Linear):
 
 
 class CutEmbedding(CutLayer, nn.Embedding):
-    """nn.Embedding that looks up each entry in the tile that contains it."""
+    """nn.Embedding cut into tiles of rows. Each index is looked up in the tile with its row."""
 
     def forward(self, input: Tensor) -> Tensor:
         whole: Tensor | None = None

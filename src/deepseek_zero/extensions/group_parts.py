@@ -23,7 +23,7 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
     Args:
         plan: The plan, which says which extensions each group uses.
         comm: The communicator of the world, which has the groups of ranks of the mesh.
-        comm_ctx: The context of the ranks that share slices.
+        comm_ctx: The context of the ranks of the shard group.
 
     Returns:
         The functions that create these objects for a group, and the route of messages.

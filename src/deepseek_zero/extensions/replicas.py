@@ -71,7 +71,8 @@ class SumOverReplicas(GradReduction):
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective over the ranks that hold the same slices, and at stage 0 within the replica.
+            Collective: every rank that holds the same slices must call it, and at stage 0 within
+            the replica.
         """
         comm_ctx = self.group.comm_ctx
         outer = replace(self.outer, bucket_numel=comm_ctx.bucket_numel)
@@ -88,7 +89,7 @@ class SumOverReplicas(GradReduction):
             what: The name of the values, used in error messages.
 
         Note:
-            Collective over the ranks that hold the same slices.
+            Collective: every rank that holds the same slices must call it.
         """
         comm = self.outer.comm
         scatter(comm, [values] * comm.size, values, what)

@@ -1,8 +1,8 @@
 """A second copy of sharded weights on the ranks of one host (hpZ of ZeRO++).
 
-The first gather after a change of the weights uses all ranks that share slices, and each rank keeps
-its slice of the second copy. Later gathers read the second copy. Results do not change, because the
-copy has the bits that were gathered. Checkpoints do not contain it.
+The first gather after a change of the weights uses all ranks of the shard group, and each rank
+keeps its slice of the second copy. Later gathers read the second copy. Results do not change,
+because the copy has the bits that were gathered. Checkpoints do not contain it.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class TiledLinear(nn.Module):
             self.linears.append(row)
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """Return the output of the layer, from the input or its parts."""
         inputs = self._split(input_)
         if self.combine_out_splits:
             return run_tiles(self._rows, inputs, self.out_features)
@@ -164,6 +165,7 @@ class Tile(nn.Linear):
         super().__init__(in_features, out_features, **kwargs)
 
     def reset_parameters(self) -> None:
+        """Initialize the tile as a part of the whole layer."""
         bound = 1 / math.sqrt(self.fan_in)
         for param in self.parameters(recurse=False):
             nn.init.uniform_(param, -bound, bound)

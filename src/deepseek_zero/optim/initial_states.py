@@ -30,7 +30,7 @@ class InitialStates(Protocol):
         ...
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return the state names and counters that parameters of one shard must share.
+        """Return the state names and counters that must be equal for all parameters of one shard.
 
         Args:
             overlap: The part of a parameter that is in the shard.

@@ -35,7 +35,7 @@ def collected(group: ParamGroup) -> GradSum:
 
 @dataclass(eq=False)
 class MasterShard:
-    """A range of a group's main weight that the inner optimizer sees as one parameter.
+    """A range of a group's main weight that the inner optimizer treats as one parameter.
 
     If the main weight is copied for updates (`MasterWeight.is_copied_for_update`), `param` has
     values only during an update, and NaN between updates.
@@ -61,6 +61,7 @@ class MasterShard:
 
     @property
     def numel(self) -> int:
+        """The number of elements of the shard."""
         return self.stop - self.start
 
     @property
@@ -72,11 +73,13 @@ class MasterShard:
 
     @property
     def master(self) -> MasterWeight:
+        """The main weight of which the shard is a part."""
         assert self.group.master is not None
         return self.group.master
 
     @property
     def rank(self) -> int:
+        """This rank's index in the shard group."""
         return self.group.comm_ctx.comm.rank
 
     def grad(self, source: GradSource) -> Tensor | None:

@@ -43,7 +43,7 @@ class Moment:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether the optimizer sees a placeholder between updates."""
+        """Whether the optimizer's state contains a placeholder between updates."""
         return self.kept is not None or self.storage.is_offloaded
 
 

@@ -89,6 +89,7 @@ class Memory:
         return [self.gradient, self.main, other, *self.states, _ABSENT, _ABSENT][:_COLUMNS]
 
     def arrays(self) -> Arrays:
+        """Return the tensors as arrays for a kernel on the CPU."""
         other = _NOTHING if self.other is None else _array(self.other)
         return Arrays(
             _array(self.gradient), _array(self.main), other, tuple(map(_array, self.states))

@@ -162,6 +162,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The default hyper-parameters of the inner optimizer."""
         return self.inner.defaults
 
     @property

@@ -140,6 +140,7 @@ class StorageRange:
         return self.storage.itemsize
 
     def fetch(self) -> Work:
+        """Start to fetch the elements to the device of the update."""
         if isinstance(self.storage, StagedTile):
             return self.storage.fetch(self.low, self.high, self.after)
         return self.storage.fetch(self.low, self.high)
@@ -154,6 +155,7 @@ class StorageRange:
         self.release()
 
     def release(self) -> Work | None:
+        """Start to store the elements if the update changed them, otherwise evict them."""
         if self.changes:
             return self.storage.store(self.low, self.high)
         self.storage.evict(self.low, self.high)

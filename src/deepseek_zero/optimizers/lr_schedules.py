@@ -100,9 +100,9 @@ class LRSchedule(ABC):
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return DeepSpeed's state, which is one integer.
+        """Return the current iteration under "last_batch_iteration", as DeepSpeed does.
 
-        The settings come from the configuration.
+        The settings are not saved, because they come from the configuration.
         """
         return {"last_batch_iteration": self.last_batch_iteration}
 

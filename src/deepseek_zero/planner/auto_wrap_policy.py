@@ -49,6 +49,7 @@ class ParamShape:
 
     @property
     def numel(self) -> int:
+        """The number of elements of the parameter."""
         return prod(self.shape)
 
 
@@ -81,7 +82,7 @@ class ModelShape:
 
     @property
     def wholes(self) -> dict[str, str]:
-        """For each tile of a row-cut parameter (rows.py), the name of the whole one."""
+        """The name of the whole parameter, by the name of each tile of rows (rows.py)."""
         return {
             name: param.whole
             for unit in self.units

@@ -83,7 +83,7 @@ def gather_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffi
 def reduce_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffic:
     """Return the work of a reduction of gradients for each element.
 
-    If sums are formed host by host, uncoded sums travel between hosts in fp32.
+    If gradients are summed within each host first, uncoded sums travel between hosts in fp32.
 
     Args:
         ranks: The number of ranks over which states are sharded.

@@ -20,7 +20,7 @@ MEMORY_OF_CPU = (Tier.DEVICE, Tier.HOST)
 class SecondCopy(Extra):
     """A second copy of a sharded weight, sharded over fewer ranks (hpZ).
 
-    Gathers read it as long as the weight does not change.
+    Gathers read it while the weight does not change.
 
     Attributes:
         spec: The dtype and memory of the copy.
@@ -132,7 +132,7 @@ def late_gradient_of(plan: ShardPlan) -> Spec | None:
 
 
 def feedback_of(plan: ShardPlan) -> Feedback | None:
-    """Return how errors of coded gradients are kept, or None."""
+    """Return how errors of quantized gradients are kept, or None."""
     extra = plan.extra(ErrorsKept)
     return extra.feedback if extra is not None else None
 

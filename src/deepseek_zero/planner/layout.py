@@ -40,6 +40,7 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
+        """The number of elements of the parameter."""
         return prod(self.shape)
 
     @cached_property
@@ -49,6 +50,7 @@ class Slot:
 
     @cached_property
     def stop(self) -> int:
+        """The index after the parameter's last element in the buffer."""
         return self.start + self.numel
 
 
@@ -70,6 +72,7 @@ class FlatLayout:
 
     @cached_property
     def padded_numel(self) -> int:
+        """The number of elements of the buffer, including padding."""
         return self.slice_numel * self.ranks
 
     @property

@@ -89,7 +89,7 @@ def group_bytes(
 
     A main weight that shares the storage of the weight counts once, as weight. Offloaded states
     count under their memory ("host", "nvme"), in whole pages. A second copy of the weight counts as
-    "secondary", and the error feedback of coded gradients as "errors".
+    "secondary", and the error feedback of quantized gradients as "errors".
 
     Args:
         group: The planned parameter group, with its layout and specs.
@@ -185,7 +185,7 @@ MUON = {True: StateCounts(1), False: StateCounts(2, 1)}  # by `use_muon` of the 
 
 
 def is_known(optimizer: str) -> bool:
-    """Return whether the states of an optimizer class are known.
+    """Return whether the planner knows the number and sizes of an optimizer class's states.
 
     An unknown class is counted like Adam.
     """

@@ -69,7 +69,7 @@ class Plan:
                 one element per group that parameters expand between uses, and the optimizer's
                 counters.
             "secondary": The second copy of weights.
-            "errors": The error feedback of coded gradients.
+            "errors": The error feedback of quantized gradients.
             "host", "nvme": All states in that memory, in whole pages.
             "buffers": The buffers of the pool, the optimizer's scratch, and the log that undoes
                 early updates.
@@ -275,7 +275,7 @@ class Plan:
         return [line for lines in found for line in lines]
 
     def table(self) -> list[str]:
-        """Return the plan as a text, with one row for units that look alike."""
+        """Return the plan as lines of a text table, with one line for equal units."""
         mesh = self.mesh
         states = self.bytes_by_state()
         tiers = {tier: nbytes for tier, nbytes in self.bytes_by_tier().items() if nbytes}

@@ -40,7 +40,7 @@ class Compression:
         inside: The codec of gradients inside a host, if gradients are coded; None sends them
             unchanged.
         min_numel: Units whose matrices have fewer elements are not coded.
-        feedback: How ranks keep the rounding errors of coded gradients; None drops them.
+        feedback: How ranks keep the rounding errors of quantized gradients; None drops them.
         left_open: Which of "weights" and "gradients" were chosen by measurement, since nothing was
             configured.
         why: The measurements from which these were chosen, as text.
@@ -57,12 +57,12 @@ class Compression:
 
     @property
     def codes_weights(self) -> bool:
-        """Whether the layout of matrices allows coded weights, now or after a load."""
+        """Whether the layout of matrices allows quantized weights, now or after a load."""
         return self.weights is not None or "weights" in self.left_open
 
     @property
     def codes_gradients(self) -> bool:
-        """Whether the layout of matrices allows coded gradients, now or after a load."""
+        """Whether the layout of matrices allows quantized gradients, now or after a load."""
         return self.gradients is not None or "gradients" in self.left_open
 
 
@@ -93,8 +93,8 @@ class PlanSettings:
         layerwise_micro_batches: The parts of a batch that each unit takes one after the other, with
             one gather.
         secondary_ranks: The number of neighbouring ranks that share a second copy of sharded
-            weights (hpZ). There is none if it is 1, or the number of ranks that share slices.
-        compression: The compression of matrices between the ranks that share slices.
+            weights (hpZ). There is none if it is 1, or the number of ranks of the shard group.
+        compression: The compression of matrices between the ranks of the shard group.
         ranks_per_host: Sums are formed within runs of this many ranks first, then over the runs
             (extensions/by_host.py); 1 adds in the order of ranks. None leaves it to the caller that
             knows the hosts; a plan without hosts takes 1.
@@ -172,14 +172,15 @@ class Machine:
     """The assumptions of a plan about the machine.
 
     Attributes:
-        reads_in_place: The ranks that share slices are on one host and read each other's memory, so
-            a gather needs no buffer.
+        reads_in_place: The ranks of the shard group are on one host and read each other's memory,
+            so a gather needs no buffer.
         replicas_read_in_place: The same for the ranks that hold the same slices.
-        near_read_in_place: The same for the ranks of one host, if sums are formed host by host.
+        near_read_in_place: The same for the ranks of one host, if gradients are summed within each
+            host first.
         far_read_in_place: The same for the ranks with the same position on different hosts.
         budgets: For each memory, the bytes for states and buffers of one rank; used if the settings
             leave the choice of memory open.
-        spans_hosts: The ranks that share slices are on several hosts.
+        spans_hosts: The ranks of the shard group are on several hosts.
     """
 
     reads_in_place: bool = False

@@ -113,7 +113,7 @@ class _StepReplay:
         self._send_differences()
 
     def _send_differences(self) -> None:
-        """Send the coded differences that whole weights follow after an update.
+        """Send the quantized differences that whole weights follow after an update.
 
         The codec needs a buffer, too.
         """
@@ -178,7 +178,7 @@ class _StepReplay:
         ]
 
     def _send_weights(self, number: int) -> None:
-        """Send coded weights from a separate buffer.
+        """Send quantized weights from a separate buffer.
 
         A single rank decodes its weights in place.
         """

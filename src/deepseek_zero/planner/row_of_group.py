@@ -31,8 +31,8 @@ def gradient_wires(
 ) -> tuple[Codec | None, Codec | None]:
     """Return the codecs of gradient messages: in general, and within a host.
 
-    The second one is used if sums are formed host by host. None means that gradients are sent in
-    the dtype in which they are collected.
+    The second one is used if gradients are summed within each host first. None means that gradients
+    are sent in the dtype in which they are collected.
 
     Args:
         settings: The ZeRO stage, dtypes, sizes and memories of the run.

@@ -81,8 +81,8 @@ class Spec:
         wire: The codec of messages between ranks: `Cast` rounds to one dtype, `Blocks` sends blocks
             of small integers with a scale. None sends the elements unchanged.
         axes: The mesh axes over which the state is sharded.
-        wire_inside: The codec of partial gradients inside a host, if sums are formed host by host;
-            None sends them unchanged.
+        wire_inside: The codec of partial gradients inside a host, if gradients are summed within
+            each host first; None sends them unchanged.
         stored_as: The codec in which a rank keeps its slice between uses; None keeps numbers.
     """
 

@@ -97,8 +97,8 @@ class GroupPlan:
         predivide: The divisor of partial gradients before they are sent.
         replicas: The number of ranks that have sums of the same slices, to be added once a step.
         secondary_ranks: The number of ranks that hold the slices of a second copy of the weight.
-        near: The number of ranks on one host, if sums are formed host by host; 1 if they are formed
-            in the order of ranks.
+        near: The number of ranks on one host, if gradients are summed within each host first; 1 if
+            they are formed in the order of ranks.
         low: The 16-bit specs of a group that is promoted to fp32 now.
         plan: The specs of the group's four states.
         layout: The positions of the parameters in the flat buffers.
@@ -115,7 +115,7 @@ class GroupPlan:
 
     @classmethod
     def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
-        """Return a group of which only the size is known.
+        """Create a group without named parameters, of which only the size matters.
 
         Args:
             plan: The specs of the group's states.
@@ -131,10 +131,12 @@ class GroupPlan:
 
     @property
     def padded_numel(self) -> int:
+        """The number of elements of the flat buffer, including padding."""
         return self.layout.padded_numel
 
     @property
     def ranks(self) -> int:
+        """The number of ranks of the shard group."""
         return self.layout.ranks
 
     @property
@@ -284,10 +286,12 @@ class UnitPlan:
 
     @property
     def sharded(self) -> list[GroupPlan]:
+        """The groups whose weight must be gathered before use."""
         return [group for group in self.groups if group.plan.weight.placement is S]
 
     @property
     def trained(self) -> list[GroupPlan]:
+        """The groups that have a gradient."""
         return [group for group in self.groups if group.plan.grad is not None]
 
     @property
@@ -493,7 +497,7 @@ def plan_units(
         grain: Each parameter begins at a multiple of this many elements.
 
     Raises:
-        UsageError: The ranks that share slices cannot be divided into second copies or hosts.
+        UsageError: The ranks of the shard group cannot be divided into second copies or hosts.
     """
     if settings.secondary_ranks < mesh.shard_size and mesh.shard_size % settings.secondary_ranks:
         raise UsageError(

@@ -62,7 +62,7 @@ class UpdateSettings:
         by_unit: Tiles end at unit boundaries, because some units are updated in backward.
         on_accelerator: The training device is not a CPU.
         undo_bytes: The bytes of the log that undoes such updates.
-        crosses_hosts: The ranks that share slices are on several hosts.
+        crosses_hosts: The ranks of the shard group are on several hosts.
         kernels: The implementation of updates on a CPU: "auto", "numba" or "torch".
         host_tile_numel: The elements of one call if the host updates.
         kernel_tile_numel: The elements of one call if a kernel updates states in memory.
@@ -124,7 +124,7 @@ class UpdateSettings:
 
     @property
     def grain(self) -> int:
-        """The number of elements to whose multiples parameters of a layout are aligned.
+        """The alignment of parameters in a layout, in elements.
 
         It is above 1 for fused updates.
         """
@@ -156,6 +156,7 @@ class ShardRange:
 
     @property
     def numel(self) -> int:
+        """The number of elements of the shard."""
         return self.stop - self.start
 
 
@@ -215,6 +216,7 @@ class TileOrder:
 
     @property
     def tiles(self) -> list[Tile]:
+        """All tiles, those of `now` first."""
         return [*self.now, *(tile for tiles in self.later.values() for tile in tiles)]
 
 

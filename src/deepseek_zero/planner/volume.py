@@ -47,8 +47,8 @@ class StepVolume:
         boundaries: Activations and gradients between pipeline stages.
         first_step_headers: The description of those messages, sent once.
         ties: Gradients of parameters that stages share.
-        inside_hosts: If sums are formed host by host, the part of gathers, reductions and refreshes
-            that stays inside a host.
+        inside_hosts: If gradients are summed within each host first, the part of gathers,
+            reductions and refreshes that stays inside a host.
         gathers: The all-gathers of weights.
         reduces: The reductions of gradients.
         refresh: The all-gathers of replicated weights after the update.
@@ -69,7 +69,7 @@ class StepVolume:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of weights and gradients between ranks with one piece of the model."""
+        """The bytes of weights and gradients sent to ranks with the same part of the model."""
         return self.gathers + self.reduces + self.refresh
 
     @property
@@ -132,7 +132,7 @@ def _inside_hosts(
 ) -> int:
     """Return the bytes of gathers and sums that stay inside a host.
 
-    They are counted if sums are formed host by host.
+    They are counted if gradients are summed within each host first.
     """
     if not any(group.near > 1 for unit in units for group in unit.groups):
         return 0
@@ -191,7 +191,7 @@ def _gather_bytes(group: GroupPlan, times: int) -> tuple[int, int]:
 
 
 def _outer_gathers(group: GroupPlan, times: int) -> int:
-    """Return how many of `times` gathers go to all ranks that share slices."""
+    """Return how many of `times` gathers go to all ranks of the shard group."""
     if second_copy_of(group.plan) is None:
         return times
     reductions = 1 if group.plan.grad is not None else 0
@@ -203,7 +203,7 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
 
     Args:
         group: The planned parameter group, with its layout and specs.
-        inside: Count only the bytes inside a host, if sums are formed host by host.
+        inside: Count only the bytes inside a host, if gradients are summed within each host first.
     """
     plan = group.plan
     near = _near_slices(group)

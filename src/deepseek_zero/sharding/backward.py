@@ -41,6 +41,13 @@ class Driver(Protocol):
 class Backward:
     """Gathers weights and reduces gradients during backward, from autograd's hooks.
 
+    Args:
+        units: The units of the model, the root first.
+        executor: Runs the gathers and reductions of the schedule.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        loss_factor: The factor of the gradients.
+        step: The phase of the model and the progress of the current step.
+
     Attributes:
         units: The units of the model, the root first.
         executor: Runs the gathers and reductions of the schedule.

@@ -40,6 +40,12 @@ class WrappedModel(Regrouped, Protocol):
 class Forward:
     """Gathers units before their forward, releases them afterwards, and prepares backward.
 
+    Args:
+        model: The runtime of the model, which is referenced weakly.
+        backward: Installs the hooks of the backward.
+        structure: Checks that the program has not added or replaced parameters.
+        policy: The dtypes of the model.
+
     Attributes:
         units: The units of the model, the root first.
         root: The unit of parameters outside all other units.
@@ -76,6 +82,7 @@ class Forward:
 
     @property
     def model(self) -> WrappedModel:
+        """The runtime of the model, which is referenced weakly."""
         model = self._model()
         assert model is not None  # hooks run only while the model is alive
         return model

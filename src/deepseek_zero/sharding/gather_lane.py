@@ -22,6 +22,12 @@ from .unit import Unit, UnitState
 class GatherLane:
     """Issues the all-gathers of weights and the releases of a schedule, in order.
 
+    Args:
+        units: The units of the model, the root first.
+        schedule: The schedule of the passes.
+        comm: The communicator of all ranks of the job.
+        queue: The gathers that wait for their fetch from another memory.
+
     Attributes:
         units: The units of the model, the root first.
         comm: The communicator of all ranks of the job.
@@ -175,7 +181,7 @@ class GatherLane:
     def after_forward(
         self, unit: Unit, *, training: bool, recomputes: bool, was_unsharded: bool
     ) -> None:
-        """Release a unit after its forward if the schedule says so.
+        """Release a unit after its forward, if the schedule contains the release.
 
         Args:
             unit: The unit whose weights are needed.

@@ -21,13 +21,17 @@ from .sharded_gradient import Part, ShardedGradient, own_part_of
 class GradEdits:
     """Reads and changes the gradients of one group on behalf of `.grad`.
 
-    Handles call these methods (`ShownGradients` in sharded_gradient.py). Members are identified by
-    their index in the group.
+    Handles call these methods (`ShownGradients` in sharded_gradient.py). Parameters are identified
+    by their index in the group.
+
+    Args:
+        gradient: The gradient of the group, which these methods read and change.
+        handles: The tensors that `.grad` shows, one for each parameter.
 
     Attributes:
         gradient: The gradient of the group, which these methods read and change.
         group: The parameter group to which the gradient belongs.
-        handles: The tensors that `.grad` shows, one for each member; empty before they are first
+        handles: The tensors that `.grad` shows, one for each parameter; empty before they are first
             shown.
     """
 
@@ -67,7 +71,7 @@ class GradEdits:
         Args:
             number: The index of the parameter in the group.
             value: A whole tensor, of which each rank takes its part, or a sharded gradient of the
-                same member.
+                same parameter.
 
         Raises:
             UsageError: The value is the gradient of another parameter, or has another size.
@@ -120,7 +124,7 @@ class GradEdits:
                 self.group.members[number].param.grad = self.handles[number]
 
     def shown_part(self, param: nn.Parameter) -> Part:
-        """Return this rank's part of the gradient that a handle shows.
+        """Return this rank's part of the gradient to which a `ShardedGradient` refers.
 
         Raises:
             AtRestError: A step has used the gradient, or the next backward has begun.
@@ -160,7 +164,7 @@ class GradEdits:
             self.gradient.is_edited = True
 
     def norm(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
-        """Return the norm of a member's gradient, an fp32 scalar.
+        """Return the norm of a parameter's gradient, an fp32 scalar.
 
         Args:
             param: A parameter of the group.

@@ -85,7 +85,7 @@ class GradReduction:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective over the ranks that hold the same slices.
+            Collective: every rank that holds the same slices must call it.
         """
         return DONE
 
@@ -97,7 +97,7 @@ class GradReduction:
             what: The name of the values, used in error messages.
 
         Note:
-            Collective over the ranks that hold the same slices.
+            Collective: every rank that holds the same slices must call it.
         """
 
     def own_states(self) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class GradReduction:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether sums are multiplied by the loss scale, as the summands are."""
+        """Whether the reduced values are still multiplied by the loss scale."""
         return True
 
     def end_step(self, *, keep: bool) -> None:

@@ -79,8 +79,8 @@ class GradSum:
         buffer: The memory; None before the first sum.
         guard: The guard of the memory. Checkpoints store only held gradients, so that no save reads
             a sum of the current step.
-        absent: The indices of members whose `.grad` is None, which are not updated; None before the
-            end of a backward.
+        absent: The indices of parameters whose `.grad` is None, which are not updated; None before
+            the end of a backward.
         known_squares: The sum of squares of this rank's slice, which an accelerator may still
             compute; None if the slice may have changed.
     """
@@ -132,7 +132,7 @@ class GradSum:
         return self._state in _SUMMED or self._state is GradState.HELD
 
     def has(self, number: int) -> bool:
-        """Return whether a member has a reduced gradient."""
+        """Return whether a parameter has a reduced gradient."""
         return self.is_reduced and not (self.absent and number in self.absent)
 
     # -- memory
@@ -223,7 +223,7 @@ class GradSum:
         return self.own()[low:high]
 
     def own_part(self, slot: Slot) -> Tensor:
-        """Return a flat, writable view of this rank's part of one member's gradient."""
+        """Return a flat, writable view of this rank's part of one parameter's gradient."""
         assert self.buffer is not None
         self.known_squares = None  # the caller may change it
         if self.group.plan.sums_to_all:
@@ -231,7 +231,7 @@ class GradSum:
         return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
 
     def changed(self, number: int) -> None:
-        """Record that a member's part was written, and evict it if it is offloaded."""
+        """Record that a parameter's part was written, and evict it if it is offloaded."""
         self.known_squares = None
         if self.buffer is not None and self.buffer.storage.is_offloaded:
             slot = self.group.members[number].slot

@@ -31,7 +31,7 @@ class GradView:
     def show(self, *, joined: bool = True) -> None:
         """Set `.grad` of every parameter that has a gradient.
 
-        As in PyTorch, a frozen member has a gradient only if one arrived before it was frozen.
+        As in PyTorch, a frozen parameter has a gradient only if one arrived before it was frozen.
 
         Args:
             joined: This rank has run the backward; False if it skipped it.

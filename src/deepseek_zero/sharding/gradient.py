@@ -23,11 +23,11 @@ from .group import Group
 class Summand:
     """This rank's own gradient of a group, before it is summed over the ranks.
 
-    Members are identified by their index in the group.
+    Parameters are identified by their index in the group.
 
     Attributes:
         group: The parameter group to which the gradient belongs.
-        buffer: The elements of all members; None while nothing is collected.
+        buffer: The elements of all parameters; None while nothing is collected.
     """
 
     def __init__(self, group: Group, allocate: Callable[[], FlatBuffer]) -> None:
@@ -66,11 +66,11 @@ class Summand:
             self._arrived.add(number)
 
     def collected(self, number: int) -> Tensor | None:
-        """Return a flat view of a member's collected gradient, or None."""
+        """Return a flat view of a parameter's collected gradient, or None."""
         return self.values(number) if number in self._arrived else None
 
     def values(self, number: int) -> Tensor:
-        """Return a flat, writable view of a member's elements; zeros if none arrived."""
+        """Return a flat, writable view of a parameter's elements; zeros if none arrived."""
         slot = self.group.members[number].slot
         found = self.open().memory[slot.start : slot.stop]
         if number not in self._arrived:
@@ -86,7 +86,7 @@ class Summand:
     def close(self) -> FlatBuffer:
         """Return the buffer for the reduction, and start a new summand.
 
-        Missing members and the padding are set to zeros.
+        Missing parameters and the padding are set to zeros.
         """
         partial = self.open()
         for number, member in enumerate(self.group.members):
@@ -110,6 +110,10 @@ class Summand:
 class Gradient:
     """The gradient of one trained group: collected on this rank, then summed over the ranks.
 
+    Args:
+        group: The parameter group to which the gradient belongs.
+        reduction: Sums the gradients of the ranks.
+
     Attributes:
         group: The parameter group to which the gradient belongs.
         reduction: How the ranks sum the gradient.
@@ -117,7 +121,7 @@ class Gradient:
         sum: The sum over the ranks.
         kept: Further sums that extensions keep after their step, by name.
         is_edited: The program has set values that may differ between ranks.
-        is_shown: The members' `.grad` shows the sum (`GradView`).
+        is_shown: The parameters' `.grad` shows the sum (`GradView`).
     """
 
     def __init__(self, group: Group, reduction: GradReduction) -> None:
@@ -190,7 +194,7 @@ class Gradient:
     def reduce(self, what: str, *, is_last: bool = False) -> Pending:
         """Start to sum the ranks' partial gradients, in fp32 in rank order.
 
-        Missing members and the padding count as zeros.
+        Missing parameters and the padding count as zeros.
 
         Args:
             what: The name of the unit, used in error messages.
@@ -299,7 +303,7 @@ class Gradient:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective over the ranks that hold the same slices.
+            Collective: every rank that holds the same slices must call it.
         """
         buffer = self.sum.buffer
         if buffer is None or self.sum.state is not GradState.PARTIAL:

@@ -62,9 +62,9 @@ class Group(Protocol):
             the settings of its messages.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         weight: This rank's part of the weight.
-        master: The main weight; None if no member is trained.
+        master: The main weight; None if no parameter is trained.
         guard: The guard of weight, main weight and moments.
-        not_updated: The indices of members that no optimizer updates.
+        not_updated: The indices of parameters that no optimizer updates.
     """
 
     members: list[ParamInfo]
@@ -85,7 +85,7 @@ class Group(Protocol):
 
     @property
     def index(self) -> dict[int, int]:
-        """Return the index of each member, keyed by the id of its parameter."""
+        """Return the index of each parameter, keyed by the `id()` of the parameter."""
 
     @property
     def own_weight(self) -> Tensor:
@@ -95,7 +95,7 @@ class Group(Protocol):
 def updated_ranges(group: Group) -> list[tuple[int, int]]:
     """Return the ranges [start, stop) of the layout that the optimizer updates.
 
-    Adjacent members are merged into one range.
+    Adjacent parameters are merged into one range.
     """
     found = list[tuple[int, int]]()
     for number, member in enumerate(group.members):

@@ -53,7 +53,7 @@ def build_group(
 def build_states(group: ParamGroup) -> None:
     """Build the states of a group as planned, and shard its parameters.
 
-    Members move to their places in the current layout, with rank 0's values.
+    Parameters move to their places in the current layout, with rank 0's values.
 
     Note:
         Collective: every rank of the shard group must call it.
@@ -113,7 +113,7 @@ def _packed(group: ParamGroup, dtype: torch.dtype) -> Tensor:
 
 
 def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
-    """Expand the placeholder to each member's shape, as data of sharded parameters.
+    """Expand the placeholder to each parameter's shape, as data of sharded parameters.
 
     Args:
         members: The parameters of a group.
@@ -151,7 +151,7 @@ def allocate_weight(group: ParamGroup, name: str) -> None:
 
 
 def restore_params(group: ParamGroup) -> None:
-    """Make every member a plain parameter with the main weight's values.
+    """Make every parameter a plain parameter with the main weight's values.
 
     Note:
         Collective: every rank of the shard group must call it.

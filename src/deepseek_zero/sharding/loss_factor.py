@@ -153,9 +153,9 @@ class LossFactor:
         return _UNDER_WAY.scale is None and not self.is_carried
 
     def at_output(self) -> float:
-        """Return the factor of a gradient that enters through an output.
+        """Return the factor by which gradients are multiplied at an output of the model.
 
-        A gradient that leaves through an input is divided by it.
+        Gradients are divided by it at the inputs.
         """
         applied = self.scale if self.is_carried else _UNDER_WAY.scale
         return self.scale / self.accumulation() if applied is None else self.scale / applied

@@ -298,7 +298,7 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
 
 
 def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
-    """Return whether programs see a group's weight between steps.
+    """Return whether a program can read and change a group's weight between steps.
 
     They may then change it without calling its guard.
 

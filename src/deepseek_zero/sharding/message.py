@@ -82,7 +82,7 @@ class Pool:
             self._idle[tensor.dtype, tensor.numel()].append(tensor)
 
     def idle(self) -> list[Tensor]:
-        """Return the tensors that are not lent."""
+        """Return the tensors that are not in use."""
         return [tensor for tensors in self._idle.values() for tensor in tensors]
 
     def return_pages(self) -> None:
@@ -134,7 +134,7 @@ class Message:
         return self.memory[self.wire.length(low) : self.wire.length(high)]
 
     def write(self, values: Tensor, piece: Tensor, place: int) -> None:
-        """Write elements to a piece of lent memory.
+        """Write elements to a part of a message that is in memory of the pool.
 
         This class sends elements in place and has no lent memory; `CodedMessage` encodes them.
 
@@ -145,10 +145,10 @@ class Message:
         """
 
     def sum(self, received: Sequence[Tensor], into: Tensor, *, divisor: float, add: bool) -> None:
-        """Sum the pieces of all ranks in fp32, in rank order, and round once.
+        """Sum the messages of all ranks in fp32, in rank order, and round once.
 
         Args:
-            received: The piece of each rank, in rank order.
+            received: The message of each rank, in rank order.
             into: The output, this rank's slice of the sum.
             divisor: The number that the sum is divided by.
             add: Add the sum to the values of `into`.

@@ -119,10 +119,10 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
 def gather_message(
     message: CodedMessage, target: FlatBuffer, comm_ctx: CommContext, what: str
 ) -> Pending:
-    """Gather a message that has this rank's piece, and decode it into the target.
+    """All-gather an encoded buffer of which this rank has its slice, and decode it.
 
     Args:
-        message: The codes of the whole buffer; only this rank's piece is written.
+        message: The encoded buffer; only this rank's slice is written before.
         target: The output, with all elements.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         what: The name of the unit, used in error messages.

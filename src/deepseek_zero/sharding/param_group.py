@@ -56,24 +56,30 @@ class GroupParts:
 class ParamGroup:
     """Parameters of one unit that share flat buffers and the specs of their states.
 
+    Args:
+        members: The parameters, in the order of the layout.
+        planned: The plan of the group: specs, layout and messages.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        parts: The strategies for gathering and reducing, which extensions may replace.
+
     Attributes:
         members: The parameters, in the order of the layout.
         planned: The current plan of the group: the specs of its states (`plan`), its layout, and
             the settings of its messages.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         parts: The strategies for gathering and reducing, which extensions may replace.
-        index: The index of each member, keyed by the id of its parameter.
+        index: The index of each parameter, keyed by the `id()` of the parameter.
         gradient: The gradient of the group.
         grad_view: The gradient as programs see it in `.grad`.
         weight: This rank's part of the weight.
         weight_gather: How the weight is gathered.
-        master: The main weight; None if no member is trained.
+        master: The main weight; None if no parameter is trained.
         unsharded: The gathered weight; None while the weight is sharded.
         guard: The guard of weight, main weight, moments and a held gradient.
         placeholder: The element that sharded parameters expand to their shape.
-        is_idle: Every member was frozen after wrapping, so that nothing is reduced.
+        is_idle: Every parameter was frozen after wrapping, so that nothing is reduced.
         is_pinned: The weight stays unsharded until a `GatheredParameters` block ends.
-        not_updated: The indices of members that no optimizer updates; the gradient norm ignores
+        not_updated: The indices of parameters that no optimizer updates; the gradient norm ignores
             them.
         runtime: Returns the runtime that drives the group, or None; weak.
         optimizer: Returns the optimizer that updates the group, or None; weak.
@@ -135,7 +141,7 @@ class ParamGroup:
         return self.plan.grad is not None
 
     def follow_optimizer(self, updated: Collection[int]) -> None:
-        """Restrict the gradient norm to the members that the optimizer updates.
+        """Restrict the gradient norm to the parameters that the optimizer updates.
 
         Every rank must call it.
 

@@ -38,6 +38,13 @@ class Updates(Protocol):
 class ReduceLane:
     """Issues the gradient reductions of a schedule, and the updates after them, in order.
 
+    Args:
+        units: The units of the model, the root first.
+        schedule: The schedule of the passes.
+        settings: The settings of the plan, which decide when gradients are reduced.
+        comm: The communicator of all ranks of the job.
+        most_reductions: The number of units that may be reduced at the same time.
+
     Attributes:
         units: The units of the model, the root first.
         comm: The communicator of all ranks of the job.
@@ -155,7 +162,7 @@ class ReduceLane:
         """Complete the sums of this step, two units at a time; skip complete ones.
 
         Note:
-            Collective over the ranks that hold the same slices.
+            Collective: every rank that holds the same slices must call it.
         """
         under_way: deque[Unit] = deque()
         for number in self._completed:

@@ -1,10 +1,10 @@
 """Changes groups and settings of a wrapped model between two steps.
 
 `follow_requires_grad` handles parameters that are frozen or unfrozen. A frozen parameter keeps its
-place, main weight and moments, and a group whose members are all frozen is not reduced. A parameter
-that was frozen when the model was wrapped has only a weight. When it is unfrozen, its group is
-divided, and the unfrozen members form a trained group. All ranks compare the changes before a group
-changes.
+place, main weight and moments, and a group whose parameters are all frozen is not reduced. A
+parameter that was frozen when the model was wrapped has only a weight. When it is unfrozen, its
+group is divided, and the unfrozen parameters form a trained group. All ranks compare the changes
+before a group changes.
 
 Other functions rebuild the states of a group in another layout or dtype, or change the settings of
 the model.

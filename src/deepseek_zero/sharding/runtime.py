@@ -31,6 +31,13 @@ from .unit import Unit
 class Runtime:
     """One wrapped model: its units, schedule, hooks and communicators.
 
+    Args:
+        model: The wrapped model.
+        units: The units, the root first.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        plan: The plan by which the model was sharded.
+        rules: The behavior that the calling API chooses.
+
     Attributes:
         model: The wrapped model.
         units: The units of the model, the root first.

@@ -45,7 +45,7 @@ class Owner(Protocol):
 
 
 class ModelBuilder:
-    """The owner of parameters of a model under construction (extensions/zero_init.py)."""
+    """Interface between a sharded parameter and `zero.Init` while the model is built."""
 
     def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
         """Release the parameter, so that a group can take it over.

@@ -35,6 +35,11 @@ PHASE_MOVES = {
 class ForwardFrame:
     """The state of one running forward of a unit.
 
+    Args:
+        unit: The unit whose forward is running.
+        is_first: This is its first use in this forward.
+        begin: The number of autograd's first node inside the forward, or None.
+
     Attributes:
         unit: The unit whose forward is running.
         was_unsharded: Its weights were already unsharded before.

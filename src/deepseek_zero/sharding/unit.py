@@ -36,6 +36,13 @@ class Unit:
 
     The root unit has the parameters that no other unit has.
 
+    Args:
+        name: The name of the module.
+        module: The module whose forward needs the parameters.
+        groups: The parameter groups of the unit.
+        number: The index of the unit in the model; 0 for the root.
+        is_tile: The unit is a tile of a large layer.
+
     Attributes:
         name: The name of the module.
         module: The module whose forward needs the parameters.
@@ -222,7 +229,7 @@ class Unit:
         """Start to complete the gradient sums of a step over replicas.
 
         Note:
-            Collective over the ranks that hold the same slices.
+            Collective: every rank that holds the same slices must call it.
         """
         self._reduces += [
             group.gradient.complete_sum(self.name) for group in self.trained if not group.is_idle
