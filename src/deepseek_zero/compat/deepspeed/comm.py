@@ -181,7 +181,7 @@ ALONE |= {name: alone for name, (_, alone) in COLLECTIVES.items()}
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return the global rank of a rank in a group.
+    """Return the world rank of a rank in a process group.
 
     Args:
         group: Process group; None for the group of all ranks.
@@ -191,12 +191,12 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
 
 
 def get_world_group() -> Any:
-    """Return the group of all ranks; None without a process group."""
+    """Return the process group of all ranks; None if there is no process group."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def get_all_ranks_from_group(group: Any = None) -> Sequence[int]:
-    """Return the global ranks of a group."""
+    """Return the world ranks of the members of a process group."""
     return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
 
@@ -252,7 +252,7 @@ def _comms_logger() -> Any:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print a summary of the logged calls on rank 0.
+    """Print the number, sizes, times and bandwidths of the logged calls on rank 0.
 
     Args:
         show_straggler: Include the time that is due to slow ranks.
@@ -272,7 +272,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def reset_log() -> None:
-    """Delete all records."""
+    """Delete the records of all logged calls."""
     _comms_logger().reset_data()
 
 

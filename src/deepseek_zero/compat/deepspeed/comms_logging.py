@@ -180,7 +180,7 @@ class CommsLogger:
         return bool(self.comms_dict)
 
     def reset_data(self) -> None:
-        """Delete all records."""
+        """Delete the records of all logged calls."""
         self.comms_dict.clear()
 
     def get_operation_names(self) -> list[str]:
@@ -218,7 +218,7 @@ class CommsLogger:
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """Print a summary of all names.
+        """Print the number, sizes, times and bandwidths of the logged calls.
 
         Args:
             print_log: Whether to print.

@@ -67,7 +67,7 @@ def _create_expert_and_data_parallel(
 
 
 def use_mesh_of(engine: Engine) -> None:
-    """Use the mesh of this engine until another mesh or default group is created."""
+    """Make the functions of this module return the groups of an engine's mesh."""
     _Process.stated = get_world_group(), engine.mesh, {}
 
 
@@ -119,7 +119,7 @@ def mesh() -> Mesh:
 
 
 def make_groups(over: Mesh) -> None:
-    """Create the process groups of a mesh that do not exist yet.
+    """Create the torch process groups of a mesh that do not exist yet.
 
     Note:
         Collective: every rank must call it. All ranks create the groups in the same order.

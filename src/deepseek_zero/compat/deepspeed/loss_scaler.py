@@ -36,9 +36,11 @@ class LossScalerBase:
 
     @property
     def loss_scale(self) -> float:
+        """Return the factor by which losses are multiplied."""
         return self.cur_scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale."""
         return loss * self.cur_scale
 
     def scale_gradient(
@@ -73,6 +75,7 @@ class LossScaler(LossScalerBase):
         super().__init__(scale)
 
     def has_overflow(self, params: Any) -> bool:
+        """Return False: a constant scale does not react to overflows."""
         return False
 
 
@@ -122,7 +125,7 @@ class DynamicLossScaler(LossScalerBase):
     has_overflow = has_overflow_serial
 
     def update_scale(self, overflow: bool) -> None:
-        """Update the scale after a step.
+        """Halve the scale after an overflow, or double it after `scale_window` steps without one.
 
         Raises:
             LossScaleError: The gradients overflowed at the smallest scale, and

@@ -109,6 +109,6 @@ class MonitorMaster(Monitor):
         self.enabled = bool(self.monitors)
 
     def write_events(self, event_list: Sequence[Scalar]) -> None:
-        """Write events (tag, value, samples) on rank 0 with each monitor."""
+        """Write events (tag, value, samples) on rank 0 with each enabled monitor."""
         for each in self.monitors:
             each.write_events(event_list)

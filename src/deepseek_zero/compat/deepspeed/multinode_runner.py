@@ -184,7 +184,7 @@ class MultiNodeRunner:
             raise ValueError(f"{self.name} backend does not support limiting num nodes/gpus")
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
-        """Return the command as a list of arguments.
+        """Return the launcher's command line as a list of arguments.
 
         Args:
             environment: Environment of the launcher process.
@@ -213,7 +213,7 @@ class PDSHRunner(MultiNodeRunner):
     program = "pdsh"
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
-        """Return the command and what DeepSpeed's launcher expects with it.
+        """Return the command line of pdsh, with the values that DeepSpeed's launcher expects.
 
         Args:
             environment: Environment of the launcher process.
@@ -246,7 +246,7 @@ class OpenMPIRunner(MultiNodeRunner):
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Any]
     ) -> list[str]:
-        """Return the command as a list of arguments.
+        """Return the command line of Open MPI's mpirun as a list of arguments.
 
         Args:
             environment: Ignored.
@@ -272,7 +272,7 @@ class MPICHRunner(MultiNodeRunner):
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Any]
     ) -> list[str]:
-        """Return the command as a list of arguments.
+        """Return the command line of MPICH's mpirun as a list of arguments.
 
         Args:
             environment: Ignored.
@@ -308,7 +308,7 @@ class SlurmRunner(MultiNodeRunner):
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Any]
     ) -> list[str]:
-        """Return the command as a list of arguments.
+        """Return the command line of srun as a list of arguments.
 
         Args:
             environment: Ignored.

@@ -168,9 +168,11 @@ class OpBuilder:
     SERVED_BY = ""
 
     def is_compatible(self, verbose: bool = False) -> bool:
+        """Return whether this library or torch provides the function of the op."""
         return bool(self.SERVED_BY)
 
     def builder_name(self) -> str:
+        """Return the name of the builder's class."""
         return type(self).__name__
 
     def load(self, verbose: bool = True) -> NoReturn:

@@ -70,7 +70,7 @@ class LossScaleView:
         setattr(self.scaler, SCALE_WORDS[name], value)
 
     def update_scale(self, overflow: bool) -> None:
-        """Update the scale after a step."""
+        """Halve or double the scale after a step, depending on whether it overflowed."""
         self.scaler.update(overflow)
 
 

@@ -342,9 +342,11 @@ class ParameterOffload:
         self.module = self
 
     def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Any]]:
+        """Return an iterator without elements: no parameter needs a reset."""
         return iter(())
 
     def ds_external_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Return an iterator without elements: no parameter needs a reset."""
         return iter(())
 
     def _register_deepspeed_module(self, module: Any) -> None:

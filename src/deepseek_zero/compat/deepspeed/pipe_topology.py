@@ -251,6 +251,7 @@ class PipelineParallelGrid:
         return self._topo
 
     def get_global_rank(self) -> int:
+        """Return the world rank of this process."""
         return self.global_rank
 
     def __getattr__(self, name: str) -> Any:

@@ -278,6 +278,7 @@ class Timer:
         self.started_ = False
 
     def start(self) -> None:
+        """Start an interval."""
         self._watch.start()
         self.started_ = True
 
@@ -295,6 +296,7 @@ class Timer:
         self.started_ = False
 
     def reset(self) -> None:
+        """Discard the time of all intervals."""
         self._watch.reset()
         self.started_ = False
 
@@ -324,9 +326,11 @@ class SynchronizedWallClockTimer:
         return self.timers.setdefault(name, Timer(name, Watch(name, self._wait)))
 
     def get_timers(self) -> dict[str, Timer]:
+        """Return the timers by name."""
         return self.timers
 
     def has_timer(self, name: str) -> bool:
+        """Return whether a timer of this name was created."""
         return name in self.timers
 
     @staticmethod
@@ -433,6 +437,7 @@ class ThroughputTimer:
         self._wait = partial(synchronize, default_device())
 
     def update_epoch_count(self) -> None:
+        """Count an epoch, and start counting its micro-steps from 0."""
         self.epoch_count += 1
         self.micro_step_count = 0
 

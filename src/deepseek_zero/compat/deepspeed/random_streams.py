@@ -42,6 +42,7 @@ class RandomStreams:
         return dict(self._states)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
+        """Replace the states of all streams by those that `get_states` returned."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
@@ -105,12 +106,12 @@ def _tensor_rank() -> int:
 
 
 def get_cuda_rng_tracker() -> RandomStreams:
-    """Return the streams of this process."""
+    """Return the named random streams of this process."""
     return _Process.streams
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default stream and the stream of split layers.
+    """Seed the default random stream, and the stream for layers that are split over ranks.
 
     The default stream is the same on every rank. The other seed depends on the tensor-parallel
     rank.
@@ -121,7 +122,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the stream of split layers again."""
+    """Seed the random stream for layers that are split over ranks again."""
     with _Process.streams.fork():
         _seed(seed + OFFSET + _tensor_rank())
 

@@ -129,7 +129,7 @@ class GatherFromTensorParallelRegion(torch.autograd.Function):
             partition_sizes: Size of the last dimension on each rank.
 
         Returns:
-            The whole tensor.
+            The parts of all ranks, concatenated along the last dimension.
 
         Note:
             Every rank of the group must call this.

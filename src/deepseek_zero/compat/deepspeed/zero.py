@@ -23,7 +23,7 @@ from .comm import init_distributed
 
 
 class DropInInit(Init):
-    """`zero.Init` with DeepSpeed's behaviour.
+    """`zero.Init` with DeepSpeed's behavior.
 
     It joins the process group, uses the dtype of the configuration, and also shards parameters of
     modules without a registered parent.
@@ -73,7 +73,7 @@ class DropInInit(Init):
 
 
 class DropInGatheredParameters(GatheredParameters):
-    """`GatheredParameters` with DeepSpeed's behaviour.
+    """`GatheredParameters` with DeepSpeed's behavior.
 
     A change without a modifier_rank is discarded and a warning is logged once. With
     `zero_optimization.enable_sanity_checks` it is an error.

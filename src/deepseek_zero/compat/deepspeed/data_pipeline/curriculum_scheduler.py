@@ -72,9 +72,11 @@ class CurriculumScheduler:
         self.state["schedule_config"] = schedule
 
     def get_current_difficulty(self) -> Any:
+        """Return the difficulty of the current step."""
         return self.state["current_difficulty"]
 
     def set_current_difficulty(self, difficulty: Any) -> None:
+        """Set the difficulty of the current step."""
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], Any]) -> None:
@@ -82,9 +84,11 @@ class CurriculumScheduler:
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
+        """Return the configuration and the current difficulty, for a checkpoint."""
         return self.state
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Restore the configuration and the difficulty that `get_state` returned."""
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> Any:

@@ -51,6 +51,7 @@ class Cluster:
     shuffles: list[dict[str, Any]] = field(default_factory=list)
 
     def shuffle(self, generator: np.random.Generator) -> None:
+        """Shuffle the samples, after recording the state of the generator."""
         self.shuffles.append(dict(generator.bit_generator.state))
         generator.shuffle(self.samples)
 

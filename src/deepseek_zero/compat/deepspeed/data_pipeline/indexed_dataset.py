@@ -80,6 +80,7 @@ class MMapIndexedDataset:
 
     @staticmethod
     def exists(path: str | os.PathLike[str]) -> bool:
+        """Return whether both files of a dataset exist."""
         name = os.fspath(path)
         return os.path.exists(index_file_path(name)) and os.path.exists(data_file_path(name))
 
@@ -105,13 +106,16 @@ class MMapIndexedDataset:
         return self._data[first + offset : first + (size if length is None else offset + length)]
 
     def size(self, index: int) -> int:
+        """Return the number of elements of a row."""
         return int(self.sizes[index])
 
     def get_doc_idx(self) -> Array:
+        """Return the row numbers at which documents begin, and the number of rows."""
         return self.doc_idx
 
     @property
     def supports_prefetch(self) -> bool:
+        """Return False: rows are read from the mapped file on demand."""
         return False
 
     def _damaged(self, file: str) -> UsageError:
@@ -147,14 +151,17 @@ class MMapIndexedDatasetBuilder:
         self.add_item_numpy(tensor.numpy())
 
     def add_items(self, arr_list: Sequence[Any]) -> None:
+        """Append each array as one row."""
         for array in arr_list:
             self.add_item_numpy(array)
 
     def add_item_numpy(self, np_array: Any) -> None:
+        """Append an array as one row."""
         self._data_file.write(np.asarray(np_array).astype(self._dtype).tobytes())
         self._sizes.append(np_array.size)
 
     def end_document(self) -> None:
+        """End the current document after the rows that were added so far."""
         self._doc_idx.append(len(self._sizes))
 
     def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
