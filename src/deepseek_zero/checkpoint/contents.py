@@ -20,7 +20,7 @@ IMPLEMENTATION_OPTIONS = frozenset(
 
 @dataclass
 class Contents:
-    """The states of a checkpoint.
+    """The states of an engine that a checkpoint saves or restores.
 
     Attributes:
         runtime: The runtime with the model's parameters and buffers.
@@ -37,7 +37,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """Settings of a save.
+    """What a save writes, and whether it returns before the files are complete.
 
     Attributes:
         latest: Write the tag into the file `latest`.
@@ -60,7 +60,7 @@ class SaveSettings:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """Settings of a load.
+    """What a load restores, and how it checks the files.
 
     Attributes:
         strict: Require the same names in the model and the checkpoint.

@@ -45,7 +45,7 @@ FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """Settings of an export.
+    """Which tensors an export writes, in which dtype, and how large its files are.
 
     Attributes:
         dtype: Dtype of floating-point tensors; None keeps the dtype in which they compute.
@@ -386,7 +386,7 @@ def _write(model: WholeModel, folder: Path, shards: dict[str, list[TensorInfo]])
 
 
 def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] | None:
-    """Gather the whole state dict into rank 0's host memory.
+    """Gather the whole state dict into the host memory of rank 0.
 
     Tied weights appear under each of their names.
 

@@ -287,7 +287,7 @@ class Manifest:
         """Read a manifest from its file and check it.
 
         Returns:
-            The manifest.
+            The names, shapes, chunks and counters of the checkpoint.
 
         Raises:
             CheckpointError: The file is missing, damaged, or of an unknown version.

@@ -184,10 +184,7 @@ class SafetensorsFolder(StateReader):
         return kind == WEIGHT and name in self.locations
 
     def read(self, wanted: StateRange) -> PlacedValues:
-        """Yield the elements of a range of a tensor.
-
-        Without a part, the values are one memory-mapped view.
-        """
+        """Yield the elements of a range of a weight; without a part, as one memory-mapped view."""
         whole = self._file_of[wanted.name].mapped(wanted.name)
         if wanted.part is None:
             yield wanted.start, whole[wanted.start : wanted.stop]

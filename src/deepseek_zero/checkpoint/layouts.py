@@ -28,7 +28,7 @@ from .torch_file import parameter_facts, read_state_dict, torch_records
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """An open checkpoint.
+    """A checkpoint whose states can be read by name.
 
     Attributes:
         folder: Its path.

@@ -63,7 +63,7 @@ NEW_MOMENTS = "moments into new memory"
 
 
 def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Load the checkpoint `directory/tag` into an engine.
+    """Load a checkpoint in this library's own layout into an engine.
 
     Weights, main weights, moments, buffers and random generators are restored. Any number of ranks
     on any mesh may have saved the checkpoint. Shapes, names, the optimizer and (if
@@ -72,11 +72,11 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
     Args:
         directory: Directory of checkpoints.
         tag: Name of the checkpoint.
-        contents: The states to overwrite.
+        contents: States of the engine, which are overwritten.
         settings: What to load and verify.
 
     Returns:
-        The counters and the caller's values.
+        The path of the checkpoint, the counters and schedules of the run, and the `client_state`.
 
     Raises:
         CheckpointError: The checkpoint does not fit the engine or is damaged. It is raised on every

@@ -115,7 +115,7 @@ class CheckpointReader(StateReader):
         self._head = next(coming, None)
 
     def read(self, wanted: StateRange) -> PlacedValues:
-        """Yield the elements of a range, in the order of any part.
+        """Yield the elements of a range, whatever parts of the parameter the files contain.
 
         Raises:
             CheckpointError: Elements are missing or cannot be read.

@@ -350,8 +350,8 @@ def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) 
     Args:
         directory: Directory of checkpoints.
         tag: Name of the checkpoint.
-        contents: The states to save.
-        settings: How to save them.
+        contents: States of the engine to save.
+        settings: What to write, and whether to return before the files are complete.
 
     Returns:
         The path of the checkpoint.
