@@ -165,13 +165,16 @@ class Disk(TierMemory):
     # -- used by storages
 
     def submit(self, job: Callable[[], bool]) -> Future[bool]:
+        """Run a transfer in one of the disk's threads."""
         return self._pool.submit(job)
 
     def read(self, target: memoryview, offset: int, event: TransferEvent) -> None:
+        """Read bytes of the file, starting at an offset, until the target is full."""
         with self.traffic.transfer(event):
             self._transfer(os.preadv, target, offset)
 
     def write(self, source: memoryview, offset: int, event: TransferEvent) -> None:
+        """Write all bytes of the source to the file, starting at an offset."""
         with self.traffic.transfer(event):
             self._transfer(os.pwritev, source, offset)
 
@@ -214,6 +217,7 @@ class Chunk:
 
     @property
     def is_idle(self) -> bool:
+        """Return whether no transfer of the chunk is in progress."""
         return self._job is None or self._job[0].done()
 
     def fetch(self) -> bool:
@@ -408,13 +412,16 @@ class Transfer:
 
     @staticmethod
     def of(chunks: Sequence[Chunk]) -> Work:
+        """Return a handle for the transfers of these chunks."""
         return Transfer(chunks) if chunks else COMPLETED
 
     def wait(self) -> None:
+        """Wait until all chunks have been transferred."""
         for chunk in self.chunks:
             chunk.wait()
 
     def is_done(self) -> bool:
+        """Return whether all chunks have been transferred."""
         return all(chunk.is_idle for chunk in self.chunks)
 
 

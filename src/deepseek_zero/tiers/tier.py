@@ -70,6 +70,7 @@ class CompletedWork:
         """Return immediately."""
 
     def is_done(self) -> bool:
+        """Return True."""
         return True
 
     def wait_stream(self) -> None:
@@ -599,12 +600,15 @@ class RecordedEvent:
     device: torch.device
 
     def wait(self) -> None:
+        """Wait until the work is complete."""
         self.event.synchronize()
 
     def is_done(self) -> bool:
+        """Return whether the work is complete."""
         return bool(self.event.query())
 
     def wait_stream(self) -> None:
+        """Make later work of the device wait for this work, without blocking the host."""
         torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
