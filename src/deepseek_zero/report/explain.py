@@ -27,7 +27,7 @@ LANES = {
 
 @dataclass(frozen=True)
 class Advice:
-    """Settings from which advice is derived.
+    """Sizes of a plan, from which `where_steps_went` derives its advice.
 
     Attributes:
         ahead_numel: Elements gathered ahead of their use.
@@ -102,7 +102,7 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
 
 
 def what_moved(links: Sequence[MemoryLink]) -> list[str]:
-    """Return two lines per used link, and advice for the link with the longest waits."""
+    """Return two lines about the traffic of each link, and advice for the slowest link."""
     lines = [line for link in links for line in _carried(link)]
     slowest = max(links, key=lambda link: link.waited_seconds, default=None)
     if slowest is not None and slowest.waited_seconds > WORTH_SAYING * slowest.step_seconds:

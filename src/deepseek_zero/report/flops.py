@@ -20,7 +20,7 @@ from ..base.quantities import format_count, format_seconds
 
 @dataclass(frozen=True)
 class FlopsSettings:
-    """Settings of the count.
+    """When the operations of a model are counted, and how the counts are printed.
 
     Attributes:
         step: The forward after this step is counted.

@@ -17,7 +17,7 @@ NAMES = {Tier.HOST: "host", Tier.NVME: "disk"}
 
 @dataclass(frozen=True)
 class MemoryLink:
-    """The link to one memory on this rank.
+    """The traffic between the device and one other memory on this rank.
 
     All values except resting_bytes are per step, and 0 before there were two steps.
 
@@ -75,7 +75,7 @@ class MemoryLink:
 
 
 def links_of(tiers: Tiers, meter: Meter) -> list[MemoryLink]:
-    """Return this rank's links, one for each memory other than the device.
+    """Return the traffic of this rank to each memory outside the device.
 
     Args:
         tiers: Memories outside the device, with the counts of their transfers.

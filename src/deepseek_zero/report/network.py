@@ -63,7 +63,7 @@ class NetworkLink:
 def network_links(
     plan: Plan, meter: Meter, line: Line | None, comm_ctx: CommContext
 ) -> list[NetworkLink]:
-    """Return the links that were used, between hosts first.
+    """Return the bytes that this rank sends between hosts and inside its host.
 
     The result is empty before there are two steps. Ranks of a host that read each other's memory
     count as sending inside the host. Compression affects only messages among the ranks over which
@@ -72,7 +72,7 @@ def network_links(
     Args:
         plan: Plan of the run, which has the sizes of messages.
         meter: Counts of the bytes that this rank sent.
-        line: The line between hosts, if known.
+        line: Bandwidth between hosts, if it is known.
         comm_ctx: The communicators of the shard group.
     """
     steps = meter.counted_steps

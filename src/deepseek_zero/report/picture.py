@@ -125,7 +125,7 @@ def strip_of(actions: Sequence[Action]) -> Strip:
 
 
 def draw(plan: Plan, path: Path | str) -> None:
-    """Draw a plan as a PNG.
+    """Draw a plan as a PNG: the bytes of each unit, and when the unit is used.
 
     With several axes, the mesh and the schedule of the pipeline are drawn below.
 
