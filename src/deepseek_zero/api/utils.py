@@ -29,7 +29,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def set_log_level_from_string(level: str) -> None:
-    """Set the level of the library's logger.
+    """Set the level of the library's logger from a name such as "info".
 
     Args:
         level: "debug", "info", "warning", "error" or "critical".

@@ -46,7 +46,7 @@ def _both(cls: Any, chosen: Any) -> Any:
 
 
 class Init(zero_init.Init):
-    """Context in which every new module is sharded when its constructor returns.
+    """Context in which modules are built sharded, each when its parent module receives it.
 
     Without a launcher (one rank) each shard is the whole parameter and the same code runs. With the
     name `deepspeed`, parameters have the `ds_*` attributes before there is an engine.

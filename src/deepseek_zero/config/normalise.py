@@ -40,7 +40,7 @@ _LONGEST_NAME = 100  # longer names are not compared with others
 
 @dataclass(frozen=True)
 class Alias:
-    """A deprecated key.
+    """A deprecated name of a configuration key, and its replacement.
 
     Attributes:
         old: The deprecated key.

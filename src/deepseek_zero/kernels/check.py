@@ -75,6 +75,7 @@ class Arrays:
         return self.gradient, self.main, self.other, first, second
 
     def copy(self) -> Arrays:
+        """Return a copy of the arrays that an update changes; the gradient is not copied."""
         return Arrays(
             self.gradient,
             self.main.copy(),

@@ -76,7 +76,7 @@ class RendezvousStore(Store):
             amount: The number to add.
 
         Returns:
-            The sum.
+            The number after the addition.
         """
         value = json.dumps([self._who, next(self._numbers), amount])
         return int(self._request(Operation.ADD, key, value).text or 0)
