@@ -68,7 +68,8 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
 def lines_about_network(runtime: Runtime, plan: Plan) -> list[str]:
     """Return a line for each network link that steps use, the links between hosts first.
 
-    Each line states the bytes that a step sends over the link, and the measured rate.
+    Each line states the bytes that this rank sends per step, without and with quantization, and the
+    rate over a whole step.
 
     Args:
         runtime: The runtime of the wrapped model, whose meter has counted the transfers.

@@ -25,7 +25,7 @@ class LambSettings:
     """The arguments of `Lamb`, with DeepSpeed's names.
 
     Attributes:
-        lr: The learning rate.
+        lr: The learning rate, which also multiplies the trust ratio.
         betas: The decay rates of the moments.
         eps: Added to the root of the second moment.
         weight_decay: The coefficient of the decay, which is part of the update.
@@ -71,7 +71,7 @@ class Lamb(Optimizer):
 
     Args:
         params: Parameters or parameter groups.
-        lr: The learning rate.
+        lr: The learning rate, which also multiplies the trust ratio.
         settings: The other fields of `LambSettings`.
 
     Raises:
@@ -90,6 +90,12 @@ class Lamb(Optimizer):
         """Update every parameter that has a gradient.
 
         The gradients are not changed.
+
+        Args:
+            closure: Computes the loss and its gradients again; None to use the current gradients.
+
+        Returns:
+            The loss of `closure`, or None without one.
         """
         loss = evaluated(closure)
         for group in self.param_groups:

@@ -34,7 +34,7 @@ class Lion(Optimizer):
 
     Args:
         params: Parameters or parameter groups.
-        lr: The learning rate.
+        lr: The learning rate, which is the size of each element's step.
         betas: The interpolation factor of the update, and the decay rate of the momentum.
         weight_decay: The coefficient of the decoupled decay.
         maximize: Maximize the objective.
@@ -71,6 +71,12 @@ class Lion(Optimizer):
         """Update every parameter that has a gradient.
 
         The gradients are not changed.
+
+        Args:
+            closure: Computes the loss and its gradients again; None to use the current gradients.
+
+        Returns:
+            The loss of `closure`, or None without one.
         """
         loss = evaluated(closure)
         for group in self.param_groups:

@@ -322,7 +322,7 @@ class WarmupLR(LRSchedule):
         )
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
+        """Return the learning rate of each parameter group, during or after the warm-up."""
         rising = self.warmup.at(self.last_batch_iteration)
         gamma = self._after_warmup() if rising is None else rising
         return _between(self.min_lrs, self.max_lrs, gamma)
@@ -383,7 +383,7 @@ class WarmupCosineLR(LRSchedule):
         self.org_lrs = self._own_rates()
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
+        """Return each group's own learning rate, multiplied by the current `get_lr_ratio`."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
@@ -427,7 +427,7 @@ class LRRangeTest(LRSchedule):
         self.step_size = _whole(self.settings, "lr_range_test_step_size", 1)
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
+        """Return the learning rate of each parameter group in the current interval."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         if self.settings.lr_range_test_staircase:
             interval = math.floor(interval)
@@ -490,7 +490,7 @@ class OneCycle(LRSchedule):
         self.cycle_momentum = bool(chosen.cycle_momentum) and self._takes_momentum()
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
+        """Return the learning rate of each parameter group, in the cycle or the decay after it."""
         if self._cycling():
             return _between(self.min_lrs, self.max_lrs, self._scale())
         factor = 1.0 + self.settings.decay_lr_rate * self._decay_intervals()

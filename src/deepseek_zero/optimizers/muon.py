@@ -222,6 +222,12 @@ class Muon(Optimizer):
         """Update every parameter that has a gradient.
 
         The gradients are not changed.
+
+        Args:
+            closure: Computes the loss and its gradients again; None to use the current gradients.
+
+        Returns:
+            The loss of `closure`, or None without one.
         """
         loss = evaluated(closure)
         for group in self.param_groups:

@@ -37,7 +37,7 @@ class OneBitAdam(AdamW):
 
     Args:
         params: Parameters or parameter groups.
-        lr: The learning rate.
+        lr: The learning rate of all groups that specify none.
         freeze_step: Number of steps of plain AdamW.
         betas: The decay rates of the moments.
         eps: Added to the root of the second moment.
@@ -88,6 +88,12 @@ class OneBitAdam(AdamW):
         """Update every parameter that has a gradient.
 
         The gradients are not changed.
+
+        Args:
+            closure: Computes the loss and its gradients again; None to use the current gradients.
+
+        Returns:
+            The loss of `closure`, or None without one.
         """
         loss = evaluated(closure)
         held = [group["params"] for group in self.param_groups]

@@ -31,11 +31,11 @@ class SecondCopy(Extra):
     state = "weight"
 
     def promoted(self) -> Self:
-        """Return the same addition for a group with an fp32 weight and gradient."""
+        """Return the same addition with an fp32 copy."""
         return replace(self, spec=replace(self.spec, dtype=torch.float32))
 
     def words(self, plan: ShardPlan) -> str:
-        """Return the text that is appended to the description of the state in reports."""
+        """Return the placement, dtype and memory of the second copy, as text for reports."""
         return f" + {self.spec}"
 
 
@@ -50,7 +50,7 @@ class LateGradient(Extra):
     updates_late = True
 
     def words(self, plan: ShardPlan) -> str:
-        """Return the text that is appended to the description of the state in reports."""
+        """Return the placement, dtype and memory of the delayed gradient, as text for reports."""
         return f" + {late_gradient_of(plan)}"
 
 
@@ -67,7 +67,7 @@ class ErrorsKept(Extra):
     state = "grad"
 
     def words(self, plan: ShardPlan) -> str:
-        """Return the text that is appended to the description of the state in reports."""
+        """Return the codec in which errors are stored, as text for reports."""
         return f" + errors {self.feedback.codec}"
 
 
@@ -84,7 +84,7 @@ class MomentaExchanged(Extra):
     state = "grad"
 
     def words(self, plan: ShardPlan) -> str:
-        """Return the text that is appended to the description of the state in reports."""
+        """Return the codec of the exchanged momenta, as text for reports."""
         return f", momenta sent as {self.codec}"
 
 
