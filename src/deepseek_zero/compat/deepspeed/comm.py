@@ -262,7 +262,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         The summary if `return_dict` is true, else None.
 
     Note:
-        Collective if a process group is initialized.
+        Collective if a process group is initialized: every rank must call it.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if dist.is_initialized():

@@ -142,7 +142,7 @@ def group_of(*axes: str, over: Mesh | None = None) -> Any:
         The group; None without a process group.
 
     Note:
-        Every rank must call this if the groups of the mesh do not exist yet.
+        Collective if the groups of the mesh do not exist yet: every rank must call it.
     """
     if over is None and (stated := _stated()) is not None and axes in stated[1]:
         return stated[1][axes]

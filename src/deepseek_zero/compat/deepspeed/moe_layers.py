@@ -186,7 +186,7 @@ def top1gating(
         tensor of shape ``(tokens,)`` for each choice, and the counts.
 
     Note:
-        Every rank of `ep_group` must call this if `drop_tokens` is false.
+        Collective if `drop_tokens` is false: every rank of `ep_group` must call it.
     """
     gates = F.softmax(logits, dim=1)
     noisy = (
@@ -229,8 +229,9 @@ def top2gating(
         logits: Shape ``(tokens, experts)``.
         capacity_factor: Capacity relative to an even distribution.
         min_capacity: Smallest capacity.
-        drop_tokens: As for `top1gating`.
-        ep_group: As for `top1gating`.
+        drop_tokens: Limit the capacity. Otherwise it is that of the fullest expert on any rank of
+            `ep_group`.
+        ep_group: Process group over which the fullest expert is found if `drop_tokens` is false.
         top2_2nd_expert_sampling: Sample the second expert from the softmax.
         sparse_routes: Return the routes in sparse form.
 
@@ -241,7 +242,7 @@ def top2gating(
         tensor of shape ``(tokens,)`` for each choice, and the counts.
 
     Note:
-        Every rank of `ep_group` must call this if `drop_tokens` is false.
+        Collective if `drop_tokens` is false: every rank of `ep_group` must call it.
     """
     gates = F.softmax(logits, dim=1)
     experts = logits.shape[1]
@@ -279,8 +280,9 @@ def topkgating(
         k: Number of experts per token.
         capacity_factor: Capacity relative to an even distribution.
         min_capacity: Smallest capacity.
-        drop_tokens: As for `top1gating`.
-        ep_group: As for `top1gating`.
+        drop_tokens: Limit the capacity. Otherwise it is that of the fullest expert on any rank of
+            `ep_group`.
+        ep_group: Process group over which the fullest expert is found if `drop_tokens` is false.
         drop_policy: Which tokens an expert keeps: "probs" for those with the largest gates,
             "position" for the first.
         sparse_routes: Return the routes in sparse form.
@@ -295,7 +297,7 @@ def topkgating(
         ValueError: `drop_policy` is unknown.
 
     Note:
-        Every rank of `ep_group` must call this if `drop_tokens` is false.
+        Collective if `drop_tokens` is false: every rank of `ep_group` must call it.
     """
     gates = F.softmax(logits, dim=1)
     places = logits.topk(k, dim=1).indices
@@ -401,10 +403,10 @@ class TopKGate(nn.Module):
         eval_capacity_factor: The same in evaluation.
         min_capacity: Smallest capacity.
         noisy_gate_policy: "Jitter", "RSample" or None.
-        drop_tokens: As for `top1gating`.
-        use_rts: As for `top1gating`.
-        ep_group: As for `top1gating`.
-        top2_2nd_expert_sampling: As for `top2gating`.
+        drop_tokens: Whether tokens beyond the capacity of an expert are dropped.
+        use_rts: Choose at random which tokens to drop. Otherwise the last ones are dropped.
+        ep_group: Process group over which the fullest expert is found if `drop_tokens` is false.
+        top2_2nd_expert_sampling: For k = 2, sample the second expert from the softmax.
     """
 
     def __init__(
@@ -604,11 +606,11 @@ class MoE(nn.Module):
         min_capacity: Smallest capacity.
         use_residual: Add the output of a shared module, with learned coefficients for both.
         noisy_gate_policy: "Jitter", "RSample" or None.
-        drop_tokens: As for `top1gating`.
-        use_rts: As for `top1gating`.
+        drop_tokens: Whether tokens beyond the capacity of an expert are dropped.
+        use_rts: Choose at random which tokens to drop. Otherwise the last ones are dropped.
         use_tutel: Ignored.
         enable_expert_tensor_parallelism: Ignored.
-        top2_2nd_expert_sampling: As for `top2gating`.
+        top2_2nd_expert_sampling: For k = 2, sample the second expert from the softmax.
 
     Raises:
         ConfigError: `num_experts` is not a multiple of `ep_size`, or `noisy_gate_policy` is

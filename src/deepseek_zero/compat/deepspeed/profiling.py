@@ -175,12 +175,12 @@ def get_model_profile(
         args: Positional arguments of the call, if there is no `input_shape`.
         kwargs: Keyword arguments of the call.
         print_profile: Print the profile.
-        detailed: As for `FlopsProfiler.print_model_profile`.
-        module_depth: As for `FlopsProfiler.print_model_profile`.
+        detailed: Print every module in addition to the totals.
+        module_depth: Deepest level of modules to print; -1 for all.
         top_modules: Ignored.
         warm_up: Number of calls before the profiled one.
         as_string: Return formatted values.
-        output_file: As for `FlopsProfiler.print_model_profile`.
+        output_file: Path to write the profile to; None for standard output.
         ignore_modules: Ignored.
         mode: "forward", or "generate" to call `model.generate`.
 

@@ -209,7 +209,7 @@ def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> f
         mpu: Model-parallel unit over whose ranks the norm is computed.
 
     Note:
-        Every model-parallel rank of `mpu` must call this.
+        Collective: every model-parallel rank of `mpu` must call it.
     """
     return _valid(_norm_of(_own(_each(parameters), mpu), float(norm_type), mpu))
 
@@ -227,7 +227,7 @@ def get_flattened_grad_norm(
             elements to leave out.
 
     Note:
-        Every model-parallel rank of `mpu` must call this.
+        Collective: every model-parallel rank of `mpu` must call it.
     """
     grads = []
     for place, param in enumerate(param for param in _each(parameters) if param.grad is not None):
@@ -248,7 +248,7 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
         mpu: Model-parallel unit over whose ranks the zeros are counted.
 
     Note:
-        Every model-parallel rank of `mpu` must call this.
+        Collective: every model-parallel rank of `mpu` must call it.
     """
     grads = [param.grad for param in _own(_each(parameters), mpu) if param.grad is not None]
     zeros = torch.tensor(
@@ -270,7 +270,7 @@ def get_global_norm_of_tensors(
         moe_ep_group: Process group of expert-parallel ranks, over which the norm is computed, too.
 
     Note:
-        Every rank of `mpu` and `moe_ep_group` must call this.
+        Collective: every rank of `mpu` and `moe_ep_group` must call it.
     """
     norm = _norm_of(list(input_tensors), float(norm_type), mpu)
     if moe_ep_group is not None:
@@ -325,7 +325,7 @@ def clip_grad_norm_(
         The norm, averaged over the data-parallel ranks.
 
     Note:
-        Every data-parallel rank must call this.
+        Collective: every data-parallel rank must call it.
     """
     given = [param for param in _each(parameters) if param.grad is not None]
     grads = [param.grad for param in (given if mpu is None else _own(given, mpu))]
@@ -498,7 +498,7 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
         group: Process group; None for the group of all ranks.
 
     Note:
-        Every rank of the group must call this.
+        Collective: every rank of the group must call it.
     """
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)

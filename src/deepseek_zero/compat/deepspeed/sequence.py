@@ -37,7 +37,7 @@ class GroupRanks:
             Tensors of the same shapes, whose first dimension is the source rank.
 
         Note:
-            Every rank of the group must call this.
+            Collective: every rank of the group must call it.
         """
         found = []
         for piece in pieces:

@@ -168,7 +168,8 @@ class UlyssesSPDataLoaderAdapter:
         """Return this rank's tokens of the next batch.
 
         Note:
-            Every rank of the group must call this. Every `sp_world_size`-th call communicates.
+            Collective: every rank of the group must call it. Every `sp_world_size`-th call
+                communicates.
         """
         if not self.micro_batches:
             self.refill()
@@ -182,7 +183,7 @@ class UlyssesSPDataLoaderAdapter:
             StopIteration: The loader is exhausted.
 
         Note:
-            Every rank of the group must call this.
+            Collective: every rank of the group must call it.
         """
         try:
             batch = next(self.iter)

@@ -74,7 +74,7 @@ class ColumnParallel(torch.autograd.Function):
             None for the group, and the sum of the gradients of all ranks.
 
         Note:
-            Every rank of the group must call this.
+            Collective: every rank of the group must call it.
         """
         return None, grad if ctx.group is None else _summed(grad, ctx.group)
 
@@ -96,7 +96,7 @@ class RowParallel(torch.autograd.Function):
             The sum of the partial results of all ranks.
 
         Note:
-            Every rank of the group must call this.
+            Collective: every rank of the group must call it.
         """
         return input.view_as(input) if group is None else _summed(input, group)
 
@@ -132,7 +132,7 @@ class GatherFromTensorParallelRegion(torch.autograd.Function):
             The parts of all ranks, concatenated along the last dimension.
 
         Note:
-            Every rank of the group must call this.
+            Collective: every rank of the group must call it.
         """
         ctx.own = None
         if group is None or len(partition_sizes) == 1:
@@ -191,7 +191,7 @@ class ScatterToTensorParallelRegion(torch.autograd.Function):
             The whole gradient, and None for each other argument of `forward`.
 
         Note:
-            Every rank of the group must call this.
+            Collective: every rank of the group must call it.
         """
         return None, _side_by_side(grad, ctx.sizes, ctx.group), None, None
 
@@ -232,7 +232,7 @@ def gather_part(param: Tensor, split: Split, group: Any) -> None:
         group: Process group over which the parameter is split.
 
     Note:
-        Every rank of the group must call this.
+        Collective: every rank of the group must call it.
     """
     own = param.data
     shapes = [split.local_shape(coordinate) for coordinate in range(len(split.ranges))]
@@ -376,7 +376,7 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
         """All-gather parameters of the layer, until `_tp_partition`.
 
         Note:
-            Every rank of the group must call this.
+            Collective: every rank of the group must call it.
         """
         for param, split in self._cut_params(params_list) if self.mp_group is not None else ():
             gather_part(param, split, self.mp_group)
@@ -444,7 +444,7 @@ class LinearLayer(TensorParallel_Layer):
         Backward all-reduces the gradient of the input.
 
         Note:
-            Every rank of the group must call this if backward runs or `gather_output` is true.
+            Collective if backward runs or `gather_output` is true: every rank must call it.
         """
         read: Tensor = ColumnParallel.apply(self.mp_group, input)  # type: ignore[no-untyped-call]
         found = nn.functional.linear(read, self.weight, self.bias)
@@ -679,7 +679,7 @@ class SubParamLinearLayer(_OfParts, LinearLayer):
         Backward all-reduces the gradient of the input.
 
         Note:
-            Every rank of the group must call this if backward runs or `gather_output` is true.
+            Collective if backward runs or `gather_output` is true: every rank must call it.
         """
         found = super().forward(input)
         if not self.gather_output or self.tp_world_size == 1:
