@@ -54,7 +54,7 @@ class Dialect(EngineDialect[ZeroEngine]):
             required: False if the process has joined already.
 
         Note:
-            Collective under a launcher.
+            Collective under a launcher: every rank must call it.
         """
         if required is not False:
             join(distributed_port=port)

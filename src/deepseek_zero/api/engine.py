@@ -129,7 +129,8 @@ class ZeroEngine(Exports, Engine):
         """Return the mean loss of micro-batches, computed without a backward.
 
         Args:
-            data_iter: Yields micro-batches, as for `train_batch`.
+            data_iter: Yields micro-batches: the same on every pipeline stage and, whole or cut, on
+                the ranks that split a sequence.
             num_micro_batches: The number of micro-batches; None means
                 `gradient_accumulation_steps`.
 
@@ -365,7 +366,7 @@ class ZeroEngine(Exports, Engine):
         """Wait for a checkpoint that is written in the background, and publish it.
 
         Note:
-            Collective if there is such a checkpoint.
+            Collective if there is such a checkpoint: every rank must call it.
         """
         self.parts.saver.finish()
 
@@ -714,7 +715,7 @@ class ZeroEngine(Exports, Engine):
         its steps went, unless `steps_per_print` is off. A second call does nothing.
 
         Note:
-            Collective if a checkpoint is being written, because it is finished first.
+            Collective if a checkpoint is being written, because that is completed first.
         """
         if self._states.offloaded:
             self._states.release()

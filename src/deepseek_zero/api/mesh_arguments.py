@@ -38,7 +38,7 @@ def mpu_statement(mpu: Any) -> MeshStatement:
             sizes.
 
     Note:
-        Collective if there is a process group.
+        Collective if there is a process group: every rank must call it.
     """
     own = _read(mpu)
     told = [own]
