@@ -76,7 +76,7 @@ class ByHost:
 
         Args:
             full: Shape ``(size * slice,)``; this rank's slice must be in place.
-            lane: The lane to issue the hops in.
+            lane: Name of the sequence of collectives (lane) to issue the hops in.
             what: The name of the collective.
             kind: The meter's kind for bytes between hosts. Bytes within a host count as `NEAR` +
                 `kind`.
@@ -85,7 +85,7 @@ class ByHost:
             A handle; `full` may be read after its `wait()`.
 
         Note:
-            Collective within the lane of both groups.
+            Collective: all ranks of both groups must issue it in the same order within the lane.
         """
         places = self.intra_node.size
         hosts = self.inter_node.size
@@ -120,13 +120,13 @@ class ByHost:
         Args:
             intra_node: Issues the first hop, among the ranks of this host.
             inter_node: Issues the second hop, after the first one is complete.
-            lane: The lane to issue the hops in.
+            lane: Name of the sequence of collectives (lane) to issue the hops in.
 
         Returns:
             A handle whose `wait()` returns after both hops.
 
         Note:
-            Collective within the lane of both groups.
+            Collective: all ranks of both groups must issue it in the same order within the lane.
         """
         inside = self._queue("near", lane).add(DONE, lambda: all_of(intra_node()))
         return self._queue("across", lane).add(inside, inter_node)

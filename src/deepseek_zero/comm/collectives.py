@@ -325,7 +325,7 @@ class Comm:
             A handle; `full` may be read after its `wait()`.
 
         Note:
-            Collective within the lane.
+            Collective: all ranks of the group must issue it in the same order within the lane.
         """
         nbytes = full.nbytes // self.size
         self.meter.count(kind, nbytes * (self.size - 1), nbytes * len(self.inter_node))
@@ -357,7 +357,7 @@ class Comm:
                 sent.
             inbox: One flat tensor per rank; this rank's own is ignored. With `reads_in_place` a
                 tensor may be None, and `use` gets a view of the owner's memory instead.
-            lane: The lane to issue the collective in.
+            lane: Name of the sequence of collectives (lane) to issue it in.
             what: The name of the collective, the same on all ranks.
             use: Called once with the received pieces, at the latest by `wait()`.
             kind: The kind under which the meter counts the bytes.
@@ -366,7 +366,7 @@ class Comm:
             A handle; `wait()` returns after `use` was called.
 
         Note:
-            Collective within the lane.
+            Collective: all ranks of the group must issue it in the same order within the lane.
         """
         sent = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
         far = sum(pieces[rank].nbytes for rank in self.inter_node)
@@ -397,14 +397,14 @@ class Comm:
         Args:
             piece: Flat tensor to send, or None. Both ranks use the same dtype.
             box: Flat tensor to fill, or None.
-            lane: The lane to issue the collective in.
+            lane: Name of the sequence of collectives (lane) to issue it in.
             what: The name of the collective, the same on both ranks.
 
         Returns:
             A handle; the box may be read after its `wait()`.
 
         Note:
-            Collective within the lane, in a group of two ranks.
+            Collective: both ranks of the group must issue it in the same order within the lane.
         """
         like = box if piece is None else piece
         assert like is not None and self.size == 2
@@ -433,7 +433,7 @@ class Comm:
             A tensor of shape ``(size, len(row))``.
 
         Note:
-            Collective within the lane "rows".
+            Collective: every rank of the group must call it.
         """
         table = torch.zeros(self.size, row.numel(), dtype=row.dtype)
         table[self.rank] = row
@@ -499,7 +499,7 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
         source: The rank that sends.
 
     Note:
-        Collective within the lane "gather".
+        Collective: every rank of the group must call it.
     """
     nothing = into[:0]
     outgoing = pieces if comm.rank == source else [nothing] * comm.size

@@ -152,7 +152,7 @@ class FlightRecorder:
         """Return another rank's line under a topic, or "" if there is none.
 
         Args:
-            topic: The topic, as for `post`.
+            topic: "raised", "raised in engine 0", "ended" or "waiting".
             rank: World rank that wrote the line.
         """
         if self._is_gone:

@@ -30,7 +30,7 @@ class InPlaceGathers:
             The memory, or None if the transport has no shared memory or `numel` is 0.
 
         Note:
-            Collective within the lane "gather".
+            Collective: every rank of the group must call it.
         """
         transport = self._lanes.transport
         if self._size == 1:
@@ -56,7 +56,7 @@ class InPlaceGathers:
             what: The name of the announcement, the same on all ranks.
 
         Note:
-            Collective within the lane "gather".
+            Collective: every rank of the group must call it.
         """
         transport = self._lanes.transport
         if transport.shares_pages:
@@ -82,7 +82,7 @@ class InPlaceGathers:
             A handle; all slices may be read after its `wait()`.
 
         Note:
-            Collective within the lane "gather".
+            Collective: every rank of the group must call it.
         """
         if self._size == 1:
             return DONE

@@ -53,7 +53,7 @@ class Lanes:
             A handle whose `wait()` returns when the data may be used.
 
         Note:
-            Collective within the lane.
+            Collective: all ranks of the group must issue it in the same order within the lane.
         """
         world = self.world
         if world is None:  # Every slice is already here

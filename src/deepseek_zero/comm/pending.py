@@ -62,7 +62,7 @@ class Pending:
         """Issue all messages, waiting for the first ones if too many are in flight.
 
         Note:
-            Collective within its lane.
+            Collective: all ranks must call it in the same order within the lane.
         """
         if self._issue is not None:
             self._issue()

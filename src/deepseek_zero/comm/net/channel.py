@@ -395,8 +395,8 @@ def listening_variables(interface: str | None, ports: str | None) -> dict[str, s
     They include gloo's interface, because the first messages are sent with gloo.
 
     Args:
-        interface: An interface or address as for `address_of`; None sets nothing.
-        ports: Ports as for `parse_ports`; None sets nothing.
+        interface: Name of a network interface, or an address of this host; None sets nothing.
+        ports: A range such as 29600-29700, or a single port; None sets nothing.
 
     Raises:
         UsageError: This host does not have the interface, or the ports are invalid.

@@ -288,7 +288,7 @@ class StoreClient:
         watches: Rank 0 is on another host. The kernels of both ends probe each other, which reveals
             a silent host and an exited process.
         dead_after: Seconds of silence after which rank 0's host is lost.
-        role: The role of the connection, as for `KeyValueStore`.
+        role: Role of the connection, which selects the service at rank 0's listener.
     """
 
     def __init__(

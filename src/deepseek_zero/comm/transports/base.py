@@ -158,7 +158,7 @@ class Transport:
             cid: The identity of the collective.
 
         Note:
-            Collective over the group.
+            Collective: every rank of the group must call it.
         """
         raise NotImplementedError
 
