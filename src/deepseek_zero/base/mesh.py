@@ -440,7 +440,7 @@ def init_distributed(
         PeerError: The ranks did not meet.
 
     Note:
-        Collective under a launcher.
+        Collective under a launcher: every rank must call it.
     """
     speak()
     if dist.is_available() and dist.is_initialized():
@@ -519,13 +519,13 @@ def current_mesh(
     Args:
         device: The device of this rank; by default `default_device`.
         wish: The axes that the caller states (`mesh_of`). By default all ranks are along dp_shard.
-        store_of: As in `init_distributed`.
+        store_of: Returns the launcher's key-value store of torch, or None.
 
     Raises:
         UsageError: The axes do not fit the world.
 
     Note:
-        Collective under a launcher.
+        Collective under a launcher: every rank must call it.
     """
     device = device or default_device()
     wanted = mesh_of(wish)

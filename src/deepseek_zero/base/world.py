@@ -458,7 +458,7 @@ def ask_mpi(environ: Mapping[str, str], world: World) -> World:
         world: The result of `discover`.
 
     Note:
-        Collective over MPI's world if it is used.
+        Collective over MPI's world if mpi4py is used: every process must call it.
     """
     by_mpi = world.source in {each.source for each in MPI}
     is_known = world.size == world.local_size or bool(environ.get("MASTER_ADDR"))
