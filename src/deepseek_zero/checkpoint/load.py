@@ -420,7 +420,7 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
 
     Args:
         reader: Open checkpoint to read from.
-        optimizer: Sharded optimizer whose states are concerned.
+        optimizer: Sharded optimizer whose states are restored.
     """
     piece = ModelPiece.of(optimizer.runtime)
     for _, shard in _shards_by_group(optimizer):
@@ -552,7 +552,7 @@ def read_states(
     Args:
         reader: Open checkpoint to read from.
         manifest: Names, shapes and counters of the checkpoint.
-        optimizer: Sharded optimizer whose states are concerned.
+        optimizer: Sharded optimizer whose states are restored.
         before: The old states by parameter; their memory is reused, and used ones are removed.
     """
     for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
@@ -625,7 +625,7 @@ def restore_optimizer(
         reader: Open checkpoint to read from.
         manifest: Names, shapes and counters of the checkpoint.
         groups: The saved parameter groups of the optimizer.
-        optimizer: Sharded optimizer whose states are concerned.
+        optimizer: Sharded optimizer whose states are restored.
         states: The states, if they have been read already.
     """
     count = 0
@@ -661,7 +661,7 @@ def split_as_saved(
     Args:
         manifest: Manifest of the checkpoint.
         keys: Returns the names of a parameter's moments.
-        optimizer: Sharded optimizer whose states are concerned.
+        optimizer: Sharded optimizer whose states are restored.
     """
     piece = ModelPiece.of(optimizer.runtime)
 
@@ -679,7 +679,7 @@ def restore_kept_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> 
 
     Args:
         reader: Open checkpoint to read from.
-        optimizer: Sharded optimizer whose states are concerned.
+        optimizer: Sharded optimizer whose states are restored.
     """
     piece = ModelPiece.of(optimizer.runtime)
     for group in optimizer.runtime.trained_groups:
