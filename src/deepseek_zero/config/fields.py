@@ -127,7 +127,7 @@ def accepted(default: Any, sentence: str, reason: str, **facts: Any) -> Any:
         default: Value of the key if it is not set.
         sentence: The meaning of the key.
         reason: Why it is right to ignore the key.
-        **facts: As for `effective`.
+        **facts: Other attributes of its `FieldRow`, and bounds (gt, ge, le) as for pydantic.
     """
     return _declare(Status.ACCEPTED, default, sentence, reason, facts)
 
