@@ -22,7 +22,7 @@ from ..sharding.runtime import Runtime
 
 
 class HasRuntime(Protocol):
-    """An object around a sharded model."""
+    """An object, such as an engine, that has the runtime of a sharded model."""
 
     @property
     def runtime(self) -> Runtime: ...

@@ -374,7 +374,7 @@ def step_settings_of(
 
 
 def disk_settings_of(config: Config) -> DiskSettings:
-    """Return the settings of transfers to a disk."""
+    """Return the settings of reads and writes of offloaded states on a disk."""
     return DiskSettings(config.aio.queue_depth, config.aio.block_size)
 
 

@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the norm is finite."""
+        """Whether the gradient norm is neither infinite nor NaN."""
         return math.isfinite(self.norm)
 
     @property

@@ -107,7 +107,7 @@ class PipelinePlan:
 
     @property
     def header_bytes(self) -> int:
-        """The bytes that describe the messages of the first step."""
+        """The bytes of message headers that this rank sends in the first step."""
         return (
             self.micro_batches
             * HEADER_BYTES

@@ -373,5 +373,5 @@ def pool_buffers(
 
 
 def buffer_bytes(buffers: Counter[Size]) -> int:
-    """Return the bytes of all these buffers."""
+    """Return the total bytes of pool buffers that are counted by size."""
     return sum(count * dtype.itemsize * numel for (dtype, numel), count in buffers.items())

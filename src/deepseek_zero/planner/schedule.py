@@ -42,7 +42,7 @@ class ActionKind(Enum):
 
     @property
     def computes(self) -> bool:
-        """Whether the model computes with the unit's weights."""
+        """Whether the action is a forward or a backward, which uses the unit's weights."""
         return self in (ActionKind.FORWARD, ActionKind.BACKWARD)
 
 
@@ -121,12 +121,12 @@ class Pass:
 
     @cached_property
     def released(self) -> frozenset[int]:
-        """The units that the pass releases."""
+        """The units whose gathered weights the pass frees."""
         return frozenset(self._units_of(ActionKind.RELEASE))
 
     @cached_property
     def updated(self) -> frozenset[int]:
-        """The units that the pass may update."""
+        """The units whose optimizer update may run during the pass."""
         return frozenset(self._units_of(ActionKind.UPDATE))
 
     def released_before(self, unit: int) -> frozenset[int]:

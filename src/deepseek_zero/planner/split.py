@@ -73,7 +73,7 @@ class Split:
         return cls(kind, shape, 0, (ranges,) * ranks)
 
     def local_shape(self, coordinate: int) -> Shape:
-        """Return the shape of the part of one rank."""
+        """Return the shape of the part that the rank at this coordinate along "tp" holds."""
         if self.kind != "split":
             return self.shape
         width = sum(stop - start for start, stop in self.ranges[coordinate])

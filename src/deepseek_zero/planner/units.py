@@ -255,13 +255,13 @@ class GroupPlan:
         return " | ".join(f"{state} {row}" for state, row in describe_states(self.plan).items())
 
     def promoted(self) -> GroupPlan:
-        """Return the same group with an fp32 weight and gradient."""
+        """Return a copy of the plan with an fp32 weight and gradient (precision "auto")."""
         if self.plan.weight.dtype == torch.float32:
             return self
         return replace(self, plan=self.plan.promoted(), low=self.plan)
 
     def demoted(self) -> GroupPlan:
-        """Return the group as it was before `promoted`."""
+        """Return the plan as it was before `promoted`."""
         return self if self.low is None else replace(self, plan=self.low, low=None)
 
     def with_grad_dtype(self, dtype: torch.dtype) -> GroupPlan:

@@ -74,7 +74,7 @@ class StepVolume:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of every step."""
+        """The bytes that this rank sends in every step, without those sent once."""
         return (
             self.state_bytes + self.tensor + self.sequence + self.boundaries + self.ties + self.rows
         )

@@ -108,7 +108,7 @@ class GradReduction:
         """Restore this rank's `own_states` from a checkpoint."""
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors that this object holds."""
+        """Return the tensors that this object keeps between steps, to count their memory."""
         return list(self.own_states().values())
 
     @property

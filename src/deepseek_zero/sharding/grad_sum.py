@@ -117,13 +117,13 @@ class GradSum:
         self._state = state
 
     def become(self, state: GradState) -> None:
-        """Change the state unless it is the current one."""
+        """Change the state like `enter`, unless it is the current one."""
         if self._state is not state:
             self.enter(state)
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether there is a sum of the current step."""
+        """Return whether gradients of the current step have been reduced."""
         return self._state in _SUMMED
 
     @property
@@ -164,7 +164,7 @@ class GradSum:
         return found
 
     def drop(self) -> None:
-        """Free the memory."""
+        """Free the memory of the gradient sum."""
         self.buffer = None
         self._staged = None
 

@@ -147,7 +147,7 @@ class Gradient:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no gradient is collected, summed or kept."""
+        """Return whether there is no gradient of this rank, no reduced one and no kept one."""
         is_kept = any(kept.is_full for kept in self.kept.values())
         return self.sum.state is GradState.EMPTY and not is_kept
 

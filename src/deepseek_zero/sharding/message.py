@@ -98,7 +98,7 @@ class Pool:
                 return_pages(tensor)
 
     def clear(self) -> None:
-        """Free the idle tensors."""
+        """Free the tensors that are not in use."""
         self._uncount(sum(tensor.nbytes for tensor in self.idle()))
         self._idle.clear()
 

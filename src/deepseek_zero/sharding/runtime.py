@@ -112,7 +112,7 @@ class Runtime:
 
     @property
     def trained_groups(self) -> list[ParamGroup]:
-        """The groups that have a gradient."""
+        """The parameter groups that have a gradient, unit by unit."""
         return [group for group in self.groups if group.trainable]
 
     @property
