@@ -418,7 +418,7 @@ class Engine(StandsForModule):
 
     @property
     def begun(self) -> int:
-        """The number of micro-batches whose forward or backward has run since the last step."""
+        """The number of micro-batches that the current accumulation already contains."""
         if self.config.managed_gradient_accumulation:
             return self.micro_steps % self._batch.accumulation
         return self._backwards
