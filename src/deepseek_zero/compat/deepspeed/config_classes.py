@@ -127,7 +127,10 @@ class OffloadStateTypeEnum(StrEnum):
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
-    """Section `zero_optimization.leaf_module`; a string is the same as a list of one."""
+    """ZeRO-3 leaf modules (section `zero_optimization.leaf_module`).
+
+    A string is the same as a list with one element.
+    """
 
     classes: list[str] = DEFAULT_LEAF_CLASSES
     names: list[str] = []

@@ -44,7 +44,8 @@ def estimate_zero3_model_states_mem_needs(
         cpu_offload_params: Whether weights are offloaded, too.
         zero_init: Whether the model is built shard by shard. Otherwise each rank first builds the
             whole model in fp32 on the host.
-        additional_buffer_factor: Factor for the bytes of the host.
+        additional_buffer_factor: Factor by which the bytes of a host are multiplied, for other uses
+            of memory.
 
     Returns:
         Bytes of a host, bytes of a GPU, and bytes of the largest gathered layer.
@@ -75,7 +76,8 @@ def estimate_zero2_model_states_mem_needs(
         num_gpus_per_node: Ranks per host.
         num_nodes: Number of hosts.
         cpu_offload: Whether optimizer states are offloaded to the host.
-        additional_buffer_factor: Factor for the bytes of the host.
+        additional_buffer_factor: Factor by which the bytes of a host are multiplied, for other uses
+            of memory.
 
     Returns:
         Bytes of a host, and bytes of a GPU.
@@ -97,7 +99,8 @@ def estimate_zero3_model_states_mem_needs_all_live(
         model: The model, which may be on the meta device.
         num_gpus_per_node: Ranks per host.
         num_nodes: Number of hosts.
-        additional_buffer_factor: Factor for the bytes of the host.
+        additional_buffer_factor: Factor by which the bytes of a host are multiplied, for other uses
+            of memory.
     """
     estimate_zero3_model_states_mem_needs_all_cold(
         *model_to_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -118,7 +121,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         largest_layer_params: Elements of the largest layer.
         num_gpus_per_node: Ranks per host.
         num_nodes: Number of hosts.
-        additional_buffer_factor: Factor for the bytes of the host.
+        additional_buffer_factor: Factor by which the bytes of a host are multiplied, for other uses
+            of memory.
     """
     rows = []
     # Weights are never offloaded without the optimizer.
@@ -152,7 +156,8 @@ def estimate_zero2_model_states_mem_needs_all_live(
         model: The model, which may be on the meta device.
         num_gpus_per_node: Ranks per host.
         num_nodes: Number of hosts.
-        additional_buffer_factor: Factor for the bytes of the host.
+        additional_buffer_factor: Factor by which the bytes of a host are multiplied, for other uses
+            of memory.
     """
     estimate_zero2_model_states_mem_needs_all_cold(
         model_to_params(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -171,7 +176,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         total_params: Elements of all parameters.
         num_gpus_per_node: Ranks per host.
         num_nodes: Number of hosts.
-        additional_buffer_factor: Factor for the bytes of the host.
+        additional_buffer_factor: Factor by which the bytes of a host are multiplied, for other uses
+            of memory.
     """
     rows = [
         (

@@ -60,20 +60,22 @@ class PipelineModule(LayerStages):
     ZeRO stages are supported.
 
     Args:
-        layers: Modules, functions, `LayerSpec`s and `TiedLayerSpec`s.
+        layers: Modules, functions, `LayerSpec`s and `TiedLayerSpec`s, in the order of forward.
         num_stages: Number of stages, a divisor of the world size. The ranks of a stage are
             consecutive.
-        topology: Axes over the ranks; replaces `num_stages`.
+        topology: Axes of the mesh over all ranks, instead of `num_stages`.
         loss_fn: Function of the last layer's output and the labels.
-        seed_layers: Seed the generator before each layer is built and before it runs.
-        seed_fn: Function that sets a seed.
-        base_seed: First seed.
-        partition_method: "parameters", "uniform" or "type:REGEX".
+        seed_layers: Seed the random generator before each layer is built and before it runs.
+        seed_fn: Function that sets the seed; None uses `torch.manual_seed`.
+        base_seed: Number from which the seed of each layer is computed.
+        partition_method: How layers are divided into stages: equal numbers of trained elements
+            ("parameters"), of layers ("uniform"), or of layers whose class name matches
+            ("type:REGEX").
         activation_checkpoint_interval: Number of layers to recompute together; 0 for none.
         activation_checkpoint_func: Function that recomputes layers in backward.
         checkpointable_layers: Names of the classes of layers to recompute; None for layers with
             parameters.
-        dynamic_shape: Stored as an attribute.
+        dynamic_shape: Whether the shapes of activations change between micro-batches.
 
     Raises:
         UsageError: Neither `num_stages` nor `topology` is given, or `num_stages` does not divide

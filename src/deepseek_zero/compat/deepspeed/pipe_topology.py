@@ -121,7 +121,7 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline stages with data-parallel ranks. The ranks of a stage are consecutive.
+    """Map pipeline stages and data-parallel ranks to ranks; those of a stage are consecutive.
 
     Args:
         num_pp: Number of stages.
@@ -133,7 +133,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline stages with data-parallel and tensor-parallel ranks.
+    """Map pipeline stages, data-parallel and tensor-parallel ranks to ranks.
 
     Args:
         num_pp: Number of stages.
@@ -161,7 +161,7 @@ def _prime_factors(N: int) -> list[int]:
 
 
 class PipelineParallelGrid:
-    """The position of this rank in a topology and its process groups. It is an `mpu`.
+    """Return this rank's coordinates in a topology, and its process groups; usable as `mpu`.
 
     "Model parallel" means pipe and tensor parallel together, "slice parallel" means tensor parallel
     only. A process group is created on first use, which is collective over all ranks.

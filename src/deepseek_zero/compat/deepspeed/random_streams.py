@@ -38,7 +38,7 @@ class RandomStreams:
         self._seeds = set()
 
     def get_states(self) -> dict[str, Tensor]:
-        """Return the state of each stream."""
+        """Return the generator state of each stream by name."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
@@ -71,7 +71,7 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from a stream inside the `with` block.
+        """Draw random numbers from a stream inside the `with` block.
 
         Raises:
             UsageError: There is no stream with this name.

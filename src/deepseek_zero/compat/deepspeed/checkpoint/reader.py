@@ -102,7 +102,7 @@ class DeepSpeedCheckpoint(MappedCheckpoint):
 
 
 def open_file(path: Path) -> dict[str, Any]:
-    """Load one file, with mapped tensors and stand-ins for DeepSpeed's objects.
+    """Load one file, with mapped tensors and inert replacements of DeepSpeed's objects.
 
     Returns:
         The dictionary that the file contains.
