@@ -92,7 +92,7 @@ class NoSuchNameError(AttributeError):
     The text is built when it is read, so `hasattr` does not pay for it.
 
     Args:
-        owner: The object in the message.
+        owner: Name of the object, for the message.
         name: The name of the attribute.
         choices: Returns the existing names.
     """
@@ -117,7 +117,7 @@ def with_suggestion(
 
     Args:
         error: The error of the failed lookup; returned unchanged if it is an `UnknownNameError`.
-        owner: The object in the message.
+        owner: Name of the object, for the message.
         name: The name of the attribute.
         choices: Returns the existing names.
     """

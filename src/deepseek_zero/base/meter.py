@@ -102,7 +102,7 @@ class Meter:
         """Count one collective.
 
         Args:
-            kind: The kind of collective.
+            kind: Kind of collective, such as "all_gather".
             sent_bytes: Bytes that this rank sent.
             far_bytes: The part that was sent to other hosts.
         """

@@ -79,7 +79,7 @@ def agree_on_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str
         store: The key-value store that outlives the ranks.
         rank: World rank of this process.
         size: The number of ranks.
-        timeout: The limit of the agreement.
+        timeout: Maximum time to wait for the other ranks.
 
     Raises:
         DistStoreError: A rank did not join in time.

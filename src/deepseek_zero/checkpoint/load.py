@@ -400,7 +400,7 @@ GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # states by shard nu
 
 
 def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRange]:
-    """Yield the weight ranges of this rank in the order of `restore_weights`.
+    """Yield the ranges of weights that this rank needs, in the order of `restore_weights`.
 
     Args:
         reader: Open checkpoint to read from.
@@ -416,7 +416,7 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
 
 
 def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
-    """Yield the moment ranges of this rank in the order of `read_states`.
+    """Yield the ranges of moments that this rank needs, in the order of `read_states`.
 
     Args:
         reader: Open checkpoint to read from.
@@ -432,7 +432,7 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
 
 
 def member_of(overlap: ParamOverlap) -> ParamInfo:
-    """Return the parameter of which a shard covers a range."""
+    """Return the parameter to which the elements of a shard's overlap belong."""
     return overlap.shard.group.members[overlap.number]
 
 

@@ -86,8 +86,8 @@ class ReadRequest:
         """Start reading the parts in a thread.
 
         Args:
-            pool: Runs the read.
-            block: Receives the bytes.
+            pool: Thread pool that runs the read.
+            block: Memory that receives the bytes.
         """
         self._block = block
         first = self.parts[0]
@@ -129,7 +129,7 @@ class ReadPath:
         The bytes begin in the block at the offset of `start` within its page.
 
         Args:
-            block: Receives the bytes.
+            block: Memory that receives the bytes.
             byte_range: The range that the bytes belong to.
             start: First byte.
             stop: End of the bytes to read.

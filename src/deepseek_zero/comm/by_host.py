@@ -61,11 +61,11 @@ class ByHost:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a hop is still to be issued."""
+        """Return whether the second hop of a collective is still to be issued."""
         return any(queue.is_open for queue in self._queues.values())
 
     def advance(self) -> None:
-        """Issue the hops whose first hop is complete, without waiting."""
+        """Issue the second hop of each collective whose first hop is complete, without waiting."""
         if self.is_open:
             self.intra_node.hear()
             for queue in list(self._queues.values()):

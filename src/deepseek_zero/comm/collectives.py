@@ -130,7 +130,7 @@ class Comm:
 
     @property
     def whole(self) -> Comm:
-        """Return the communicator of the world."""
+        """Return the communicator of all ranks of the world."""
         return self if self._whole is None else self._whole
 
     @property
@@ -293,7 +293,7 @@ class Comm:
             self.lanes.wait_again(lambda: self.lanes.transport.wait_until_read(tensor))
 
     def progress(self) -> None:
-        """Receive messages from other ranks and issue second hops, without waiting.
+        """Receive messages and issue the second hops of collectives by host, without waiting.
 
         It is called often, so it does work only while a message is expected.
         """

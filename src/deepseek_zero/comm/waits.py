@@ -95,7 +95,7 @@ class Waits:
         self._hops.append(weakref.ref(hops, self._hops.remove))
 
     def advance(self) -> None:
-        """Issue the second hops whose first hop is complete, without waiting."""
+        """Issue the second hop of each two-hop collective whose first hop is complete."""
         for each in list(self._hops):
             if (hops := each()) is not None:
                 hops.advance()

@@ -68,7 +68,7 @@ _LONGEST_KEY = 120
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `what` is a clause about `key`, `fix` is what to write instead."""
+    """What is wrong with one key (`what` is a clause about it), and what to write instead."""
 
     key: str
     what: str

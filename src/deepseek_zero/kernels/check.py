@@ -112,7 +112,7 @@ def sample(variant: Variant, layout: Layout, kind: str, numel: int, seed: int = 
 
     Args:
         variant: The formula, which determines the states.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         kind: "normal", "bits" (random bits) or "edges" (special values).
         numel: Number of elements.
         seed: The seed of the values.
@@ -147,7 +147,7 @@ def expected(
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         arrays: The arrays before the update.
         scalars: The result of `Rule.scalars`.
         factor: The factor by which the gradient is multiplied.
@@ -179,7 +179,7 @@ def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = 
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         run: Runs the kernel.
         numel: Number of elements of each test.
     """
@@ -204,7 +204,7 @@ def is_definition(variant: Variant, layout: Layout, run: Run, compiler: str, whe
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         run: Runs the kernel.
         compiler: The name of the compiler, for the warning.
         where: The machine or device, for the warning.

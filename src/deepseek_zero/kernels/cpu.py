@@ -128,7 +128,7 @@ def compiled_loop(variant: Variant, layout: Layout) -> Callable[..., None]:
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
     """
     element = _element_of(variant, layout)
     draws_weight = layout.is_rounded
@@ -198,7 +198,7 @@ def run(
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         arrays: The arrays of the shard.
         scalars: The result of `Rule.scalars`.
         factor: The factor by which the gradient is multiplied.
@@ -226,7 +226,7 @@ def is_exact(variant: Variant, layout: Layout) -> bool:
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
     """
     if torch.float16 in (layout.gradient, layout.published) and not converts_fp16():
         log_once(

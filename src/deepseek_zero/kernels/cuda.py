@@ -52,7 +52,7 @@ def compiled_for(
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         scalar_count: Number of scalars of the formula.
         capability: The compute capability, as 90 for 9.0.
         to_ptx: Return PTX.
@@ -137,7 +137,7 @@ def run(
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         columns: Gradient, main weight, other and two states, as in `Arrays.columns`, contiguous.
             Columns that the layout or the variant lacks are empty.
         scalars: The result of `Rule.scalars`.
@@ -171,7 +171,7 @@ def run_arrays(
     Args:
         device: CUDA device on which the kernel runs.
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         arrays: The arrays, which are changed in place.
         scalars: The result of `Rule.scalars`.
         factor: The factor by which the gradient is multiplied.
@@ -191,7 +191,7 @@ def is_exact(variant: Variant, layout: Layout, device: torch.device) -> bool:
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         device: CUDA device on which the kernel runs.
     """
     try:

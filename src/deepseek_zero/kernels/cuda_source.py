@@ -104,7 +104,7 @@ def header(variant: Variant, layout: Layout, scalar_count: int) -> str:
 
     Args:
         variant: Optimizer rule and options, which select the formula.
-        layout: How the shard is stored.
+        layout: Dtypes and form in which the shard is stored.
         scalar_count: Number of scalars of the formula.
     """
     other = "low_half" if layout.is_split else "nothing"

@@ -363,7 +363,7 @@ def silence_of(connection: socket.socket) -> float | None:
 
 
 def has_unanswered(connection: socket.socket) -> bool:
-    """Return whether the other kernel has not yet acknowledged all sent data.
+    """Return whether the other host has not yet acknowledged all sent data.
 
     A kernel doubles the pause before each retransmission. After a silence of some seconds it waits
     for seconds more, although the other end may already be reachable again.

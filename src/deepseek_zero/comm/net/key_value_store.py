@@ -64,7 +64,7 @@ FAREWELL_SECONDS = 1.0  # Timeout to send the farewell
 
 
 class Operation(IntEnum):
-    """The requests; every one except SET answers with a text or that there is none."""
+    """The requests that a key-value store answers, all except SET with a text or None."""
 
     SET = 1
     GET = 2
