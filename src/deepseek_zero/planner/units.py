@@ -256,8 +256,6 @@ class GroupPlan:
 
     def promoted(self) -> GroupPlan:
         """Return a copy of the plan with an fp32 weight and gradient (precision "auto")."""
-        if self.plan.weight.dtype == torch.float32:
-            return self
         return replace(self, plan=self.plan.promoted(), low=self.plan)
 
     def demoted(self) -> GroupPlan:

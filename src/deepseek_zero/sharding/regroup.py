@@ -222,7 +222,11 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
     Note:
         Collective: every rank of the shard group must call it.
     """
-    planned = group.planned.promoted() if to_fp32 else group.planned.demoted()
+    planned = group.planned
+    if not to_fp32:
+        planned = planned.demoted()
+    elif planned.plan.weight.dtype != torch.float32:
+        planned = planned.promoted()
     if group.master is None or planned is group.planned:
         return
     values = group.master.values()
