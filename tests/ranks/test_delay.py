@@ -130,7 +130,7 @@ def test_a_late_update_has_the_bits_of_a_loop_that_is_late(
     engine.optimizer.flush()
     reference.carry_out(reference.owed)
     assert_follows(engine, reference)
-    tally = engine.optimizer.policy(SpeculativeUpdate).stats
+    tally = engine.optimizer.policy(SpeculativeUpdate)
     ahead = stage == 3 and weights and undo > 0
     assert (tally.updated > 0) == ahead
     assert tally.undone == 0
@@ -157,7 +157,7 @@ def test_between_backward_and_step_weights_are_those_that_backward_used(tier: st
         engine.step()
         reference.late_step(everyone(step, run, 2), engine.get_global_grad_norm(), 0.01)
         assert_follows(engine, reference)
-    tally = engine.optimizer.policy(SpeculativeUpdate).stats
+    tally = engine.optimizer.policy(SpeculativeUpdate)
     assert tally.undone == tally.updated - 3 > 0, "all but those of step 2, which nobody looked for"
 
 

@@ -588,9 +588,9 @@ def random_schedules(path: Path) -> None:
             found += states_of(engine)
             library.draw_schedule(0)
             if place is early:
-                stats = engine.optimizer.policy(SpeculativeUpdate).stats
-                assert stats.updated > 0, "no update in backward"
-                assert bool(stats.undone) == bool(top["gradient_clipping"]), stats
+                policy = engine.optimizer.policy(SpeculativeUpdate)
+                assert policy.updated > 0, "no update in backward"
+                assert bool(policy.undone) == bool(top["gradient_clipping"])
             key = stage // 2 if accumulation > 1 else 0
             assert_same(found, expected.setdefault(key, found), (top, name, stage))
             engine.destroy()
