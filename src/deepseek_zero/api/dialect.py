@@ -1,7 +1,7 @@
-"""Behavior that depends on the name under which a program imported the library.
+"""Behavior that depends on the package name that a program imports.
 
-`initialize` and `zero.Init` select the dialect once per call. A package above can register another
-one (base/plugins.py).
+`initialize` and `zero.Init` select the dialect once per call. The package `compat` registers the
+dialect for the name `deepspeed` (base/plugins.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from .engine import ZeroEngine
 
 
 class Dialect(EngineDialect[ZeroEngine]):
-    """The behavior of the library under its own name.
+    """Behavior that depends on the package name that a program imports.
 
-    A subclass overrides the decisions that differ under another name.
+    This class is the dialect of programs that import `deepseek_zero`. A subclass overrides the
+    methods whose result differs for programs that import `deepspeed`.
 
     Attributes:
-        init_class: A subclass of `api.zero.Init` to use in its place, or None.
-        gathered_class: A subclass of `api.zero.GatheredParameters` to use in its place, or None.
+        init_class: The subclass of `api.zero.Init` that `zero.Init` constructs; None for
+            `api.zero.Init` itself.
+        gathered_class: The subclass of `api.zero.GatheredParameters` that
+            `zero.GatheredParameters` constructs; None for the class itself.
     """
 
     init_class: type[zero_init.Init] | None = None
@@ -39,10 +42,11 @@ class Dialect(EngineDialect[ZeroEngine]):
 
         Args:
             source: A dict, a path, JSON text or base64.
-            origin: The argument that contained it, for error messages.
+            origin: The name of the argument that contained `source`, for error messages; None
+                if there is none.
 
         Returns:
-            The values of the source, not yet checked.
+            The checked configuration, in which "auto" values are not yet resolved.
         """
         return load(source, origin=origin)
 
@@ -50,8 +54,9 @@ class Dialect(EngineDialect[ZeroEngine]):
         """Join the process group of the job, unless the process has joined already.
 
         Args:
-            port: The port of the rendezvous, if the launcher sets none.
-            required: False if the process has joined already.
+            port: The port of the rendezvous, used only if the launcher sets none.
+            required: If False, the method does nothing, because the program has created the
+                process group.
 
         Note:
             Collective under a launcher: every rank must call it.
@@ -60,11 +65,15 @@ class Dialect(EngineDialect[ZeroEngine]):
             join(distributed_port=port)
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
-        """Return the arguments of `initialize` with those that the dialect adds.
+        """Add the arguments that this dialect implies to a call of `initialize`.
 
         Args:
-            raw: Configuration of `initialize`, not yet checked.
-            request: Arguments of `initialize`.
+            raw: The checked configuration, in which "auto" values are not yet resolved.
+            request: The arguments that the program passed to `initialize`.
+
+        Returns:
+            The arguments with which the engine is built. The base class returns `request`
+            unchanged.
 
         Raises:
             UsageError: The dialect does not allow the call.
@@ -72,7 +81,10 @@ class Dialect(EngineDialect[ZeroEngine]):
         return request
 
     def show_names(self, session: zero_init.Init) -> None:
-        """Add the dialect's attributes, such as `ds_shape`, to parameters of a sharded model."""
+        """Add attributes such as `ds_shape` to the parameters that `zero.Init` sharded.
+
+        The base class adds none.
+        """
 
 
 def current_dialect() -> Dialect:

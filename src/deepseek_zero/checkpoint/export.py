@@ -58,7 +58,14 @@ class ExportSettings:
     exclude_frozen: bool = False
 
     def dtype_for(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in the file of a tensor that has dtype `own` in the model."""
+        """Return the dtype in which an export writes a tensor.
+
+        Args:
+            own: The tensor's dtype in the model.
+
+        Returns:
+            The configured `dtype` for floating-point tensors if it is set, otherwise `own`.
+        """
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
 

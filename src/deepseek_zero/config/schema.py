@@ -1298,9 +1298,10 @@ class DataEfficiency(Section):
 
 
 class Config(Section):
-    """Every key with a concrete value.
+    """The resolved configuration, in which every key has a concrete value instead of "auto".
 
-    `decisions` records how values that the user did not set were chosen.
+    `decisions` lists each value that the library chose because the user did not set it, with the
+    reason for the choice.
     """
 
     # Batch

@@ -85,7 +85,16 @@ def is_dropin_imported() -> bool:
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables with which a child process finds the drop-in."""
+    """Return the environment variables that make a child process import the drop-in.
+
+    Args:
+        environment: The variables of the parent process, whose `PYTHONPATH` and `PATH` are
+            extended.
+
+    Returns:
+        The values of `PYTHONPATH`, `PATH` and `DEEPSEEK_ZERO_PYTHON`. They are to be added to
+        the child's environment; other variables of `environment` are not included.
+    """
     return {
         "PYTHONPATH": _with_first(environment.get("PYTHONPATH", "")),
         "PATH": os.pathsep.join([str(PROGRAMS), environment.get("PATH", os.defpath)]),

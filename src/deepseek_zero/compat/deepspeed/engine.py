@@ -431,9 +431,20 @@ class DeepSpeedEngine(ZeroEngine):
             import_module(".tensor_layers", __package__).show_names(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass, as `Engine.forward` does.
+        """Run the model's forward pass on this rank's micro-batch.
 
-        In the drop-in, a BatchMismatchError has DeepSpeed's text, because programs compare it.
+        With pipeline stages, a forward in training also runs the backward.
+
+        Args:
+            *args: The positional arguments of the model's forward.
+            **kwargs: The keyword arguments of the model's forward.
+
+        Returns:
+            The output of the model.
+
+        Raises:
+            BatchMismatchError: Tensor-parallel ranks received different inputs. If the program
+                imported `deepspeed`, the message is DeepSpeed's, because programs compare it.
         """
         if not self._is_dropin or self.mesh.tp == 1:
             return super().forward(*args, **kwargs)
