@@ -79,14 +79,19 @@ class Evidence:
 
 @dataclass
 class History:
-    """The state of one unit's decisions.
+    """The record of one unit from which its next change of precision follows.
+
+    A window is a range of steps at whose end the unit's gradient is examined. It is bad if fp16
+    would lose too much of the gradient, or if a skipped step was attributed to the unit. In a unit
+    that computes in 16 bits, bad windows are counted. In a unit that computes in fp32, good ones
+    are.
 
     Attributes:
-        bad: Bad windows in a row.
-        good: Good windows in a row.
-        patience: The number of good windows after which the unit is demoted.
-        is_named: A skipped step of this window has named the unit.
-        times: How often the unit was promoted.
+        bad: The number of bad windows in a row.
+        good: The number of good windows in a row.
+        patience: The number of good windows in a row after which the unit returns to 16 bits.
+        is_named: In the current window, a skipped step was attributed to the unit.
+        times: The number of times that the unit was switched to fp32.
     """
 
     bad: int = 0
@@ -103,8 +108,8 @@ class PrecisionChange:
     Attributes:
         step: The number of the step.
         unit: The name of the unit.
-        is_promoted: The unit computes in fp32 from now on.
-        why: The reason, with the number that decided.
+        is_promoted: The unit now computes in fp32; False if it computes in 16 bits again.
+        why: The reason for the change, as text for logs.
     """
 
     step: int
@@ -119,12 +124,16 @@ class PrecisionChange:
 
 @dataclass(eq=False)
 class AdaptivePrecision(UpdatePolicy):
-    """A policy that promotes units to fp32 and demotes them between steps.
+    """An update policy that switches single units to fp32, and back to 16 bits, between steps.
+
+    A unit is switched to fp32 if skipped steps are repeatedly attributed to it, or if fp16 would
+    round too much of its gradient to zero. It is switched back after its gradient has fit 16 bits
+    for several windows of steps.
 
     Attributes:
         runtime: The runtime of the wrapped model.
-        window: The number of steps between two decisions.
-        decisions: All decisions so far.
+        window: The number of steps after which the gradients are examined.
+        decisions: All changes of precision so far.
         changed: The last step changed the precision of a unit.
     """
 
@@ -146,10 +155,14 @@ class AdaptivePrecision(UpdatePolicy):
         self._scaler = optimizer.scaler
 
     def before_update(self, verdict: Verdict) -> None:
-        """Collect statistics of the step's gradients if a window of steps ends.
+        """Examine each unit's gradient in the last step of a window of steps.
+
+        Args:
+            verdict: The gradient norm and the other facts that all ranks agreed on. Nothing is
+                examined if the norm is not finite.
 
         Note:
-            Collective if a window ends.
+            Collective in the last step of a window: every rank must call it.
         """
         self._steps += 1
         self._seen = None
@@ -157,17 +170,19 @@ class AdaptivePrecision(UpdatePolicy):
             self._seen = self._look()
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
-        """Switch units to fp32 (promote) or back to 16 bits (demote), if the statistics require it.
+        """Switch units to fp32, or back to 16 bits, if the step gives a reason for it.
 
         Args:
-            result: The result of the step.
-            origin: The unit that a step which was not finite named.
+            result: The result of the step, which says whether its gradient overflowed.
+            origin: The unit in which the first non-finite value occurred; None if the unit is
+                unknown.
 
         Returns:
-            Whether a skipped step promoted a unit.
+            True if the step was skipped and this call therefore switched `origin` to fp32. The loss
+            scale then need not shrink. False in all other cases.
 
         Note:
-            Collective if the precision of a unit changes.
+            Collective if the precision of a unit changes: every rank must call it.
         """
         self.changed = False
         has_promoted = False
@@ -208,13 +223,13 @@ class AdaptivePrecision(UpdatePolicy):
         return [unit.name for unit in self.runtime.units if unit.is_promoted]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Promote the units of a checkpoint, and demote all others.
+        """Set the precision of every unit to that of a checkpoint.
 
         Args:
-            names: The names of the units that compute in fp32.
+            names: The names of the units that compute in fp32. All others compute in 16 bits.
 
         Note:
-            Collective: every rank must call it. Every unit must be sharded.
+            Collective: every rank must call it. No unit may be gathered.
         """
         for unit in self.runtime.units:
             to_fp32 = unit.name in names
@@ -222,7 +237,7 @@ class AdaptivePrecision(UpdatePolicy):
                 self.runtime.promote(unit, to_fp32=to_fp32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which the next decisions depend, as plain values."""
+        """Return the counters from which the next changes follow, and all changes so far."""
         return {
             "steps": self._steps,
             "suspect": list(self._suspect),
@@ -231,12 +246,12 @@ class AdaptivePrecision(UpdatePolicy):
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore the statistics and counters from a `state_dict`.
+        """Restore the counters and the list of changes from a checkpoint.
 
-        The precision of units is loaded with the weights, so this does not need the moments.
+        This does not change the precision of any unit; `restore` does.
 
         Args:
-            state: The saved state; with None, start again.
+            state: The result of `state_dict`; None to start with empty counters.
         """
         state = state or AdaptivePrecision(self.runtime, self.window).state_dict()
         self._steps = int(state["steps"])

@@ -24,9 +24,10 @@ from ..sharding.message import Message
 
 
 class TwoHops(Route):
-    """A route that sends messages within a host first, then between hosts.
+    """A route that reduces and gathers in two hops: within each host, and between hosts.
 
-    In the second hop, the ranks with the same local rank on their hosts exchange messages.
+    Between hosts, only ranks with the same local rank exchange messages, so every byte crosses the
+    network once.
 
     Attributes:
         hosts: The communicators of this rank: within its host, and across hosts.
@@ -84,17 +85,17 @@ class TwoHops(Route):
         numel: int,
         slice_numel: int,
     ) -> MessageBuffers:
-        """Return the receive buffers of both hops for a part of a message.
+        """Take the receive buffers of both hops of a gradient sum from the pool.
 
         Args:
             comm_ctx: The context of the ranks of the shard group, with the pool of buffers.
-            message: The message that a rank sends in the first hop.
-            arriving: The message that a rank receives in the last hop.
-            numel: The most elements that a rank sends to another one.
-            slice_numel: The elements of a slice.
+            message: The encoding of the gradients in the first hop.
+            arriving: The encoding of the sums in the last hop.
+            numel: The largest number of elements that one rank sends to another.
+            slice_numel: The number of elements that each rank owns.
 
         Returns:
-            The buffers, taken from the pool.
+            The buffers, whose `exchange` runs both hops.
         """
         return TwoHopBuffers(comm_ctx, self.hosts, message, arriving, numel, slice_numel)
 
@@ -105,10 +106,10 @@ class TwoHopBuffers(MessageBuffers):
     Args:
         comm_ctx: The context of the ranks of the shard group, with the pool of buffers.
         hosts: The communicators within this host and across hosts.
-        message: The message that a rank sends in the first hop.
-        arriving: The message that a rank receives in the last hop.
-        numel: The most elements that a rank sends to another one.
-        slice_numel: The number of elements of a slice.
+        message: The encoding of the gradients in the first hop.
+        arriving: The encoding of the sums in the last hop.
+        numel: The largest number of elements that one rank sends to another.
+        slice_numel: The number of elements that each rank owns.
     """
 
     def __init__(
@@ -137,17 +138,21 @@ class TwoHopBuffers(MessageBuffers):
     def exchange(
         self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
     ) -> Pending:
-        """Sum the pieces within each host, then exchange the sums between hosts.
+        """Start to sum gradients within each host, then over the hosts.
 
         Args:
-            pieces: This rank's message to each rank, in rank order.
-            low: The first element of the slice that is exchanged.
+            pieces: This rank's contribution to the sum of each rank, in rank order.
+            low: The first element of each rank's slice to which the pieces belong.
             high: The end of that range.
             what: The name of the unit, used in error messages.
-            add_up: Called with the sums of all hosts for this rank's slice, in the order of hosts.
+            add_up: Called with the sums of all hosts for this rank, in the order of hosts. It adds
+                them.
 
         Returns:
             A handle. `add_up` has run, and the buffers are free, after its `wait()` has returned.
+
+        Note:
+            Collective: every rank of the shard group must call it in the same order.
         """
         near = self.hosts.intra_node
         across = self.hosts.inter_node

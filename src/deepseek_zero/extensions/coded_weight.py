@@ -18,18 +18,23 @@ from ..tiers.tier import Storage
 
 
 class CodedStorage(Storage):
-    """Storage that keeps elements quantized. `memory` is one encoded message."""
+    """Storage that keeps elements quantized.
+
+    Attributes:
+        codec: The codec that quantizes written elements and dequantizes read ones.
+        dtype: The dtype of dequantized elements.
+    """
 
     has_elements = False
 
     def __init__(self, codec: Blocks, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate codes that decode to zeros.
+        """Allocate the quantized form of zeros.
 
         Args:
-            codec: The codec that encodes written elements and decodes read ones.
+            codec: The codec that quantizes written elements and dequantizes read ones.
             numel: The number of elements that the storage holds.
-            dtype: The dtype of decoded elements.
-            device: The device of the codes.
+            dtype: The dtype of dequantized elements.
+            device: The device that holds the quantized elements.
         """
         super().__init__(torch.zeros(codec.length(numel), dtype=codec.dtype, device=device))
         self.codec = codec
@@ -41,7 +46,7 @@ class CodedStorage(Storage):
         return self._numel
 
     def read(self, low: int, high: int) -> Tensor:
-        """Decode elements [low, high) into a new tensor.
+        """Dequantize elements [low, high) into a new tensor.
 
         Args:
             low: The first element of the range.
@@ -57,15 +62,15 @@ class CodedStorage(Storage):
         return found[low - start : high - start]
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Decode elements [low, high) into a new tensor, exactly as `read` does."""
+        """Dequantize elements [low, high) into a new tensor, exactly as `read` does."""
         return self.read(low, high)
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Return a context that yields decoded elements [low, high) and encodes them at its end.
+        """Return a context that yields elements [low, high), and quantizes them at its end.
 
-        Whole blocks are encoded. If the range covers a part of a block, the rest of the block is
-        encoded again with it, which may change its codes.
+        The codec quantizes blocks of elements. If the range ends within a block, the rest of the
+        block is quantized again, which may change its values.
 
         Args:
             low: The first element of the range.
@@ -85,7 +90,10 @@ class CodedStorage(Storage):
 
 
 class CodedWeight(WeightGather):
-    """A weight gather that sends the stored codes, without decoding them first."""
+    """All-gathers a weight that is stored quantized.
+
+    Each rank sends its slice in quantized form, and every rank dequantizes the gathered weight.
+    """
 
     def allocate(self, what: str) -> FlatBuffer:
         group = self.group
@@ -97,7 +105,18 @@ class CodedWeight(WeightGather):
         return buffer.counted(group.comm_ctx, what)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to all-gather the stored codes of all slices and decode them into `whole`."""
+        """Start to all-gather the quantized slices of all ranks and dequantize them.
+
+        Args:
+            whole: The output, which receives the dequantized weight.
+            what: The name of the unit, used in error messages.
+
+        Returns:
+            A handle. `whole` may be read after its `wait()` has returned.
+
+        Note:
+            Collective: every rank of the shard group must call it in the same order.
+        """
         comm_ctx = self.group.comm_ctx
         comm = comm_ctx.comm
         codes = self.group.weight.memory

@@ -52,28 +52,28 @@ class LayerCut:
 
 @dataclass(frozen=True)
 class CutChoice:
-    """The large weights of a model, divided into those that are cut and those that stay whole.
+    """A choice of large weights that are cut into tiles, which are sharded separately.
 
     Attributes:
-        cuts: The weights that become tiles.
-        left: The names of parameters above the limit that stay whole, because their layer cannot be
-            cut.
+        cuts: The weights that are cut into tiles of rows.
+        left: The names of the large parameters that stay whole, because tiles do not support their
+            layer.
     """
 
     cuts: tuple[LayerCut, ...]
     left: tuple[str, ...]
 
     def cut(self) -> dict[str, str]:
-        """Cut the layers in place.
+        """Replace each weight of `cuts` by tiles of rows, in place.
 
-        An optimizer of the user may still hold the whole weights. `with_replacements` replaces them
-        by their tiles.
+        An optimizer that the user built before still has the whole weights as parameters.
+        `optim.param_groups.with_replacements` replaces them by their tiles.
 
         Returns:
-            The name of the whole parameter, by the name of each tile's parameter.
+            A dict from the name of each tile's parameter to the name of the whole parameter.
 
         Note:
-            Collective if weights are slices of `zero.Init`, which are gathered one at a time.
+            Collective if the model was built under `zero.Init`: every rank must call it.
         """
         found: dict[str, str] = {}
         for cut in self.cuts:
@@ -89,10 +89,10 @@ class CutChoice:
 def choose_cuts(
     model: nn.Module, limit: int, dtype_of: Callable[[torch.dtype], torch.dtype]
 ) -> CutChoice:
-    """Choose how layers above a limit are cut into tiles, without changing the model.
+    """Choose which large weights are cut into tiles of rows, without changing the model.
 
     Subclasses of torch's layers, and layers with a replaced `forward`, are not cut. The choice
-    depends neither on ranks nor on the stage, so every run of a model has the same tiles.
+    depends neither on ranks nor on the ZeRO stage, so every run of a model has the same tiles.
 
     Args:
         model: The model whose layers are examined.
@@ -172,7 +172,7 @@ class RowTile(nn.Module):
 
 
 class CutLayer(nn.Module):
-    """Base class of cut layers.
+    """Base class of layers whose weight is cut into tiles of rows.
 
     A bias stays a whole parameter of the layer, since it is small. It belongs to the unit that
     contains the layer.

@@ -18,9 +18,11 @@ from ..sharding.param_group import ParamGroup
 
 
 class DeferredUpdate(UpdatePolicy):
-    """A policy that runs updates of offloaded weights during the next forward.
+    """An update policy that updates offloaded weights during the next forward.
 
-    The tiles are updated in order, and each before its states are read.
+    A step only stores which shards it has not updated. They are updated later, in the same order,
+    before any of their states is read. The transfers of offloaded states therefore overlap with the
+    computation of the next forward, and results do not change.
     """
 
     def __init__(self) -> None:
@@ -34,11 +36,12 @@ class DeferredUpdate(UpdatePolicy):
         self._tiles = self._updater.prefetcher(())
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Store the tiles, to update them when their states are read.
+        """Store the shards of offloaded weights, to update them when their states are read.
 
         Args:
-            tiles: The tiles of offloaded weights that the step has not updated.
-            due: The decision (clipping, loss scale, hyper-parameters) with which they are updated.
+            tiles: Lists of shards that are updated together. The step has not updated them.
+            due: The factor of the gradients (clipping and loss scale) and the hyper-parameters of
+                the step, which the later update uses.
         """
         if not tiles:
             return
@@ -53,11 +56,11 @@ class DeferredUpdate(UpdatePolicy):
 
     @property
     def waiting(self) -> set[ParamGroup]:
-        """The groups that have a deferred update."""
+        """The parameter groups whose update has not run yet."""
         return {group for group, count in self._tiles_left.items() if count}
 
     def flush(self) -> None:
-        """Run every deferred update.
+        """Run all updates that have not run yet.
 
         Raises:
             UsageError: An earlier update failed.
@@ -69,7 +72,14 @@ class DeferredUpdate(UpdatePolicy):
             pass
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Run the deferred updates, in order, up to the last tile of a group."""
+        """Run the stored updates, in order, until a parameter group is up to date.
+
+        Args:
+            group: The parameter group whose states are about to be read.
+
+        Raises:
+            UsageError: An earlier update failed.
+        """
         self._updater.refuse_mixture()
         while self._tiles_left[group]:
             self._update_next()

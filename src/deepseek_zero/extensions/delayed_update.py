@@ -28,10 +28,10 @@ _TILE_NUMEL = 1 << 20  # Elements that are swapped at a time if the buffers cann
 
 
 class DelayedGradient(GradSum):
-    """This rank's slice of one group's gradient of the previous step.
+    """This rank's slice of one parameter group's gradient of the previous step.
 
     Attributes:
-        gradient: The gradient of the current step.
+        gradient: The gradient of the current step of the same parameter group.
     """
 
     name = "delayed"
@@ -49,11 +49,11 @@ class DelayedGradient(GradSum):
         return spec
 
     def swap(self, *, keep: bool) -> None:
-        """Exchange the buffers of the delayed gradient and of the gradient reduced in this step.
+        """Exchange the gradients of the previous and of the current step.
 
         Args:
-            keep: Keep the gradient reduced in this step for the next one. If false, it is
-                discarded.
+            keep: Keep the gradient of the current step, so that the next step applies it. If false,
+                it is discarded.
         """
         other = self.gradient.sum
         comes = self.is_full
@@ -81,7 +81,11 @@ class DelayedGradient(GradSum):
             self.discard()
 
     def restore(self, *, is_full: bool) -> None:
-        """Set whether `buffer` holds a gradient, as after loading a checkpoint."""
+        """Set whether `buffer` holds a gradient, for example after a checkpoint was loaded.
+
+        Args:
+            is_full: The buffer holds the gradient of the previous step.
+        """
         self.become(GradState.HELD if is_full else GradState.EMPTY)
 
     def discard(self) -> None:
@@ -108,7 +112,11 @@ def refuse_joining_with_undo_log(what: str, fix: str) -> None:
 
 
 def delayed_gradient(group: ParamGroup) -> DelayedGradient:
-    """Return a group's gradient of the previous step."""
+    """Return the buffer of a parameter group's gradient of the previous step.
+
+    Args:
+        group: A group of a model that was planned with delayed updates.
+    """
     found = group.gradient.kept[DelayedGradient.name]
     assert isinstance(found, DelayedGradient)
     return found
@@ -116,13 +124,16 @@ def delayed_gradient(group: ParamGroup) -> DelayedGradient:
 
 @dataclass(eq=False)
 class DelayedUpdate(UpdatePolicy):
-    """A policy that applies the gradient and the decision of each step in the next step.
+    """An update policy that applies each gradient one step late (delayed parameter update).
+
+    A step stores its gradients and how they have to be used: the factor of clipping and unscaling,
+    and the hyper-parameters. The next step updates the weights with them.
 
     Attributes:
-        groups: The trained groups.
+        groups: The parameter groups that are trained.
         after: The number of updates at the start of a run that are not delayed.
-        deferred: The decision (clipping, loss scale) that the next step carries out; None if there
-            is none.
+        deferred: The factor and the hyper-parameters with which the next step applies the stored
+            gradients; None if no gradients are stored.
     """
 
     keeps_decisions = True
@@ -137,7 +148,12 @@ class DelayedUpdate(UpdatePolicy):
         self._updater = optimizer.updater
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise `UsageError`, because delayed updates do not support new parameters."""
+        """Raise `UsageError`, because delayed updates do not support new parameters.
+
+        Args:
+            what: The event that adds parameters to the optimizer, for the error message.
+            fix: The last sentence of the error message: what the user can do.
+        """
         refuse_joining_with_undo_log(what, fix)
 
     @property
@@ -150,7 +166,12 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred is not None
 
     def expected(self) -> Decision | None:
-        """Return, during backward, the decision that the current step will carry out."""
+        """Return how the current step will apply the gradients of the previous one.
+
+        Returns:
+            The factor and hyper-parameters of the update, and the source of its gradients. None if
+            no gradients are stored.
+        """
         if self.deferred is None:
             return None
         return replace(self.deferred, source=delayed_gradient)
@@ -159,7 +180,12 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred if self.is_on else made
 
     def keep(self, made: Decision | None) -> None:
-        """Store this step's decision and gradients for the next step."""
+        """Store this step's gradients, and how they have to be used, for the next step.
+
+        Args:
+            made: The factor and hyper-parameters of this step; None if its gradients are discarded,
+                for example after an overflow.
+        """
         if not self.is_on:
             return
         for group in self.groups:
@@ -172,9 +198,12 @@ class DelayedUpdate(UpdatePolicy):
             delayed_gradient(group).discard()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the deferred decision as plain values.
+        """Return the factor and the hyper-parameters of the stored gradients, as plain values.
 
-        `checkpoint/state.py` saves its gradient.
+        The gradients themselves are saved by `checkpoint/state.py`.
+
+        Returns:
+            A dict with the keys "factor", "number" and "hypers"; None if no gradients are stored.
         """
         if self.deferred is None:
             return None
@@ -185,10 +214,12 @@ class DelayedUpdate(UpdatePolicy):
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore a saved decision. Its gradient must be loaded before.
+        """Restore the factor and hyper-parameters of stored gradients.
+
+        The gradients must have been loaded before.
 
         Args:
-            state: The saved decision; None if there is none.
+            state: The result of `state_dict`; None if no gradients were stored.
         """
         self.deferred = None
         if state is not None:

@@ -22,10 +22,13 @@ from ..sharding.runtime import Runtime
 
 
 class ErrorFeedback(GradReduction):
-    """A gradient reduction that adds earlier compression errors before it compresses again.
+    """A gradient reduction with error feedback.
+
+    It adds the compression errors of earlier steps to the gradient before another reduction
+    compresses and sends it.
 
     Attributes:
-        inner: The reduction that sends the gradients.
+        inner: The reduction that compresses and sends the gradients.
     """
 
     def __init__(self, inner: GradReduction) -> None:
@@ -42,13 +45,13 @@ class ErrorFeedback(GradReduction):
         return self.inner.is_local
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
-        """Add the errors of earlier sums to the partial gradients, and start to sum them.
+        """Add earlier compression errors to a partial gradient, and start to sum it over the ranks.
 
         Args:
             partial: This rank's partial gradient.
-            target: The buffer for the sum.
+            target: The output, this rank's slice of the sum.
             what: The name of the unit, used in error messages.
-            add: Add the sum to the values of `target`.
+            add: Add the sum to the values of `target`, instead of overwriting them.
 
         Returns:
             A handle; neither buffer may be read or written before ``wait()`` returns.
@@ -60,12 +63,36 @@ class ErrorFeedback(GradReduction):
         return self.inner.reduce(partial, target, what, add=add)
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Start to sum gradients in place, after adding earlier compression errors to them."""
+        """Add earlier compression errors to a partial gradient, and start to sum it in place.
+
+        Args:
+            partial: This rank's partial gradient, which the sum overwrites.
+            what: The name of the unit, used in error messages.
+            has_earlier_sum: An earlier backward of the step was summed already. The caller adds
+                both.
+
+        Returns:
+            A handle. The sum may be read after its `wait()` has returned.
+
+        Note:
+            Collective: every rank of the shard group must call it in the same order.
+        """
         self._attach(partial)
         return self.inner.reduce_in_place(partial, what, has_earlier_sum=has_earlier_sum)
 
     def complete(self, buffer: FlatBuffer, what: str) -> Pending:
-        """Start to complete a sum of `reduce`; the second step has no error feedback."""
+        """Start to add the partial sums of several groups of ranks, without error feedback.
+
+        Args:
+            buffer: The sum over some of the ranks, completed in place.
+            what: The name of the unit, used in error messages.
+
+        Returns:
+            A handle. The sum may be read after its `wait()` has returned.
+
+        Note:
+            Collective: every rank that holds the same slices must call it.
+        """
         return self.inner.complete(buffer, what)
 
     def copy_from_first(self, values: Tensor, what: str) -> None:
@@ -111,10 +138,10 @@ class ErrorFeedback(GradReduction):
 
 
 class ErrorFeedbackSteps(UpdatePolicy):
-    """A policy that resets and rescales the stored compression errors between steps.
+    """An update policy that keeps the compression errors of error feedback valid between steps.
 
-    They are reset after a skipped step and every `reset_every` steps, and multiplied when the loss
-    scale changes.
+    Errors are set to zero after a skipped step, and every `reset_every` steps. They are multiplied
+    like the loss scale, because they are errors of scaled gradients.
     """
 
     keeps_own_states = True
@@ -129,7 +156,12 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._updater = optimizer.updater
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """Reset the errors if the step was skipped or a reset is due, and follow the loss scale."""
+        """Set the errors to zero if necessary, and multiply them if the loss scale has changed.
+
+        Args:
+            result: The result of the step. The errors are set to zero if it was skipped.
+            rescale: The new loss scale divided by the old one.
+        """
         every = self._feedback.reset_every
         is_reset = every is not None and self._updater.updates % every == 0
         if result.skipped or is_reset:
@@ -138,7 +170,12 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._scale(rescale)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Restore the compression errors of one group from a checkpoint."""
+        """Restore the compression errors of one parameter group from a checkpoint.
+
+        Args:
+            group: The parameter group to which the errors belong.
+            saved: This rank's errors, under the key "gradients".
+        """
         group.gradient.reduction.restore(saved)
 
     def states_loaded(self, rescale: float) -> None:

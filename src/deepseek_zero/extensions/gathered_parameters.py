@@ -29,7 +29,7 @@ from .zero_init import InitShard, refuse_other_form
 
 
 def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
-    """Return the groups of the parameters, each once, in the engine's order.
+    """Return the parameter groups that contain the parameters, each once, in the engine's order.
 
     Parameters that belong to no engine are ignored.
 
@@ -55,11 +55,11 @@ def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
 
 
 def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
-    """Return a copy of all elements of a state, flat.
+    """Return a copy of all elements of a weight, gradient or optimizer state, flat.
 
     Args:
         buffer: The flat buffer of the state, sharded or replicated.
-        group: The parameter group whose state it is.
+        group: The parameter group to which the buffer belongs.
         what: The name of the state, used in error messages.
 
     Returns:
@@ -304,9 +304,9 @@ def _mark(group: ParamGroup, copy: Tensor) -> tuple[int, ...]:
 
 
 def set_full_values(group: ParamGroup, full: Tensor) -> None:
-    """Write a group's new values into this rank's weight and main weight.
+    """Write new values of a parameter group into this rank's weight and main weight.
 
-    Unchanged elements of the main weight keep their bits.
+    Elements of the main weight whose weight does not change keep their bits.
 
     Args:
         group: The parameter group whose weight and main weight are overwritten.

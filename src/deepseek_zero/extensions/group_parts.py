@@ -18,15 +18,16 @@ from ..sharding.weight_gather import WeightGather
 
 
 def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
-    """Choose how weights are gathered and gradients are reduced, for the groups of a plan.
+    """Choose the classes that gather weights and reduce gradients in a run.
 
     Args:
-        plan: The plan, which says which extensions each group uses.
+        plan: The plan of the model, which says which features each parameter group uses.
         comm: The communicator of the world, which has the groups of ranks of the mesh.
         comm_ctx: The context of the ranks of the shard group.
 
     Returns:
-        The functions that create these objects for a group, and the route of messages.
+        Functions that create these objects for one parameter group, and the route of messages:
+        directly or within hosts first.
 
     Note:
         Collective: every rank must call it.
@@ -45,13 +46,16 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
 
 
 def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> WeightGather:
-    """Choose how a group's weight is gathered.
+    """Create the object that all-gathers the weight of a parameter group.
 
     Args:
-        inner: The context of the ranks over which second copies (hpZ) are sharded; None without
-            any.
-        group: The parameter group, whose plan names the extension.
+        inner: The context of the ranks over which the second copy of weights (hpZ of ZeRO++) is
+            sharded; None without second copies.
+        group: The parameter group, whose plan selects the class.
         what: The name of the weight, used in error messages.
+
+    Returns:
+        An instance of the class that the plan selects.
 
     Note:
         Collective: every rank must call it.
@@ -75,7 +79,11 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
 
 
 def reduction_of(group: Group) -> GradReduction:
-    """Choose how a group's gradients are reduced."""
+    """Create the object that sums the gradients of a parameter group over the ranks.
+
+    Args:
+        group: The parameter group, whose plan selects the class.
+    """
     if group.comm_ctx.outer is not None:
         reduction: GradReduction = extensions.SumOverReplicas(group)
     else:
@@ -86,7 +94,14 @@ def reduction_of(group: Group) -> GradReduction:
 
 
 def kept_gradients_of(gradient: Gradient) -> dict[str, GradSum]:
-    """Return the gradients that are kept in addition to a group's own, by name."""
+    """Create the buffers for gradients that a parameter group keeps after their step.
+
+    Args:
+        gradient: The gradient of the parameter group.
+
+    Returns:
+        The buffers by name, for example "delayed" for delayed updates; usually empty.
+    """
     if late_gradient_of(gradient.group.plan) is None:
         return {}
     return {extensions.DelayedGradient.name: extensions.DelayedGradient(gradient)}

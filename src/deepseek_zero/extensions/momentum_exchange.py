@@ -29,14 +29,16 @@ SIGNS = Signs()
 
 
 class MomentumExchange(GradReduction):
-    """A reduction that exchanges one group's momenta as signs instead of its gradients.
+    """Replaces the gradient reduction of one parameter group by 1-bit Adam's exchange of momenta.
 
     Attributes:
-        worker: The errors of this rank's own momenta, shape ``(padded_numel,)``, fp32.
-        server: The errors of the means of this rank's slice, shape ``(slice_numel,)``, fp32.
-        signs: The current momentum: the messages of all owners, one after another.
-        before: The reduction that summed gradients, which is restored when the exchange ends.
-        plan_before: The specs of the group's states for `before`.
+        worker: The error feedback of the signs of this rank's own momentum, shape
+            ``(padded_numel,)``, fp32.
+        server: The error feedback of the signs of the mean of this rank's slice, shape
+            ``(slice_numel,)``, fp32.
+        signs: The current momentum: the signs and scales of all slices, in rank order.
+        before: The gradient reduction that is used again when the exchange ends.
+        plan_before: The dtypes and placements of the group's states while `before` is used.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class MomentumExchange(GradReduction):
             own: This rank's slice of the momentum so far.
             saved: The error-feedback buffers of this rank from a checkpoint; may be empty.
             loss_scale: Returns the current loss scale.
-            before: The reduction that summed gradients, which is restored when the exchange ends.
-            plan_before: The specs of the group's states for `before`.
+            before: The gradient reduction that is used again when the exchange ends.
+            plan_before: The dtypes and placements of the group's states while `before` is used.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -110,13 +112,14 @@ class MomentumExchange(GradReduction):
         Args:
             partial: This rank's gradient of all elements of the group.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: The step has an earlier sum. This is not possible here.
+            has_earlier_sum: An earlier backward of the step was reduced already, which is not
+                supported.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.
 
         Raises:
-            UsageError: The step has an earlier sum.
+            UsageError: `has_earlier_sum` is true.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -183,8 +186,8 @@ class MomentumExchange(GradReduction):
         """Replace the old momentum by the new one at the end of a step.
 
         Args:
-            keep: Keep the new momentum. If not, because the step is skipped, it is dropped and all
-                errors are reset.
+            keep: Keep the new momentum. False if the step was skipped: the new momentum is
+                discarded, and the error feedback is set to zero.
 
         Note:
             Every rank must call it with the same value of `keep`.

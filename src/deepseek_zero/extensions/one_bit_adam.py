@@ -23,7 +23,11 @@ from .momentum_exchange import exchange_momenta, reduce_gradients
 
 
 class MomentumSteps(UpdatePolicy):
-    """The update policy of 1-bit Adam, which starts and ends the exchange of momenta."""
+    """The update policy of 1-bit Adam.
+
+    After step number `freeze_step`, ranks exchange momenta as signs instead of reducing gradients.
+    The policy starts this exchange, and ends it if an earlier checkpoint is loaded.
+    """
 
     keeps_own_states = True
 
@@ -44,10 +48,13 @@ class MomentumSteps(UpdatePolicy):
         self._own_states: dict[int, Mapping[str, Tensor]] = {}
 
     def attach(self, optimizer: Stepping) -> None:
-        """Check that all settings support an exchange of momenta.
+        """Check that the settings of the run support an exchange of momenta.
+
+        Args:
+            optimizer: The sharded optimizer to which the policy belongs.
 
         Raises:
-            UsageError: Some settings do not. Raised on every rank; the message names all of them.
+            UsageError: Some settings do not. It is raised on every rank, and names all of them.
         """
         self._attached = weakref.ref(optimizer)
         runtime = optimizer.runtime
@@ -93,7 +100,12 @@ class MomentumSteps(UpdatePolicy):
         return inner
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise `UsageError` if a parameter would join the optimizer after `freeze_step`."""
+        """Raise `UsageError` if momenta are exchanged already, so that no parameter can be added.
+
+        Args:
+            what: The event that adds parameters; not used.
+            fix: What the user can do; not used, because the error has its own advice.
+        """
         if self._inner.takes_momenta:
             raise UsageError(
                 "a parameter joins the optimizer behind OneBitAdam's freeze_step.",
@@ -103,7 +115,7 @@ class MomentumSteps(UpdatePolicy):
             )
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """Replace the old momenta by the exchanged ones, and start the exchange at `freeze_step`.
+        """Keep or discard the exchanged momenta, and start the exchange after `freeze_step` steps.
 
         After a skipped step, the new momenta are discarded and the compression errors are reset.
         After step number `freeze_step`, the gradient reduction of every group is replaced by the
@@ -121,7 +133,12 @@ class MomentumSteps(UpdatePolicy):
         self._follow(is_forced=False)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Store the error-feedback buffers of one group until `states_loaded` uses them."""
+        """Store the error feedback of one parameter group until all states have been loaded.
+
+        Args:
+            group: The parameter group to which the buffers belong.
+            saved: This rank's error-feedback buffers by name.
+        """
         self._own_states[id(group)] = saved
 
     def states_loaded(self, rescale: float) -> None:

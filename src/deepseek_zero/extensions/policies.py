@@ -18,11 +18,11 @@ class PolicySettings:
     """The settings that decide which update policies an optimizer has.
 
     Attributes:
-        speculates: Update some units in backward, before the norm is known.
+        speculates: Update some units during backward, before the gradient norm is known.
         delay_after: The number of updates after which updates are delayed by a step; None means
             never.
-        precision_window: The number of steps between two choices of the units that compute in fp32;
-            None if units do not change their precision.
+        precision_window: The number of steps after which gradients are examined, to choose the
+            units that compute in fp32. None if units do not change their precision.
     """
 
     speculates: bool = False
@@ -36,13 +36,16 @@ def policies_of(
     """Create the update policies of an optimizer, in the order in which their hooks run.
 
     Args:
-        settings: Which policies are enabled.
+        settings: The settings that enable policies.
         step: The settings of the optimizer step, such as the clipping norm.
-        runtime: The runtime of the wrapped model, whose groups the policies watch.
-        cls: The class of the inner optimizer.
+        runtime: The runtime of the wrapped model.
+        cls: The class of the optimizer that computes the updates.
+
+    Returns:
+        The enabled policies; empty if every step updates all weights from its own gradients.
 
     Raises:
-        UsageError: The step or the class cannot be combined with a policy.
+        UsageError: A policy does not support the settings of the step or the optimizer's class.
     """
     found: list[UpdatePolicy] = []
     if runtime.comm_ctx.comm.size > 1 and issubclass(cls, optimizers.OneBitAdam):

@@ -22,7 +22,7 @@ from ..sharding.move import all_gather, move
 
 
 class SumOverReplicas(GradReduction):
-    """A reduction in two steps: within each replica, then over the replicas.
+    """A gradient reduction in two steps: within each replica (as in HSDP), then over the replicas.
 
     Attributes:
         outer: The context of the ranks that hold the same slices in other replicas.
@@ -44,12 +44,12 @@ class SumOverReplicas(GradReduction):
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
         """Start to reduce this rank's slice within its replica.
 
-        At stage 0, `complete` gathers the other slices.
+        At stage 0, where every rank needs all slices, `complete` gathers the others.
 
         Args:
             partial: This rank's gradient of all elements of the group.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: The step has an earlier sum; not used.
+            has_earlier_sum: An earlier backward of the step was reduced already; not used.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.

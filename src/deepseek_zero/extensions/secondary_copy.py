@@ -17,23 +17,25 @@ from ..sharding.weight_gather import WeightGather
 
 
 class SecondaryCopy(WeightGather):
-    """A weight gather that reads a second copy of the weight while the copy is current.
+    """All-gathers a weight from a second copy that is sharded over fewer ranks (hpZ of ZeRO++).
+
+    The first gather after the weight has changed uses all ranks and fills the second copy. Later
+    gathers read the second copy.
 
     Attributes:
-        comm_ctx: The context of the ranks over which the copy is sharded.
-        first: The gather that is used after the weight has changed.
-        buffer: This rank's slice of the copy.
-        is_current: The next gather reads the copy. Equal on all ranks, because gathers and changes
-            happen in the same order on all.
+        comm_ctx: The context of the ranks over which the second copy is sharded, usually one host.
+        first: Gathers the weight from all ranks.
+        buffer: This rank's slice of the second copy.
+        is_current: The second copy equals the weight. The flag has the same value on all ranks.
     """
 
     def __init__(self, group: Group, inner: CommContext, first: WeightGather) -> None:
-        """Create the gather without its memory, which `allocate` allocates.
+        """Store the arguments. `allocate` allocates the second copy.
 
         Args:
             group: The parameter group whose weight is gathered.
             inner: The context of the ranks over which the copy is sharded.
-            first: The gather that is used after the weight has changed.
+            first: Gathers the weight from all ranks; used after the weight has changed.
         """
         super().__init__(group)
         self.comm_ctx = inner

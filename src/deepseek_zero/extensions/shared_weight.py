@@ -45,7 +45,18 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to wait until all ranks have written their slices, which are then read in place."""
+        """Start to wait until every rank has written its slice of the shared memory.
+
+        Args:
+            whole: A view of all slices in the shared memory. Nothing is copied to it.
+            what: The name of the unit, used in error messages.
+
+        Returns:
+            A handle. `whole` may be read after its `wait()` has returned.
+
+        Note:
+            Collective: every rank of the shard group must call it in the same order.
+        """
         return self.group.comm_ctx.comm.in_place.gather(self.memory, what)
 
     def before_write(self, what: str) -> None:

@@ -57,25 +57,33 @@ BY_SHARD = frozenset(
 
 
 class SpeculativeUpdate(UpdatePolicy):
-    """A policy that updates units during backward, before clipping and overflow are known.
+    """An update policy that updates units during backward (SuperOffload).
+
+    A unit is updated after its gradient has been reduced, before the gradient norm is known. The
+    policy assumes that the step neither clips nor overflows. If that turns out to be wrong, the
+    updates are undone from a log of the overwritten bytes. Together with delayed updates, the
+    gradient and the clipping factor of the previous step are used, which are known.
 
     Attributes:
-        budget: Size of the undo log in bytes.
-        units: Tiles of the units that may be updated in backward, by unit number, ascending.
-        updated: Number of units that were updated in backward.
-        undone: Number of these updates that were undone.
+        budget: The size of the undo log in bytes.
+        units: The shards of the units that may be updated during backward, in lists that are
+            updated together, by unit number.
+        updated: The number of updates that ran during backward.
+        undone: The number of these updates that were undone.
     """
 
     keeps_decisions = True
     undoes = True
 
     def __init__(self, delay: DelayedUpdate | None, budget: int, *, speculates: bool) -> None:
-        """Build the policy.
+        """Create a policy that has not updated anything yet.
 
         Args:
-            delay: Policy that knows the decision before the step, if there is one.
-            budget: Size of the undo log in bytes.
-            speculates: Assume a decision if none is known.
+            delay: The policy of delayed updates, whose clipping factor is known before the step;
+                None without delayed updates.
+            budget: The size of the undo log in bytes.
+            speculates: Assume that a step neither clips nor overflows. If false, only delayed
+                updates run during backward.
         """
         self.budget = budget
         self.units: Mapping[int, Sequence[Tile]] = {}
@@ -101,12 +109,23 @@ class SpeculativeUpdate(UpdatePolicy):
         self.tiles_changed(optimizer.tiles)
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """Store the new tiles of all units except the root, whose gradient is reduced last."""
+        """Choose again which units may be updated during backward, after the shards have changed.
+
+        All units may be except the root, whose gradient is reduced last.
+
+        Args:
+            tiles: The new lists of shards that are updated together.
+        """
         root = self.runtime.root.number
         self.units = {number: each for number, each in tiles.later.items() if number != root}
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise `UsageError`, because early updates do not support new parameters."""
+        """Raise `UsageError`, because the undo log does not support new parameters.
+
+        Args:
+            what: The event that adds parameters to the optimizer, for the error message.
+            fix: The last sentence of the error message: what the user can do.
+        """
         refuse_joining_with_undo_log(what, fix)
 
     def _expected(self) -> Decision | None:
@@ -124,7 +143,11 @@ class SpeculativeUpdate(UpdatePolicy):
         return Decision(1.0 / scale, self.updater.updates + 1, hypers_of(self.updater.inner))
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update the units whose gradient is reduced and whose weight is no longer in use."""
+        """Update units whose gradient is complete and whose weight is no longer in use.
+
+        Args:
+            unit: The unit whose gradient has just been reduced.
+        """
         step = self.runtime.step
         if step.phase is not Phase.BACKWARD or not step.is_boundary:
             return  # a later micro-batch adds to the gradient
@@ -170,12 +193,12 @@ class SpeculativeUpdate(UpdatePolicy):
                 flow.release(tile)
 
     def chosen(self) -> frozenset[int]:
-        """Return the first units whose undo copies fit the budget together.
+        """Return the numbers of the units that are updated during backward.
 
-        The first units are preferred for two reasons. Backward computes their gradients last, when
-        most activations have been freed and there is memory for the log. The next forward needs
-        them first, when no computation can hide their update yet. The remaining units are updated
-        when that forward reaches them.
+        These are the first units of the model whose bytes fit the undo log together, for two
+        reasons. Backward computes their gradients last, when most activations have been freed and
+        there is memory for the log. The next forward needs them first, when no computation can hide
+        their update yet. The remaining units are updated when that forward reaches them.
         """
         if self._chosen is None:
             found = set()
@@ -204,10 +227,16 @@ class SpeculativeUpdate(UpdatePolicy):
         }
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
-        """Return the units whose early updates are valid, and undo the updates of all others.
+        """End the step: confirm the updates that ran during backward, or undo all of them.
 
         Args:
-            due: Decision of the step. None undoes all early updates.
+            due: The factor of the gradients and the hyper-parameters of the step. The early updates
+                are undone if they used other values. None undoes them, because the step updates
+                nothing.
+
+        Returns:
+            The numbers of the units whose updates are confirmed. The step must not update them
+            again.
         """
         if self._decision is None or due is None or not _agree(self._decision, due):
             self.flush()
@@ -223,7 +252,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self.conclude(None)
 
     def flush(self) -> None:
-        """Undo all early updates, because a program reads a state before the step is over."""
+        """Undo all updates that ran during backward, because a program reads a state."""
         if not self._done:
             return
         self._is_off = True
@@ -235,11 +264,15 @@ class SpeculativeUpdate(UpdatePolicy):
     finish = flush
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Undo all early updates, because a program reads a state of this group."""
+        """Undo all updates that ran during backward, because a state of a group is read.
+
+        Args:
+            group: The parameter group whose state is read. The updates of all groups are undone.
+        """
         self.flush()
 
     def explain(self) -> list[str]:
-        """Return lines about the number of early updates that were undone, for `engine.explain`."""
+        """Return lines for `engine.explain` with the numbers of early and of undone updates."""
         if not self.units:
             return [
                 "updates in backward: none, since the host updates no unit but the root with a "
@@ -260,16 +293,24 @@ class SpeculativeUpdate(UpdatePolicy):
 
 
 def works_by_shard(cls: type[Optimizer]) -> bool:
-    """Return whether the update of one shard can be undone without the other shards.
+    """Return whether an optimizer's update of one shard can be undone without the other shards.
 
-    This is true for the classes of PyTorch and of this library that `BY_SHARD` lists.
+    It can if the update reads and writes only that shard and its state. `BY_SHARD` lists such
+    classes of PyTorch and of this library.
     """
     is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
     return is_known and cls.__name__ in BY_SHARD
 
 
 def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
-    """Return the error for an optimizer whose updates cannot be undone."""
+    """Create the error for an optimizer class whose updates cannot be undone shard by shard.
+
+    Args:
+        cls: The class of the optimizer.
+
+    Returns:
+        The error, which the caller raises.
+    """
     return UsageError(
         f"super_offload cannot be used with {cls.__name__}.",
         "Its step may change more than one shard's state, which could then not be undone by "

@@ -175,8 +175,8 @@ class Put(torch.autograd.Function):
     """Copy or add a tile's output to its columns of the whole output, with autograd.
 
     torch.cat would hold all tiles twice. With in-place assignment to slices, autograd would copy
-    the whole gradient for each of them. Every place has exactly one writer that does not add, and
-    it comes first.
+    the whole gradient for each of them. The first tile of each range of columns is copied; the
+    others are added to it.
     """
 
     @staticmethod

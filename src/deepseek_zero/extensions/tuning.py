@@ -36,7 +36,7 @@ class Knob:
         value: The size that is used now.
         floor: The smallest size after the first change.
         ceiling: The largest size that is tried.
-        before: The size and the wait before the last change.
+        before: The size, and the fraction of a step that ranks waited, before the last change.
         is_done: The size does not change any more.
     """
 
@@ -48,10 +48,13 @@ class Knob:
     is_done: bool = False
 
     def adjust(self, share: float) -> bool:
-        """Adjust the size to the fraction of a step that the slowest rank waited.
+        """Adjust the size to the time that ranks wait for messages.
+
+        Args:
+            share: The fraction of a step that the slowest rank waited.
 
         Returns:
-            Whether the size changed.
+            True if the size changed.
         """
         if self.before is not None and share > GAIN * self.before[1]:
             self.value = self.before[0]
@@ -89,7 +92,10 @@ class Tuner:
         self.knobs = [Knob(name, getattr(settings, name), *limits[name]) for name in names]
 
     def after_step(self, runtime: Runtime) -> None:
-        """Change a size of the model if waits are long enough.
+        """Measure the step, and change a message or prefetch size if ranks wait too long.
+
+        Args:
+            runtime: The runtime of the model whose sizes are changed.
 
         Note:
             Collective every PERIOD steps, until all sizes are chosen.
@@ -98,7 +104,10 @@ class Tuner:
             resize(runtime, replace(runtime.settings, **changed))
 
     def choose(self) -> dict[str, Any]:
-        """Return the new size by the name of its setting; empty if none changes.
+        """Double or restore a size at the end of every PERIOD steps.
+
+        Returns:
+            The new size under the name of its setting; empty if no size changes.
 
         Note:
             Collective every PERIOD steps, until all sizes are chosen.

@@ -22,10 +22,11 @@ from ..sharding.weight_gather import WeightGather
 
 
 class WeightDifferences(WeightGather):
-    """A weight gather that updates a replicated weight by quantized differences.
+    """Updates a replicated weight from sharded main weights by quantized differences.
 
-    Each rank sends the difference between its slice of the main weight and of the weight. It is
-    used for compressed weights at stages 1 and 2.
+    After a step, each rank quantizes the difference between its slice of the main weight and the
+    same slice of the weight. It sends the difference to all ranks, which add it to the weight. This
+    is used for compressed weights at ZeRO stages 1 and 2.
     """
 
     computes = True
@@ -35,7 +36,7 @@ class WeightDifferences(WeightGather):
         self._is_written = False
 
     def refresh(self, what: str, *, is_update: bool) -> Pending:
-        """Start to bring the replicated weight of all ranks up to date with their main weights.
+        """Start to update the replicated weight on all ranks from their main weights.
 
         After an optimizer step, each rank sends the quantized difference between its slice of the
         main weight and of the weight, which every rank adds to its weight. After a program wrote
@@ -65,14 +66,15 @@ class WeightDifferences(WeightGather):
         return super().refresh(what, is_update=is_update)
 
     def write(self, slot: Slot, values: Tensor | None, low: int = 0) -> None:
-        """Write values into this rank's part of a parameter of the weight.
+        """Write values into this rank's slice of one parameter.
 
-        The next refresh that is not an update sends them to all ranks.
+        The next call of `refresh` with ``is_update=False`` sends the slice to all ranks.
 
         Args:
-            slot: The range of the parameter in the group's flat buffer.
-            values: New values, flat; with None, the main weight's values are cast.
-            low: The first of this rank's elements to write.
+            slot: The position of the parameter in the flat buffer of its group.
+            values: The new values, flat; None to cast the values of the main weight.
+            low: The first element to write, relative to this rank's part of the parameter. It is
+                not used if `values` is None.
         """
         group = self.group
         assert group.master is not None
@@ -88,16 +90,16 @@ class WeightDifferences(WeightGather):
 def send_differences(
     source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str
 ) -> Pending:
-    """Start to add quantized differences to a whole weight, on every rank.
+    """Start to add the quantized differences of all ranks to a replicated weight.
 
     Args:
-        source: This rank's slice of the main weight, fp32, in any memory. It is not changed.
-        target: The replicated weight, updated in place; its spec names the codec.
-        comm_ctx: The context of the ranks that share the slices.
+        source: This rank's slice of the main weight, fp32, on any device. It is not changed.
+        target: The replicated weight, updated in place. Its spec selects the quantization.
+        comm_ctx: The context of the ranks over which the main weight is sharded.
         what: The name of the unit, used in error messages.
 
     Returns:
-        A handle. The result may be read after its `wait()` has returned.
+        A handle. `target` may be read after its `wait()` has returned.
 
     Note:
         Collective: every rank of the shard group must call it in the same order.

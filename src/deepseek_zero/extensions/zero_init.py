@@ -55,7 +55,7 @@ class InitShard(ModelBuilder):
         number: Its number in the order of construction, the same on every rank.
         unsharded: The whole elements, while an initialization uses them.
         is_pinned: The parameter is whole inside GatheredParameters.
-        mark: The value of `_mark_of` at the start of GatheredParameters, to detect changes.
+        mark: A fingerprint of the values at the start of GatheredParameters, to detect changes.
         modifier: The rank that last gave it values inside GatheredParameters.
     """
 
@@ -148,7 +148,7 @@ class InitShard(ModelBuilder):
             self.hide(param)
 
     def hide(self, param: nn.Parameter) -> None:
-        """Replace the parameter's memory by an empty tensor, as in its sharded form."""
+        """Replace the parameter's memory by an empty tensor, as while it is sharded."""
         nothing = _nothing(self.slice.dtype, self.slice.device)
         reshard(param, nothing.expand(self.shape))
 
@@ -213,7 +213,7 @@ class InitShard(ModelBuilder):
         self.slice[: part.numel()].copy_(part)
 
     def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-        """Return the parameter's values, flat, and its class, when an engine takes it over.
+        """Return a parameter's values, flat, and its original class, to an engine that owns it now.
 
         Note:
             Collective if the values are sharded: every rank must call it.
@@ -639,8 +639,9 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
 
     Args:
         param: A parameter on the meta device, or one that is sharded already.
-        session: The `Init` that owns a parameter on the meta device.
-        read: Returns the parts of a range of the value.
+        session: The `zero.Init` context that shards a parameter on the meta device.
+        read: Called with the first element and the end of a range. It yields pairs of an element
+            number and the values from there on.
     """
     shard = owner_of(param)
     if isinstance(shard, InitShard):
