@@ -57,9 +57,17 @@ class SecondaryCopy(WeightGather):
         return weight
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to gather from the second copy if it is current, otherwise from all ranks.
+        """Start to gather the weight from the second copy, or from all ranks if that is outdated.
 
-        The second case fills the second copy for later gathers.
+        Args:
+            whole: The output, which receives all elements of the weight.
+            what: The name of the unit, used in error messages.
+
+        Returns:
+            A handle. `whole` may be read after its `wait()` has returned.
+
+        Note:
+            Collective: every rank of the shard group must call it in the same order.
         """
         target = FlatBuffer(self.buffer.layout, self.buffer.spec.gathered(), whole.memory)
         if self.is_current:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 
 def evaluated(closure: Callable[[], float] | None) -> float | None:
-    """Call a step's closure with gradients enabled and return its loss."""
+    """Call a step's closure with gradients enabled.
+
+    Args:
+        closure: Computes the loss and its gradients; None to do nothing.
+
+    Returns:
+        The loss, or None without a closure.
+    """
     if closure is None:
         return None
     with torch.enable_grad():

@@ -65,8 +65,10 @@ class LambSettings:
 class Lamb(Optimizer):
     """Layer-wise adapted Adam for large batches.
 
-    The update is ``r = m^ / (sqrt(v^) + eps) + weight_decay p`` and ``p = p - lr clamp(|p| / |r|,
-    min_coeff, max_coeff) r``. The ratio is 1 if either norm is 0. The state of a parameter is
+    For a parameter p with the moments m and v of Adam (corrected for their bias if
+    `bias_correction` is true), the update is ``r = m / (sqrt(v) + eps) + weight_decay * p`` and ``p
+    = p - lr * clamp(|p| / |r|, min_coeff, max_coeff) * r``. Norms are those of the whole parameter.
+    The trust ratio ``|p| / |r|`` counts as 1 if either norm is 0. The state of a parameter is
     `step`, `exp_avg` and `exp_avg_sq`.
 
     Args:

@@ -59,8 +59,9 @@ class LRSchedule(ABC):
 
     Args:
         optimizer: An object with `param_groups`, or with an attribute `optimizer` that has them.
-        args: Positional fields of the class attribute `Settings`, a dataclass.
-        settings: Fields of `Settings` as keyword arguments.
+        args: Settings of the schedule as positional arguments, in the order in which the derived
+            class lists them.
+        settings: Settings of the schedule as keyword arguments.
 
     Raises:
         UsageError: The optimizer has no parameter groups.
@@ -294,16 +295,18 @@ class WarmupCosineSettings:
 
 
 class WarmupLR(LRSchedule):
-    """Warm up to a maximum, then keep it.
+    """Increase the rate from a minimum to a maximum, then keep the maximum.
 
-    The rate is ``min + (max - min) gamma``. In iteration i of n, gamma is ``log(i + 1) / log(n)``
-    or ``i / n``; after the warm-up it is 1. With ``warmup_num_steps=0`` there is no warm-up. A
-    value of 1 counts as 2, as in DeepSpeed (log 1 = 0).
+    The rate of iteration i is ``warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma``. With n =
+    `warmup_num_steps`, gamma is ``log(i + 1) / log(n)`` for the type "log" and ``i / n`` for
+    "linear" while ``i < n``, and 1 afterwards. If n is 0, gamma is always 1. If n is 1, it counts
+    as 2, as in DeepSpeed.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
         warmup_min_lr: The rate at iteration 0, for all groups or as a list with one per group.
-        warmup_max_lr: The rate after the warm-up; None for each group's own rate.
+        warmup_max_lr: The rate after the warm-up; None for the rate that each group has when the
+            schedule is created.
         warmup_num_steps: The number of iterations of the warm-up.
         warmup_type: "log" or "linear".
         last_batch_iteration: The iteration after which the schedule starts.
@@ -322,7 +325,7 @@ class WarmupLR(LRSchedule):
         )
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group, during or after the warm-up."""
+        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
         rising = self.warmup.at(self.last_batch_iteration)
         gamma = self._after_warmup() if rising is None else rising
         return _between(self.min_lrs, self.max_lrs, gamma)
@@ -332,15 +335,19 @@ class WarmupLR(LRSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warm up to a maximum, then decay linearly.
+    """Increase the rate from a minimum to a maximum, then decay it linearly to the minimum.
 
-    After the warm-up of `WarmupLR`, gamma is ``max(0, (total - i) / max(1, total - n))``.
+    The rate of iteration i is ``warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma``. Let n be
+    `warmup_num_steps` and N be `total_num_steps`. During the warm-up (``i < n``), gamma is ``log(i
+    + 1) / log(n)`` for the type "log" and ``i / n`` for "linear". Afterwards it is ``max(0, (N - i)
+    / max(1, N - n))``.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        total_num_steps: The iteration at which the rate is 0.
+        total_num_steps: The iteration at which the rate is `warmup_min_lr` again.
         warmup_min_lr: The rate at iteration 0, for all groups or as a list with one per group.
-        warmup_max_lr: The rate after the warm-up; None for each group's own rate.
+        warmup_max_lr: The rate after the warm-up; None for the rate that each group has when the
+            schedule is created.
         warmup_num_steps: The number of iterations of the warm-up.
         warmup_type: "log" or "linear".
         last_batch_iteration: The iteration after which the schedule starts.
@@ -358,11 +365,15 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """Warm up to each group's own rate, then decay with a cosine.
+    """Increase the rate to each group's own rate, then decay it with a cosine.
 
-    During the warm-up, the ratio to the group's own rate is ``min + (1 - min) gamma``. Then it
-    follows a cosine to `cos_min_ratio` and stays there. Before iteration 0 the ratio is 0, whatever
-    `warmup_min_ratio` is, as in DeepSpeed.
+    The own rate of a group is the one that it has when the schedule is created. It is multiplied by
+    a ratio. Let i be the iteration, n be `warmup_num_steps` and N be `total_num_steps`.
+
+    During the warm-up (``i < n``), the ratio is ``warmup_min_ratio + (1 - warmup_min_ratio) *
+    gamma``, where gamma is ``log(i + 1) / log(n)`` for the type "log" and ``i / n`` for "linear".
+    Afterwards it is ``cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * p)) / 2``, where p is
+    ``min(1, (i - n + 1) / max(1, N - n))``. Before iteration 0 the ratio is 0, as in DeepSpeed.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
@@ -383,12 +394,12 @@ class WarmupCosineLR(LRSchedule):
         self.org_lrs = self._own_rates()
 
     def get_lr(self) -> list[float]:
-        """Return each group's own learning rate, multiplied by the current `get_lr_ratio`."""
+        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """Return the factor of every group's own learning rate at the current iteration."""
+        """Return the ratio of the current learning rate to each group's own learning rate."""
         rising = self.warmup.at(self.last_batch_iteration)
         if rising is None:
             return self._cosine()
@@ -407,9 +418,9 @@ class WarmupCosineLR(LRSchedule):
 class LRRangeTest(LRSchedule):
     """Learning-rate range test (Smith 2015): increase the rate in every iteration, without a bound.
 
-    In iteration i the rate is ``min_lr * (1 + step_rate * (i + 1) / step_size)``. With `staircase`,
-    the quotient is rounded down, so the rate stays constant within an interval of `step_size`
-    iterations.
+    The rate of iteration i is ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * q)``, where q
+    is ``(i + 1) / lr_range_test_step_size``. With `lr_range_test_staircase`, q is rounded down, so
+    the rate is constant for `lr_range_test_step_size` iterations.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
@@ -427,7 +438,7 @@ class LRRangeTest(LRSchedule):
         self.step_size = _whole(self.settings, "lr_range_test_step_size", 1)
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group in the current interval."""
+        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         if self.settings.lr_range_test_staircase:
             interval = math.floor(interval)
@@ -441,19 +452,25 @@ _CYCLE_BETA2 = 0.99
 
 
 class OneCycle(LRSchedule):
-    """One cycle of the rate between two values, then decay.
+    """Increase the rate linearly to a maximum and decrease it again, then decay it.
 
-    The rate is ``min + (max - min) s`` and beta1 is ``max_mom - (max_mom - min_mom) s``. s rises
-    over the first part and falls over the second, in stairs if there is a stair count. After the
-    cycle, the rate is ``min_lr / (1 + rate t)`` and beta1 is ``max_mom (1 + rate t)``, where t is
-    the iterations since the cycle / `decay_step_size`. The momentum is cycled only if every group
-    has `betas`; beta2 is then set to 0.99, as in DeepSpeed.
+    During the cycle the rate is ``cycle_min_lr + (cycle_max_lr - cycle_min_lr) * s``. The height s
+    rises from 0 to 1 over the first part of the cycle and falls back to 0 over the second. It
+    changes linearly, or in equal stairs if the part has a stair count.
+
+    After the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * t)``, where t is the number of
+    iterations since the cycle divided by `decay_step_size`, or 0 if that is 0.
+
+    With `cycle_momentum`, beta1 is ``cycle_max_mom - (cycle_max_mom - cycle_min_mom) * s`` during
+    the cycle and ``cycle_max_mom * (1 + decay_mom_rate * t)`` afterwards, and beta2 is 0.99, as in
+    DeepSpeed. This has no effect unless every group has `betas`.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        cycle_min_lr: The rate at both ends of the cycle, for all groups or one per group.
+        cycle_min_lr: The rate at both ends of the cycle, for all groups or as a list with one per
+            group.
         cycle_max_lr: The rate at the peak of the cycle.
-        decay_lr_rate: The decay of the rate per decay interval.
+        decay_lr_rate: The decay of the rate per `decay_step_size` iterations.
         cycle_first_step_size: The number of iterations of the rising part.
         cycle_second_step_size: The number of iterations of the falling part; None for the same.
         cycle_first_stair_count: The number of stairs of the rising part; 0 for none.
@@ -490,16 +507,17 @@ class OneCycle(LRSchedule):
         self.cycle_momentum = bool(chosen.cycle_momentum) and self._takes_momentum()
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group, in the cycle or the decay after it."""
+        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
         if self._cycling():
             return _between(self.min_lrs, self.max_lrs, self._scale())
         factor = 1.0 + self.settings.decay_lr_rate * self._decay_intervals()
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the pair `betas` of each parameter group at iteration `last_batch_iteration`.
+        """Return the momentum of each parameter group at iteration `last_batch_iteration`.
 
-        Return None if the momentum is not cycled.
+        Returns:
+            The pair `betas` of each group; None if the momentum is not cycled.
         """
         if not self.cycle_momentum:
             return None
@@ -607,11 +625,11 @@ def resolve_schedule(
 ) -> LRSchedule | torch.optim.lr_scheduler.LRScheduler:
     """Build the schedule that a configuration names.
 
-    It is one of DeepSpeed's or of torch.optim.lr_scheduler's; upper and lower case are equal. A
-    schedule of torch needs a torch.optim.Optimizer.
+    The name is that of a schedule of DeepSpeed or of a class of `torch.optim.lr_scheduler`. The
+    classes of PyTorch require a `torch.optim.Optimizer`.
 
     Args:
-        name: The name of the schedule.
+        name: The name of the schedule, for example "WarmupLR"; upper and lower case are equal.
         params: The keyword arguments of the schedule's class.
         optimizer: The optimizer whose learning rates the schedule writes.
 

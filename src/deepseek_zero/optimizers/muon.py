@@ -106,17 +106,20 @@ class MuonSettings:
 class Muon(Optimizer):
     """Orthogonalized momentum for hidden matrices, AdamW for the other parameters.
 
-    For a matrix, ``m = lerp(m, g, 1 - momentum)``, and u is ``lerp(g, m, momentum)`` with
-    `nesterov`, otherwise m. The update is ``p = p (1 - lr weight_decay) - lr sqrt(max(1, rows /
-    columns)) NS(u)``. A tensor with three dimensions is a stack of matrices (experts). With four or
-    more, as in a convolution, it is the matrix (out, rest). A group without `use_muon` is divided
-    by the number of dimensions, which does not recognize embeddings and heads; prefer
-    `parameter_groups`. The state is `momentum_buffer`, or AdamW's `step`, `exp_avg` and
-    `exp_avg_sq`.
+    For a matrix p with gradient g, the momentum is ``m = momentum * m + (1 - momentum) * g``. The
+    direction u is ``momentum * m + (1 - momentum) * g`` with `nesterov`, otherwise m. The update is
+    ``p = p * (1 - lr * weight_decay) - lr * sqrt(max(1, rows / columns)) * NS(u)``, where NS
+    orthogonalizes u by Newton-Schulz iterations. The state is `momentum_buffer` for a matrix, and
+    `step`, `exp_avg` and `exp_avg_sq` for AdamW.
+
+    A tensor with three dimensions is a stack of matrices (experts). One with four or more, as in a
+    convolution, is the matrix of its first dimension and all others. The key `use_muon` of a
+    parameter group selects Muon or AdamW. A group without the key is divided by the number of
+    dimensions, which does not recognize embeddings and heads; prefer `parameter_groups`.
 
     Args:
         params: Parameters or parameter groups.
-        lr: The learning rate of both kinds of groups; None for their defaults.
+        lr: The learning rate of all groups. None means 0.02 for Muon and 0.001 for AdamW.
         settings: The other fields of `MuonSettings`.
 
     Raises:
@@ -137,17 +140,26 @@ class Muon(Optimizer):
 
     @staticmethod
     def group_granularity(group: Mapping[str, Any]) -> Literal["element", "tensor"]:
-        """Return where the state of one parameter group may be cut: "element" or "tensor".
+        """Return where the state of a parameter group may be cut between ranks.
 
-        The groups of AdamW may be cut anywhere, those of Muon only between matrices.
+        Args:
+            group: The parameter group. Its key `use_muon` is read.
+
+        Returns:
+            "tensor" (only between tensors) for groups of Muon, "element" (anywhere) for AdamW.
         """
         return "element" if group.get("use_muon") is False else "tensor"
 
     @staticmethod
     def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-        """Return a model's trainable parameters as two parameter groups.
+        """Return a model's trainable parameters as one group for Muon and one for AdamW.
 
-        Hidden matrices are for Muon; embeddings, heads and vectors are for AdamW.
+        Args:
+            model: The model. Its hidden matrices are for Muon; embeddings, heads and vectors are
+                for AdamW.
+
+        Returns:
+            Two parameter groups, each with the key `use_muon`.
         """
         return Muon.divide_groups(
             model, [{"params": [p for p in model.parameters() if p.requires_grad]}]
@@ -163,7 +175,7 @@ class Muon(Optimizer):
         attribute decides.
 
         Args:
-            model: The model, by which embeddings and heads are recognized.
+            model: The model, whose embeddings and heads belong to AdamW.
             groups: The groups to divide.
 
         Returns:

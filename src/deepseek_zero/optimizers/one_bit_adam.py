@@ -33,7 +33,9 @@ from .common import adam_state, evaluated
 
 
 class OneBitAdam(AdamW):
-    """AdamW with a second moment that is frozen after `freeze_step` steps.
+    """1-bit Adam: AdamW whose second moment is constant after `freeze_step` steps.
+
+    From then on, ranks exchange the signs of their momenta instead of reducing gradients.
 
     Args:
         params: Parameters or parameter groups.
@@ -44,7 +46,8 @@ class OneBitAdam(AdamW):
         weight_decay: The coefficient of the decoupled decay.
 
     Attributes:
-        takes_momenta: `.grad` holds the momentum of all ranks. The exchange sets it.
+        takes_momenta: `.grad` holds the exchanged momentum instead of the gradient. It is set when
+            the exchange starts.
 
     Raises:
         ConfigError: `freeze_step` is less than 1.

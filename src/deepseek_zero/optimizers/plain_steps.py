@@ -19,10 +19,11 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def undecorated() -> Iterator[None]:
-    """Remove the decorators of torch's optimizers in a block.
+    """Return a context in which torch's optimizers have no decorators.
 
-    The block constructs an optimizer or loads a state. Optimizers of other threads run without the
-    decorators meanwhile, which does not change their behavior.
+    The decorators would import PyTorch's compiler. In the context, the caller constructs an
+    optimizer or loads its state. Optimizers of other threads then also run without decorators,
+    which does not change their results.
     """
     with _ONE_AT_A_TIME:
         marked = {name: getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict")}
@@ -36,11 +37,14 @@ def undecorated() -> Iterator[None]:
 
 
 def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return an optimizer's update without decorators.
+    """Return the `step` of an optimizer without decorators.
 
-    It must be called inside `torch.no_grad()`. For optimizers that are not of torch or this
-    library, the result is `step`. Hooks belong to the outer step, so that they run once per step
-    and not once per tile.
+    It must be called inside `torch.no_grad()`. Step hooks do not run in it; the caller runs them
+    once per step. If the optimizer's class is neither of PyTorch nor of this library, `step` itself
+    is returned.
+
+    Args:
+        optimizer: The optimizer whose update is called.
     """
     cls = type(optimizer)
     is_known = cls.__module__.partition(".")[0] in (

@@ -35,9 +35,10 @@ class OptimizerSpec:
     """An optimizer class with its arguments, before it is built.
 
     Attributes:
-        cls: The class of the optimizer, or of the schedule, that gets the arguments.
+        cls: The class of the optimizer.
         defaults: The keyword arguments of its constructor.
-        granularity: Where its state may be cut between ranks: "element" or "tensor".
+        granularity: Where its state may be cut between ranks: "element" (anywhere) or "tensor"
+            (only between tensors).
     """
 
     cls: type[Optimizer]
@@ -45,7 +46,10 @@ class OptimizerSpec:
     granularity: Granularity
 
     def build(self, params: Iterable[Any]) -> Optimizer:
-        """Build the optimizer over tensors or parameter groups.
+        """Build the optimizer.
+
+        Args:
+            params: The parameters, or parameter groups, that it updates.
 
         Raises:
             ConfigError: The class rejects its arguments.
@@ -88,8 +92,8 @@ class OptimizerSpec:
     ) -> list[dict[str, Any]]:
         """Return the parameter groups, divided further if the class requires it (Muon).
 
-        Call this before parameters are sharded: `build` on the result creates exactly these groups,
-        in this order.
+        It must be called before the parameters are sharded, because Muon divides groups by the
+        shapes of whole parameters. `build` keeps the returned groups and their order.
 
         Args:
             model: The model whose parameters are grouped, before it is sharded.
@@ -226,13 +230,15 @@ def granularity_of(
 ) -> Granularity:
     """Return where the state of an optimizer may be cut between ranks.
 
-    "element" means anywhere, "tensor" only between tensors. The class attribute `granularity`
-    decides if there is one. An unknown class gets whole tensors, which is always correct.
-
     Args:
-        optimizer: The optimizer instance or class to classify.
-        group: A parameter group, for classes that distinguish groups (the AdamW groups of Muon may
-            be cut).
+        optimizer: The optimizer or its class. Its class attribute `granularity` decides if there is
+            one.
+        group: A parameter group, for classes that distinguish groups: the AdamW groups of Muon may
+            be cut.
+
+    Returns:
+        "element" if the state may be cut anywhere, "tensor" if only between tensors. For unknown
+        classes it is "tensor", which is always correct.
 
     Raises:
         NotBuiltError: The optimizer cannot be sharded.
@@ -319,10 +325,14 @@ _NOT_SETTINGS = frozenset({"self", "params", "optimizer"})
 
 
 def known_arguments(cls: type) -> dict[str, Any]:
-    """Return the arguments that a class takes from a configuration, with defaults.
+    """Return the arguments that a class takes from a configuration, with their defaults.
 
-    Arguments without default have the value `REQUIRED`. They are the fields of the dataclass
-    `Settings` if the class has one, otherwise those of its constructor.
+    Args:
+        cls: The class of an optimizer or a schedule. If it has a dataclass `Settings`, the
+            arguments are the fields of that dataclass, otherwise those of the constructor.
+
+    Returns:
+        The default of each argument by its name; `REQUIRED` for arguments without a default.
     """
     settings = getattr(cls, "Settings", None)
     signature = inspect.signature(cls.__init__ if settings is None else settings)  # type: ignore[misc]
@@ -337,7 +347,7 @@ def known_arguments(cls: type) -> dict[str, Any]:
 def checked_arguments(
     owner: str, cls: type, params: Mapping[str, Any], also_valid: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return `params` as keyword arguments of a class.
+    """Check the parameters of a configuration, and return them as keyword arguments of a class.
 
     A value "auto" that was not resolved leaves the default of the class.
 
@@ -345,7 +355,7 @@ def checked_arguments(
         owner: The subject of the error, for example "optimizer 'Adam'".
         cls: The class of the optimizer, or of the schedule, that gets the arguments.
         params: The parameters from the configuration.
-        also_valid: Names that the caller has already handled.
+        also_valid: Further names that are not errors, because the caller handles them.
 
     Raises:
         ConfigError: A parameter is unknown, missing or of a wrong type; lists every problem.
