@@ -35,7 +35,7 @@ def set_autotp_mode(training: bool = False) -> None:
 
 
 def get_auto_tp_mode() -> AUTOTP_MODE:
-    """Return the current mode."""
+    """Return the mode that `set_autotp_mode` set: splitting for training or for inference."""
     return _Mode.now
 
 
@@ -119,6 +119,9 @@ def get_shard_size_list(
         meta: Split by its key and value heads if they divide the dimension, else by its grain size.
             Older programs pass the name here.
         name: Name of the layer. Layers of an MLP and output embeddings are not split by heads.
+
+    Returns:
+        One number of elements per rank, in rank order. The numbers add up to `total_size`.
     """
     if isinstance(meta, str):
         meta, name = None, meta
@@ -156,6 +159,9 @@ def get_shard_size(
         name: Name of the layer, which decides whether it is split by heads.
         rank: Rank in the group; None for this process.
         mp_group: Process group that determines the rank if `rank` is None.
+
+    Returns:
+        The number of elements that the rank holds.
 
     Raises:
         ValueError: Neither `rank` nor `mp_group` is given and `mp_size` is not the world size.
@@ -244,6 +250,9 @@ class TPLayerSpec:
         Args:
             param_name: Name of the parameter.
             model_type: Type of the model, compared without case.
+
+        Returns:
+            True if a pattern matches the name and the specification is valid for the model type.
         """
         kinds = {str(kind).lower() for kind in self.model_types or ()}
         fits = not kinds or str(model_type).lower() in kinds
@@ -286,6 +295,9 @@ class AutoTPConfig:
         Args:
             param_name: Name of the parameter.
             model_type: Type of the model, compared without case.
+
+        Returns:
+            The specification, or None if none applies.
         """
         return next(
             (spec for spec in self.layer_specs if spec.matches(param_name, model_type)), None

@@ -105,6 +105,10 @@ def tensor_parallel_statement(model: Any, raw: RawConfig, has_mpu: bool) -> Mesh
         raw: The configuration of `initialize`, whose tensor-parallel size must equal the request.
         has_mpu: Whether `initialize` was given an `mpu`.
 
+    Returns:
+        The requested size of the axis "tp" and its process group, or None if `tp_model_init` was
+        not called for the model.
+
     Raises:
         ConfigError: The configuration or the `mpu` contradicts the request. The text is
             DeepSpeed's.

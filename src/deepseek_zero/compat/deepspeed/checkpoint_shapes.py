@@ -61,6 +61,9 @@ class meg_2d_parallel_map:
         Args:
             pp_index: Pipeline stage; None for all.
             tp_index: Tensor-parallel rank; None for all.
+
+        Returns:
+            The elements of the selected lists as one list, ordered by stage, then by rank.
         """
         assert (pp_index or 0) < self.pp_degree and (tp_index or 0) < self.tp_degree
         stages = range(self.pp_degree) if pp_index is None else [pp_index]
@@ -85,6 +88,10 @@ def reshape_meg_2d_parallel(
         new_pp_degree: Pipeline stages of the new grid, at most as many.
         new_tp_degree: Tensor-parallel ranks of the new grid, at most as many.
         verbose: Ignored.
+
+    Returns:
+        A map of the new grid. The list of each pair contains the indices of the old ranks that are
+        merged.
     """
     assert new_pp_degree <= old_pp_degree and new_tp_degree <= old_tp_degree
     found = meg_2d_parallel_map(new_pp_degree, new_tp_degree)
@@ -122,6 +129,10 @@ class model_3d_desc:
         Args:
             target_3d_desc: Shape of the target, which must not be larger along any axis.
             verbose: Ignored.
+
+        Returns:
+            One map per data-parallel rank of the target. The list of each pair contains the indices
+            of the ranks of this shape whose files are merged.
         """
         valid, errors = self.can_reshape(target_3d_desc)
         assert valid, ",".join(errors)
@@ -143,11 +154,11 @@ class model_3d_desc:
         return found
 
     def get_desc(self) -> str:
-        """Return the shape as text."""
+        """Return the number of ranks along each axis as text, for messages."""
         return f"PP,TP,DP = ({self.pp_degree}, {self.tp_degree}, {self.dp_degree})"
 
     def world_size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of this shape: the product of the three degrees."""
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
@@ -157,6 +168,9 @@ class model_3d_desc:
             pp_index: Pipeline stage.
             tp_index: Tensor-parallel rank.
             dp_index: Data-parallel rank.
+
+        Returns:
+            Whether all coordinates exist, and a list of error messages, which is empty if they do.
         """
         places = zip(self._axes().items(), (pp_index, tp_index, dp_index), strict=True)
         errors = [

@@ -104,6 +104,9 @@ def initialize_mesh_device(
         mesh_shape: Number of ranks along each dimension.
         mesh_dim_names: Names of the dimensions.
 
+    Returns:
+        The device mesh, whose dimensions can be used as process groups.
+
     Note:
         Collective: every rank must call it.
     """
@@ -186,6 +189,9 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     Args:
         group: Process group; None for the group of all ranks.
         group_rank: Rank in the group.
+
+    Returns:
+        The rank in the group of all ranks.
     """
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 

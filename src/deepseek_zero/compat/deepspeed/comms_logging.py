@@ -41,6 +41,9 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     Args:
         data: Values to average.
         trim_percent: Fraction of the values, from 0 to 1, to leave out at each end.
+
+    Returns:
+        The mean of the remaining values.
     """
     assert 0.0 <= trim_percent <= 1.0
     if not data:
@@ -71,6 +74,10 @@ def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, floa
         comm_op: Name of the operation.
         size: Message size in bytes.
         duration: Time in milliseconds.
+
+    Returns:
+        The algorithm bandwidth (message size divided by time) and the bus bandwidth, both in
+        Gbit/s.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     moved, carried = FACTORS[comm_op](ranks) if comm_op in FACTORS else (1, 1)
@@ -100,11 +107,11 @@ class CommsLogger:
             setattr(self, name, getattr(comms_config.comms_logger, name))
 
     def start_profiling_comms(self) -> None:
-        """Log all operations."""
+        """Log the calls of all operations, not only of those in `prof_ops`."""
         self.prof_all = True
 
     def stop_profiling_comms(self) -> None:
-        """Log only the operations in `prof_ops`."""
+        """Log only the calls of operations in `prof_ops`."""
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
@@ -172,7 +179,7 @@ class CommsLogger:
             )
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """Return a shallow copy of the log."""
+        """Return a copy of the log: the records of each operation by message size."""
         return self.comms_dict.copy()
 
     def has_data(self) -> bool:
@@ -184,7 +191,7 @@ class CommsLogger:
         self.comms_dict.clear()
 
     def get_operation_names(self) -> list[str]:
-        """Return the names in the log."""
+        """Return the names of the operations that were logged."""
         return list(self.comms_dict)
 
     def get_total_operations(self) -> int:

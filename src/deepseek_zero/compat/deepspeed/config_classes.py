@@ -515,6 +515,9 @@ def get_scalar_param(
         param_dict: Section of the configuration to read.
         param_name: Key to look up in the section.
         param_default_value: Value to return if the key is missing.
+
+    Returns:
+        The value in `param_dict`, or `param_default_value`.
     """
     return param_dict.get(param_name, param_default_value)
 
@@ -540,6 +543,9 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
     Args:
         config: Class of the section.
         field_name: Name of the field, which must not be required.
+
+    Returns:
+        The default value of the field.
     """
     assert field_name in config.model_fields, f"'{field_name}' is not a field in {config}"
     field = config.model_fields[field_name]
@@ -650,6 +656,9 @@ def get_communication_data_type(
         param_dict: Whole configuration, of which one key is read.
         comm_type: Key to read.
         comm_data_type_default: Default for a missing key.
+
+    Returns:
+        The dtype, or None if neither the key nor a default is set.
     """
     value = param_dict.get(comm_type, comm_data_type_default)
     if value is None or isinstance(value, torch.dtype):
@@ -672,24 +681,24 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """Return the section `bf16`, or `bfloat16`."""
+    """Return the section `bf16` (or `bfloat16`) of a configuration with its defaults."""
     return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """Return the section `fp16`."""
+    """Return the section `fp16` of a configuration with its defaults."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """Return the sections of the four monitors."""
+    """Return the sections of the four monitors of a configuration with their defaults."""
     return DeepSpeedMonitorConfig(
         **{name: param_dict.get(name, {}) for name in DeepSpeedMonitorConfig.model_fields}
     )
 
 
 def get_hybrid_engine_config(param_dict: Mapping[str, Any]) -> HybridEngineConfig:
-    """Return the section `hybrid_engine`."""
+    """Return the section `hybrid_engine` of a configuration with its defaults."""
     return HybridEngineConfig(**param_dict.get("hybrid_engine", {}))
 
 
@@ -872,7 +881,7 @@ class DeepSpeedConfig:
         logger.info("  json = %s", self._param_dict)
 
     def print(self, name: str) -> None:
-        """Log all fields."""
+        """Log the name and value of every field of this configuration."""
         logger.info("%s:", name)
         for field, value in sorted(vars(self).items()):
             logger.info("  %s %s %s", field, "." * (29 - len(field)), value)

@@ -52,12 +52,16 @@ if TYPE_CHECKING:  # see engine/engine.py
 
 
 def choose() -> Dialect:
-    """Return the dialect for a call that starts now."""
+    """Return the dialect for a call of `initialize` or `zero.Init` that starts now.
+
+    It is `DeepSpeedDropIn` if the program has imported `deepspeed` from this library, and
+    `DeepSpeedNames` otherwise.
+    """
     return DeepSpeedDropIn() if is_dropin_imported() else DeepSpeedNames()
 
 
 class DeepSpeedNames(Dialect):
-    """The library under its own name, with DeepSpeed's attributes in addition."""
+    """Dialect of programs that import `deepseek_zero`: adds DeepSpeed's attributes."""
 
     is_dropin = False
 
@@ -89,12 +93,15 @@ class DeepSpeedNames(Dialect):
         )
 
     def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        """Return the rules for building the parts of an engine.
+        """Return the classes and defaults with which an engine is built.
 
         Args:
             config: Checked configuration of the run.
             mesh: Mesh of ranks of the run.
             request: Arguments of `initialize`.
+
+        Returns:
+            Rules that select the optimizer class with DeepSpeed's attribute names.
         """
         return BuildRules(optimizer_class=named_class)
 
@@ -145,14 +152,14 @@ class DeepSpeedNames(Dialect):
         return engine
 
     def finish(self, engine: DeepSpeedEngine) -> None:
-        """Complete a new engine; this dialect has nothing to do."""
+        """Do nothing. A subclass overrides this method to change an engine after its creation."""
 
     def show_names(self, session: zero_init.Init) -> None:
         show_ds_names(session)
 
 
 class DeepSpeedDropIn(DeepSpeedNames):
-    """The library under the name `deepspeed`, with its defaults, checks and types."""
+    """Dialect of programs that import `deepspeed`: uses its defaults, checks and types."""
 
     is_dropin = True
     init_class = DropInInit

@@ -16,15 +16,15 @@ from ...base.errors import ConfigError, NotBuiltError
 
 
 class ElasticityError(ConfigError):
-    """No elastic batch can be computed."""
+    """Raised if no elastic batch size can be computed."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """The section `elasticity` is invalid."""
+    """Raised if the section `elasticity` of the configuration is invalid."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """The batch does not fit this number of ranks."""
+    """Raised if the elastic batch size is not valid for this number of ranks."""
 
 
 DEFAULTS: dict[str, Any] = {

@@ -119,6 +119,9 @@ def curriculum_loader(
         dataset: Dataset with `__len__` and `__getitem__`.
         collate_fn: Function that makes a batch of samples.
         batch_size: Samples of a micro-batch of one rank; None for the configured size.
+
+    Returns:
+        The loader, or None if the configuration has no curriculum.
     """
     settings = data_efficiency(config)
     if not data_efficiency(config, *_CURRICULUM)["enabled"]:

@@ -192,11 +192,15 @@ AXES = {
 
 
 def getter(name: str, over: Callable[[], Mesh] | None = None) -> Callable[[], Any]:
-    """Return one of DeepSpeed's functions `get_KIND_group`, `..._world_size` and `..._rank`.
+    """Return DeepSpeed's function `get_KIND_group`, `get_KIND_world_size` or `get_KIND_rank`.
 
     Args:
         name: Name of the function, which may begin with an underscore.
         over: Function that returns the mesh; None for the current one.
+
+    Returns:
+        A function without arguments that returns a process group, a number of ranks or this rank's
+        index in the group.
 
     Raises:
         AttributeError: There is no such function.

@@ -25,6 +25,9 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
             input: Shape ``(..., in_features)``.
             weight: Shape ``(out_features, in_features)``.
             bias: Shape ``(out_features,)``.
+
+        Returns:
+            The output, shape ``(..., out_features)``.
         """
         product = input.matmul(weight.t())
         # Under autocast the product may have a lower precision than the bias.
@@ -66,6 +69,9 @@ def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None)
         input: Shape ``(..., in_features)``.
         weight: Shape ``(out_features, in_features)``.
         bias: Shape ``(out_features,)``.
+
+    Returns:
+        The output, shape ``(..., out_features)``.
     """
     result: Tensor = LinearFunctionForZeroStage3.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return result

@@ -52,6 +52,9 @@ class LossScalerBase:
             module: Ignored.
             grad_in: Gradients of the module's inputs.
             grad_out: Ignored.
+
+        Returns:
+            The scaled gradients, in the order of `grad_in`.
         """
         return tuple(self.cur_scale * grad for grad in grad_in)
 
@@ -172,6 +175,10 @@ def CreateLossScaler(
         static_loss_scale: Scale if `dynamic_scaling` is false.
         dynamic_scaling: Whether the scale is dynamic.
         dynamic_loss_args: Arguments of the DynamicLossScaler.
+
+    Returns:
+        A dynamic scaler if `dtype` is fp16 and `dynamic_scaling` is true, else a scaler with a
+        constant scale.
     """
     if dtype is torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))

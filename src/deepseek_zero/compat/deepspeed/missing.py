@@ -264,11 +264,14 @@ def missing_names(module: str) -> dict[str, MissingName]:
 
 
 def why_missing(module: str, name: str) -> str:
-    """Return the reason why a name or its package is missing, or "".
+    """Return the reason why this library does not provide one of DeepSpeed's names.
 
     Args:
         module: Dotted path of DeepSpeed's module.
         name: Name in the module.
+
+    Returns:
+        The reason as a sentence, or "" if the table has none.
     """
     while True:
         found = missing_names(module).get(name)
@@ -286,6 +289,9 @@ def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNam
         module: Path of the module.
         name: Name that the program looked up.
         public: Names of the module, from which similar ones are suggested.
+
+    Returns:
+        The error, whose text contains the reason and similar names. It is not raised here.
     """
     near = difflib.get_close_matches(name, public, n=8, cutoff=0.5) or public[:40]
     return UnknownNameError(
@@ -326,6 +332,9 @@ def engine_name_missing(name: str, there: list[str]) -> UnknownNameError:
     Args:
         name: Attribute that the program looked up.
         there: Names of the engine, from which similar ones are suggested.
+
+    Returns:
+        The error, whose text contains the reason and similar names. It is not raised here.
     """
     near = difflib.get_close_matches(name, there, n=4, cutoff=0.5)
     return UnknownNameError(

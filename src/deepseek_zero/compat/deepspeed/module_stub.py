@@ -142,6 +142,9 @@ def placeholder(module: str, name: str) -> Any:
     Args:
         module: Path of the module.
         name: Name of the class or function.
+
+    Returns:
+        A class if DeepSpeed's object is a class, else a function.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:

@@ -57,6 +57,9 @@ def parse_resource_filter(
         include_str: Value of --include.
         exclude_str: Value of --exclude.
 
+    Returns:
+        The selected slots of each host. Hosts without a selected slot are missing.
+
     Raises:
         ValueError: Both are given, one cannot be parsed, or a host or slot does not exist.
     """
@@ -87,6 +90,9 @@ def parse_inclusion_exclusion(
         resource_pool: Number of slots of each host.
         inclusion: Value of --include.
         exclusion: Value of --exclude.
+
+    Returns:
+        The selected slots of each host. Hosts without a selected slot are missing.
     """
     return parse_resource_filter(
         {host: list(range(n)) for host, n in resource_pool.items()}, inclusion, exclusion

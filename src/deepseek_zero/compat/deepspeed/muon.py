@@ -45,6 +45,9 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
     Args:
         G: Shape ``(..., rows, columns)``.
         steps: Number of Newton-Schulz iterations.
+
+    Returns:
+        The orthogonalized matrices, with the shape of `G`.
     """
     return orthogonalize(G, "standard", steps)
 
@@ -55,6 +58,9 @@ def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
     Args:
         G: Shape ``(..., rows, columns)``.
         steps: Number of Newton-Schulz iterations.
+
+    Returns:
+        The orthogonalized matrices, with the shape of `G`.
     """
     return orthogonalize(G, "gram", steps)
 
@@ -119,6 +125,9 @@ def adam_update(
         step: Number of the step, from 1.
         betas: Decay of the moments.
         eps: Added to the denominator.
+
+    Returns:
+        The direction, with the shape of `grad`. It is not multiplied by the learning rate.
     """
     buf1.lerp_(grad, 1 - betas[0])
     buf2.lerp_(grad.square(), 1 - betas[1])

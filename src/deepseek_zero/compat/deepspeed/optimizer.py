@@ -313,7 +313,7 @@ def _make_named(
 
 
 class FlatStates:
-    """Access the inner optimizer with its states in DeepSpeed's format.
+    """The inner optimizer, of which `state_dict` has DeepSpeed's format.
 
     `state_dict()` and `load_state_dict()` use one flat tensor of each kind per parameter group. The
     tensor has the same length on all ranks, even on those without an element of the group. It
@@ -348,7 +348,7 @@ class FlatStates:
         return repr(self._inner)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the flat states of this rank."""
+        """Return this rank's optimizer states in DeepSpeed's format, one flat tensor per kind."""
         return _flat_states(self._owner())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -511,6 +511,9 @@ def named_class(inner: Any, settings: PlanSettings) -> type[NamedOptimizer]:
     Args:
         inner: Class of the inner optimizer.
         settings: Settings of the sharding plan, which has the stage and the dtypes.
+
+    Returns:
+        A class whose constructor takes the arguments of `ShardedOptimizer`.
     """
     is_plain = settings.stage == 0 and settings.policy.compute in (None, torch.float32)
     return _plain_class(inner) if is_plain else NamedOptimizer
@@ -522,6 +525,9 @@ def dropin_class(inner: Any, settings: PlanSettings) -> type[NamedOptimizer]:
     Args:
         inner: Class of the inner optimizer.
         settings: Settings of the sharding plan, which has the stage and the dtypes.
+
+    Returns:
+        `DropInOptimizer` at stages 1 to 3, else the result of `named_class`.
     """
     return DropInOptimizer if settings.stage else named_class(inner, settings)
 

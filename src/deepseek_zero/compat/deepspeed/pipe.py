@@ -27,13 +27,16 @@ __all__ = [
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the boundaries of parts with equal numbers of items.
+    """Divide items into consecutive parts with equal numbers of items.
 
     If there are more parts than items, the last parts are empty.
 
     Args:
         num_items: Number of items.
         num_parts: Number of parts.
+
+    Returns:
+        A list `bounds` of `num_parts` + 1 indices. Part i is `items[bounds[i] : bounds[i + 1]]`.
     """
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
@@ -46,6 +49,9 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     Args:
         weights: Weight of each item.
         num_parts: Number of parts.
+
+    Returns:
+        A list `bounds` of `num_parts` + 1 indices. Part i is `items[bounds[i] : bounds[i + 1]]`.
     """
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)

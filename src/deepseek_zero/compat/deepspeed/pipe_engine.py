@@ -183,5 +183,5 @@ class PipelineEngine(DeepSpeedEngine):
         return self.stage_id == self.num_stages - 1
 
     def is_pipe_parallel(self) -> bool:
-        """Return True."""
+        """Return True: the engine always has a pipeline, even of one stage."""
         return True

@@ -49,31 +49,31 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Load a micro-batch."""
+    """Load a micro-batch into a buffer of the stage."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """Run a forward pass."""
+    """Run the stage's forward pass on the input in a buffer."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Run a backward pass and accumulate gradients."""
+    """Run the stage's backward pass for a buffer and accumulate gradients."""
 
 
 class SendActivation(BufferOpInstruction):
-    """Send an output to the next stage."""
+    """Send the output in a buffer to the next stage."""
 
 
 class RecvActivation(BufferOpInstruction):
-    """Receive the output of the previous stage."""
+    """Receive the output of the previous stage into a buffer."""
 
 
 class SendGrad(BufferOpInstruction):
-    """Send a gradient to the previous stage."""
+    """Send the gradient of a buffer's input to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
-    """Receive a gradient from the next stage."""
+    """Receive the gradient of a buffer's output from the next stage."""
 
 
 Tick = list[PipeInstruction]

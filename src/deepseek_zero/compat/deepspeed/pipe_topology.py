@@ -64,6 +64,9 @@ class ProcessTopology:
             omit_axes: Axes to leave out.
             inner_sep: Separator of axis and coordinate.
             outer_sep: Separator of axes.
+
+        Returns:
+            The name and index of each axis that is not omitted, joined by the separators.
         """
         omitted = set(omit_axes)
         coord = self.get_coord(rank)
@@ -95,7 +98,7 @@ class ProcessTopology:
         return list(found.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return the ranks with the given coordinates."""
+        """Return the ranks whose coordinates equal the given ones on the named axes."""
         wanted = filter_kwargs.items()
         return [
             rank
@@ -109,6 +112,9 @@ class ProcessTopology:
         Args:
             axis: Name of the axis.
             idx: Index along the axis.
+
+        Returns:
+            The world ranks, in ascending order.
         """
         return self.filter_match(**{axis: idx})
 
@@ -229,7 +235,7 @@ class PipelineParallelGrid:
         return self._topo.world_size() == self.world_size
 
     def get_stage_id(self) -> int:
-        """Return this rank's stage."""
+        """Return the index of this rank's pipeline stage."""
         return int(self._topo.get_coord(self.global_rank).pipe) if self._topo.get_dim("pipe") else 0
 
     def get_data_parallel_id(self) -> int:

@@ -59,11 +59,11 @@ class FlopsProfiler:
         self._cost.stop()
 
     def reset_profile(self) -> None:
-        """Reset the counts."""
+        """Set the counts of operations and the measured time to zero."""
         self._cost.reset()
 
     def end_profile(self) -> None:
-        """Stop counting and reset everything."""
+        """Stop counting, and set the counts and the measured time to zero."""
         self._cost.stop()
         self._cost = ForwardCost(self.model)
         self.started = False
@@ -98,7 +98,7 @@ class FlopsProfiler:
 
     @property
     def params(self) -> int:
-        """Return the number of elements of the model."""
+        """Return the number of parameter elements of the whole model."""
         return sum(param.numel() for param in self.model.parameters())
 
     @property
@@ -227,6 +227,9 @@ def flops_to_string(flops: float, units: str | None = None, precision: int = 2) 
         flops: Number of floating-point operations.
         units: Ignored.
         precision: Ignored.
+
+    Returns:
+        The number with its unit.
     """
     return f"{format_count(flops)}FLOPS"
 
@@ -238,6 +241,9 @@ def macs_to_string(macs: float, units: str | None = None, precision: int = 2) ->
         macs: Number of multiply-accumulate operations.
         units: Ignored.
         precision: Ignored.
+
+    Returns:
+        The number with its unit.
     """
     return f"{format_count(macs)}MACs"
 
@@ -249,6 +255,9 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
         params_num: Number of parameters.
         units: Ignored.
         precision: Ignored.
+
+    Returns:
+        The number with its unit.
     """
     return format_count(params_num)
 
@@ -260,6 +269,9 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
         duration: Time in seconds.
         units: Ignored.
         precision: Ignored.
+
+    Returns:
+        The number with its unit.
     """
     return format_seconds(duration)
 
@@ -278,7 +290,7 @@ class Timer:
         self.started_ = False
 
     def start(self) -> None:
-        """Start an interval."""
+        """Start an interval, which `stop` ends."""
         self._watch.start()
         self.started_ = True
 
@@ -372,6 +384,9 @@ class SynchronizedWallClockTimer:
             names: Names of the timers.
             normalizer: Divisor of the times.
             reset: Reset the timers.
+
+        Returns:
+            The mean time in milliseconds of each timer, by name.
         """
         found = {
             name: self.timers[name].mean() / normalizer for name in names if name in self.timers

@@ -208,6 +208,9 @@ def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> f
         norm_type: Order of the norm.
         mpu: Model-parallel unit over whose ranks the norm is computed.
 
+    Returns:
+        The norm over all tensors, or -1.
+
     Note:
         Collective: every model-parallel rank of `mpu` must call it.
     """
@@ -225,6 +228,9 @@ def get_flattened_grad_norm(
         mpu: Model-parallel unit over whose ranks the norm is computed.
         grad_norm_mask: For each parameter with a gradient, a tensor of ranges [start, stop) of
             elements to leave out.
+
+    Returns:
+        The norm over all gradients, or -1.
 
     Note:
         Collective: every model-parallel rank of `mpu` must call it.
@@ -268,6 +274,9 @@ def get_global_norm_of_tensors(
         norm_type: Order of the norm.
         mpu: Model-parallel unit over whose ranks the norm is computed.
         moe_ep_group: Process group of expert-parallel ranks, over which the norm is computed, too.
+
+    Returns:
+        The norm over all tensors or -1, as a scalar tensor.
 
     Note:
         Collective: every rank of `mpu` and `moe_ep_group` must call it.
@@ -383,6 +392,9 @@ class CheckOverflow:
         Args:
             params: Parameters whose gradients are checked.
             has_moe_params: Whether there are parameters of experts; all ranks are then checked.
+
+        Returns:
+            True if any gradient contains NaN or infinity.
         """
         params = list(params)
         experts = any(map(is_moe_param, params)) if has_moe_params is None else has_moe_params
@@ -476,7 +488,7 @@ class PartitionedTensor:
         return torch.cat(kept).view(self.orig_size).to(device or self.orig_device)
 
     def data(self) -> Tensor:
-        """Return this rank's elements, flat."""
+        """Return this rank's part of the tensor as a 1-D tensor."""
         return self.local_data
 
     def local_size(self) -> torch.Size:
@@ -496,6 +508,9 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
     Args:
         tensors: Tensors to average, with the same shapes on every rank.
         group: Process group; None for the group of all ranks.
+
+    Returns:
+        One 1-D tensor per input, in the same order.
 
     Note:
         Collective: every rank of the group must call it.
@@ -547,6 +562,6 @@ def get_ma_status() -> int:
 
 
 def empty_cache() -> None:
-    """Release unused memory of a GPU."""
+    """Return GPU memory that torch has cached but does not use to the driver."""
     if default_device().type == "cuda":
         torch.cuda.empty_cache()

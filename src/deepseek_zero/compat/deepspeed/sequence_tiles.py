@@ -185,6 +185,9 @@ class TiledFusedLogitsLoss:
             output_reduction: "mean" or "sum". Use "sum" if tiles have different numbers of valid
                 tokens.
 
+        Returns:
+            A scalar that can be differentiated.
+
         Raises:
             ValueError: A shape or the reduction is invalid.
         """

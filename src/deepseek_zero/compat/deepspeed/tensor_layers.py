@@ -51,7 +51,7 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: Any, input: Tensor) -> Tensor:
-        """Return the input.
+        """Return the input unchanged; only backward communicates.
 
         Args:
             ctx: Context of the autograd function.
@@ -264,6 +264,9 @@ def split_by(shape: Sequence[int], dim: int, parts: Sequence[Sequence[int]]) -> 
         shape: Shape of the whole parameter.
         dim: Dimension along which the parameter is split.
         parts: For each part, its width on each rank.
+
+    Returns:
+        The description of the split, from which shards are cut and merged.
     """
     return Split("split", tuple(shape), dim, laid_out(parts))
 
@@ -643,6 +646,9 @@ def subparam_sizes(whole: Sequence[int], shape: tuple[Any, ...], dim: int) -> tu
         whole: Shape of the whole weight.
         shape: Description of the parts; see `_OfParts`.
         dim: Dimension along which the weight is split.
+
+    Returns:
+        One width per part. The widths add up to the size of the dimension.
 
     Raises:
         NotBuiltError: `shape` has another number of dimensions.

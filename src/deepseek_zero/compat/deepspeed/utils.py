@@ -183,6 +183,9 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
     Args:
         model: Object at which the lookup starts.
         module_name: Dotted name.
+
+    Returns:
+        The value of the last attribute of the path.
     """
     return reduce(getattr, module_name.split("."), model)
 
@@ -207,6 +210,9 @@ def required_torch_version(
     Args:
         min_version: Lowest version; None for no bound.
         max_version: Highest version; None for no bound.
+
+    Returns:
+        True if the version is in the range, including its ends.
     """
     found, lowest, highest = (
         tuple(map(int, re.findall(r"\d+", str(version))[:2]))

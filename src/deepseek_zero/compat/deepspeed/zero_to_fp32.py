@@ -48,6 +48,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
         exclude_frozen_parameters: Leave out parameters that were not trained.
         lazy_mode: Return values with `.shape`, `.dtype` and `.contiguous()`, which reads the
             tensor.
+
+    Returns:
+        Full fp32 tensors by name, or objects that read them if `lazy_mode` is true.
     """
     lazy = _lazy_state(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
     if lazy_mode:

@@ -73,6 +73,9 @@ class ZeROCheckpoint:
             pp_index: Pipeline stage.
             tp_index: Tensor-parallel rank.
             dp_index: Data-parallel rank.
+
+        Returns:
+            Indices into `file_list`, in the order in which the files are merged.
         """
         return self._maps[dp_index].get_data(pp_index, tp_index)
 
@@ -83,6 +86,9 @@ class ZeROCheckpoint:
             pp_index: Pipeline stage.
             tp_index: Tensor-parallel rank.
             dp_index: Data-parallel rank.
+
+        Returns:
+            The paths, in the order in which the files are merged.
         """
         return [
             self.file_list[number]
@@ -160,6 +166,9 @@ class DeepSpeedCheckpoint:
             pp_index: Pipeline stage.
             tp_index: Tensor-parallel rank.
             dp_index: Data-parallel rank.
+
+        Returns:
+            The paths, in the order in which the files are merged.
         """
         return self.zero_checkpoint.get_files_for_rank(pp_index, tp_index, dp_index)
 
@@ -169,6 +178,9 @@ class DeepSpeedCheckpoint:
         Args:
             tp_index: Tensor-parallel rank.
             pp_index: Pipeline stage.
+
+        Returns:
+            The paths, in the order in which the files are merged.
         """
         return [
             self.mp_rank_files[number] for number in self.new_2d_map.get_data(pp_index, tp_index)

@@ -417,6 +417,9 @@ def flat_ranges(numels: Mapping[str, int], paddings: Sequence[int] = ()) -> dict
     Args:
         numels: Number of elements of each parameter by name, in the order of the flat tensor.
         paddings: Number of elements after each parameter; empty for none.
+
+    Returns:
+        For each parameter name, the range of its elements in the flat tensor.
     """
     found = {}
     start = 0
@@ -433,6 +436,10 @@ def flat_spans(ranges: Mapping[str, range], low: int, high: int) -> Spans:
         ranges: Range of each parameter in the flat tensor.
         low: First element.
         high: End of the range.
+
+    Returns:
+        For each parameter with elements in the range, the slice of the flattened parameter and its
+        offset from `low`.
     """
     found = {}
     for name, own in ranges.items():
@@ -672,6 +679,9 @@ def partition_slice(numel: int, rank: int, ranks: int) -> slice:
         numel: Number of elements of the parameter.
         rank: Rank whose range is returned.
         ranks: Number of ranks.
+
+    Returns:
+        The range of elements in the flattened parameter.
     """
     size = -(-numel // ranks)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))

@@ -85,12 +85,16 @@ class DeepSpeedTarget:
     def of(
         cls, source: OpenCheckpoint, stage: int | None = None, ranks: int | None = None
     ) -> DeepSpeedTarget:
-        """Return the target with the properties of a checkpoint.
+        """Create a target with the properties of an existing checkpoint.
 
         Args:
             source: The open checkpoint that will be converted.
             stage: Replaces the checkpoint's stage if given.
             ranks: Replaces the checkpoint's number of ranks if given.
+
+        Returns:
+            A target with the checkpoint's run id, weight dtype, stage and number of ranks, of which
+            the arguments replace the last two.
         """
         manifest = source.manifest
         rows = " ".join(row["weight"] for row in manifest.plan.values())
@@ -105,7 +109,7 @@ class DeepSpeedTarget:
 
     @property
     def files(self) -> list[int]:
-        """Ranks that write files."""
+        """Return the ranks whose files the checkpoint contains: only rank 0 at stage 0."""
         count = self.ranks if self.stage else 1
         return list(range(count))
 

@@ -32,6 +32,9 @@ def by_root(
         least: Value at step 0.
         most: Value at step `total`.
         multiple: Granularity of the value.
+
+    Returns:
+        The difficulty at this step.
     """
     value: int = math.floor((float(step) / total) ** (1.0 / degree) * (most - least) + least)
     value -= value % multiple

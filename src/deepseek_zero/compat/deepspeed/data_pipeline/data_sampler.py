@@ -178,6 +178,9 @@ class DeepSpeedDataSampler:
             metric: Name of the metric.
             value_start: Exclusive lower bound.
             value_end: Inclusive upper bound.
+
+        Returns:
+            The indices of the samples in the dataset, a 1-D integer array.
         """
         values = self._values[metric]
         rows = self.curriculum_index_to_sample[metric]
@@ -195,6 +198,9 @@ class DeepSpeedDataSampler:
             metric: Name of the metric.
             percentile_start: Lower bound.
             percentile_end: Upper bound.
+
+        Returns:
+            The indices of the samples in the dataset, a 1-D integer array ordered by the metric.
         """
         rows = self.curriculum_index_to_sample[metric]
         most = self._metrics[metric]["max_difficulty"]

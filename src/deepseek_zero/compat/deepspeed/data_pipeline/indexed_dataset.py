@@ -29,12 +29,12 @@ CODES: dict[int, Any] = dict(enumerate(_DTYPES, 1))
 
 
 def data_file_path(prefix_path: str) -> str:
-    """Return the path of the data file."""
+    """Return the path of a dataset's data file, which contains the rows."""
     return f"{prefix_path}.bin"
 
 
 def index_file_path(prefix_path: str) -> str:
-    """Return the path of the index file."""
+    """Return the path of a dataset's index file, which contains the position of each row."""
     return f"{prefix_path}.idx"
 
 
@@ -99,6 +99,9 @@ class MMapIndexedDataset:
             idx: Index of the row.
             offset: First element.
             length: Number of elements; None for the rest of the row.
+
+        Returns:
+            A 1-D array that is a view of the mapped file.
         """
         row = range(len(self))[int(idx)]
         size = int(self.sizes[row])
@@ -180,7 +183,7 @@ class MMapIndexedDatasetBuilder:
         self._doc_idx += [before + int(bound) for bound in other.doc_idx[1:]]
 
     def finalize(self, index_file: str | os.PathLike[str]) -> None:
-        """Write the index and close both files."""
+        """Write the index file, and close it and the data file."""
         self._data_file.close()
         sizes = np.array(self._sizes, np.int64)
         offsets = (sizes.cumsum() - sizes) * self._dtype.itemsize
@@ -198,6 +201,9 @@ def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
     Args:
         min_value: Smallest value.
         max_value: Largest value.
+
+    Returns:
+        The integer type, for example `numpy.uint8`.
     """
     kinds = (np.uint8, np.uint16, np.uint32) if min_value >= 0 else (np.int8, np.int16, np.int32)
     for kind in kinds:
@@ -214,6 +220,9 @@ def create_mmap_dataset_builder(
     Args:
         fname: Path without .idx and .bin.
         dtype: Integer type of numpy.
+
+    Returns:
+        A builder that has opened the data file for writing.
     """
     return MMapIndexedDatasetBuilder(data_file_path(os.fspath(fname)), dtype)
 
@@ -238,6 +247,9 @@ def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[list[
         start_idx: First index.
         end_idx: End of the range.
         num_partitions: Number of ranges.
+
+    Returns:
+        One list `[start, end]` per range, both ends inclusive.
     """
     size = -(-(end_idx - start_idx) // num_partitions)
     bounds = [start_idx + part * size for part in range(num_partitions + 1)]
