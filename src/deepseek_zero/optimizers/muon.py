@@ -119,7 +119,7 @@ class Muon(Optimizer):
 
     Args:
         params: Parameters or parameter groups.
-        lr: The learning rate of all groups. None means 0.02 for Muon and 0.001 for AdamW.
+        lr: The learning rate of all groups. None means 0.02 for Muon and 0.0003 for AdamW.
         settings: The other fields of `MuonSettings`.
 
     Raises:

@@ -22,9 +22,10 @@ from .unit import Unit
 
 
 class Driver(Protocol):
-    """Runs the forwards and backwards of a model that is not called as a whole.
+    """Interface of an object that runs forwards and backwards of parts of a model.
 
-    The loop of a pipeline implements this protocol.
+    The training loop of a pipeline implements it, because it calls the stages of the model one by
+    one.
     """
 
     def before_step(self) -> None:
@@ -39,7 +40,7 @@ class Driver(Protocol):
 
 
 class Backward:
-    """Gathers weights and reduces gradients during backward, from autograd's hooks.
+    """Registers autograd hooks that gather weights and reduce gradients during backward.
 
     Args:
         units: The units of the model, the root first.
@@ -137,7 +138,7 @@ class Backward:
         gathers.unshard(unit, externals=True)
 
     def on_grad(self, number: int, param: nn.Parameter) -> None:
-        """Collect the complete gradient of a parameter in this backward.
+        """Collect the gradient that autograd has accumulated in a parameter's `.grad`.
 
         Args:
             number: The number of the parameter's unit.
@@ -227,19 +228,22 @@ class Backward:
 
     @property
     def is_in_step(self) -> bool:
-        """Return whether the current forward or backward belongs to a step.
+        """Return whether the current forward or backward belongs to a training step of this model.
 
-        It does not if every parameter is frozen and no backward came before, for example if another
-        model is trained through this one.
+        It does not if all parameters are frozen and no backward came before, for example while
+        another model is trained through this one.
         """
         return bool(self.step.backwards) or any(unit.expected for unit in self.units)
 
     # -- without a backward
 
     def join_skipped_passes(self) -> None:
-        """Join the collectives of a forward and a backward that this rank skipped.
+        """Take part in the collectives of a forward and a backward that this rank skipped.
 
-        The rank runs the gathers and contributes zeros as gradients.
+        The rank gathers the same units as the others, and contributes zeros as gradients.
+
+        Note:
+            Collective: every rank that skipped the forward and the backward must call it.
         """
         with torch.no_grad():
             if self.step.forwards == 0:
@@ -249,10 +253,10 @@ class Backward:
             self.end(joined=False)
 
     def reduce_step(self) -> None:
-        """Reduce the gradients of the backwards since the last step.
+        """Reduce the gradients of all backwards since the last step.
 
-        Used if no backward ended the step, because gradients change between its last backward and
-        their reduction.
+        It is called if no backward of the step was known to be the last one, so that nothing was
+        reduced.
 
         Note:
             Collective: every rank must call it.
@@ -266,8 +270,8 @@ class Backward:
     def before_step(self) -> None:
         """Complete the gradients of a step, including values that the program assigned to `.grad`.
 
-        This rank takes part in passes that it skipped. Gradients that came too late
-        (`ReduceLane.late`) still need a reduction.
+        If this rank skipped a forward and backward, it takes part in their collectives. Gradients
+        that arrived after their unit had been reduced are reduced now.
 
         Note:
             Collective: every rank must call it.
@@ -304,7 +308,8 @@ class Backward:
     def discard_step(self) -> None:
         """Discard the gradients of all backwards since the last step.
 
-        Every rank must call it; it does not communicate.
+        Note:
+            Every rank must call it; it does not communicate.
         """
         self.drop_grads()
         self.step.backwards = 0
@@ -331,10 +336,10 @@ class Backward:
 
 
 class BeforeGrad:
-    """The hook that begins a backward before autograd writes a parameter's `.grad`.
+    """A hook that runs before autograd writes a parameter's `.grad`, and starts the backward.
 
-    It is needed for a loss that uses only hidden states or parameters, whose backward reaches no
-    output.
+    It is needed for a loss that uses only hidden states or parameters. Such a backward does not
+    reach any output of the model, whose hooks would otherwise start it.
     """
 
     __torch_unserializable__ = True  # torch.save omits it without a warning

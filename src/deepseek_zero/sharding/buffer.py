@@ -18,12 +18,13 @@ from .comm_context import CommContext
 
 
 class PendingUpdate(Protocol):
-    """An optimizer update that is deferred to after its step, or that ran early during backward."""
+    """Interface of optimizer updates that run after their step, or early, during backward."""
 
     def flush_group(self, group: Any) -> None:
-        """Bring the states of this `ParamGroup` to their values after the last step.
+        """Bring the states of one parameter group to their values after the last step.
 
-        Other groups are updated only if necessary.
+        Args:
+            group: The `ParamGroup`. Other groups are updated only if necessary.
         """
 
     def flush(self) -> None:
@@ -37,21 +38,18 @@ class PendingUpdate(Protocol):
 
 @dataclass(eq=False)
 class StateGuard:
-    """Callbacks before every read and write of one group's states.
+    """Callbacks before every read and write of the states of one parameter group.
 
-    After `engine.offload_states`, a state that was moved away has an `OffloadedGuard`, which raises
-    at every access. The guard of its group then has a `refusal`, which raises at every write.
-
-    Views for writing come from `FlatBuffer.write`, `FlatBuffer.writing`, `MasterWeight` and
-    `Moments`, which all call `before_write`. No other code writes a state.
+    The states are the weight, the main weight, the moments and a kept gradient. The guard runs
+    deferred updates before a read. Before a write, it lets a background checkpoint copy the old
+    values. It also raises if `engine.offload_states` has moved a state away.
 
     Attributes:
-        is_offloaded: The state was moved away, and every access raises (engine/state_offload.py).
-        pending: An update that must run before a read. The optimizer that defers the update sets
-            and clears it.
+        is_offloaded: The state was moved away, and every access raises.
+        pending: A deferred update, which runs before a read. The optimizer sets and clears it.
         reader: Called before a write; a background save copies the old values in it.
-        writes: The number of writes. If it is unchanged, the states were not written.
-        refusal: Raises while `engine.offload_states` has moved states of the group away.
+        writes: The number of writes so far, by which a reader detects that states have changed.
+        refusal: Raises at a write while states of the group are moved away.
     """
 
     is_offloaded = False
@@ -85,30 +83,31 @@ class StateGuard:
 class FlatBuffer:
     """A flat buffer with one state (such as the weight) of one parameter group on this rank.
 
-    The buffer has all elements if the state is replicated or partial, and one slice if it is
-    sharded.
+    The buffer has one slice if the state is sharded. It has all elements if the state is
+    replicated, or partial (a gradient that is not yet summed over the ranks).
 
     Args:
         layout: The positions of the parameters in the buffer.
         spec: The placement, dtype and memory of the state.
         memory: The elements on this rank, flat.
-        storage: The memory between uses; None to use `memory` itself.
+        storage: Where the elements are kept between uses (offloaded, encoded); None if they are in
+            `memory`.
         guard: Called before every access; None for a new one.
         coded_as: The codec of slices that are gathered into this buffer; None for exact slices.
 
     Attributes:
         layout: The positions of the parameters in the buffer.
         spec: The placement, dtype and memory of the state.
-        memory: The elements, flat, in the spec's dtype; or the storage's substitute for them if
-            they are offloaded or encoded. `load` and `elements` fetch them.
+        memory: The elements, flat, in the spec's dtype. If they are offloaded or quantized, `load`
+            and `elements` fetch them, and `memory` must not be read.
         storage: The memory in which the elements are kept between uses.
         guard: Called before every access.
         coded_as: The codec of slices that are gathered into this buffer; None if they are sent
             exactly.
-        errors: The error feedback of summands that are sent as codes: the differences between the
-            elements and their codes, which are added to the next summands. None if they are lost.
-        on_sum: Called with each part of a sum that is formed for this buffer, flat, while the part
-            is on the training device.
+        errors: The error feedback of gradients that are sent quantized: the quantization errors,
+            which are added to the next gradient. None without error feedback.
+        on_sum: Called with each part of a reduced gradient that is written to this buffer, flat,
+            while the part is on the training device.
     """
 
     def __init__(
@@ -189,7 +188,9 @@ class FlatBuffer:
             yield values
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return a read-only view as `elements` does; a disk need not store it again.
+        """Return a flat, read-only view of elements [low, high), fetched if offloaded.
+
+        Pending updates run first. Unlike after `elements`, an offloaded range is not stored again.
 
         Args:
             low: The first element of the range, as an index into this buffer.
@@ -270,7 +271,7 @@ class FlatBuffer:
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Count this buffer against the device budget while it lives, and return it.
+        """Count this buffer against the memory budget of the device while it lives, and return it.
 
         Args:
             comm_ctx: The context that has the budget.
@@ -297,13 +298,16 @@ class FlatBuffer:
     def view(self, slot: Slot) -> Tensor:
         """Return a view of one parameter, in its shape, of a buffer with all elements.
 
-        The buffer must be replicated or partial, not sharded.
+        The buffer must not be sharded.
+
+        Args:
+            slot: The position of the parameter in the flat buffer.
         """
         values = self.load()
         return values.as_strided(slot.shape, slot.strides, values.storage_offset() + slot.start)
 
     def local_range(self, slot: Slot, rank: int) -> tuple[int, int, int]:
-        """Return the range of a parameter that this rank's buffer has, and its place.
+        """Return which elements of a parameter this rank's buffer holds, and where.
 
         Args:
             slot: The position of the parameter in the layout.

@@ -16,13 +16,13 @@ from .message import Message, Pool
 
 @dataclass(frozen=True)
 class CodedMessage(Message):
-    """The encoded elements of a flat buffer, in memory of the pool.
+    """A flat buffer in the encoded form in which it is sent, in pooled memory.
 
     The slice of a rank is sent as one message, or several if it is cut.
 
     Attributes:
-        errors: The error feedback: errors of earlier codes, which are added to the next elements;
-            None if they are lost.
+        errors: The error feedback: earlier quantization errors, which are added to the next
+            elements; None without error feedback.
     """
 
     errors: LeftOut | None = None
@@ -70,9 +70,12 @@ class CodedMessage(Message):
         self.pool.give(scratch)
 
     def decode_slices(self, slices: Sequence[Tensor]) -> None:
-        """Decode all elements into the slices of the ranks, and return the memory to the pool.
+        """Decode the whole message into the slices of the ranks, and return its memory to the pool.
 
-        This rank's slice is decoded too, so that all ranks compute with the same bits.
+        This rank's own slice is decoded too, so that all ranks compute with the same bits.
+
+        Args:
+            slices: The outputs, one for each rank, in rank order.
         """
         low = 0
         for values in slices:
@@ -120,17 +123,20 @@ def summand_messages(
     errors: LeftOut | None,
     pool: Pool,
 ) -> tuple[CodedMessage, CodedMessage]:
-    """Return the message that a rank sends first, and the one that it receives last.
+    """Create the messages in which gradients are sent and in which their sums arrive.
 
-    They are the same object if messages travel directly.
+    They are the same object unless gradients are summed within each host first.
 
     Args:
         values: The partial gradient of this rank, flat, including the padding.
         wire: The codec between ranks, from the plan.
         near: The number of ranks whose gradients are summed first (`Route.near`).
         wire_inside: The codec among these ranks; None to use `wire`.
-        errors: The error feedback; None if errors are lost.
-        pool: The pool from which the memory of the message is taken.
+        errors: The error feedback; None if quantization errors are not kept.
+        pool: The pool from which the memory of the messages is taken.
+
+    Returns:
+        The message that this rank sends first, and the one that it receives last.
     """
     first, last = hop_wires(wire, values.dtype, near, wire_inside)
     message = CodedMessage.of(values, first, pool)

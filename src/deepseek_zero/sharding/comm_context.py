@@ -26,14 +26,14 @@ class CommContext:
         bucket_numel: The largest message, in elements.
         divisor: The number that sums are divided by.
         tiers: The memories for offloaded states.
-        issue_queue: The gathers that wait for their fetch from `tiers`. It issues them in the order
-            in which they were added, which is the same on every rank.
+        issue_queue: The gathers whose slices are still fetched from an offload memory. It issues
+            them in the order in which they were added, which is the same on every rank.
         copy_engine: Copies between `tiers` and the device, on streams of its own. The device waits
             for a copy by its event (`wait_stream`). On a CPU there is nothing to copy.
         outer: The context of the ranks that hold the same slices, over which sums are added up as
             well; None if there are no others.
-        route: How messages are sent: directly, or within hosts first.
-        gather_kind: The name under which the meter counts gathers.
+        route: How collectives send their messages: directly between ranks, or within hosts first.
+        gather_kind: The name under which the bytes of gathers are reported.
     """
 
     comm: Comm
@@ -56,10 +56,12 @@ class CommContext:
     def over(
         cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers
     ) -> CommContext:
-        """Create the context of the ranks with the same pipeline stage and tensor-parallel part.
+        """Create the context of the ranks over which the states of this rank are sharded.
+
+        These are the data-parallel ranks with the same pipeline stage and tensor-parallel part.
 
         Args:
-            comm: The communicator, laid out on a mesh.
+            comm: The communicator of all ranks, with the device mesh.
             pool: The pool of scratch buffers.
             bucket_numel: The largest message, in elements.
             divisor: The divisor of the gradient sum over these ranks.
@@ -71,7 +73,7 @@ class CommContext:
         return plain if comm.outer is None else plain.with_outer(comm.outer, divisor)
 
     def with_outer(self, comm: Comm, divisor: float) -> CommContext:
-        """Return a copy of this context in which sums are also formed over replicas.
+        """Return a copy of this context in which gradients are also summed over replicas.
 
         Args:
             comm: The communicator of the replicas: the ranks with the same slices.
@@ -84,7 +86,7 @@ class CommContext:
 
 
 class MessageBuffers:
-    """Pooled buffers that receive the parts of a message one at a time, to be summed."""
+    """Pooled buffers that receive the gradients of other ranks, one part at a time, to sum them."""
 
     def __init__(self, comm_ctx: CommContext, sizes: Sequence[tuple[torch.dtype, int]]) -> None:
         """Take the buffers from the pool.
@@ -140,7 +142,11 @@ class Route:
     near = 1
 
     def hops(self, comm: Comm) -> tuple[Comm, Comm]:
-        """Return the communicators of the first and of the last hop of a message."""
+        """Return the communicators that a gradient sum uses first and last.
+
+        Args:
+            comm: The communicator of the shard group, which this class uses for both.
+        """
         return comm, comm
 
     def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
@@ -168,12 +174,12 @@ class Route:
         numel: int,
         slice_numel: int,
     ) -> MessageBuffers:
-        """Return the receive buffers for a part of a message.
+        """Take the buffers that receive a part of a gradient from the pool.
 
         Args:
             comm_ctx: The communicator of the shard group, with buffer pool and settings.
-            message: The message that a rank sends in the first hop.
-            arriving: The message that a rank receives in the last hop.
+            message: The encoding of the gradients that a rank sends.
+            arriving: The encoding of what a rank receives last: gradients, or sums of hosts.
             numel: The largest number of elements that a rank sends to another one.
             slice_numel: The number of elements of a slice.
         """

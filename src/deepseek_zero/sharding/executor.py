@@ -23,12 +23,16 @@ from .unit import Unit
 
 
 class Executor:
-    """Runs the schedule of one wrapped model.
+    """Issues the all-gathers and gradient reductions of a model in the order of a schedule.
+
+    A schedule lists the gathers, forwards, backwards, releases and reductions of a training step.
+    All ranks follow the same one, so their collectives match even if a rank skips a unit.
 
     Attributes:
         gathers: Issues the all-gathers of weights, in order.
         reductions: Issues the reductions of gradients, in order.
-        schedule: The schedule of the passes, which changes when the ranks agree on an order.
+        schedule: The current schedule. It changes when the ranks have agreed on the order in which
+            units are used.
     """
 
     def __init__(

@@ -58,9 +58,10 @@ class Forward:
         comm: The communicator of all ranks of the job.
         structure: Checks that the program has not added or replaced parameters.
         policy: The dtypes of the model.
-        root_parts: The hooks of modules of the root that a program calls outside the forward of the
-            model.
-        any_promoted: Units differ in compute dtype, so that values passed between them are cast.
+        root_parts: Hooks for modules of the root unit that a program calls directly, outside the
+            forward of the model.
+        any_promoted: Some units compute in fp32 and others in 16 bits (precision "auto"), so values
+            passed between them are cast.
     """
 
     def __init__(

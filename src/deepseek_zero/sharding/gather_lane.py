@@ -20,7 +20,9 @@ from .unit import Unit, UnitState
 
 
 class GatherLane:
-    """Issues the all-gathers of weights and the releases of a schedule, in order.
+    """Issues the all-gathers of weights, and frees gathered weights, in the order of a schedule.
+
+    In each forward or backward (a pass), units are gathered before their use and released after it.
 
     Args:
         units: The units of the model, the root first.
@@ -59,7 +61,11 @@ class GatherLane:
         self.follow(schedule)
 
     def follow(self, schedule: Schedule) -> None:
-        """Replace the schedule, between two passes."""
+        """Replace the schedule between a forward and a backward.
+
+        Args:
+            schedule: The schedule of the next forwards and backwards.
+        """
         self.schedule = schedule
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in self.units for group in unit.sharded]
@@ -68,7 +74,10 @@ class GatherLane:
         self._meets_at_begin = in_place and not schedule.forward.updated
 
     def begin(self, walk: Pass) -> None:
-        """Start a pass; the previous one must have ended.
+        """Start the gathers of a forward or backward; the previous one must have ended.
+
+        Args:
+            walk: The scheduled actions of this forward or backward.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -88,9 +97,11 @@ class GatherLane:
         )
 
     def restrict_to(self, part: frozenset[int] | None) -> None:
-        """Restrict passes to some units, as for the forward of a part of the model.
+        """Restrict the next forwards and backwards to some units.
 
-        Every rank must call it between the same two passes.
+        This is used if a program runs a part of the model, for example a pipeline stage.
+
+        Every rank must call it between the same two forwards or backwards.
 
         Args:
             part: The numbers of the units, including the root; None for all units.
@@ -112,9 +123,9 @@ class GatherLane:
 
         Args:
             unit: The unit whose weights are needed.
-            in_turn: Advance the pass to the unit. False for a tile that backward recomputes,
-                because its own turn comes later.
-            externals: Also unshard the units whose parameters its forward is known to read.
+            in_turn: Advance the schedule to the unit. False for a part of a large layer (tile) that
+                backward recomputes, because it occurs later in the schedule.
+            externals: Also unshard other units whose parameters the forward of this unit reads.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -133,9 +144,13 @@ class GatherLane:
                 self.unshard(other)
 
     def unshard_apart(self, unit: Unit) -> None:
-        """Unshard a tile outside its turn, until `end_apart`, for the backward of a later use.
+        """Unshard a part of a large layer (tile) out of order, until `end_apart`.
 
-        Several layers share the tile, and its turn in the schedule is that of its first use.
+        If several layers share a tile, the schedule contains only the backward of its first use.
+        Backward needs the tile for later uses too.
+
+        Args:
+            unit: The unit of the tile.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -184,7 +199,7 @@ class GatherLane:
         """Release a unit after its forward, if the schedule contains the release.
 
         Args:
-            unit: The unit whose weights are needed.
+            unit: The unit whose forward has ended.
             training: The outputs of the forward need gradients.
             recomputes: The forward belongs to a checkpoint, so backward recomputes it. Backward
                 releases units itself, except a tile that was gathered only for this forward.
@@ -205,7 +220,8 @@ class GatherLane:
         only after these gathers.
 
         Args:
-            before: Gather the units before this one; None for all units of the pass.
+            before: Gather the units before this one; None for all units of the current forward or
+                backward.
         """
         if self._walk is None:
             return
@@ -218,7 +234,7 @@ class GatherLane:
                 self.issue_queue.issue_all()
 
     def end(self) -> None:
-        """End the pass: gather the skipped units, and release units as scheduled."""
+        """End a forward or backward: gather the units that this rank skipped, and release units."""
         walk = self._walk
         if walk is None:
             return

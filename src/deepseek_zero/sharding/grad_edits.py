@@ -19,20 +19,20 @@ from .sharded_gradient import Part, ShardedGradient, own_part_of
 
 
 class GradEdits:
-    """Reads and changes the gradients of one group on behalf of `.grad`.
+    """Implements the operations of a program on the `.grad` of one parameter group.
 
-    Handles call these methods (`ShownGradients` in sharded_gradient.py). Parameters are identified
-    by their index in the group.
+    `ShardedGradient`, the class of `.grad`, calls these methods. Parameters are identified by their
+    index in the group.
 
     Args:
         gradient: The gradient of the group, which these methods read and change.
-        handles: The tensors that `.grad` shows, one for each parameter.
+        handles: The tensors that are set as `.grad`, one for each parameter.
 
     Attributes:
         gradient: The gradient of the group, which these methods read and change.
         group: The parameter group to which the gradient belongs.
-        handles: The tensors that `.grad` shows, one for each parameter; empty before they are first
-            shown.
+        handles: The tensors that are set as `.grad`, one for each parameter; empty before the first
+            backward.
     """
 
     def __init__(self, gradient: Gradient, handles: Sequence[ShardedGradient]) -> None:
@@ -139,7 +139,7 @@ class GradEdits:
         return self.part_of(number)
 
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
-        """Return a flat view of the weight at the elements of a part.
+        """Return a flat view of the weight at the elements of this rank's part of the gradient.
 
         Args:
             param: A parameter of the group.
@@ -172,7 +172,7 @@ class GradEdits:
             order: The order of the norm.
 
         Note:
-            Collective unless the part is whole.
+            Collective unless every rank has all elements (`Part.is_whole`).
         """
         own = part.values.double().abs()
         mine, together = norm_summand(own, order)
@@ -193,7 +193,7 @@ class GradEdits:
             part: This rank's part of the gradient.
 
         Note:
-            Collective unless the part is whole.
+            Collective unless every rank has all elements (`Part.is_whole`).
         """
         slot = self.group.members[self.group.index[id(param)]].slot
         device = self.group.comm_ctx.pool.device
@@ -204,9 +204,13 @@ class GradEdits:
         return full.view(slot.shape)
 
     def equalise(self, what: str) -> Pending:
-        """Make the copies of an edited gradient equal on all ranks that hold it.
+        """Copy an edited gradient from one rank to all ranks that hold the same elements.
 
-        The first of these ranks broadcasts its values.
+        Args:
+            what: The name of the gradient, used in error messages.
+
+        Returns:
+            A handle. The gradient may be read after its `wait()` has returned.
 
         Note:
             Collective: every rank must call it.
@@ -247,11 +251,14 @@ class GradEdits:
 
 
 def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return this rank's contribution to a norm, and the function that combines them.
+    """Return this rank's contribution to a norm over all ranks.
 
     Args:
         own: The absolute values of this rank's elements, in float64.
         order: The order of the norm.
+
+    Returns:
+        The contribution, and a function that computes the norm from the contributions of all ranks.
     """
     if order == float("inf"):
         return own.max() if own.numel() else own.new_zeros(()), torch.max

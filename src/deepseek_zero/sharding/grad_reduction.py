@@ -25,7 +25,7 @@ class GradReduction:
 
     @property
     def sums_all(self) -> bool:
-        """Whether `reduce` sums over all ranks; if not, `complete` runs once per step."""
+        """Whether `reduce` sums over all ranks. If not, `complete` adds the rest once per step."""
         return True
 
     @property
@@ -59,7 +59,8 @@ class GradReduction:
         Args:
             partial: This rank's gradient of all elements of the group.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: The step has an earlier sum, to which the caller adds this one.
+            has_earlier_sum: An earlier backward of the step was reduced already. The caller adds
+                both.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.
@@ -75,10 +76,10 @@ class GradReduction:
         return move(partial, target, group.comm_ctx, what)
 
     def complete(self, buffer: FlatBuffer, what: str) -> Pending:
-        """Start to complete, in place, the partial sums of `reduce`.
+        """Start to add the sums of all replicas, after `reduce` has summed within each replica.
 
         Args:
-            buffer: The partial sum, completed in place.
+            buffer: The sum within this replica, completed in place.
             what: The name of the unit, used in error messages.
 
         Returns:

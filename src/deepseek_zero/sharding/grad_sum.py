@@ -26,12 +26,12 @@ from .message import has_pages_to_return
 
 
 class GradState(Enum):
-    """The states of a group's gradient within one step.
+    """The states of a parameter group's gradient within one step.
 
-    A rank's own gradient (summand) may arrive after a sum, for example from the next micro-batch.
-    If the plan shards gradients, the state does not change: the sum stays, and the summand is added
-    to it when it is reduced. Otherwise the summand takes the memory of the sum, and the earlier sum
-    is set aside.
+    A rank's own gradient may arrive after gradients have been reduced, for example from the next
+    micro-batch. If the plan shards gradients (ZeRO stages 2 and 3), the state does not change, and
+    the new gradient is added when it is reduced. Otherwise it is collected in the buffer of the
+    reduced gradient, whose values are copied to another buffer first.
     """
 
     EMPTY = "empty"  # no gradient has arrived since the last step
@@ -68,17 +68,17 @@ _SUMMED = frozenset((GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED))
 
 
 class GradSum:
-    """The reduced gradient of one group: this rank's slice, or the whole sum.
+    """The reduced gradient of one parameter group.
 
-    The plan decides which of the two. Extensions that keep a gradient after its step derive from
-    this class (`Gradient.kept`).
+    The buffer holds this rank's slice if gradients are sharded, otherwise all elements. Extensions
+    that keep a gradient after its step derive from this class (`Gradient.kept`).
 
     Attributes:
-        saved_as: The kind of its chunks in a checkpoint; empty if it is not saved.
-        group: The parameter group whose gradient is measured.
-        buffer: The memory; None before the first sum.
-        guard: The guard of the memory. Checkpoints store only held gradients, so that no save reads
-            a sum of the current step.
+        saved_as: The name under which a checkpoint stores the gradient; empty if it is not stored.
+        group: The parameter group to which the gradient belongs.
+        buffer: The buffer of the gradient; None before the first reduction.
+        guard: Callbacks before each access to the buffer. Checkpoints store only gradients that are
+            kept after their step, so a save never reads the gradient of the current step.
         absent: The indices of parameters whose `.grad` is None, which are not updated; None before
             the end of a backward.
         known_squares: The sum of squares of this rank's slice, which an accelerator may still
@@ -104,10 +104,13 @@ class GradSum:
         return self._state
 
     def enter(self, state: GradState) -> None:
-        """Change the state to one that may follow the current one.
+        """Change the state.
+
+        Args:
+            state: The new state, which must be allowed after the current one.
 
         Raises:
-            AssertionError: `GRAD_MOVES` does not allow the transition.
+            AssertionError: `GRAD_MOVES` does not contain the transition.
         """
         if (self._state, state) not in GRAD_MOVES:
             name = self.group.members[0].name
@@ -117,7 +120,11 @@ class GradSum:
         self._state = state
 
     def become(self, state: GradState) -> None:
-        """Change the state like `enter`, unless it is the current one."""
+        """Change the state like `enter`; do nothing if the gradient is in this state already.
+
+        Args:
+            state: The new state.
+        """
         if self._state is not state:
             self.enter(state)
 
@@ -128,7 +135,7 @@ class GradSum:
 
     @property
     def is_full(self) -> bool:
-        """Return whether there is a sum, of the current step or an earlier one."""
+        """Return whether the buffer holds a reduced gradient, of the current or an earlier step."""
         return self._state in _SUMMED or self._state is GradState.HELD
 
     def has(self, number: int) -> bool:
@@ -139,12 +146,12 @@ class GradSum:
 
     @property
     def spec(self) -> Spec:
-        """Return the planned spec of the memory."""
+        """Return the planned placement, dtype and memory of the buffer."""
         assert self.group.plan.grad is not None
         return self.group.plan.grad
 
     def ensure(self) -> FlatBuffer:
-        """Return `buffer`, allocated on its first use."""
+        """Return the buffer of the gradient; allocate it on first use."""
         if self.buffer is None:
             self.buffer = self._allocate(f"gradients of {self.group.members[0].name}")
         return self.buffer
@@ -164,14 +171,14 @@ class GradSum:
         return found
 
     def drop(self) -> None:
-        """Free the memory of the gradient sum."""
+        """Free the buffer of the gradient."""
         self.buffer = None
         self._staged = None
 
     def discard_values(self) -> None:
-        """Discard the values of a slice, and keep its memory for the next sum.
+        """Discard the values of a sharded gradient, but keep its buffer for the next reduction.
 
-        On the CPU the system may take its pages until then.
+        On a CPU the system may take back the pages of the buffer until then.
         """
         buffer = self.buffer
         if buffer is None or buffer.spec.placement is not S:
@@ -184,7 +191,7 @@ class GradSum:
             offer_pages(buffer.memory)
 
     def follow_wires(self) -> None:
-        """Use the codecs of the current plan for the next gradients."""
+        """Use the codecs of the current plan for the next reductions."""
         planned = self.group.plan.grad
         if self.buffer is not None and planned is not None:
             self.buffer.spec = replace(
@@ -194,24 +201,32 @@ class GradSum:
     # -- values
 
     def own(self) -> Tensor:
-        """Return a flat view of the elements that match this rank's main weight."""
+        """Return a flat view of the elements that update this rank's main weight."""
         buffer = self.ensure()
         if self.group.plan.sums_to_all:
             return buffer.memory
         return buffer.shard(self.group.comm_ctx.comm.rank)
 
     def reduced(self) -> Tensor | None:
-        """Return the reduced gradient of `own`'s elements, or None if there is none."""
+        """Return the reduced gradient of the elements that update this rank's main weight.
+
+        Returns:
+            A flat view; None if no gradient has been reduced.
+        """
         return self.own() if self.buffer is not None and self.is_full else None
 
     def read(self, low: int, high: int) -> Tensor | None:
-        """Return elements [low, high) of `reduced`, or None if there is no sum.
+        """Return a range of this rank's slice of the reduced gradient, for reading only.
 
-        The result is read-only; offloaded elements are not stored a second time.
+        An offloaded gradient is fetched. The result must not be written, because changes would not
+        be stored again.
 
         Args:
-            low: The index of the first element in this rank's slice.
-            high: The end of the range.
+            low: The first element of the range, counted from the start of this rank's slice.
+            high: The end of the range, counted in the same way.
+
+        Returns:
+            A flat tensor of ``high - low`` elements; None if no gradient has been reduced.
         """
         if self.buffer is None or not self.is_full:
             return None
@@ -223,7 +238,11 @@ class GradSum:
         return self.own()[low:high]
 
     def own_part(self, slot: Slot) -> Tensor:
-        """Return a flat, writable view of this rank's part of one parameter's gradient."""
+        """Return a flat, writable view of this rank's part of one parameter's gradient.
+
+        Args:
+            slot: The position of the parameter in the flat buffer.
+        """
         assert self.buffer is not None
         self.known_squares = None  # the caller may change it
         if self.group.plan.sums_to_all:
@@ -239,10 +258,10 @@ class GradSum:
             self.buffer.storage.evict(place, end)
 
     def staged_tile(self) -> StagedTile | None:
-        """Return the object that copies tiles of this slice to the host and back for the update.
+        """Return the object that copies ranges of this rank's slice to the host for the update.
 
         Returns:
-            None if the sum is not on the training device, or is not updated on the host.
+            None if the gradient is not on the training device, or is not updated on the host.
         """
         buffer = self.buffer
         group = self.group
@@ -266,8 +285,8 @@ class QueuedSquares:
     """A sum of squares that an accelerator computes asynchronously.
 
     Attributes:
-        norms: The norms of parts, 0-dimensional float64 tensors on the accelerator.
-        tiles: Further parts, whose norms `read_squares` computes.
+        norms: The norms of parts of the gradient, 0-dimensional float64 tensors on the accelerator.
+        tiles: Parts of the gradient whose norms have not been computed yet; `read_squares` does.
     """
 
     def __init__(self, parts: Sequence[Tensor] = ()) -> None:
@@ -286,21 +305,24 @@ def squares_now(group: Group, values: Tensor, first: int) -> float:
     Args:
         group: The parameter group whose gradient is measured.
         values: The elements of the gradient, flat.
-        first: The index of the first element in the group's layout.
+        first: The index of the first element in the flat buffer of the group.
     """
     (found,) = read_squares([slice_squares(group, values, first)])
     return found
 
 
 def slice_squares(group: Group, values: Tensor, first: int) -> float | QueuedSquares:
-    """Return the sum of squares of the elements that the optimizer updates.
+    """Return the sum of squares of a gradient, without elements that the optimizer does not update.
 
-    The device of the update computes it, so that every stage computes the same bits.
+    The device that updates the group computes it, so every ZeRO stage gets the same bits.
 
     Args:
         group: The parameter group whose gradient is measured.
-        values: The elements, flat; they must not change before the squares are read.
-        first: The index of the first element in the group's layout.
+        values: The elements, flat; they must not change before the sum is read.
+        first: The index of the first element in the flat buffer of the group.
+
+    Returns:
+        The sum; on an accelerator an object from which `read_squares` reads it later.
     """
     assert group.master is not None
     device = group.master.update_device
@@ -322,10 +344,14 @@ def slice_squares(group: Group, values: Tensor, first: int) -> float | QueuedSqu
 
 
 def read_squares(found: Sequence[float | QueuedSquares]) -> list[float]:
-    """Return the sums of squares as numbers; the host waits for an accelerator at most once.
+    """Return sums of squares as numbers; wait for an accelerator at most once.
 
-    The norms of all tiles are computed in a single pass over memory. Float64 sums depend so little
-    on the order of additions that an fp32 factor computed from the norm equals that of a CPU.
+    Args:
+        found: Results of `slice_squares`.
+
+    Returns:
+        One number for each element of `found`. The norms of all ranges are computed in float64, in
+        a single pass over memory.
     """
     queued = [each for each in found if isinstance(each, QueuedSquares)]
     tiles = [tile for each in queued for tile in each.tiles]
@@ -346,10 +372,13 @@ def read_squares(found: Sequence[float | QueuedSquares]) -> list[float]:
 
 
 def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
-    """Return the sums of squares of each group's slices, in rank order.
+    """Return the sums of squares of several gradients, separately for the slice of each rank.
 
-    Slices that this rank does not hold count as 0.0. The host waits for an accelerator at most
-    once.
+    Args:
+        sums: The reduced gradients of parameter groups.
+
+    Returns:
+        For each gradient, one number per rank; 0.0 for slices that this rank does not hold.
     """
     found = [_all_squares(each) for each in sums]
     read = iter(read_squares([squares for of_group in found for squares in of_group]))

@@ -14,7 +14,7 @@ class GradView:
     """Sets the `.grad` of every parameter of one group to a `ShardedGradient` or None.
 
     A `ShardedGradient` is a handle with the parameter's shape and no elements. Its operations call
-    `edits`, which read and change this rank's part of the sum.
+    `edits`, which read and change this rank's part of the reduced gradient.
 
     Attributes:
         gradient: The gradient of the group.

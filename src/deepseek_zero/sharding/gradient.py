@@ -21,17 +21,17 @@ from .group import Group
 
 
 class Summand:
-    """This rank's own gradient of a group, before it is summed over the ranks.
+    """This rank's own gradient of a parameter group, before it is reduced over the ranks.
 
     Parameters are identified by their index in the group.
 
     Attributes:
         group: The parameter group to which the gradient belongs.
-        buffer: The elements of all parameters; None while nothing is collected.
+        buffer: The flat buffer in which gradients are accumulated; None while none has arrived.
     """
 
     def __init__(self, group: Group, allocate: Callable[[], FlatBuffer]) -> None:
-        """Create an empty summand.
+        """Start without a gradient and without a buffer.
 
         Args:
             group: The parameter group to which the gradient belongs.
@@ -49,7 +49,11 @@ class Summand:
         return self.buffer
 
     def collect(self, param: nn.Parameter) -> None:
-        """Move a finished `.grad` into the buffer, added to earlier ones."""
+        """Move the `.grad` that autograd has written into the buffer, or add it to earlier values.
+
+        Args:
+            param: The parameter, whose `.grad` is None afterwards.
+        """
         number = self.group.index[id(param)]
         with without_torch_function():
             grad = param.grad
@@ -66,11 +70,19 @@ class Summand:
             self._arrived.add(number)
 
     def collected(self, number: int) -> Tensor | None:
-        """Return a flat view of a parameter's collected gradient, or None."""
+        """Return a flat view of a parameter's accumulated gradient; None if it has none.
+
+        Args:
+            number: The index of the parameter in the group.
+        """
         return self.values(number) if number in self._arrived else None
 
     def values(self, number: int) -> Tensor:
-        """Return a flat, writable view of a parameter's elements; zeros if none arrived."""
+        """Return a flat, writable view of a parameter's accumulated gradient.
+
+        Args:
+            number: The index of the parameter in the group. If it has no gradient, zeros are added.
+        """
         slot = self.group.members[number].slot
         found = self.open().memory[slot.start : slot.stop]
         if number not in self._arrived:
@@ -84,9 +96,9 @@ class Summand:
             self.values(number).mul_(factor)
 
     def close(self) -> FlatBuffer:
-        """Return the buffer for the reduction, and start a new summand.
+        """Return the buffer for the reduction, and start without a buffer again.
 
-        Missing parameters and the padding are set to zeros.
+        Elements of parameters without a gradient, and padding, are set to zeros.
         """
         partial = self.open()
         for number, member in enumerate(self.group.members):
@@ -117,11 +129,11 @@ class Gradient:
     Attributes:
         group: The parameter group to which the gradient belongs.
         reduction: How the ranks sum the gradient.
-        summand: The gradient that this rank has collected.
-        sum: The sum over the ranks.
-        kept: Further sums that extensions keep after their step, by name.
+        summand: The gradient that this rank has computed and not yet reduced.
+        sum: The reduced gradient.
+        kept: Reduced gradients that extensions keep after their step, by name.
         is_edited: The program has set values that may differ between ranks.
-        is_shown: The parameters' `.grad` shows the sum (`GradView`).
+        is_shown: The `.grad` of the parameters is set to the reduced gradient (`GradView`).
     """
 
     def __init__(self, group: Group, reduction: GradReduction) -> None:
@@ -147,7 +159,7 @@ class Gradient:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is no gradient of this rank, no reduced one and no kept one."""
+        """Return whether this rank has no gradient of the group: own, reduced or kept."""
         is_kept = any(kept.is_full for kept in self.kept.values())
         return self.sum.state is GradState.EMPTY and not is_kept
 
@@ -157,7 +169,7 @@ class Gradient:
         return [buffer for buffer in buffers if buffer is not None]
 
     def clear_shown(self) -> None:
-        """Set every `.grad` to None, whatever the program has assigned."""
+        """Set the `.grad` of every parameter to None, even if the program has assigned it."""
         self.is_shown = False
         with without_torch_function():
             for member in self.group.members:
@@ -186,7 +198,7 @@ class Gradient:
         return buffer
 
     def flush_held(self) -> None:
-        """Run the update that still needs the sum, before its memory is reused."""
+        """Run the deferred update that still needs the gradient, before its buffer is reused."""
         pending = self.sum.guard.pending
         if self.sum.state is GradState.HELD and pending is not None:
             pending.flush_group(self.group)
@@ -292,7 +304,7 @@ class Gradient:
         return self._reduction
 
     def complete_sum(self, what: str) -> Pending:
-        """Start to complete the sum of one step, once for all its backwards.
+        """Start to sum the reduced gradient over replicas, once per step.
 
         Nothing is done if the sum is already complete.
 
@@ -325,7 +337,7 @@ class Gradient:
     # -- the end of a step
 
     def hold(self) -> None:
-        """Keep the reduced gradient for a later update, until `end_hold`."""
+        """Keep the reduced gradient for a deferred update, until `end_hold`."""
         if self.sum.state is GradState.EMPTY:
             # No member has a gradient, so none is updated.
             self.sum.absent = set(range(len(self.group.members)))
@@ -339,7 +351,8 @@ class Gradient:
     def discard(self) -> None:
         """Discard the gradient after a step or `zero_grad`.
 
-        The sum stays if an update still needs it. The memory is kept for the next gradient.
+        A gradient that a deferred update still needs is kept. The buffer is kept for the next
+        gradient.
         """
         self.clear_shown()
         if self.sum.state is GradState.HELD:
@@ -352,10 +365,10 @@ class Gradient:
         self.sum.discard_values()
 
     def release(self) -> None:
-        """Free the memory of an empty, replicated sum until the next backward.
+        """Free the buffer of an empty, replicated gradient until the next backward.
 
-        The memory is kept on a CPU, where its pages would be faulted in again, and if other ranks
-        use it.
+        On a CPU, and if other ranks use the memory, the buffer is kept, because it would be slow to
+        allocate again.
         """
         comm_ctx = self.group.comm_ctx
         buffer = self.sum.buffer

@@ -28,7 +28,7 @@ def build_group(
     comm_ctx: CommContext,
     parts: GroupParts,
 ) -> ParamGroup:
-    """Build a group as planned from whole parameters, with rank 0's values.
+    """Build a parameter group as planned from whole parameters, with rank 0's values.
 
     Args:
         planned: The plan of the group: specs, layout and messages.

@@ -93,9 +93,9 @@ class LossFactor:
         accumulation: Returns the current number of micro-batches per step.
         is_recorded: A backward since the last step ran with `create_graph=True`, so that it may be
             differentiated.
-        is_carried: Incoming gradients already contain the factor (`carried`).
-        at_entry: Returns the factor of gradients that enter past the outputs; holds this object
-            weakly.
+        is_carried: Incoming gradients were already multiplied by the factor (`carried`).
+        at_entry: Returns the factor of gradients that reach the model other than through its
+            outputs.
     """
 
     def __init__(self, accumulation: Callable[[], int], *, is_strict: bool = False) -> None:
@@ -144,7 +144,7 @@ class LossFactor:
 
     @property
     def has_border(self) -> bool:
-        """Return whether gradients may be scaled where they enter or leave this engine."""
+        """Return whether gradients are scaled at the outputs and inputs of the model."""
         return self.accumulation() != 1 or bool(_SCALERS)
 
     @property

@@ -34,7 +34,7 @@ class MasterWeight:
         weight: This rank's part of the live weight; None if the main weight is that weight, or if
             the weight follows the main weight by differences.
         is_split: The values are split into two halves.
-        is_exposed: Programs see the weight between steps and may change it.
+        is_exposed: The weight is a plain parameter between steps, so a program may change it.
         update_device: The device that updates the main weight.
         copy_engine: Copies between the host and the device.
         staged: Copies tiles from the training device to the host for their update, and back; None
@@ -64,7 +64,7 @@ class MasterWeight:
 
     @property
     def is_rounded(self) -> bool:
-        """Return whether the only copy has fewer bits than the values."""
+        """Return whether the values are stored only in a narrower dtype than `dtype`."""
         return not self.is_split and self.buffer.spec.dtype != self.dtype
 
     @property

@@ -115,8 +115,8 @@ class Message:
         wire: The encoding of the elements.
         memory: The encoded elements, flat.
         pool: The pool of scratch buffers.
-        is_lent: The memory belongs to the pool. `write` must copy the elements to it before they
-            are sent.
+        is_lent: The memory is taken from the pool, so `write` must copy the elements to it before
+            they are sent.
     """
 
     wire: Codec

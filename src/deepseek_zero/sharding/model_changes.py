@@ -205,9 +205,9 @@ def frozen_or_unfrozen(groups: Iterable[WrappedGroup]) -> list[ParamInfo]:
 def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> UsageError | None:
     """Return an error if a reshard would lose new values of a parameter, else None.
 
-    This is the first parameter whose memory is not in the gathered buffer and whose values differ.
-    The same values in another dtype do not count, because some layers cast their parameters in each
-    forward.
+    The error names the first parameter that the program has moved to other memory with other
+    values. The same values in another dtype do not count, because some layers cast their parameters
+    in each forward.
 
     Args:
         members: The parameters of the group.

@@ -70,13 +70,14 @@ class ParamGroup:
         parts: The strategies for gathering and reducing, which extensions may replace.
         index: The index of each parameter, keyed by the `id()` of the parameter.
         gradient: The gradient of the group.
-        grad_view: The gradient as programs see it in `.grad`.
+        grad_view: Sets the `.grad` of the parameters.
         weight: This rank's part of the weight.
         weight_gather: How the weight is gathered.
         master: The main weight; None if no parameter is trained.
         unsharded: The gathered weight; None while the weight is sharded.
-        guard: The guard of weight, main weight, moments and a held gradient.
-        placeholder: The element that sharded parameters expand to their shape.
+        guard: Callbacks before each access to the weight, main weight, moments and a kept gradient.
+        placeholder: One element, which is expanded to the shape of each sharded parameter as its
+            data.
         is_idle: Every parameter was frozen after wrapping, so that nothing is reduced.
         is_pinned: The weight stays unsharded until a `GatheredParameters` block ends.
         not_updated: The indices of parameters that no optimizer updates; the gradient norm ignores
@@ -143,10 +144,11 @@ class ParamGroup:
     def follow_optimizer(self, updated: Collection[int]) -> None:
         """Restrict the gradient norm to the parameters that the optimizer updates.
 
-        Every rank must call it.
-
         Args:
             updated: The ids of the parameters that the optimizer updates.
+
+        Note:
+            Every rank must call it; it does not communicate.
         """
         numbers = frozenset(
             number for number, member in enumerate(self.members) if id(member.param) not in updated
@@ -205,7 +207,7 @@ class ParamGroup:
             member.unshard(view)
 
     def show_own(self) -> None:
-        """Make every parameter sharded, or a view of the weight if that is replicated."""
+        """Make every parameter sharded, or a view of the weight if it is replicated."""
         for member in self.members:
             if self.is_sharded:
                 member.reshard()

@@ -36,11 +36,11 @@ class Updates(Protocol):
 
 
 class ReduceLane:
-    """Issues the gradient reductions of a schedule, and the updates after them, in order.
+    """Issues the gradient reductions, and updates that follow them, in the order of a schedule.
 
     Args:
         units: The units of the model, the root first.
-        schedule: The schedule of the passes.
+        schedule: The schedule of a step, which lists the reductions of each backward.
         settings: The settings of the plan, which decide when gradients are reduced.
         comm: The communicator of all ranks of the job.
         most_reductions: The number of units that may be reduced at the same time.
@@ -72,10 +72,10 @@ class ReduceLane:
         self.follow(schedule, settings)
 
     def follow(self, schedule: Schedule, settings: PlanSettings) -> None:
-        """Replace the schedule and the settings, between two passes.
+        """Replace the schedule and the settings, between a forward and a backward.
 
         Args:
-            schedule: The schedule of the next passes.
+            schedule: The schedule of the next steps.
             settings: The new settings of the plan.
         """
         self.schedule = schedule
@@ -120,11 +120,14 @@ class ReduceLane:
                 unit.reshard()
 
     def reduce_passed(self, unit: Unit) -> None:
-        """Reduce the units that backward passed well before `unit`, complete or not.
+        """Reduce the units that backward should have completed before `unit`, complete or not.
 
-        Otherwise a rank that skips a parameter would deadlock with the others: they wait for its
+        A rank that skips a parameter would otherwise deadlock with the others. They wait for its
         reduction, which it starts only at the end, and it waits for their next gather. A gradient
-        that arrives after this reduction is late (`reduce_late`).
+        that arrives after this reduction is reduced by `reduce_late`.
+
+        Args:
+            unit: The unit that backward has reached.
         """
         margin = 2 if self.settings.overlap else 1
         reached = self._reduced_before[unit.number] if unit.trained else 0
@@ -134,7 +137,7 @@ class ReduceLane:
     def reduce_remaining(self) -> None:
         """Reduce the remaining units in order, and wait for all of them.
 
-        If this backward ends a step, the sums are then completed.
+        If this backward ends a step, the gradients are then summed over replicas.
         """
         while self._reduced < len(self.order):
             self._reduce_next()
@@ -159,7 +162,7 @@ class ReduceLane:
         self.complete_sums()
 
     def complete_sums(self) -> None:
-        """Complete the sums of this step, two units at a time; skip complete ones.
+        """Sum the reduced gradients over replicas, once per step.
 
         Note:
             Collective: every rank that holds the same slices must call it.
@@ -178,9 +181,9 @@ class ReduceLane:
         self._update(unit)
 
     def update_expected(self) -> None:
-        """Expect the gradients that arrived in this backward in the next one, too.
+        """Record which gradients arrived in this backward, to expect the same ones in the next.
 
-        A unit without gradients keeps its expectation.
+        The record of a unit without gradients does not change.
         """
         for unit in self.units:
             if unit.arrived:

@@ -18,7 +18,11 @@ from .unit import Unit, UnitState
 
 
 class RootParts:
-    """Gathers the root unit around forwards of its modules that a program calls directly."""
+    """Gathers the root unit while a program calls one of its modules directly.
+
+    The root unit has the parameters that no other unit has. A custom `generate()` may, for example,
+    call an embedding outside the forward of the model.
+    """
 
     def __init__(self, backward: Backward) -> None:
         self.root = backward.units[0]

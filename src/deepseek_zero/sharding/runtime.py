@@ -92,8 +92,8 @@ class Runtime:
     def plan(self) -> Plan:
         """The current plan of the model.
 
-        It differs from the first plan if groups were divided, promoted or laid out again, or if the
-        ranks have agreed on the order of units.
+        It differs from the first plan if parameter groups were divided, laid out again or switched
+        to fp32, or if the ranks have agreed on the order of units.
         """
         units = tuple(unit.planned for unit in self.units)
         return replace(

@@ -96,7 +96,7 @@ class WeightHooks:
         fetch: Gathers a group's unit.
         outer: The hooks of the surrounding unit, if any.
         others: The hooks of another package, if any.
-        places: The gathered groups, by the address of their storage.
+        places: The gathered parameter groups, by the address of their storage.
     """
 
     def __init__(

@@ -47,7 +47,10 @@ class Part:
 
 
 class ShownGradients(Protocol):
-    """The operations on a group's gradients that `ShardedGradient` calls (`GradEdits`)."""
+    """Interface through which `.grad` (a `ShardedGradient`) reads and changes gradients.
+
+    `GradEdits` implements it for a parameter group.
+    """
 
     def shown_part(self, param: nn.Parameter) -> Part:
         """Return this rank's current part of a gradient.
@@ -57,7 +60,7 @@ class ShownGradients(Protocol):
         """
 
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
-        """Return the elements of a sharded weight that match a part.
+        """Return the elements of the weight that match this rank's part of the gradient.
 
         Args:
             param: The parameter whose gradient is meant.
@@ -81,7 +84,7 @@ class ShownGradients(Protocol):
             order: The order of the norm.
 
         Note:
-            Collective unless the part is whole.
+            Collective unless every rank has all elements (`Part.is_whole`).
         """
 
     def whole(self, param: nn.Parameter, part: Part) -> Tensor:
@@ -92,7 +95,7 @@ class ShownGradients(Protocol):
             part: This rank's part of the gradient.
 
         Note:
-            Collective unless the part is whole.
+            Collective unless every rank has all elements (`Part.is_whole`).
         """
 
 

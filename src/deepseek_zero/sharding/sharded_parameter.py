@@ -22,14 +22,24 @@ from ..base.errors import AtRestError
 
 
 class Owner(Protocol):
-    """The part of `ParamGroup` that a sharded parameter calls."""
+    """Interface of the object that holds the values of a sharded parameter.
+
+    `ParamGroup` implements it, and under `zero.Init` the slice of the parameter.
+    """
 
     def fetch_for(self, param: nn.Parameter) -> bool:
-        """Gather the parameter in a forward or backward; return False outside of them."""
+        """Gather the parameter if a forward or backward is running.
+
+        Args:
+            param: The sharded parameter, whose elements an operation needs.
+
+        Returns:
+            True if the parameter was gathered; False outside of forward and backward.
+        """
         ...
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Store this rank's part of a full value, as for `copy_` of a loader.
+        """Store this rank's part of a full value, as a checkpoint loader assigns it with `copy_`.
 
         Args:
             param: The sharded parameter.
@@ -59,11 +69,21 @@ class ModelBuilder:
         raise NotImplementedError
 
     def fetch_for(self, param: nn.Parameter) -> bool:
-        """Gather the parameter, and return whether the model is under construction."""
+        """Gather the parameter for one operation of a later initialization.
+
+        Args:
+            param: The sharded parameter.
+
+        Returns:
+            True if the model is still under construction; otherwise nothing is gathered.
+
+        Note:
+            Collective: every rank must call it.
+        """
         raise NotImplementedError
 
     def answer(self, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operation that needs no elements.
+        """Run an operation on a sharded parameter while the model is built.
 
         Args:
             param: The sharded parameter.
@@ -72,7 +92,8 @@ class ModelBuilder:
             kwargs: The keyword arguments of the call.
 
         Returns:
-            The result; `NEEDS_ELEMENTS` if the operation can run.
+            The result of an operation that reads no elements. `NEEDS_ELEMENTS` if the caller has to
+            run the operation on the gathered elements.
 
         Raises:
             AtRestError: The operation needs elements that this rank does not have.
@@ -105,7 +126,7 @@ SAFE = frozenset(
 
 
 def is_safe(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call reads no elements.
+    """Return whether a call on a tensor reads only its shape or other metadata.
 
     `type` returns the dtype without an argument, and converts with one.
 
@@ -193,9 +214,13 @@ def set_owner(param: Tensor, owner: Owner) -> None:
 
 
 def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-    """Return a parameter's values, flat, and its class, before a group takes the values over.
+    """Return a parameter's values, flat, and its class, to a group that will hold the values.
 
-    Collective if the parameter is sharded under `zero.Init`: every rank must call it.
+    Args:
+        param: A plain parameter, or one that is sharded under `zero.Init`.
+
+    Note:
+        Collective if the parameter is sharded under `zero.Init`: every rank must call it.
     """
     owner = owner_of(param)
     if isinstance(owner, ModelBuilder):
@@ -209,7 +234,11 @@ def clear_owner(param: Tensor) -> None:
 
 
 class ShardedParameter(nn.Parameter):
-    """The class of a parameter while it is sharded: operations on its elements raise an error."""
+    """The class of a parameter while it is sharded.
+
+    The parameter has its full shape but holds no values. Operations that read its elements raise an
+    error that names the alternative.
+    """
 
     @classmethod
     def __torch_function__(

@@ -62,7 +62,8 @@ class ForwardFrame:
 class FiniteRecords(Protocol):
     """Records which inputs, outputs and gradients of units are finite.
 
-    Implemented in optim/nonfinite.py.
+    It finds the unit in which the first non-finite value occurred. `NonFiniteDetector` implements
+    it.
     """
 
     def record(self, what: str, unit: int, value: Any) -> None:
@@ -95,10 +96,11 @@ class StepState:
             outermost first.
         forwards: The number of forwards with gradients since the last backward.
         backwards: The number of backwards since the last step.
-        is_boundary: The next backward ends an accumulation, so that replicated gradients are
-            reduced.
+        is_boundary: The next backward is the last one of gradient accumulation, so replicated
+            gradients are reduced.
         has_gradients: A gradient has arrived since gradients were dropped.
-        is_graphless: A loss without a graph was given since the last step.
+        is_graphless: `backward` was called since the last step with a loss that requires no
+            gradient.
         nonfinite: Records of non-finite values; None if they are not tracked.
     """
 

@@ -41,7 +41,7 @@ class Unit:
         module: The module whose forward needs the parameters.
         groups: The parameter groups of the unit.
         number: The index of the unit in the model; 0 for the root.
-        is_tile: The unit is a tile of a large layer.
+        is_tile: The unit is a part of a large layer, which is cut to save memory.
 
     Attributes:
         name: The name of the module.
@@ -56,9 +56,9 @@ class Unit:
         reduced_in_backward: The current backward has started the unit's reduction.
         is_pinned: The unit stays unsharded whatever the schedule says, because many forwards and
             backwards use it in turn.
-        is_promoted: Precision "auto" found that 16 bits are not enough for the unit.
-        is_tile: The unit exists only to save memory (auto_wrap_policy.py).
-        watch: Called with the unit after its weights were gathered; None if unused.
+        is_promoted: The unit computes in fp32 although the run uses 16 bits (precision "auto").
+        is_tile: The unit is a part of a large layer, which is cut to save memory.
+        watch: Called with the unit after its weights were gathered; may be None.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Unit:
 
     @property
     def gathered_numel(self) -> int:
-        """Return the number of elements that a gather brings to this rank."""
+        """Return the number of elements in the gathered weights of the unit, including padding."""
         return sum(group.layout.padded_numel for group in self.sharded)
 
     @property
@@ -226,7 +226,7 @@ class Unit:
         ]
 
     def complete_sums(self) -> None:
-        """Start to complete the gradient sums of a step over replicas.
+        """Start to sum the reduced gradients of the unit over replicas, once per step.
 
         Note:
             Collective: every rank that holds the same slices must call it.

@@ -14,9 +14,10 @@ from .move import move
 
 
 class WeightGather:
-    """Gathers the weight of a group; by default with one all-gather into a buffer of the pool.
+    """All-gathers the sharded weight of one parameter group before its use.
 
-    Extensions derive from this class. All ranks use the same class for a group.
+    By default the weight is gathered into a buffer of the pool. Extensions derive from this class.
+    All ranks use the same class for a group.
     """
 
     #: A gather fills a lent buffer. If False, the weight is used in the memory that holds it.
@@ -31,6 +32,9 @@ class WeightGather:
 
     def allocate(self, what: str) -> FlatBuffer:
         """Allocate this rank's part of the weight.
+
+        Args:
+            what: The name of the weight, used in error messages.
 
         Note:
             Collective: every rank of the shard group must call it.
@@ -50,7 +54,11 @@ class WeightGather:
         return group.weight.gathered_in(memory, group.plan.weight.wire)
 
     def give_back(self, whole: FlatBuffer) -> None:
-        """End the use of the gathered weight; no view of it may be read afterwards."""
+        """End the use of a gathered weight, and return its buffer to the pool.
+
+        Args:
+            whole: The buffer that `lend` returned. No view of it may be read afterwards.
+        """
         self.group.comm_ctx.pool.give(whole.memory)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
@@ -75,7 +83,7 @@ class WeightGather:
 
         Args:
             what: The name of the unit, used in error messages.
-            is_update: A step has changed the slices; False if a program wrote them.
+            is_update: An optimizer step has changed the slices; False if a program wrote them.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.
@@ -93,14 +101,18 @@ class WeightGather:
     def before_write(self, what: str) -> None:
         """Wait until no other rank reads this rank's part of the weight.
 
+        Args:
+            what: The name of the unit, used in error messages.
+
         Note:
             Collective: every rank of the shard group must call it.
         """
 
     def changed(self) -> None:
-        """Make the next gather fetch the current weight.
+        """Record that the weight has changed, so that the next gather does not use an older copy.
 
-        Every rank must call it, between the same two gathers.
+        Note:
+            Every rank must call it between the same two gathers; it does not communicate.
         """
 
     def buffers(self) -> list[FlatBuffer]:
