@@ -114,7 +114,10 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def settings_of(deepspeed_config: Any) -> RecomputeSettings:
-    """Return the settings of a configuration, or the current ones if it is None."""
+    """Return the activation-checkpointing settings of a configuration.
+
+    If the configuration is None, the settings that this process uses now are returned.
+    """
     if isinstance(deepspeed_config, Config):  # an engine's
         return recompute_settings_of(deepspeed_config)
     if deepspeed_config is not None:

@@ -36,7 +36,10 @@ from ..sharding.step_state import Phase
 
 
 class NoFolderError(UsageError, ValueError):
-    """`save_checkpoint` was called without a folder. Also a ValueError, as in DeepSpeed."""
+    """Raised if `save_checkpoint` is called without a folder.
+
+    Also a ValueError, as in DeepSpeed.
+    """
 
 
 class ZeroEngine(Exports, Engine):
@@ -81,7 +84,7 @@ class ZeroEngine(Exports, Engine):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Return the optimizer's default options, or an empty dict without an optimizer."""
+        """Return the optimizer's default hyperparameters, or {} without an optimizer."""
         return self.optimizer.defaults if self.optimizer is not None else {}
 
     # -- batch size, gradient norm and learning rate
@@ -375,6 +378,9 @@ class ZeroEngine(Exports, Engine):
 
         Args:
             exclude_frozen_parameters: Leave out parameters that no stage trains.
+
+        Returns:
+            Full tensors by the model's own names, without a prefix.
 
         Note:
             Collective: every rank must call it.

@@ -107,7 +107,9 @@ def _described(sizes: Mapping[str, int]) -> str:
 
 
 def mesh_param_statement(mesh_param: Any) -> MeshStatement:
-    """Read DeepSpeed's argument `mesh_param`: (data-parallel, sequence-parallel) ranks.
+    """Read DeepSpeed's argument `mesh_param`, a pair of group sizes.
+
+    The pair contains the number of data-parallel and the number of sequence-parallel ranks.
 
     Returns:
         The sizes of the data and sequence axes, for comparison with the mesh.

@@ -363,7 +363,11 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         self._attach().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters."""
+        """Discard the gradients of all parameters.
+
+        Args:
+            set_to_none: As in `torch.optim.Optimizer.zero_grad`.
+        """
         self._attach().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -371,7 +375,11 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         return self._attach().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned."""
+        """Load the optimizer state that `state_dict` returned.
+
+        Args:
+            state_dict: State of the optimizer, in the format of `torch.optim.Optimizer`.
+        """
         self._attach().load_state_dict(state_dict)
 
     def __repr__(self) -> str:
