@@ -72,6 +72,9 @@ def resolve(raw: RawConfig, facts: Facts) -> Config:
         raw: The result of `load`.
         facts: The facts of the run.
 
+    Returns:
+        The configuration, which is equal on ranks with equal facts.
+
     Raises:
         ConfigError: The configuration does not fit the run; the message lists every problem.
     """

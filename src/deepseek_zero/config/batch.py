@@ -48,7 +48,12 @@ class BatchRequest:
 
 
 def solve(request: BatchRequest) -> Batch | Problem:
-    """Return the three batch sizes, or the first problem, with DeepSpeed's message."""
+    """Compute the three batch sizes from the known ones.
+
+    Returns:
+        The train batch size, micro-batch size and accumulation steps. If the known values
+        contradict each other, the first problem, with DeepSpeed's message.
+    """
     stated = (request.train, request.micro, request.accumulation)
     for value, key, label in zip(stated, BATCH_KEYS, _LABELS, strict=True):
         if value is not None and value <= 0:

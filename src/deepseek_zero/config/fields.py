@@ -54,6 +54,9 @@ class Section(BaseModel):
         Args:
             key: The name of the key.
             default: Returned if there is no such key.
+
+        Returns:
+            The value of the key, with a section as a `Section`.
         """
         return getattr(self, key) if key in type(self).model_fields else default
 
@@ -63,6 +66,9 @@ class Section(BaseModel):
         Args:
             path: The key's dotted path below this section, for example "offload_param.device".
             default: Returned if the key, or a section on its path, is not set.
+
+        Returns:
+            The value as the user set it, or `default`.
         """
         name, _, rest = path.partition(".")
         if name not in self.model_fields_set:
@@ -116,6 +122,9 @@ def effective(default: Any, sentence: str, **facts: Any) -> Any:
         default: Value of the key if it is not set.
         sentence: The meaning of the key.
         **facts: Other attributes of its `FieldRow`, and bounds (gt, ge, le) as for pydantic.
+
+    Returns:
+        The pydantic field to assign to the attribute of the section.
     """
     return _declare(Status.EFFECTIVE, default, sentence, "", facts)
 
@@ -128,6 +137,9 @@ def accepted(default: Any, sentence: str, reason: str, **facts: Any) -> Any:
         sentence: The meaning of the key.
         reason: Why it is right to ignore the key.
         **facts: Other attributes of its `FieldRow`, and bounds (gt, ge, le) as for pydantic.
+
+    Returns:
+        The pydantic field to assign to the attribute of the section.
     """
     return _declare(Status.ACCEPTED, default, sentence, reason, facts)
 
@@ -138,6 +150,9 @@ def section(model: type[Section], sentence: str) -> Any:
     Args:
         model: Class of the section.
         sentence: The meaning of the group.
+
+    Returns:
+        The pydantic field to assign to the attribute of the section.
     """
     # All configurations share one object, because sections are frozen and most of the thirty have
     # only defaults.
@@ -189,6 +204,9 @@ def advice(model: type[Section], path: str) -> str:
     Args:
         model: Class of the section, or `Config`.
         path: Dotted path of the key.
+
+    Returns:
+        A clause for an error message; "" if there is no such key.
     """
     row = next((row for row in rows(model) if row.path == path), None)
     if row is None:

@@ -10,8 +10,8 @@ from typing import TypedDict
 
 
 class ConfigKeywords(TypedDict, total=False):
-    """The keys of `initialize(config=...)`."""
+    """Type of a configuration dict for `initialize(config=...)`, for type checkers and editors."""
 
 
 class ZeroKeywords(TypedDict, total=False):
-    """The keyword arguments of `DeepSeekZeRO3(model, ...)`."""
+    """Type of the keyword arguments of `DeepSeekZeRO3`, for type checkers and editors."""

@@ -126,6 +126,9 @@ def validate(values: dict[str, Any], problems: Problems) -> Config:
     Args:
         values: Nested dicts with the right types.
         problems: Receives the problems.
+
+    Returns:
+        The configuration, in which rejected keys have their defaults.
     """
     try:
         return Config.model_validate(values)

@@ -309,6 +309,9 @@ def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
         name: Key that the schema does not have.
         siblings: The keys of its section.
         prefix: The path of its section, with a dot at the end.
+
+    Returns:
+        A sentence for an error message.
     """
     if len(name) > _LONGEST_NAME:
         return "remove it; docs/reference/config.md lists every key"

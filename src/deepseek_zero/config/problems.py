@@ -40,6 +40,9 @@ def lookup(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
         values: Nested mappings to search.
         key: Dotted path of the key.
         default: Returned if the key is missing.
+
+    Returns:
+        The value of the key, or `default`.
     """
     here: Any = values
     for name in key.split("."):
@@ -68,7 +71,15 @@ _LONGEST_KEY = 120
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one key (`what` is a clause about it), and what to write instead."""
+    """A problem with one configuration key, and what to write instead.
+
+    Attributes:
+        key: The dotted key.
+        what: A clause about the key that states the problem.
+        fix: What to write instead; "" if nothing is known.
+        value: The value that the user set.
+        not_built: Whether the problem is that the key is not built.
+    """
 
     key: str
     what: str
@@ -149,6 +160,9 @@ def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
     Args:
         found: Problems that the error lists.
         source: The name of the configuration.
+
+    Returns:
+        `NotBuiltError` if every problem is a key that is not built, else `ConfigError`.
     """
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
     lines = [f"  {number}. {problem.describe(source)}" for number, problem in enumerate(found, 1)]

@@ -39,6 +39,9 @@ class RawConfig:
         Args:
             key: Dotted path of the key.
             default: Returned if the key is missing or "auto".
+
+        Returns:
+            The value that the user set, or `default`.
         """
         return self.config.stated(key, default)
 

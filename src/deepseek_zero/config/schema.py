@@ -1541,7 +1541,7 @@ class Config(Section):
 
     @property
     def batch(self) -> Batch:
-        """Return the three batch sizes."""
+        """Return the train batch size, the micro-batch size and the accumulation steps."""
         return Batch(
             train=self.train_batch_size,
             micro=self.train_micro_batch_size_per_gpu,
@@ -1551,7 +1551,7 @@ class Config(Section):
 
     @property
     def decisions(self) -> tuple[AutoDecision, ...]:
-        """Return the decisions of the resolver, in order."""
+        """Return the values that the library chose for unset keys, with their reasons."""
         return self._decisions
 
     def with_decisions(self, decisions: tuple[AutoDecision, ...]) -> Config:

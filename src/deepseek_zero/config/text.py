@@ -31,11 +31,11 @@ Source = Mapping[str, Any] | str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration as read.
+    """The keys of a configuration file, text or dict before they are checked.
 
     Attributes:
-        values: Its keys.
-        source: Its name in messages.
+        values: The keys as nested dicts.
+        source: The name of the configuration in error messages.
         duplicates: Keys that occur twice.
     """
 
