@@ -28,6 +28,9 @@ def to_device(value: Any, device: torch.device) -> Any:
     Args:
         value: A tensor, or tensors nested in mappings, lists and tuples.
         device: The target of the copies. Tensors that are already there are not copied.
+
+    Returns:
+        The same nested structure with the copied tensors. Other values are returned unchanged.
     """
     return map_inputs(value, lambda tensor: tensor.to(device, non_blocking=True))
 

@@ -46,7 +46,8 @@ class _Switches:
 class Determinism:
     """Enables PyTorch's deterministic algorithms for as long as one engine exists.
 
-    The switches are restored by `release`, or when the object is garbage-collected.
+    `release` restores PyTorch's previous settings. If it is not called, they are restored when
+    the object is garbage-collected.
     """
 
     _holds: ClassVar[int] = 0

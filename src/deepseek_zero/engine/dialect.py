@@ -57,6 +57,9 @@ class EngineDialect(Generic[E]):
             config: The run's configuration, from which the settings are read.
             mesh: The device mesh: the size of each axis and this rank's coordinates.
             request: The checked arguments that the user passed to the API.
+
+        Returns:
+            The classes and defaults. The base class uses those of this library.
         """
         return BuildRules()
 
@@ -67,6 +70,9 @@ class EngineDialect(Generic[E]):
             config: The run's configuration, from which the settings are read.
             mesh: The device mesh: the size of each axis and this rank's coordinates.
             request: The checked arguments that the user passed to the API.
+
+        Returns:
+            A loader that yields this rank's micro-batches.
         """
         take = None
         if mesh.sp > 1:
@@ -100,5 +106,8 @@ class EngineDialect(Generic[E]):
             request: The checked arguments that the user passed to the API.
             lr_scheduler: The learning-rate schedule that `step` advances, or None.
             loader: The loader of the training data; None if the user passed no data.
+
+        Returns:
+            An instance of the engine class with which this object was constructed.
         """
         return self.engine_class(config, mesh, parts, lr_scheduler, loader)

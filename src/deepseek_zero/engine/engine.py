@@ -108,6 +108,9 @@ def plan_of(
         optimizer: The engine's sharded optimizer; None if the engine has none.
         pipeline: The pipeline, if there is one; it has the message sizes of the last step.
         tokens: The number of tokens of a micro-batch in the last step; None if it is unknown.
+
+    Returns:
+        The plan, whose `print` shows a table.
     """
     update = optimizer.plan if optimizer is not None else None
     found = replace(runtime.plan, update=update)

@@ -310,6 +310,9 @@ def found_in(
             update.
         pieces: The sets of ranks with the same piece of the model.
         replicas: The sets of ranks that are replicas of each other.
+
+    Returns:
+        One line per differing state, for an error message; empty if all states are equal.
     """
     lines = [
         f"{what} changed on rank {rank} although nothing wrote it"
@@ -328,6 +331,9 @@ def differences(tables: Mapping[int, Table]) -> list[str]:
 
     Args:
         tables: For each rank, the checksums of its states by key.
+
+    Returns:
+        One line per differing state, for an error message; empty if all checksums are equal.
     """
     lines: dict[tuple[str, str], list[str]] = {}  # by state and ranks
     for key in dict.fromkeys(key for table in tables.values() for key in table):

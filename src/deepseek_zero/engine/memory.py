@@ -22,6 +22,9 @@ def memory_report(parts: Parts) -> MemoryReport:
 
     Args:
         parts: The parts of the engine whose storages are measured.
+
+    Returns:
+        The planned and measured bytes by kind of state and memory.
     """
     resting = [*offloaded_of(parts.runtime, parts.optimizer), *_parked(parts)]
     seen = {storage.memory.untyped_storage().data_ptr() for storage in resting}
@@ -47,6 +50,9 @@ def traced(parts: Parts) -> report.MemoryTrace:
 
     Args:
         parts: The parts of the engine whose storages are measured.
+
+    Returns:
+        A context that yields a `report.MemoryTrace`, which is filled while the block runs.
     """
     runtime = parts.runtime
 
@@ -70,6 +76,9 @@ def offloaded_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[S
     Args:
         runtime: The runtime of the wrapped model, with its units and parameter groups.
         optimizer: The engine's sharded optimizer; None if the engine has none.
+
+    Returns:
+        The storages in host memory or on a disk. Storages on the training device are not included.
     """
     found = list(optimizer.moments.offloaded()) if optimizer is not None else []
     return found + [storage for group in runtime.groups for storage in group.offloaded()]

@@ -206,7 +206,10 @@ class MemoryAdvice:
 
 
 def explain_uncaught(advice: MemoryAdvice) -> None:
-    """Explain failed allocations that end the program by this advice, instead of earlier ones."""
+    """Add an advice to the errors of failed allocations that end the program.
+
+    It replaces the advice of an earlier call.
+    """
     _UNCAUGHT.explain(advice)
 
 

@@ -67,6 +67,9 @@ def statements_of(
         others: Requirements that follow from other arguments of the caller, such as `mpu`.
         launched: Include the launcher's command line.
 
+    Returns:
+        One statement per source that sets an axis, which `choose_mesh` merges.
+
     Raises:
         UsageError: A value does not describe a mesh.
     """
@@ -103,6 +106,9 @@ def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
     Args:
         statements: The requirements from the arguments, the configuration and the launcher.
         world: The world, with every rank along dp_shard.
+
+    Returns:
+        The merged mesh, with this rank's coordinates.
 
     Raises:
         UsageError: Two statements disagree, or one does not fit the world.

@@ -48,6 +48,9 @@ def loss_of(model: nn.Module, output: Any, batch: Any) -> Tensor:
         output: The output of its forward.
         batch: The micro-batch: a pair (inputs, labels) for a list of layers, otherwise a mapping, a
             sequence or a single argument. Only a list of layers needs it, for the labels.
+
+    Returns:
+        The loss, a scalar.
     """
     if isinstance(model, pipeline.LayerStages):
         return pipeline.LayersStage(model).loss(output, pipeline.Labelled.of(batch))
@@ -61,6 +64,9 @@ def mean_of_ranks(losses: Sequence[Tensor], world: Comm, device: torch.device) -
         losses: The losses of this rank's micro-batches, scalars.
         world: The communicator of the world.
         device: The device of the result.
+
+    Returns:
+        The mean, a scalar that is equal on every rank.
 
     Note:
         Collective: every rank of the world must call it.
@@ -77,6 +83,9 @@ def has_graph(loss: Any, mesh: Mesh) -> bool:
     Args:
         loss: The loss that the program passed.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
+
+    Returns:
+        True if the loss requires a gradient.
 
     Raises:
         UsageError: The loss is not a tensor, or it has no graph in a world of one rank.

@@ -50,11 +50,11 @@ class Observed(Protocol):
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime of the sharded model."""
+        """The runtime of the sharded model, with its units and meters."""
         ...
 
     def plan(self) -> Plan:
-        """The current plan of this rank."""
+        """The current plan of this rank, with the expected bytes of its states."""
         ...
 
 
@@ -264,7 +264,7 @@ class Observer:
                 log_once(f"memory: {format_bytes(record.memory_bytes)}")
 
     def close(self) -> None:
-        """Close the monitors."""
+        """Close the monitors, which write their remaining records."""
         self.monitor.close()
         if self.writer is not None:
             self.writer.close()

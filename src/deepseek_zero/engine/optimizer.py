@@ -68,6 +68,10 @@ def optimizer_parts(
         is_part: The model has only some stages of a pipeline; parameters of other stages are left
             out.
         coordinate: The coordinate of this rank along "tp".
+
+    Returns:
+        The parameter groups of whole parameters, and a function that builds the optimizer over
+        their shards.
     """
     if is_part:
         params = forget_others(model, client, params)
@@ -159,6 +163,9 @@ def planned_groups(
         defaults: The defaults of hyper-parameters that decide how many moments there are, and
             whether a kernel updates them.
 
+    Returns:
+        One description per parameter group, in the same order.
+
     Raises:
         UsageError: A group has a parameter that the model does not have.
     """
@@ -200,6 +207,9 @@ def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
     Args:
         client: The user's optimizer, which may already have state for whole parameters.
         coordinate: The coordinate of this rank along "tp".
+
+    Returns:
+        The states, from which those of shards are cut; None if the optimizer has no state.
 
     Raises:
         UsageError: The state counts steps, or a parameter group holds tensors with elements. Only

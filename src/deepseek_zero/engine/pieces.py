@@ -88,7 +88,7 @@ class Sample:
 
     @property
     def words(self) -> str:
-        """The shapes of the micro-batch as text; empty if it has no tensor."""
+        """Return the shapes of the micro-batch's tensors as text; "" if it has no tensor."""
         for name, first in self._tensors:
             return f"for {name} {tuple(first.shape)}"
         return ""
@@ -347,6 +347,9 @@ def plans_of(
         traffic: The bytes that each layer split along "tp" sends.
         shared: The bytes that attention sends along "sp"; None without that axis.
         sample: A micro-batch; messages have unknown sizes if it is empty.
+
+    Returns:
+        The plans, each None if its axis has one rank.
     """
     policy = policy_of(config)
     settings = pipeline_settings_of(config)
@@ -444,6 +447,9 @@ def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
         config: The run's configuration, from which the settings are read.
         model: The whole model, before it is cut.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
+
+    Returns:
+        The split of each layer, and the bytes that its collectives send.
     """
     if mesh.tp == 1:
         return None, []
@@ -479,6 +485,10 @@ def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool)
         model: The whole model, before it is cut.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
         is_optimized_by_caller: The caller's optimizer or parameters are those of the stage.
+
+    Returns:
+        A copy of the rank's stage on the meta device if `model` is a list of layers that has built
+        another stage, else `model`.
     """
     index = mesh.coordinates["pp"]
     if (

@@ -68,6 +68,9 @@ def plan_run(
         comm: The communicator of the ranks that call this function.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
 
+    Returns:
+        The plan from which the units and parameter groups of this rank are built.
+
     Note:
         Collective if memories are "auto".
     """
@@ -113,6 +116,9 @@ def with_chosen_codes(
         settings: The settings in which codecs may still be open.
         comm: The communicator of the ranks that call this function.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
+
+    Returns:
+        The settings, in which every codec is set. They are equal on all ranks.
 
     Note:
         Collective if a codec is left open and there are several hosts.
@@ -312,6 +318,9 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
         settings: The settings of the plan.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
         in_place: The ranks of the shard group read each other's memory.
+
+    Returns:
+        The settings, changed only if the second copy is dropped.
     """
     size = settings.secondary_ranks
     why = ""
@@ -341,6 +350,9 @@ def with_order_of_sums(
         mesh: The device mesh: the size of each axis and this rank's coordinates.
         counted: The number of ranks of each host; 1 if there is one host, or if hosts differ.
         optimizer: The class of the optimizer, which may require one order; None without one.
+
+    Returns:
+        The settings, in which `ranks_per_host` is set.
     """
     if settings.ranks_per_host is not None:
         return settings
@@ -366,6 +378,9 @@ def update_of(
         config: The run's configuration, from which the settings are read.
         settings: The settings of the optimizer step, such as tile sizes and kernels.
         optimizer: The optimizer's class and parameter groups, which decide the sizes of its states.
+
+    Returns:
+        The settings of the update, or None.
     """
     if optimizer.cls is None:
         return None
@@ -387,6 +402,9 @@ def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device)
         placement: The configured bytes and the path of the disk.
         comm: The communicator of the ranks that call this function.
         device: The training device, which decides what memory and dtypes are available.
+
+    Returns:
+        The bytes by memory, equal on all ranks.
 
     Note:
         Collective: every rank must call it.
@@ -423,6 +441,9 @@ def stated_budgets(
         settings: The settings of the plan.
         placement: The configured budget of each memory.
         device: The training device, which decides what memory and dtypes are available.
+
+    Returns:
+        The bytes by memory.
 
     Raises:
         UsageError: A memory may be chosen but has no configured bytes.

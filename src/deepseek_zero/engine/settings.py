@@ -245,6 +245,9 @@ def is_open(config: Config, key: str) -> bool:
     Args:
         config: The run's configuration, from which the settings are read.
         key: A key of the section `zero_optimization`.
+
+    Returns:
+        True if the library may choose the value of the key.
     """
     decided = {decision.key for decision in config.decisions}
     return (
@@ -263,6 +266,9 @@ def plan_settings_of(
         leaf_modules: The full names of modules that are not divided into units, in addition to
             those of the configuration.
         stages: The number of stages along "pp".
+
+    Returns:
+        The settings that the planner reads.
     """
     zero = config.zero_optimization
     row_parts = 1
@@ -345,6 +351,9 @@ def step_settings_of(
         config: The run's configuration, from which the settings are read.
         granularity: For each parameter group, "element" or "tensor": where its state may be cut.
         device: The training device, which decides whether kernels can be used.
+
+    Returns:
+        The settings that the optimizer reads.
     """
     zero = config.zero_optimization
     offload = zero.offload_optimizer
@@ -477,6 +486,9 @@ def sequence_settings_of(
     Args:
         config: The run's configuration, from which the settings are read.
         stated: The settings that follow from the caller's `mpu`; None without one.
+
+    Returns:
+        The method and size of sequence parallelism.
     """
     asked = config.sequence_parallel.attention
     if stated is None:
@@ -499,6 +511,9 @@ def sparse_attention_of(config: Config, mesh: Mesh) -> attention.SparseAttention
     Args:
         config: The run's configuration, from which the settings are read.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
+
+    Returns:
+        The attention object that replaces the model's attention, or None.
 
     Raises:
         ConfigError: Two settings of the section exclude each other.

@@ -67,6 +67,9 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
         request: The checked arguments that the user passed to the API.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
         has_bf16: The device computes in bf16; None to ask this machine's device.
+
+    Returns:
+        The facts that `config.auto.resolve` reads.
     """
     model_config = getattr(request.model, "config", None)
     hidden = _count(getattr(model_config, "hidden_size", None))
@@ -239,6 +242,9 @@ def plan(
             those of the configuration.
         example: A micro-batch for the model's forward, for meshes with tp or pp, whose messages
             depend on its shapes; None for the model's `dummy_inputs`.
+
+    Returns:
+        The plan, whose `print` shows a table of the bytes by state and memory.
 
     Raises:
         UsageError: Memories are "auto", and the configuration has no `memory_budget` for them.

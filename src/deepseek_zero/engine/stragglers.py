@@ -147,6 +147,9 @@ def stragglers_of(mesh: Mesh, comm: Comm) -> Stragglers | None:
     Args:
         mesh: The device mesh: the size of each axis and this rank's coordinates.
         comm: The communicator of the ranks that call this function.
+
+    Returns:
+        The object that compares the step times of ranks, or None.
     """
     if mesh.device.type != "cpu" or not mesh.pp == mesh.tp == mesh.sp == 1:
         return None
