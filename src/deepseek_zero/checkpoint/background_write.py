@@ -31,7 +31,7 @@ BLOCK_NUMEL = 1 << 20  # elements that are read, and joined or decoded, at a tim
 
 @dataclass(eq=False)
 class ItemProgress:
-    """How far the writing of one item has come."""
+    """Progress of writing one item of a checkpoint."""
 
     item: WriteItem
     copy: Tensor | None = None  # values that were copied before a step changed them
@@ -83,7 +83,7 @@ class BackgroundWrite:
         self._thread.start()
 
     def write(self) -> None:
-        """Write the file now."""
+        """Write the file in the calling thread, and return when it is complete."""
         self._run()
         self.blocked_seconds += self.seconds
         if self._error is not None:

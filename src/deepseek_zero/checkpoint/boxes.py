@@ -115,7 +115,7 @@ class Box:
 
     @property
     def size(self) -> Shape:
-        """Return the size of each dimension."""
+        """Return the number of elements of the box along each dimension."""
         return tuple(high - low for low, high in zip(self.low, self.high, strict=True))
 
     @property
@@ -138,6 +138,10 @@ def boxes_of(part: ParamPart, start: int, stop: int) -> list[Box]:
         part: Part of a parameter, in whose order elements are counted.
         start: First element, in the order of the part.
         stop: End of the range.
+
+    Returns:
+        The boxes, in the order of their elements. Together they contain every element of the range
+        once.
     """
     shape = part.local_shape
     dim = part.dim

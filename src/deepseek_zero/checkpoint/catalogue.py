@@ -106,12 +106,12 @@ class Leftover:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Return whether it counts as the checkpoint of its tag, after a crash."""
+        """Return whether the path contains a complete checkpoint that a crash left hidden."""
         return self.state == "replaced" and tag_folder(self.path.parent, self.tag) == self.path
 
     @property
     def is_in_use(self) -> bool:
-        """Return whether the job that writes it is or may be running."""
+        """Return whether the job that writes to the path is, or may be, still running."""
         return self.state == "saving" and is_being_written(self.path)
 
 
@@ -149,6 +149,9 @@ def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[Checkpoi
     Args:
         directory: Directory that contains one folder per checkpoint.
         reads_headers: Also check the headers of the files, and record faults.
+
+    Returns:
+        One description per checkpoint, including damaged and incomplete ones.
     """
     found = []
     for tag in tags_in(directory):
@@ -185,6 +188,9 @@ def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointIn
         path: Folder or file of the checkpoint.
         tag: Name to record for the checkpoint.
         reads_headers: Also check the headers of the files, and record faults.
+
+    Returns:
+        The description, which contains any fault that was found.
     """
     subset = ALL_FILES if reads_headers else NO_FILES
     manifest, faults = check_headers(path, subset)
@@ -382,6 +388,9 @@ def outdated(
         infos: All checkpoints, newest first.
         latest: The tag in the file `latest`.
         retention: Which checkpoints to keep.
+
+    Returns:
+        The checkpoints to remove, newest first.
     """
     infos = [info for info in infos if info.layout in (SLICES, None)]
     complete = [info for info in infos if info.is_complete]

@@ -52,6 +52,9 @@ def create(path: Path, flags: int = 0) -> int:
     Args:
         path: File to create; it must not exist.
         flags: Additional flags for `os.open`.
+
+    Returns:
+        The file descriptor, which the caller must close.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
 
@@ -134,7 +137,7 @@ class Stream(io.RawIOBase):
         self._offset = 0
 
     def writable(self) -> bool:
-        """Return True."""
+        """Return True, because torch.save checks this method of a stream."""
         return True
 
     def write(self, data: Any) -> int:

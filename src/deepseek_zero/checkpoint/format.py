@@ -106,6 +106,9 @@ class StateRange:
         Args:
             folder: Folder of the checkpoint, for the message.
             reached: The first missing element.
+
+        Returns:
+            The error, which the caller raises.
         """
         what = f"elements {reached} to {self.stop} of '{self.name}' ({self.kind} {self.key})"
         return missing_elements(folder, what)
@@ -161,6 +164,9 @@ class StateReader(ABC):
             kind: Kind of state, such as `WEIGHT` or `MOMENT`.
             name: Name of the parameter or buffer.
             key: The optimizer's name of the state; empty for other kinds.
+
+        Returns:
+            True if `read` can return at least one element of the state.
         """
 
     def keys(self, kind: str, name: str) -> list[str]:
@@ -169,6 +175,9 @@ class StateReader(ABC):
         Args:
             kind: Kind of state.
             name: Name of the parameter.
+
+        Returns:
+            The names, for example "exp_avg".
         """
         return []
 
@@ -194,6 +203,9 @@ class StateReader(ABC):
             key: The optimizer's name of the state.
             part: The part of the parameter that the state belongs to; None means all of it.
 
+        Returns:
+            The state in its own shape, read into new memory.
+
         Raises:
             CheckpointError: The checkpoint does not contain the state for this part.
         """
@@ -207,6 +219,9 @@ class StateReader(ABC):
             name: Name of the buffer.
             rank: The rank that saved it. If that rank saved no value, that of the first rank that
                 did is returned.
+
+        Returns:
+            A 1-D tensor with the dtype in which the buffer was saved.
         """
 
 
@@ -392,6 +407,9 @@ def missing_elements(folder: Path, what: str) -> CheckpointError:
     Args:
         folder: Folder of the checkpoint, for the message.
         what: Description of the elements, as the subject of the message.
+
+    Returns:
+        The error, which the caller raises.
     """
     return CheckpointError(
         f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag."
@@ -408,6 +426,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         value: Nested containers of plain values, tensors and numpy arrays.
         path: Names the value in errors; prefix of the tensors' names.
         tensors: Receives a CPU copy of each tensor, by path.
+
+    Returns:
+        Values that `json.dumps` accepts. Each tensor is replaced by its key in `tensors`.
 
     Raises:
         CheckpointError: The value contains an object of another type.
@@ -459,6 +480,9 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     Args:
         value: JSON values that `encode` returned.
         tensors: Tensors by path, as `encode` stored them.
+
+    Returns:
+        The value, with its tensors taken from `tensors`.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]

@@ -67,6 +67,9 @@ def shard_names(count: int, stem: str = STEM, suffix: str = "safetensors") -> li
         count: Number of files.
         stem: First part of each name.
         suffix: File name extension, without the dot.
+
+    Returns:
+        One name per file, for example "model-00001-of-00002.safetensors".
     """
     if count == 1:
         return [f"{stem}.{suffix}"]
@@ -180,6 +183,9 @@ class SafetensorsFolder(StateReader):
             kind: Kind of state; False for any other than weights.
             name: Name of the tensor.
             key: Ignored; files of other programs have no optimizer states.
+
+        Returns:
+            True for the weights in the files, and False for optimizer states.
         """
         return kind == WEIGHT and name in self.locations
 
@@ -198,6 +204,9 @@ class SafetensorsFolder(StateReader):
         Args:
             name: Name of the tensor.
             rank: Ignored.
+
+        Returns:
+            A 1-D tensor with the dtype of the file.
         """
         return self.tensor(name).reshape(-1)
 

@@ -255,7 +255,7 @@ class TorchLayout(ForeignLayout):
         return path.is_file() and path.suffix != ".safetensors"
 
     def files(self, path: Path) -> list[Path]:
-        """Return the file."""
+        """Return a list that contains only `path`, because this layout is one file."""
         return [path]
 
     def records(self, file: Path) -> list[FileRecord]:

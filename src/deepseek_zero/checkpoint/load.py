@@ -405,6 +405,9 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
     Args:
         reader: Open checkpoint to read from.
         contents: The states to overwrite.
+
+    Returns:
+        An iterator over the ranges, from which a reader can prefetch.
     """
     piece = ModelPiece.of(contents.runtime)
     for group in contents.runtime.groups:
@@ -421,6 +424,9 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
     Args:
         reader: Open checkpoint to read from.
         optimizer: Sharded optimizer whose states are restored.
+
+    Returns:
+        An iterator over the ranges, from which a reader can prefetch.
     """
     piece = ModelPiece.of(optimizer.runtime)
     for _, shard in _shards_by_group(optimizer):
@@ -554,6 +560,9 @@ def read_states(
         manifest: Names, shapes and counters of the checkpoint.
         optimizer: Sharded optimizer whose states are restored.
         before: The old states by parameter; their memory is reused, and used ones are removed.
+
+    Returns:
+        An iterator over pairs of a parameter group and its new states by shard number.
     """
     for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
         found = {}

@@ -60,7 +60,7 @@ class ModelPiece:
         return ParamPart.of(split_of(member.param), self.coordinate)
 
     def shape(self, member: ParamInfo) -> Shape:
-        """Return the shape of the whole parameter."""
+        """Return the shape that a local parameter has in the whole model."""
         split = split_of(member.param)
         rows = rows_of(member.param)
         if rows is not None:
@@ -89,6 +89,9 @@ class ModelPiece:
             key: The optimizer's name of the state.
             start: First element of the local parameter.
             stop: End of the range.
+
+        Returns:
+            The range in terms of the whole model's parameter.
         """
         at = self.start(member)
         return StateRange(

@@ -84,6 +84,9 @@ class CheckpointReader(StateReader):
             kind: Kind of state, such as `WEIGHT` or `MOMENT`.
             name: Name of the parameter or buffer.
             key: The optimizer's name of the state; empty for other kinds.
+
+        Returns:
+            True if any file of the checkpoint contains a chunk.
         """
         return key in self._chunks.get((kind, name), ())
 
@@ -93,6 +96,9 @@ class CheckpointReader(StateReader):
         Args:
             kind: Kind of state.
             name: Name of the parameter.
+
+        Returns:
+            The names, for example "exp_avg".
         """
         return list(self._chunks.get((kind, name), ()))
 
@@ -209,6 +215,9 @@ class CheckpointReader(StateReader):
             key: The optimizer's name of the state.
             part: The part of the parameter that the state belongs to; None means all of it.
 
+        Returns:
+            The state in its own shape, read into new memory.
+
         Raises:
             CheckpointError: The state was saved for another part.
         """
@@ -230,6 +239,9 @@ class CheckpointReader(StateReader):
         Args:
             name: Name of the buffer.
             rank: Rank that saved it.
+
+        Returns:
+            A 1-D tensor with the dtype in which the buffer was saved.
         """
         chunks = self._chunks[BUFFER, name][""][None]
         return self.tensor(next((chunk for chunk in chunks if chunk.rank == rank), chunks[0]))
@@ -325,6 +337,9 @@ def resolve_checkpoint(path: Path, tag: str | None) -> Path:
         path: A checkpoint or export, or a directory of checkpoints.
         tag: The checkpoint in the directory; None selects the one named by `latest`.
 
+    Returns:
+        The folder that contains the files of the checkpoint.
+
     Raises:
         CheckpointError: `path` is not a checkpoint and no tag is given or named by `latest`.
     """
@@ -351,6 +366,9 @@ def tensors_of(
         source: Open checkpoint to read from.
         dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
         exclude_frozen: Omit parameters that are not trained.
+
+    Returns:
+        Lazy tensors by name. Nothing is read before their values are requested.
     """
     manifest = source.manifest
     found = {}
@@ -388,6 +406,10 @@ def client_of_rank(folder: Path, manifest: Manifest, rank: int, first: Any) -> A
         manifest: Names, shapes and chunks of the checkpoint.
         rank: Rank that saved the state.
         first: Rank 0's client state, which supplies missing values.
+
+    Returns:
+        The value that the rank passed, merged into `first` if both are mappings; `first` if it
+        passed none.
     """
     own = manifest.extra.get("clients", {}).get(str(rank))
     if own is None:
@@ -405,6 +427,9 @@ def tensors_of_rank(folder: Path, manifest: Manifest, kind: str, rank: int) -> d
         manifest: Names, shapes and chunks of the checkpoint.
         kind: `VALUE` or `RNG`.
         rank: Rank that saved the tensors.
+
+    Returns:
+        The tensors by name.
     """
     with ExitStack() as stack:
         reader = CheckpointReader(folder, [], stack)

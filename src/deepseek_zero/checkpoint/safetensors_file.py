@@ -105,6 +105,9 @@ def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> b
         infos: The tensors, in file order.
         metadata: Text by name, which the header stores next to the tensors.
 
+    Returns:
+        The bytes at the start of the file, including the length of the header.
+
     Raises:
         CheckpointError: The format has no name for a dtype.
     """
@@ -263,6 +266,9 @@ def damaged_file(path: Path, problem: str) -> CheckpointError:
     Args:
         path: File that cannot be used.
         problem: What is wrong, as the end of a sentence that starts with the file name.
+
+    Returns:
+        The error, which the caller raises.
     """
     return CheckpointError(
         f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy."

@@ -153,6 +153,9 @@ class Chunks:
             key: The optimizer's name of the state.
             start: First element.
             stop: End of the range.
+
+        Returns:
+            The description of the range, which the manifest stores.
         """
         saved = self.piece.range_of(kind, member, key, start, stop)
         return SavedChunk(**vars(saved), rank=self.rank)
@@ -166,6 +169,9 @@ class Chunks:
         Args:
             group: Parameter group of this rank.
             member: Parameter of the group.
+
+        Returns:
+            False if another rank writes the same elements.
         """
         return group.planned.is_counted and self.piece.name(member) not in self.elsewhere
 
@@ -301,6 +307,9 @@ def is_scalar_state(value: Tensor, param: Tensor) -> bool:
     Args:
         value: Optimizer state to classify.
         param: Parameter to which the state belongs.
+
+    Returns:
+        True for a 0-dim tensor, if the parameter has at least one dimension.
     """
     return value.dim() == 0 and param.dim() > 0
 
@@ -406,5 +415,8 @@ def value_item(kind: str, name: str, value: Tensor, rank: int) -> WriteItem:
         name: Name in the checkpoint.
         value: The tensor, saved whole and in its own shape.
         rank: Global rank whose file has it.
+
+    Returns:
+        An item that writes the whole tensor.
     """
     return _whole_item(SavedChunk(kind, name, "", 0, value.numel(), rank), value)

@@ -174,6 +174,9 @@ class MappedCheckpoint(StateReader):
             kind: Kind of state, such as `WEIGHT` or `MOMENT`.
             name: Name of the parameter or buffer.
             key: The optimizer's name of the state; empty for other kinds.
+
+        Returns:
+            True if `read` can return at least one element of the state.
         """
         if kind == BUFFER:
             return name in self.buffers[0]
@@ -185,6 +188,9 @@ class MappedCheckpoint(StateReader):
         Args:
             kind: Kind of state.
             name: Name of the parameter.
+
+        Returns:
+            The names, for example "exp_avg".
         """
         return list(self.segments.get((kind, name), ()))
 
@@ -214,6 +220,9 @@ class MappedCheckpoint(StateReader):
         Args:
             name: Name of the buffer.
             rank: Rank that saved it.
+
+        Returns:
+            A 1-D tensor with the dtype in which the buffer was saved.
         """
         return self.buffers[rank if rank < len(self.buffers) else 0][name].reshape(-1)
 
@@ -225,6 +234,9 @@ def parameter_facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) 
         shape: Shape of the whole parameter.
         dtype: Dtype of the parameter in the checkpoint.
         trained: Whether the optimizer updates the parameter.
+
+    Returns:
+        Plain values that can be stored as JSON.
     """
     return {"shape": list(shape), "dtype": dtype_name(dtype), "trained": trained}
 

@@ -164,6 +164,10 @@ def match_names(
         path: The path in error messages.
         strict: Require the same names in the model and the files.
 
+    Returns:
+        The name in the files by the name in the model. Tensors that the files do not contain are
+        missing.
+
     Raises:
         CheckpointError: Names (if `strict`) or shapes differ.
     """
