@@ -78,6 +78,9 @@ def all_gather_text(text: str, size: int, group: dist.ProcessGroup | None) -> li
         size: Number of ranks in the group.
         group: The torch.distributed group; None for the default group.
 
+    Returns:
+        One text per rank, in rank order.
+
     Note:
         Collective: every rank of `group` must call it.
     """
@@ -91,6 +94,9 @@ def all_gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup | None)
         payload: Bytes of this rank; the length may differ between ranks.
         size: Number of ranks in the group.
         group: The torch.distributed group; None for the default group.
+
+    Returns:
+        One byte string per rank, in rank order.
 
     Note:
         Collective: every rank of `group` must call it.
@@ -114,6 +120,9 @@ def padded(payload: bytes, length: int) -> Tensor:
     Args:
         payload: Bytes to copy.
         length: Minimum number of elements of the tensor.
+
+    Returns:
+        A 1-D uint8 tensor on the CPU.
     """
     row = torch.zeros(max(1, length), dtype=torch.uint8)
     if payload:  # `frombuffer` refuses an empty buffer

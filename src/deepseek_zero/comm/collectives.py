@@ -206,6 +206,9 @@ class Comm:
             axis: The mesh axis of the groups, part of the names of their lanes.
             is_new: Create separate lanes even if the group equals this one.
 
+        Returns:
+            A communicator whose ranks are numbered from 0 in the order of the group.
+
         Note:
             Collective: every rank of the world must call it.
         """
@@ -277,6 +280,9 @@ class Comm:
         Args:
             numel: Number of elements.
             dtype: Dtype of the elements.
+
+        Returns:
+            A 1-D tensor on the communicator's device.
         """
         return self.lanes.transport.empty(numel, dtype)
 
@@ -301,7 +307,7 @@ class Comm:
         self.waits.advance()
 
     def hear(self) -> None:
-        """Receive messages that other ranks of this group have sent, without waiting."""
+        """Receive the messages that other ranks of this group have sent, without waiting."""
         if self.lanes.transport.expects:
             self.lanes.transport.progress()
 
@@ -464,6 +470,9 @@ class Comm:
             text: Text of this rank; the length may differ between ranks.
             what: The name of the collective, the same on all ranks.
 
+        Returns:
+            One text per rank, in rank order.
+
         Note:
             Collective: every rank of the group must call it.
         """
@@ -559,6 +568,9 @@ def would_read_in_place(comm: Comm, ranks: Sequence[int]) -> bool:
     Args:
         comm: A communicator of the engine.
         ranks: World ranks, including this one.
+
+    Returns:
+        True if all of these ranks can map each other's memory.
     """
     world = comm.whole.lanes.world
     if world is None or comm.device.type != "cpu":

@@ -182,6 +182,9 @@ class WorldContext:
         Args:
             ranks: World ranks, including this one.
             inter_node_only: Send only to ranks that have no shared memory with this one.
+
+        Returns:
+            The transport. Creating it opens no new connections.
         """
         near = self._near if inter_node_only else ()
         peers = [
@@ -266,6 +269,9 @@ class WorldContext:
         Args:
             name: "fastest", "gloo" or "tcp".
             ranks: World ranks, including this one.
+
+        Returns:
+            The transport, which uses the world's connections.
         """
         found = {"gloo": self.gloo_over, "tcp": self.tcp_over, "fastest": self.fastest_over}
         return found[name](ranks)
@@ -290,6 +296,9 @@ class WorldContext:
         Args:
             name: The full name ("engine 0/gather").
             number: The number of the lane, used if it is created.
+
+        Returns:
+            The lane, which is the same object at each call with this name.
         """
         return self._lanes.setdefault(name, Lane(name, number))
 
@@ -313,6 +322,9 @@ class WorldContext:
             lane: The full name of the lane.
             sequence: The number of the collective in its lane.
             ranks: The world ranks of the collective.
+
+        Returns:
+            The position, which other ranks read from the flight recorder.
         """
         return Position(
             lane,

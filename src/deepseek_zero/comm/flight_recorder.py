@@ -42,7 +42,7 @@ CONFIRMED = 3
 
 
 def raised_in(engine: str) -> str:
-    """Return the topic of an error that concerns only ranks waiting in that engine.
+    """Return the topic under which ranks post the errors of one engine.
 
     The rank may still catch the error and continue.
     """
@@ -72,7 +72,7 @@ class Position:
 
     @property
     def engine(self) -> str:
-        """Return the name of the engine of the lane."""
+        """Return the name of the engine to which the lane of this position belongs."""
         return self.lane.partition("/")[0]
 
     def name(self, lane: str | None = None, sequence: int | None = None) -> str:
@@ -81,6 +81,9 @@ class Position:
         Args:
             lane: Its lane; None for the lane that the rank waits in.
             sequence: Its number; None for the collective that the rank waits for.
+
+        Returns:
+            The name that the collective's caller gave it, or "".
         """
         number = self.sequence if sequence is None else sequence
         return self.log.get(lane or self.lane, {}).get(str(number), "")
@@ -154,6 +157,9 @@ class FlightRecorder:
         Args:
             topic: "raised", "raised in engine 0", "ended" or "waiting".
             rank: World rank that wrote the line.
+
+        Returns:
+            The text that the rank posted last, or "".
         """
         if self._is_gone:
             return ""
@@ -171,6 +177,9 @@ class FlightRecorder:
         Args:
             rank: World rank to name.
             engine: The name of the engine.
+
+        Returns:
+            Text such as "rank 3 (tp 1)": the rank and its coordinates in the mesh of the engine.
         """
         mesh = self.meshes.get(engine)
         place = mesh.place_of(rank) if mesh is not None and mesh.world_size == self.size else ""
@@ -255,6 +264,9 @@ class FlightRecorder:
         Args:
             waits: What this rank did meanwhile, as a clause.
             engine: The name of the engine in which this rank waits.
+
+        Returns:
+            The error, which the caller raises, or None if no rank has failed.
         """
         if lost := self.find_lost_host(reads_store=True):
             return lost
@@ -293,7 +305,7 @@ class FlightRecorder:
         return follows
 
     def find_desync(self, mine: Position, engine: str) -> PeerError | None:
-        """Return an error if this rank waits in vain, or None.
+        """Return an error if ranks wait for each other in different collectives, or None.
 
         The call posts `mine` for the other ranks. A suspicion is reported only after `CONFIRMED`
         consecutive calls.
@@ -301,6 +313,9 @@ class FlightRecorder:
         Args:
             mine: The position of this rank.
             engine: The name of the engine in which this rank waits.
+
+        Returns:
+            The error, which the caller raises, or None if the ranks may still proceed.
         """
         self.post("waiting", json.dumps(asdict(mine)))
         waits = f"rank {self.rank} waits for it in '{mine.name()}'"
@@ -378,6 +393,9 @@ def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
     Args:
         positions: Positions by rank, including that of `me`.
         me: The rank to start from.
+
+    Returns:
+        The ranks in ascending order; empty if the ranks may still proceed.
     """
     chain = [me]
     while True:

@@ -33,11 +33,14 @@ class CollectiveId(NamedTuple):
 
 
 def lane_number(engine: int, lane: str) -> int:
-    """Return the number of a lane.
+    """Return the number that identifies a lane of an engine in the tags of messages.
 
     Args:
         engine: 0 for the world; engines are numbered in the order in which all ranks create them.
         lane: "gather", "reduce" or "rows".
+
+    Returns:
+        An integer of 24 bits.
     """
     return engine * _LANE_STEP + LANES.index(lane)
 

@@ -86,13 +86,13 @@ def all_of(pendings: Sequence[Pending]) -> Pending:
 
 
 class Precondition(Protocol):
-    """Something that must end before a collective is issued.
+    """Work, such as a transfer, that must end before a collective is issued.
 
     It is a transfer between memories or another collective.
     """
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the work has ended."""
         ...
 
     def is_done(self) -> bool:

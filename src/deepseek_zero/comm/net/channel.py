@@ -74,7 +74,7 @@ class Role(IntEnum):
 
 
 class Refused(ConnectionError):
-    """The other end is another program, another version, or holds another secret."""
+    """Raised if the other end is another program, another version, or has another secret."""
 
 
 def read_secret() -> bytes | None:
@@ -141,7 +141,7 @@ def warn_without_secret(address: Address, whose: str) -> None:
 
 
 def fingerprint(secret: bytes) -> str:
-    """Return text with which ranks compare their secrets without revealing them."""
+    """Return a digest of a secret, which ranks compare without revealing the secret."""
     return hmac.new(secret, b"fingerprint", hashlib.sha256).hexdigest()[:16]
 
 
@@ -277,6 +277,9 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
         connection: The connection to read.
         count: A small number that the other end cannot choose.
 
+    Returns:
+        Exactly `count` bytes.
+
     Raises:
         ConnectionError: The connection ended before.
     """
@@ -299,6 +302,9 @@ def dial(address: Address, seconds: float) -> socket.socket:
     Args:
         address: The address to connect to.
         seconds: Timeout of the attempt, and of later operations on the connection.
+
+    Returns:
+        The connected socket, which the caller must close.
 
     Raises:
         OSError: The attempt failed or timed out.
@@ -397,6 +403,9 @@ def listening_variables(interface: str | None, ports: str | None) -> dict[str, s
     Args:
         interface: Name of a network interface, or an address of this host; None sets nothing.
         ports: A range such as 29600-29700, or a single port; None sets nothing.
+
+    Returns:
+        The values by name, for the environment of the ranks.
 
     Raises:
         UsageError: This host does not have the interface, or the ports are invalid.

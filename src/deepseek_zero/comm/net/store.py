@@ -125,11 +125,11 @@ class RendezvousStore(Store):
         return self._request(Operation.DELETE, key).text is not None
 
     def list_keys(self) -> list[str]:
-        """Return all keys."""
+        """Return all keys that have a value in the store."""
         return [str(key) for key in json.loads(self._request(Operation.KEYS, "").text or "[]")]
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
+        """Return the number of keys that have a value in the store."""
         return len(self.list_keys())
 
     # Names that torch calls from C++

@@ -23,7 +23,7 @@ POLL_SECONDS = 1.0
 
 
 class ConnectionLost(Exception):
-    """A transport cannot continue because another rank is gone.
+    """Raised if a transport cannot continue because the process of another rank has ended.
 
     Any other error of a transport keeps its own type.
 
@@ -110,6 +110,9 @@ class Transport:
         Args:
             numel: Number of elements.
             dtype: Dtype of the elements.
+
+        Returns:
+            A 1-D tensor.
         """
         if self.device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
             # Buffers of a pool return to the system after each step and are allocated again
@@ -156,6 +159,9 @@ class Transport:
             numel: Number of elements of all slices together.
             dtype: Dtype of the elements.
             cid: The identity of the collective.
+
+        Returns:
+            A function without arguments. Its result contains the slices of all ranks.
 
         Note:
             Collective: every rank of the group must call it.
@@ -279,6 +285,9 @@ def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tenso
         inbox: One tensor per rank; only this rank's may be None.
         own: The piece that this rank would send to itself.
         rank: Index of this rank in the group.
+
+    Returns:
+        One tensor per rank, in rank order.
     """
     received = []
     for peer, box in enumerate(inbox):
@@ -305,6 +314,9 @@ def once(wait: Wait, finish: Callable[[], object]) -> Wait:
     Args:
         wait: Waits for the data.
         finish: Called after the wait.
+
+    Returns:
+        A function without arguments.
     """
 
     def both() -> None:
@@ -315,7 +327,7 @@ def once(wait: Wait, finish: Callable[[], object]) -> Wait:
 
 
 def leave_in_place(received: object) -> None:
-    """Do nothing with received pieces."""
+    """Do nothing with received pieces: the default of `use`, which leaves them in the inbox."""
 
 
 def no_wait() -> None:

@@ -79,6 +79,9 @@ class NcclGroups:
             free: The pairs that are free on every rank.
             idle: The pairs that are idle on every rank.
 
+        Returns:
+            One process group per lane name.
+
         Note:
             Collective: every rank of the world must call it.
         """

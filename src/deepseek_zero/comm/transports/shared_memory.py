@@ -158,6 +158,9 @@ class HostPages:
         Args:
             numel: Number of elements.
             dtype: Dtype of the elements.
+
+        Returns:
+            A 1-D tensor in memory that the other ranks map.
         """
         with self._lock:
             self._unmap_forgotten()
@@ -204,6 +207,9 @@ class HostPages:
             nbytes: Size in bytes.
             ranks: World ranks of this host, including this one.
             cid: The identity of the collective.
+
+        Returns:
+            A function without arguments that returns the mapped pages.
 
         Note:
             Collective: each of these ranks must call it.
