@@ -217,6 +217,9 @@ class LayerwiseForward:
         Args:
             args: Positional arguments of the forward.
             kwargs: Keyword arguments of the forward.
+
+        Returns:
+            The output of the original forward.
         """
         module = self._module()
         assert module is not None  # The module is the caller

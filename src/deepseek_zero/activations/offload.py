@@ -153,6 +153,9 @@ class ActivationOffload:
         Args:
             number: The number of the offloaded inputs, which an `OffloadHandle` has.
             wanted: Indices of the tensors to restore; None for all.
+
+        Returns:
+            The tensors, in the order in which they were offloaded.
         """
         self.sweep()
         self._copies.synchronize()
@@ -364,7 +367,7 @@ class OffloadedInputs:
 
     @property
     def storage(self) -> Storage:
-        """Return the storage that contains the block."""
+        """Return the storage of the arena in which the inputs are stored."""
         return self.arena.storage
 
     @property
@@ -466,6 +469,9 @@ def rounded(nbytes: int, unit: int) -> int:
     Args:
         nbytes: The number of bytes to round.
         unit: The size in bytes of which the result is a multiple.
+
+    Returns:
+        The smallest multiple of `unit` that is at least `nbytes`.
     """
     return -(-nbytes // unit) * unit
 
@@ -527,7 +533,7 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        """Return the metadata of a tensor."""
+        """Return the dtype, shape, strides and device of a tensor."""
         return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.device)
 
     @property
@@ -635,6 +641,9 @@ def insert_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
     Args:
         value: A value returned by `extract_tensors`.
         tensors: The tensors to insert, in the order in which they were extracted.
+
+    Returns:
+        The nested containers that `extract_tensors` was called with, with tensors as leaves.
     """
     return replaced(
         value, lambda leaf: tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf

@@ -137,7 +137,7 @@ class PartitionedInputs:
         return page
 
     def give_back(self, page: Tensor) -> None:
-        """Return a buffer of `take` to the pool."""
+        """Return a buffer that `take` returned to the pool, so that it can be reused."""
         self._pages.append(page)
 
 

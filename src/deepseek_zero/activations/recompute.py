@@ -289,7 +289,7 @@ def preserve(states: Preserved) -> None:
 
 
 def current() -> Recompute | None:
-    """Return what `configure` has set in this process, or None if it was not called."""
+    """Return the object that the last `configure` of this process created, or None."""
     return _Process.recompute
 
 

@@ -572,6 +572,9 @@ class TiledLoss:
             module: The model whose forward ends.
             args: Positional arguments of the forward.
             output: The output of the forward, in which the loss is in place of the logits.
+
+        Returns:
+            The output, without logits if the loss was computed in tiles.
         """
         found = self._found
         self.wanted = None
