@@ -53,7 +53,7 @@ class Capabilities:
         return [self._line(each) for each in self.ranks_of if each.lacks]
 
     def explain(self) -> list[str]:
-        """Return one line for each choice."""
+        """Return one line of text for each task, with the method that ranks use for it."""
         return [self._line(each) for each in self.ranks_of]
 
     def _line(self, each: Capability) -> str:

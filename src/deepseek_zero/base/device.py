@@ -165,6 +165,9 @@ def has_gradient_hooks(tensor: torch.Tensor, *, besides: tuple[type, ...] = ()) 
     Args:
         tensor: Tensor to inspect.
         besides: Classes of hooks that do not count.
+
+    Returns:
+        True if a backward would call at least one hook of another class.
     """
     return any(not isinstance(hook, besides) for hook in (tensor._backward_hooks or {}).values())
 
@@ -188,9 +191,9 @@ def in_torch_func() -> bool:
 
 
 def outside_torch_func() -> AbstractContextManager[Any]:
-    """Open a block that is invisible to torch.func transforms.
+    """Return a context whose operators torch.func transforms do not differentiate.
 
-    Results of operators in it are plain tensors.
+    Results of operators in the context are plain tensors.
     """
     return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
 
@@ -203,7 +206,7 @@ def storage_users(tensor: torch.Tensor) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how many in-place operations autograd has counted on this storage."""
+    """Return a tensor's version: how many in-place operations autograd has counted."""
     return tensor._version
 
 
@@ -223,9 +226,9 @@ def keep_parameters_in(module: Any, params: dict[str, Any]) -> None:
 
 
 def fake_tensors() -> Any:
-    """Open a block in which operators compute only shapes and dtypes.
+    """Return a context in which operators compute only shapes and dtypes (fake tensors).
 
-    Its `from_tensor` returns the fake of a tensor.
+    Its method `from_tensor` returns the fake tensor for a real one.
     """
     return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -294,6 +297,9 @@ def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         operator: An operator of torch.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
+
+    Returns:
+        The tensors among the arguments that the operator changes.
     """
     schema = getattr(operator, "_schema", None)  # higher-order operators have none
     if schema is None or not schema.is_mutable:
@@ -339,6 +345,9 @@ def dispatch_mode(call: Dispatched, begin: Callable[[], None] = lambda: None) ->
     Args:
         call: Called with (operator, args, kwargs); its result is the result of the operator.
         begin: Called whenever the context is entered.
+
+    Returns:
+        A context manager. It affects the operators that run inside its block.
     """
     return _Dispatch(call, begin)
 
@@ -357,6 +366,9 @@ def is_persistent_buffer(module: nn.Module, name: str) -> bool:
     Args:
         module: Module that has the buffer.
         name: Name of the buffer in the module.
+
+    Returns:
+        False for parameters and for buffers that were registered with `persistent=False`.
     """
     return name not in module._non_persistent_buffers_set
 
@@ -459,7 +471,7 @@ class PerDevice:
     accelerator: int
 
     def on(self, device: torch.device) -> int:
-        """Return the size for a device."""
+        """Return the size to use on a device: that for a CPU or that for an accelerator."""
         return self.cpu if device.type == "cpu" else self.accelerator
 
 

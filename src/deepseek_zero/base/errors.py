@@ -37,9 +37,9 @@ class DeepSeekZeroError(RuntimeError):
 
 
 def brief(error: BaseException) -> str:
-    """Return another package's error on one line of at most about 200 characters.
+    """Return the text of another package's error on one line of at most about 200 characters.
 
-    Some such errors quote whole files.
+    The text is shortened because some packages quote whole files in their errors.
     """
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 200 else f"{text[:200]}..."
@@ -109,6 +109,9 @@ def host_and_ranks(name: str, ranks: Sequence[int]) -> str:
     Args:
         name: The name of the host.
         ranks: Ranks that run on the host.
+
+    Returns:
+        The name of the host, with its ranks in parentheses.
     """
     return f"{name} ({listed_ranks(ranks)})"
 
@@ -182,6 +185,9 @@ def shown(value: Any, limit: int = LONGEST_SHOWN) -> str:
     Args:
         value: Any object.
         limit: The largest number of characters.
+
+    Returns:
+        Text of at most `limit` characters.
     """
     try:
         text = "".join(_pieces(value, limit, _DEEPEST_SHOWN))

@@ -25,6 +25,9 @@ def refuse(call: str, name: str, value: Any, wanted: str, fix: str) -> UsageErro
         value: Value that the caller passed.
         wanted: A noun phrase for what is expected, such as "a directory".
         fix: What the user can do.
+
+    Returns:
+        The error, which the caller raises.
     """
     return UsageError(f"{call}({name}={shown(value)}) cannot be used.", f"{name} is {wanted}.", fix)
 
@@ -36,6 +39,9 @@ def path_of(call: str, name: str, value: Any) -> Path:
         call: The name of the called function.
         name: The name of the argument.
         value: The value, a string or a path.
+
+    Returns:
+        The path, which need not exist.
 
     Raises:
         UsageError: The value is neither.
@@ -80,6 +86,9 @@ def did_you_mean(name: str, choices: Collection[str]) -> str:
     Args:
         name: Name that was not found.
         choices: Names to compare it with.
+
+    Returns:
+        Text to append to a message; "" if no choice is similar.
     """
     by_case = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(name.lower(), list(by_case), n=1, cutoff=0.6)
@@ -135,6 +144,9 @@ def whole_number(call: str, name: str, value: Any, least: int, most: int | None 
         value: Value that the caller passed.
         least: The smallest allowed value.
         most: The largest allowed value, if there is one.
+
+    Returns:
+        The value as an int.
 
     Raises:
         UsageError: The value is not an integer within the limits.

@@ -73,6 +73,9 @@ def checked_dead_after(seconds: float, name: str) -> float:
         seconds: The limit in seconds.
         name: The variable or option that contained it, for the message.
 
+    Returns:
+        The limit in seconds.
+
     Raises:
         UsageError: The limit is too short.
     """
@@ -116,6 +119,9 @@ def is_marked(attempt: str, word: str) -> bool:
     Args:
         attempt: Path in the environment variable `ATTEMPT`, the prefix of the file's path.
         word: End of the file's path: `ENDING`, or `SAVES` with the name of a signal.
+
+    Returns:
+        True after any process has called `mark` with these arguments.
     """
     return os.path.exists(attempt + word)
 

@@ -20,6 +20,9 @@ def loads_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str]
     Args:
         package: The full name of the package.
         homes: For each module of the package, the names it defines, separated by spaces.
+
+    Returns:
+        A function that imports the module of a name and returns the name's value.
     """
     found = {name: home for home, names in homes.items() for name in names.split()}
 

@@ -40,7 +40,7 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def speak() -> None:
-    """Install the handler unless the program has configured logging.
+    """Log to stderr from now on, unless the program has configured logging.
 
     A second call has no effect.
     """

@@ -126,6 +126,9 @@ def private_pages(numel: int, dtype: torch.dtype, *, locked: bool = False) -> Te
         dtype: Dtype of the elements.
         locked: Page-lock the memory for copies to and from a GPU, until it is freed.
 
+    Returns:
+        A 1-D tensor of zeros.
+
     Raises:
         OutOfMemoryError: CUDA refuses to lock the pages.
     """
@@ -463,6 +466,9 @@ class Segment:
             start: Offset of the first byte in the segment.
             numel: Number of elements.
             dtype: Dtype of the elements.
+
+        Returns:
+            A 1-D tensor that shares its memory with the segment.
         """
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         pages, skipped = self._pages(start, numel * dtype.itemsize, flags)

@@ -113,6 +113,9 @@ class Mesh:
             rank: Rank that the returned mesh describes.
             device: Device of that rank; by default that of this mesh.
 
+        Returns:
+            The mesh of the given rank, in which `dp_shard` has a definite size.
+
         Raises:
             UsageError: The axes do not fit the world.
         """
@@ -144,7 +147,7 @@ class Mesh:
 
     @cached_property
     def world_size(self) -> int:
-        """Return the number of all ranks."""
+        """Return the number of all ranks, the product of the sizes of all axes."""
         return math.prod(self.sizes)
 
     @cached_property
@@ -238,7 +241,7 @@ class Mesh:
         return tuple(map(tuple, found.values()))
 
     def inner_groups(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """Return runs of `size` consecutive ranks among those that shard one state.
+        """Divide the ranks that shard one state into groups of `size` consecutive ranks.
 
         `size` divides `shard_size`.
         """

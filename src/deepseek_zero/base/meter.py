@@ -27,7 +27,7 @@ class PhaseClock:
 
     @property
     def phase(self) -> str:
-        """Return the current phase."""
+        """Return the name of the phase that is being timed."""
         return self._phase
 
     def enter(self, phase: str) -> str:
@@ -138,7 +138,7 @@ class Meter:
         return self.total_bytes() - sent, sum(self.far_bytes.values()) - far
 
     def reset(self) -> None:
-        """Reset all counts."""
+        """Set all byte, call and time counts to zero."""
         self._uncounted = (0, 0, max(0, self.clock.steps))
         self.sent_bytes.clear()
         self.far_bytes.clear()
@@ -154,6 +154,6 @@ class Meter:
         return begins
 
     def reset_seconds(self) -> None:
-        """Reset the seconds of waits and sums."""
+        """Set the measured seconds of waits and sums to zero, and keep the byte counts."""
         self.wait_seconds.clear()
         self.sum_seconds = 0.0

@@ -97,6 +97,9 @@ def all_tensors(value: Any, *, visits_objects: bool = True) -> list[Tensor]:
     Args:
         value: A tensor, or containers of tensors.
         visits_objects: Visit the attributes of other objects too, as `map_tensors` does.
+
+    Returns:
+        The tensors, in the order in which they occur. A tensor that occurs twice is listed twice.
     """
     found: list[Tensor] = []
 
@@ -134,6 +137,9 @@ def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
     Args:
         value: A tensor, or usual containers of tensors. Other objects are returned unchanged.
         dtype: The dtype. None returns `value` unchanged.
+
+    Returns:
+        The same nested structure with the cast tensors.
     """
     if dtype is None:
         return value
@@ -150,6 +156,9 @@ def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     Args:
         value: A tensor, or usual containers of tensors. Other objects are returned unchanged.
         change: Returns the replacement of a tensor.
+
+    Returns:
+        The same nested structure with the replaced tensors.
     """
     if isinstance(value, Tensor):
         return change(value)

@@ -34,6 +34,9 @@ def listening_address(is_one: bool, met_at: str | None) -> str:
         is_one: Whether all ranks are on this host.
         met_at: Name or address of the rendezvous, or None if unknown.
 
+    Returns:
+        An IP address as text.
+
     Raises:
         UsageError: This host has no such interface, or it is ambiguous which of its addresses
             others reach.
@@ -53,6 +56,9 @@ def reached_at(met_at: str | None) -> str:
 
     Args:
         met_at: Name or address of the rendezvous, or None if unknown.
+
+    Returns:
+        An IP address as text.
 
     Raises:
         UsageError: It is ambiguous which of this host's addresses others reach.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class OtherOptimizer(NamedTuple):
-    """An optimizer that is not available.
+    """An optimizer of DeepSpeed that this library does not have, and its replacement.
 
     Attributes:
         why: The reason, a clause.

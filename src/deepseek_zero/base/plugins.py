@@ -42,7 +42,7 @@ def contribute(topic: str, module: str) -> None:
 
 
 def contributions(topic: str) -> list[ModuleType]:
-    """Return the imported modules that were added to a topic, in the order of their addition."""
+    """Import the modules that `contribute` added to a topic, and return them in that order."""
     _load_plugins()
     return [import_module(module) for module in _modules.get(topic, [])]
 
@@ -69,6 +69,9 @@ def contributed_name(package: str, name: str) -> Any:
     Args:
         package: The full name of the package.
         name: Name to look up in the package.
+
+    Returns:
+        The value, imported from the module that was contributed for the name.
 
     Raises:
         AttributeError: No name of the package is contributed, or its module does not have it.

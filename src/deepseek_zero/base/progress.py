@@ -121,14 +121,14 @@ class FirstPasses:
         self._work: LongWork | None = None
 
     def begin(self, name: str) -> None:
-        """Begin a pass; the previous one ends."""
+        """End the previous pass and begin one, which is reported if it is the first of its name."""
         self.finish()
         if name not in self._names:
             self._names.add(name)
             self._work = LongWork(f"first {name} pass", self._total, "parameters")
 
     def advance(self, numel: int) -> None:
-        """Add used parameters if this is a first pass."""
+        """Add a number of parameters to the progress of a first pass."""
         if self._work is not None:
             self._work.advance(numel)
 

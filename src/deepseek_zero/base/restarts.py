@@ -81,6 +81,9 @@ def agree_on_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str
         size: The number of ranks.
         timeout: Maximum time to wait for the other ranks.
 
+    Returns:
+        A prefix of keys in the store.
+
     Raises:
         DistStoreError: A rank did not join in time.
         PeerError: A later start of the same ranks has begun.

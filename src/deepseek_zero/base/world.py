@@ -423,6 +423,9 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
         environ: Environment variables of this process.
         world: The result of `discover`.
 
+    Returns:
+        The same world, in which `address` and `port` are set.
+
     Raises:
         UsageError: The address or port is unknown, or a guessed address is not rank 0's own. The
             message names the variable to set.
@@ -456,6 +459,9 @@ def ask_mpi(environ: Mapping[str, str], world: World) -> World:
     Args:
         environ: Environment variables of this process.
         world: The result of `discover`.
+
+    Returns:
+        The world, changed only if mpi4py returned an address.
 
     Note:
         Collective over MPI's world if mpi4py is used: every process must call it.
