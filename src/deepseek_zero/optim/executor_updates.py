@@ -19,7 +19,10 @@ from .shard_set import ShardSet
 
 
 class ExecutorUpdates:
-    """Notifies one optimizer of events in backward (`Updates` of sharding/reduce_lane.py)."""
+    """Passes events of a wrapped model to its optimizer.
+
+    The events are the end of a unit's gradient reduction in backward, and new trainable parameters.
+    """
 
     def __init__(self, shards: ShardSet, optimizer: Callable[[], object]) -> None:
         """Connect an optimizer to the executor of the wrapped model.
@@ -32,12 +35,16 @@ class ExecutorUpdates:
         self._optimizer = optimizer
 
     def after_reduce(self, unit: Unit) -> None:
-        """Notify the update policies that a unit's gradient has been reduced."""
+        """Let the update policies update a unit early, after its gradient has been reduced.
+
+        Args:
+            unit: The unit whose gradient has been reduced.
+        """
         for policy in self._shards.policies:
             policy.after_reduce(unit)
 
     def refuse_regrouping(self) -> None:
-        """Raise `UsageError` if a policy does not support parameters that are unfrozen now."""
+        """Raise `UsageError` if an update policy does not support newly unfrozen parameters."""
         for policy in self._shards.policies:
             policy.refuse_joining(
                 "a parameter that was frozen when the model was wrapped was unfrozen",

@@ -16,7 +16,10 @@ from .master_shard import MasterShard, ParamOverlap
 
 
 class InitialStates(Protocol):
-    """The optimizer states of unsharded parameters, from which the states of shards are cut."""
+    """Interface to the states that an optimizer had before its parameters were sharded.
+
+    The states of the shards are cut from them.
+    """
 
     def describe(self) -> list[str]:
         """Return one line per state, the same on ranks that have the same state."""
@@ -30,10 +33,13 @@ class InitialStates(Protocol):
         ...
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return the state names and counters that must be equal for all parameters of one shard.
+        """Return the properties of a state that must be equal for all parameters of one shard.
 
         Args:
             overlap: The part of a parameter that is in the shard.
+
+        Returns:
+            The names of the states, and counters such as the number of updates.
         """
         ...
 

@@ -12,7 +12,14 @@ from .shard_set import ShardSet
 
 
 def reset_states(shards: ShardSet) -> dict[Tensor, dict[str, Any]]:
-    """Reset the optimizer to the state before its first step, and return the previous states."""
+    """Reset the inner optimizer to the state before its first step.
+
+    Args:
+        shards: The shards that the optimizer updates.
+
+    Returns:
+        The previous state of each shard, by its parameter.
+    """
     shards.finish()
     for shard in shards.all():
         shard.group.guard.before_write()

@@ -29,7 +29,11 @@ GradSource = Callable[[ParamGroup], GradSum]  # the gradient that a group is upd
 
 
 def collected(group: ParamGroup) -> GradSum:
-    """Return the reduced gradient of a group's last backward."""
+    """Return the object with the reduced gradient of the current step.
+
+    Args:
+        group: The parameter group to which the gradient belongs.
+    """
     return group.gradient.sum
 
 
@@ -46,9 +50,10 @@ class MasterShard:
         stop: End of the range.
         param: The parameter that the inner optimizer updates.
         names: Names of the parameters that the range covers.
-        at: Offset of the shard in the scratch buffers of its tile, in elements.
-        has_kernel: The plan has a kernel for the shard (one_pass.py). It is used while there is a
-            rule for the current hyper-parameters.
+        at: Offset of the shard, in elements, in the scratch buffers of the shards that are updated
+            together (its tile).
+        has_kernel: A fused kernel can update the shard. It is used if it supports the current
+            hyper-parameters.
     """
 
     group: ParamGroup
@@ -83,7 +88,12 @@ class MasterShard:
         return self.group.comm_ctx.comm.rank
 
     def grad(self, source: GradSource) -> Tensor | None:
-        """Return the gradient in the shape of `param`, or None if there is none."""
+        """Return the gradient of the shard in the shape of `param`, or None if there is none.
+
+        Args:
+            source: Returns the reduced gradient of a parameter group: that of the current step, or
+                a delayed one.
+        """
         if self.is_absent(source):
             return None
         part = source(self.group).read(self.start, self.stop)
@@ -93,6 +103,9 @@ class MasterShard:
         """Yield the storage ranges that the update of this shard reads or writes.
 
         They belong to main weights, weights and gradients outside the training device.
+
+        Args:
+            source: Returns the reduced gradient of a parameter group.
         """
         for storage in self.master.offloaded():
             yield StorageRange(storage, self.start, self.stop)
@@ -106,7 +119,7 @@ class MasterShard:
         """Yield the ranges on the training device that the host updates or reads.
 
         Args:
-            source: Returns the gradient sum of a group.
+            source: Returns the reduced gradient of a parameter group.
             after: Event of the device after which it does not change the ranges.
         """
         if self.master.staged is not None:
@@ -130,9 +143,10 @@ class MasterShard:
                 )
 
     def is_absent(self, source: GradSource) -> bool:
-        """Return whether no parameter of the shard has a gradient, so that it is skipped.
+        """Return whether no parameter of the shard has a gradient, so the shard is not updated.
 
-        Parameters without a gradient are frozen, or their gradients were dropped.
+        Args:
+            source: Returns the reduced gradient of a parameter group.
         """
         absent = source(self.group).absent or set()
         return bool(absent) and all(cover.number in absent for cover in self.overlaps())
@@ -151,7 +165,11 @@ class MasterShard:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def load_values(self, scratch: Scratch) -> None:
-        """Load the main weight into `param` before the optimizer updates it."""
+        """Load the main weight into `param` before the optimizer updates it.
+
+        Args:
+            scratch: The buffers that receive the values if they are not updated in place.
+        """
         self.group.guard.before_write()
         values = self.master.in_place_view(self.start, self.stop)
         home = self.master.update_device
@@ -169,7 +187,8 @@ class MasterShard:
         """Store the updated values of `param` in the main weight, and free them in `param`.
 
         Args:
-            scratch: Provides the placeholder for main weights that are not updated in place.
+            scratch: Provides the tensor that `param` holds between updates if it is not updated in
+                place.
             chance: Random bits for weights that are stored with stochastic rounding.
             keep: First write the values of `param` to the main weight. False after an error.
         """
@@ -210,7 +229,11 @@ class ParamOverlap:
         return self.number in (self.shard.group.gradient.sum.absent or ())
 
     def of(self, state: Tensor) -> Tensor:
-        """Return a flat view of the covered elements in a state that has the shard's size."""
+        """Return a flat view of the covered elements of a state.
+
+        Args:
+            state: A tensor with one value for each element of the shard, for example a moment.
+        """
         return state.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
@@ -219,11 +242,13 @@ Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, s
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of an optimizer in the order of `UpdatePlan.order`.
+    """The shards of an optimizer in lists that are updated together, called tiles.
+
+    A tile is the unit of an optimizer call, of fetching and of storing (DeepSpeed's sub-group).
 
     Attributes:
-        now: Tiles that are updated in the step, before it returns.
-        later: Tiles that may be updated at other times, by unit number.
+        now: The tiles that are updated in the step, before it returns.
+        later: The tiles that may be updated early or after the step, by unit number.
     """
 
     now: list[Tile]
@@ -262,5 +287,9 @@ class Tiles:
 
 
 def tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
-    """Return the number of tiles that contain a part of each group."""
+    """Count the tiles that contain a part of each parameter group.
+
+    Args:
+        tiles: Lists of shards that are updated together.
+    """
     return Counter(group for tile in tiles for group in {shard.group for _, shard in tile})

@@ -25,13 +25,14 @@ from .tile_memory import Scratch, StorageRange
 
 @dataclass(eq=False)
 class Moment:
-    """One kind of moment of one group.
+    """One kind of moment (such as "exp_avg") of one parameter group.
 
     Attributes:
         storage: Holds the elements between updates.
         dtype: Data type in which the optimizer works.
         kept: Storage format; None if the elements are stored in `dtype`.
-        powers: Scales of 8-bit blocks, by id of the shard. They stay on the device of the update.
+        powers: Scales of the blocks of 8-bit moments, by id of the shard. They stay on the device
+            of the update.
         is_fresh: Elements that no shard uses yet are still zero.
     """
 
@@ -87,7 +88,7 @@ class Moments:
             yield StorageRange(moment.storage, shard.start, shard.stop)
 
     def storages(self, shard: MasterShard) -> Iterator[tuple[StorageRange, Tensor | None]]:
-        """Yield the storage range of each moment of a shard, and its scales if it has any."""
+        """Yield the storage range of each moment of a shard, with its scales or None."""
         state = self._inner.state.get(shard.param, {})
         for name, moment in self._moments_of(shard).items():
             if name in state:
@@ -117,7 +118,8 @@ class Moments:
 
         Args:
             shard: The shard to which the moments belong.
-            working: Decode into the buffers that all tiles share, for the update of one tile.
+            working: Decode into buffers that later updates overwrite. If false, decoded values are
+                in new memory.
         """
         shard.group.guard.before_write()
         if shard.param not in self._inner.state:
@@ -220,7 +222,7 @@ class Moments:
         return tuple(found)
 
     def forget(self) -> None:
-        """Mark all storages as unused, so that states created from now on start with zeros."""
+        """Discard all moments, so that states created from now on start with zeros."""
         for moment in self._all():
             moment.is_fresh = False
 
@@ -278,7 +280,7 @@ class Moments:
         ]
 
     def offload(self, shard: MasterShard, chance: StochasticRounding) -> None:
-        """Store moments that were loaded from a checkpoint, and move them to their tier.
+        """Store moments that a checkpoint has loaded, and move them to their offload memory.
 
         Args:
             shard: The shard to which the moments belong.

@@ -26,15 +26,16 @@ LATER = "If the next step is like it, the unit where it begins is named."
 
 
 class NonFiniteReport:
-    """Logs steps whose gradient was not finite, and finds the unit that caused it."""
+    """Logs steps with a non-finite gradient, and finds the unit in which the first one occurred."""
 
     def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
-        """Create a report without any step.
+        """Start without a recorded step.
 
         Args:
             runtime: The runtime of the wrapped model.
-            scaler: The loss scaler, if losses are scaled. A dynamic scale makes such steps usual.
-            watches: Look for the unit even if such steps are usual.
+            scaler: The loss scaler, or None. A dynamic loss scale overflows regularly, so these
+                steps are then not examined.
+            watches: Look for the unit even if the loss scale is dynamic.
         """
         self.runtime = runtime
         # A dynamic loss scale overflows on purpose; the scaler logs these steps
@@ -45,7 +46,7 @@ class NonFiniteReport:
     def after_step(
         self, squares: Sequence[float], *, is_finite: bool, skipped: bool, step: int
     ) -> Unit | None:
-        """Return the unit in which non-finite numbers first appear, or None if unknown.
+        """Log a non-finite step, and find the unit in which the first non-finite value occurred.
 
         Call it after every step that was not finite, and after the first finite step that follows.
 
@@ -54,6 +55,9 @@ class NonFiniteReport:
             is_finite: The gradient norm of the step was finite.
             skipped: The step changed no state.
             step: The number of the step, for the log.
+
+        Returns:
+            The unit; None if it is unknown.
 
         Note:
             Collective from the second non-finite step in a row.
@@ -183,11 +187,14 @@ class NonFiniteDetector:
     def origin_in_forward(self, order: Sequence[int]) -> int | None:
         """Return the first unit that computed non-finite outputs from finite inputs.
 
-        Return the root if a unit received non-finite inputs although all earlier outputs were
-        finite.
+        If a unit received non-finite inputs although all earlier outputs were finite, the root is
+        returned: the values were computed outside of all other units.
 
         Args:
             order: The numbers of the units in forward order; the root comes first.
+
+        Returns:
+            The number of the unit; None if all recorded values were finite.
         """
         root, *blocks = order
         for unit in blocks:
@@ -203,6 +210,9 @@ class NonFiniteDetector:
         Args:
             order: The numbers of the units in backward order; the root comes first.
             sick_gradients: The units whose parameter gradients are not finite.
+
+        Returns:
+            The number of the unit; None if there is none.
         """
         root, *blocks = order
         for unit in blocks:

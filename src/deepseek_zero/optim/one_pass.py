@@ -41,7 +41,7 @@ _COLUMNS = 5  # number of arrays that a kernel uses
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a shard that belongs to one parameter.
+    """The part of a shard that belongs to one parameter.
 
     Attributes:
         name: Name of the parameter.
@@ -135,8 +135,8 @@ class OnePass:
     """Updates the shards of one optimizer with kernels that read and write memory once.
 
     Attributes:
-        refused: The rule whose kernel cannot be compiled here or differs from its definition. It is
-            empty if there is none.
+        refused: The name of the update formula whose kernel cannot be compiled here, or does not
+            give the same bits as PyTorch; empty if there is none.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -155,7 +155,11 @@ class OnePass:
         return threads_for(ranks_of_this_host())
 
     def rule(self, hypers: Mapping[str, Any]) -> Rule | None:
-        """Return the update rule for these hyper-parameters, or None if no kernel implements it."""
+        """Return the update formula for hyper-parameters; None if no kernel computes it.
+
+        Args:
+            hypers: The hyper-parameters of a parameter group.
+        """
         return rule_of(type(self._inner).__name__, hypers) if self._is_known else None
 
     def group(self, hypers: Mapping[str, Any]) -> GroupUpdate | None:
@@ -177,7 +181,7 @@ class OnePass:
         return None if held else group.first
 
     def is_exact(self, variant: Variant, layout: Layout, device: torch.device) -> bool:
-        """Return whether a kernel gives the same bits as its definition on a device.
+        """Return whether a kernel gives the same bits as PyTorch on a device.
 
         This compiles the kernel.
 
@@ -318,7 +322,7 @@ class OnePass:
             counter.version = version_of(counter.tensor)
 
     def settle(self, param: Tensor, group: GroupUpdate | None) -> None:
-        """Replace every NaN in a shard and its states by the canonical NaN, on a CPU.
+        """Replace every NaN in a shard and its states by one bit pattern, on a CPU.
 
         Args:
             param: The shard, as the optimizer knows it.
@@ -362,13 +366,14 @@ class GroupUpdate:
 
 @dataclass
 class Counter:
-    """A counter of updates, its version when it had the value, and the value.
+    """A cached copy of the optimizer's update counter, with the tensor version at the time.
 
     The counter of an optimizer that updates on a GPU may be on the host (PyTorch's Adagrad).
 
     Attributes:
         tensor: The optimizer's counter, a scalar tensor.
-        version: The version of `tensor` when it had the value.
+        version: The autograd version of `tensor` when `value` was read. Another version means that
+            other code has changed the counter.
         value: The number of updates.
     """
 

@@ -31,7 +31,10 @@ from .updater import Updater
 
 
 class ShardSet:
-    """The shards of one optimizer, cut from its groups and combined into tiles.
+    """The parts of this rank's main weights that one optimizer updates.
+
+    Each part (shard) is a parameter for the inner optimizer. Shards that are updated in one call
+    form a tile.
 
     Attributes:
         runtime: The runtime of the wrapped model, with its parameter groups.
@@ -43,7 +46,7 @@ class ShardSet:
         params_by_group: The parameters of each parameter group.
         names_by_group: The names of the updated parameters of each group, the same on every rank.
         shards_by_group: The shards of this rank for each parameter group.
-        tiles: The tiles of the shards.
+        tiles: The lists of shards that are updated together.
         inner: The optimizer that computes updates.
         moments: The states of that optimizer.
         updater: Runs the inner optimizer over the tiles.
@@ -207,7 +210,7 @@ class ShardSet:
         return shards
 
     def take(self, number: int, params: Sequence[nn.Parameter]) -> None:
-        """Add parameters to one of the user's parameter groups.
+        """Add parameters to one of the optimizer's parameter groups, and cut them into shards.
 
         Args:
             number: The index of the parameter group.
@@ -295,7 +298,8 @@ class ShardSet:
         their bits.
 
         Args:
-            apart: Returns the property of a parameter's part in a shard.
+            apart: Returns the property for a parameter's part of a shard. A shard is cut where it
+                changes.
         """
         cuts = {shard: spans for shard in self.all() if len(spans := cuts_of(shard, apart)) > 1}
         if not cuts:

@@ -195,7 +195,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def tiles(self) -> Tiles:
-        """The tiles, which are the lists of shards that are updated together."""
+        """The lists of shards that are updated together."""
         return self.shard_set.tiles
 
     @property
@@ -229,8 +229,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         (`Engine.step_now`).
 
         Args:
-            closure: Must be None, since an update of one slice cannot run a forward.
-            message: Returns fields to send with the norm, as in `update`.
+            closure: Must be None, because a closure would run a forward during the update.
+            message: Returns values to send to all ranks together with the gradient norm, as in
+                `update`.
             number: The number of this step in log messages, as in `update`.
 
         Note:
@@ -257,9 +258,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         false.
 
         Args:
-            message: Returns fields to send with the norm, the same on every rank. All ranks find
-                them in `last.verdict.fields`. It is called once, after gradients are reduced and
-                before any state has changed.
+            message: Returns values to send to all ranks together with the gradient norm; every rank
+                must use the same field names. The received values are in `last.verdict.fields`. It
+                is called once, after gradients are reduced and before any state has changed.
             number: The number of this step in log messages and errors. By default the optimizer
                 counts its own steps.
 

@@ -26,7 +26,7 @@ class StepMessage:
         return tuple(self._values)
 
     def add(self, name: str, values: Iterable[float]) -> None:
-        """Add a field.
+        """Add a named list of numbers to the message.
 
         Args:
             name: The name of the field.
@@ -54,6 +54,9 @@ class StepMessage:
 
         Args:
             rows: The result of `pack` on each rank, in rank order.
+
+        Returns:
+            For each field, one tuple of values per rank.
         """
         found: dict[str, list[tuple[float, ...]]] = {}
         start = 0

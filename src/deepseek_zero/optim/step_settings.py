@@ -33,11 +33,12 @@ class StepSettings:
             may be cut.
         check_finite: Skip a step whose gradient is not finite, even without loss scaling.
         keep_grads: Keep the gradients after the step.
-        flow: How many tiles are fetched ahead and stored behind the update.
+        flow: How many tiles (lists of shards that are updated together) are fetched before their
+            update, or are still being stored after it.
         can_defer: A policy may run updates of offloaded weights after the step.
         by_unit: Tiles end at unit boundaries, because a policy updates some units in backward.
         on_accelerator: The training device is not a CPU.
-        undo_bytes: The size in bytes of the log that undoes such updates.
+        undo_bytes: The size in bytes of the log that undoes updates made in backward.
         kernels: The implementation of updates that have a kernel: "auto", "numba" or "torch".
     """
 

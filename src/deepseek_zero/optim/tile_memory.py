@@ -90,7 +90,7 @@ class Scratch:
             self._count(key[1], -self.kept.pop(key).nbytes, "")
 
     def placeholder(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
-        """Return a tensor of this shape without values: one NaN, expanded.
+        """Return a tensor that stands for values stored elsewhere: one NaN, expanded to a shape.
 
         Args:
             shape: Shape of the tensor.
@@ -125,7 +125,7 @@ class StorageRange:
         low: The first element of the range.
         high: The end of the range.
         changes: The update writes the elements.
-        after: Event of the training device after which it does not change the elements.
+        after: Event of the training device that must have happened before the elements are read.
     """
 
     storage: Storage | StagedTile
@@ -167,8 +167,8 @@ class PrefetchSettings:
     """Limits of a `TilePrefetcher`.
 
     Attributes:
-        ahead: Tiles that are fetched before their turn.
-        behind: Tiles that may still be stored when the next tile is updated.
+        ahead: The number of tiles that are fetched while earlier ones are updated.
+        behind: The number of tiles that may still be in storing while the next one is updated.
     """
 
     ahead: int = 2
@@ -176,7 +176,9 @@ class PrefetchSettings:
 
 
 class TilePrefetcher(Generic[T]):
-    """Fetches tiles in order before their updates, and stores them afterwards.
+    """Fetches offloaded states before they are updated, and stores them afterwards.
+
+    It works on tiles, which are lists of shards that are updated together.
 
     `next` returns a tile to update, and `release` stores it. The last stores may still be in
     progress when `next` returns None.

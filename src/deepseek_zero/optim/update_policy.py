@@ -39,18 +39,19 @@ class Stepping(Protocol):
 
 
 class UpdatePolicy:
-    """Decides when units are updated. By default each step updates all units from its gradients.
+    """Base class of features that change when units are updated, or from which gradients.
+
+    By default, each step updates all units from its own gradients.
 
     Extensions derive from this class. An optimizer has a sequence of policies, the same on every
     rank, and calls each hook of all of them in order. A hook must not communicate unless its
     docstring says that it is collective.
 
     Attributes:
-        keeps_decisions: Decisions are used after their step, so each needs a copy of the
-            hyper-parameters.
+        keeps_decisions: The hyper-parameters of a step are used after it, so they are copied.
         watches_overflows: Search for the unit with non-finite numbers even if a dynamic loss scale
             makes overflows usual.
-        undoes: Some updates run before their step and may have to be undone from a log.
+        undoes: Some updates run during backward and may have to be undone from a log.
         checkpoint_key: The key under which a checkpoint stores `state_dict`; empty if there is
             none.
         needs_moments: `state_dict` is restored only together with the optimizer's states.
@@ -77,7 +78,11 @@ class UpdatePolicy:
         return []
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """Replace the tiles by new ones after the shards were cut again."""
+        """React to a new division of the main weights into shards.
+
+        Args:
+            tiles: The new lists of shards that are updated together.
+        """
 
     def refuse_joining(self, what: str, fix: str) -> None:
         """Raise `UsageError` if no parameter can join the optimizer now.
@@ -90,7 +95,11 @@ class UpdatePolicy:
     # -- one step, in this order
 
     def after_reduce(self, unit: Unit) -> None:
-        """React to the end of a unit's gradient reduction, during backward."""
+        """React to the end of a unit's gradient reduction, during backward.
+
+        Args:
+            unit: The unit whose gradient has been reduced.
+        """
 
     def before_step(self) -> None:
         """Complete the updates that must have ended before the next step begins."""
@@ -106,52 +115,60 @@ class UpdatePolicy:
         """
 
     def due(self, made: Decision | None) -> Decision | None:
-        """Return the decision that is carried out in this step.
+        """Return with which factor and hyper-parameters this step updates the weights.
 
         Args:
-            made: The decision (clipping, loss scale, hyper-parameters) of this step's own
-                gradients; None if they are not used.
+            made: The factor (clipping, unscaling) and the hyper-parameters for this step's own
+                gradients; None if these are discarded, for example after an overflow.
+
+        Returns:
+            `made`, or the stored values of an earlier step if updates are delayed. None updates
+            nothing.
         """
         return made
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
-        """Return the units that were updated early, so this step must not update them.
+        """Confirm or undo the updates that ran during backward.
 
         Args:
-            due: The decision that is carried out in this step; None if there is none. Early updates
-                that do not agree with it are undone.
+            due: The factor and hyper-parameters with which this step updates the weights; None if
+                it updates nothing. Early updates that used other values are undone.
 
         Returns:
-            The numbers of the units.
+            The numbers of the units whose early updates are valid. The step must not update them
+            again.
         """
         return frozenset()
 
     def keep(self, made: Decision | None) -> None:
-        """Store this step's decision for a later step, if `due` returned an earlier one.
+        """Store this step's factor and hyper-parameters for a later step, if updates are delayed.
 
         A policy that delays updates also stores the gradients of the step.
 
         Args:
-            made: The decision of this step's own gradients; None if they are not used, for example
-                after an overflow.
+            made: The factor and hyper-parameters for this step's own gradients; None if these are
+                discarded, for example after an overflow.
         """
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Store the tiles that may be updated after the step, to update them later.
+        """Store shards that need not be updated in the step, to update them later.
 
         Args:
-            tiles: The tiles of units that `conclude` did not return.
-            due: The decision with which they have to be updated.
+            tiles: Lists of shards that are updated together, of units that `conclude` did not
+                return.
+            due: The factor and hyper-parameters with which they have to be updated.
         """
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
-        """Return whether the policy has removed the cause of an overflow.
-
-        The loss scale then need not shrink after the skipped step.
+        """React to the result of a step, for example change the precision of a unit.
 
         Args:
             result: The result of the step, which says whether it was skipped.
-            origin: The first unit with non-finite numbers; None if it is unknown.
+            origin: The unit in which the first non-finite value occurred; None if it is unknown.
+
+        Returns:
+            True if the policy has removed the cause of an overflow. The loss scale then need not
+            shrink.
 
         Note:
             Collective: every rank must call it.
@@ -173,7 +190,7 @@ class UpdatePolicy:
 
     @property
     def owes_update(self) -> bool:
-        """Whether a decision of an earlier step still has to be carried out; equal on all ranks."""
+        """Whether gradients of an earlier step have not been applied yet; equal on all ranks."""
         return False
 
     def finish(self) -> None:

@@ -38,14 +38,14 @@ Hypers = list[dict[str, Any]]  # the options of each parameter group, without it
 
 @dataclass(frozen=True)
 class Decision:
-    """How a step uses its gradients: the factor of clipping and unscaling, and hyper-parameters.
+    """How gradients are applied: the factor of clipping and unscaling, and hyper-parameters.
 
     Attributes:
         factor: Factor by which gradients are multiplied.
         number: Number of the update, which seeds stochastic rounding.
         hypers: Hyper-parameters of the update; None for the current ones.
-        source: Returns the gradient sum of each group.
-        groups: Values that the shards of a parameter group share during the update, by its index.
+        source: Returns the reduced gradient of a parameter group.
+        groups: How kernels update the shards of each parameter group, by its index.
     """
 
     factor: float
@@ -70,13 +70,13 @@ def _own(value: Any) -> Any:
 
 
 class Updater:
-    """Runs the inner optimizer over tiles, and moves their states in and out of other memory.
+    """Runs the inner optimizer over lists of shards (tiles), and moves offloaded states.
 
     Args:
         inner: The optimizer that computes updates.
         scratch: The buffers that all tiles share.
         moments: Stores the moments of `inner` between updates.
-        settings: How many tiles may be in transfer at the same time.
+        settings: How many tiles may be in transfer between memories at the same time.
         clock: Measures the time spent on updates.
     """
 
@@ -147,7 +147,7 @@ class Updater:
 
         Args:
             tiles: The tiles, in the order of their updates.
-            source: Returns the gradient sum of each group.
+            source: Returns the reduced gradient of a parameter group.
         """
         after: CopyEvent = COMPLETED
         if tiles:
@@ -156,7 +156,7 @@ class Updater:
 
     @contextmanager
     def guard_mixture(self) -> Iterator[None]:
-        """Return a context for a block that must not fail halfway.
+        """Return a context for updates, which records if one of them fails.
 
         If the block raises, some states have been updated and others have not. `refuse_mixture`
         then raises, because training cannot continue.
@@ -192,7 +192,7 @@ class Updater:
             yield from self.moments.storage_ranges(shard)
 
     def update(self, tile: Tile, decision: Decision) -> None:
-        """Update one tile whose states have been fetched.
+        """Update the shards of one tile, whose states have been fetched.
 
         Args:
             tile: The shards to update together.

@@ -28,10 +28,10 @@ class Verdict:
     Attributes:
         norm: The norm of the gradient, still multiplied by the loss scale.
         by_group: The sum of squares of each trained group.
-        any_late: A rank has gradients that came after their reduction.
+        any_late: On some rank, gradients arrived after their unit had been reduced.
         any_edited: The program changed gradients on a rank.
-        is_idle: No rank has a gradient.
-        any_graphless: A rank's loss had no graph.
+        is_idle: No rank has a gradient, so nothing can be updated.
+        any_graphless: On some rank, `backward` was called with a loss that requires no gradient.
         absences: For each rank, a checksum of the names of parameters without a gradient.
         fields: The fields sent with the norm, by name; each has one entry per rank of the world.
     """
@@ -78,8 +78,8 @@ class StepResult:
 def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict:
     """Compute the global gradient norm, and exchange the other facts about the step.
 
-    The norm is the same float64 on every rank of the world. First the ranks of one model piece add
-    the squares of their slices, then all ranks add the sums of the pieces.
+    The norm is the same float64 on every rank of the world. The squares of all slices are added in
+    a fixed order.
 
     Args:
         runtime: The runtime of the wrapped model, whose gradients are measured.
@@ -198,9 +198,12 @@ def _differs_on_owners(
 
 
 def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
-    """Return the names of parameters whose gradient is missing.
+    """Return the names of the parameters that have no gradient, so they are not updated.
 
-    It was dropped, or the parameter is frozen. These parameters are not updated.
+    They are frozen, or the program has set their `.grad` to None.
+
+    Args:
+        groups: The parameter groups to search.
     """
     return [
         group.members[number].name
@@ -214,7 +217,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
     Args:
         norm: The global norm of the gradients.
-        max_norm: The largest norm; 0 switches clipping off.
+        max_norm: The largest allowed norm; 0 switches clipping off.
     """
     if max_norm <= 0.0:
         return 1.0

@@ -250,7 +250,11 @@ class GradSum:
         return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
 
     def changed(self, number: int) -> None:
-        """Record that a parameter's part was written, and evict it if it is offloaded."""
+        """Record that one parameter's gradient was written, and store it again if it is offloaded.
+
+        Args:
+            number: The index of the parameter in the group.
+        """
         self.known_squares = None
         if self.buffer is not None and self.buffer.storage.is_offloaded:
             slot = self.group.members[number].slot
