@@ -35,7 +35,7 @@ class ParamShape:
         trainable: The parameter requires a gradient.
         full_precision: The parameter stays in fp32 if the run computes in 16 bits.
         split: How it is split along "tp"; None if it is not.
-        is_copy: An earlier pipeline stage has the same (tied) parameter.
+        is_copy: The parameter is tied to one of an earlier pipeline stage.
         whole: For a tile of rows, the name of the whole parameter; else empty.
     """
 
@@ -59,7 +59,7 @@ class UnitShape:
 
     Attributes:
         name: The name of its module; empty for the model.
-        is_tile: It is a tile of a large layer (`choose_units`).
+        is_tile: The unit is a part of a large layer, which is cut to save memory.
         params: The unit's parameters, by full name.
     """
 
@@ -82,7 +82,7 @@ class ModelShape:
 
     @property
     def wholes(self) -> dict[str, str]:
-        """The name of the whole parameter, by the name of each tile of rows (rows.py)."""
+        """The name of the whole parameter, by the name of each parameter that is cut by rows."""
         return {
             name: param.whole
             for unit in self.units
@@ -92,7 +92,7 @@ class ModelShape:
 
     @property
     def cuts(self) -> dict[str, Split]:
-        """The splits of the parameters that are split along "tp", by name."""
+        """How parameters are split along the tensor-parallel axis "tp", by name."""
         return {
             name: param.split
             for unit in self.units
@@ -127,14 +127,14 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
     blocks. If such a block is only a sequence of repeated blocks, those are units instead.
 
     A leaf module is not a unit, because its parent may read its parameters directly:
-    nn.MultiheadAttention reads out_proj.weight. Tiles are an exception. The class of their parent
-    declares that it only calls its children (`children_are_units`), so they are units in every
-    place.
+    nn.MultiheadAttention reads out_proj.weight. The parts (tiles) of a large layer are an
+    exception. The class of the layer declares that it only calls its children
+    (`children_are_units`), so each tile is a unit.
 
     A parameter that several units use belongs to the root, which stays gathered during a whole
-    pass. `settings.unit_names` replaces the search by names of classes or modules. Modules of
-    `leaf_classes` (mixture-of-experts blocks), and modules made of small ones (`fuse_numel`), are
-    not searched, because small units are sent in one message.
+    forward or backward. `settings.unit_names` replaces the search by names of classes or modules.
+    Modules of `leaf_classes` (mixture-of-experts blocks), and modules made of small ones
+    (`fuse_numel`), are not searched, because small units are sent in one message.
 
     Args:
         model: The model, which may be on the meta device.
@@ -340,7 +340,7 @@ DECLARED_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def full_precision_names(model: nn.Module) -> frozenset[str]:
-    """Return the parameters that stay in fp32 under a 16-bit policy.
+    """Return the names of the parameters that stay in fp32 if the run computes in 16 bits.
 
     These are the parameters of batch norms, because running statistics need fp32, and those that a
     module declares by a part of their name (`_keep_in_fp32_modules`,

@@ -19,17 +19,22 @@ def hop_buffer_sizes(
     near_in_place: bool,
     far_in_place: bool,
 ) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return the buffers for the sum of one message over two hops, as (dtype, elements).
+    """Return the buffers that sum one message within each host, then between hosts.
 
-    They are the sums of hosts, their codes if they are coded, and the inboxes of both hops.
+    They hold the sums of hosts, their quantized form if they are sent quantized, and received
+    messages.
 
     Args:
         numel: The number of elements that each rank sends to each other rank.
-        wires: The codecs of both hops (`hop_wires`).
+        wires: The codecs within a host and between hosts (`hop_wires`).
         ranks: The number of ranks that exchange messages.
         near: The number of ranks per host.
-        near_in_place: The ranks of one host read each other's memory, so there is no inbox.
+        near_in_place: The ranks of one host read each other's memory, so they need no receive
+            buffer.
         far_in_place: The ranks with the same local rank read each other's memory across hosts.
+
+    Returns:
+        The dtype and the number of elements of each buffer.
     """
     (dtype, length), (far_dtype, far_length) = ((wire.dtype, wire.length(numel)) for wire in wires)
     hosts = ranks // near

@@ -40,12 +40,12 @@ class CodecRate:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The work of one rank for each element of a collective.
+    """How often one rank sends, encodes and decodes each element of a collective.
 
     Attributes:
         far: How often this rank sends the element to other hosts.
-        encoded: How often this rank would encode the element.
-        decoded: How often this rank would decode the element.
+        encoded: How often this rank would encode the element with a codec.
+        decoded: How often this rank would decode the element with a codec.
         plain_bytes: The bytes of the element without a codec.
     """
 
@@ -68,7 +68,7 @@ class Traffic:
 
 
 def gather_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffic:
-    """Return the work of an all-gather of weights for each element.
+    """Return how often a rank sends and encodes each element in an all-gather of weights.
 
     Args:
         ranks: The number of ranks over which states are sharded.
@@ -81,7 +81,7 @@ def gather_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffi
 
 
 def reduce_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffic:
-    """Return the work of a reduction of gradients for each element.
+    """Return how often a rank sends and encodes each element in a reduction of gradients.
 
     If gradients are summed within each host first, uncoded sums travel between hosts in fp32.
 
@@ -98,10 +98,10 @@ def reduce_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffi
 
 @dataclass(frozen=True)
 class Open:
-    """A choice of a codec for one state, made from measured speeds.
+    """The candidates for the codec of weights or gradients, with their measured speeds.
 
     Attributes:
-        traffic: The work of one rank for each element.
+        traffic: How often one rank sends, encodes and decodes each element.
         among: The codecs to choose from, with their speeds.
     """
 
@@ -109,13 +109,21 @@ class Open:
     among: tuple[CodecRate, ...]
 
     def choose(self, link: float) -> Blocks | None:
-        """Return the fastest codec for a link of `link` bytes/s; None if none is worth it."""
+        """Return the codec that saves most time, or None if none saves at least a tenth.
+
+        Args:
+            link: The bytes per second that a rank sends to other hosts.
+        """
         best = min(self.among, key=lambda each: self.traffic.seconds(link, each))
         is_worth_it = self.traffic.seconds(link, best) <= WORTH * self.traffic.seconds(link, None)
         return best.codec if is_worth_it else None
 
     def describe(self, link: float) -> str:
-        """Return the choice and the measured times as text."""
+        """Return the chosen codec and the measured times as text.
+
+        Args:
+            link: The bytes per second that a rank sends to other hosts.
+        """
         times = []
         for rate in (None, *self.among):
             codec = "unquantized" if rate is None else rate.codec
@@ -131,8 +139,8 @@ def choose_codes(
     Args:
         asked: The configured compression, whose fixed choices are kept.
         link: The bytes per second that the slowest rank sends to other hosts while all ranks send.
-        weights: The choice for weights; None if there is none to make.
-        gradients: The choice for gradients; None if there is none to make.
+        weights: The candidates for weights; None if their codec is configured.
+        gradients: The candidates for gradients; None if their codec is configured.
 
     Returns:
         The compression with all choices made; its `why` contains the measurements.

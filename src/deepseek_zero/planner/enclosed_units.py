@@ -9,7 +9,7 @@ from .units import UnitPlan
 
 
 def enclosing(names: Sequence[str]) -> dict[int, int]:
-    """Return, for each unit nested in another one, the number of the innermost enclosing unit.
+    """Return, for each unit inside another one, the number of the innermost unit around it.
 
     The root (0) is left out.
 
@@ -28,11 +28,13 @@ def enclosing(names: Sequence[str]) -> dict[int, int]:
 
 
 def outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
-    """Yield a unit and its enclosing units, from the inside out, without the root.
+    """Yield the number of a unit and of all units around it, from the inside out.
+
+    The root is not yielded.
 
     Args:
         unit: The number of the unit.
-        around: The enclosing unit of each nested unit (`enclosing`).
+        around: For each nested unit, the number of the innermost unit around it, from `enclosing`.
     """
     yield unit
     while unit in around:
@@ -43,7 +45,10 @@ def outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
 def cut_units(units: Sequence[UnitPlan]) -> frozenset[int]:
     """Return the units that process the micro-batches of a batch one after the other.
 
-    These are all units except the root and tiles. Tiles need no cut.
+    These are all units except the root and the parts (tiles) of large layers.
+
+    Args:
+        units: The planned units of the model, the root first.
 
     Raises:
         UsageError: A unit is inside another, or there is none.

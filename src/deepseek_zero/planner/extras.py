@@ -20,7 +20,7 @@ MEMORY_OF_CPU = (Tier.DEVICE, Tier.HOST)
 class SecondCopy(Extra):
     """A second copy of a sharded weight, sharded over fewer ranks (hpZ).
 
-    Gathers read it while the weight does not change.
+    Gathers read it until the weight changes.
 
     Attributes:
         spec: The dtype and memory of the copy.
@@ -31,7 +31,7 @@ class SecondCopy(Extra):
     state = "weight"
 
     def promoted(self) -> Self:
-        """Return the same addition with an fp32 copy."""
+        """Return the plan of the second copy for a weight that is switched to fp32."""
         return replace(self, spec=replace(self.spec, dtype=torch.float32))
 
     def words(self, plan: ShardPlan) -> str:
@@ -41,9 +41,9 @@ class SecondCopy(Extra):
 
 @dataclass(frozen=True)
 class LateGradient(Extra):
-    """The delayed gradient: this rank's slice of the previous step's gradient.
+    """Delayed updates: each rank also keeps its slice of the previous step's gradient.
 
-    A delayed update is computed from it while the current gradient is accumulated.
+    The update uses it while the current gradient is accumulated.
     """
 
     state = "grad"
@@ -89,12 +89,13 @@ class MomentaExchanged(Extra):
 
 
 def with_momenta_exchanged(plan: ShardPlan, codec: Signs | None) -> ShardPlan:
-    """Return the specs of a group with momenta that are exchanged in place of gradients.
+    """Return the plan of a group in which momenta are exchanged in place of gradients.
 
     Momenta are fp32.
 
     Args:
-        plan: The specs of the group's states, returned unchanged if there is no gradient.
+        plan: The placements and dtypes of the group's states. It is returned unchanged if the group
+            has no gradient.
         codec: The codec of the momenta; None returns `plan` unchanged.
     """
     if codec is None or plan.grad is None:
@@ -104,7 +105,7 @@ def with_momenta_exchanged(plan: ShardPlan, codec: Signs | None) -> ShardPlan:
 
 
 def second_copy_of(plan: ShardPlan) -> Spec | None:
-    """Return the spec of the second copy of a weight, or None."""
+    """Return the planned second copy of a weight (hpZ), or None if there is none."""
     extra = plan.extra(SecondCopy)
     return extra.spec if extra is not None else None
 
@@ -125,19 +126,19 @@ def can_be_shared(plan: ShardPlan, device: torch.device) -> bool:
 
 
 def late_gradient_of(plan: ShardPlan) -> Spec | None:
-    """Return the spec of the previous gradient; None if updates are not delayed."""
+    """Return the planned buffer of the previous gradient; None if updates are not delayed."""
     if plan.grad is None or plan.extra(LateGradient) is None:
         return None
     return replace(plan.grad, placement=S)
 
 
 def feedback_of(plan: ShardPlan) -> Feedback | None:
-    """Return how errors of quantized gradients are kept, or None."""
+    """Return the settings of error feedback for quantized gradients, or None without it."""
     extra = plan.extra(ErrorsKept)
     return extra.feedback if extra is not None else None
 
 
 def momenta_codec_of(plan: ShardPlan) -> Signs | None:
-    """Return the codec of exchanged momenta; None if gradients are summed."""
+    """Return the codec of exchanged momenta; None if gradients are reduced."""
     extra = plan.extra(MomentaExchanged)
     return extra.codec if extra is not None else None

@@ -107,7 +107,7 @@ class FlatLayout:
         Args:
             start: The first element of the range.
             stop: The end of the range.
-            tile_numel: The most elements of a part.
+            tile_numel: The largest number of elements of a part.
 
         Returns:
             The parts as flat ranges [start, stop).

@@ -30,9 +30,9 @@ def compute_order(
     Args:
         kind: `ActionKind.FORWARD` or `ActionKind.BACKWARD`.
         order: The numbers of the units, in the order in which they compute.
-        micro_batches: The number of micro-batches that units in `cut` take one after the other.
-            Backward takes the last one first, as autograd does.
-        cut: The units that take micro-batches; the others take the whole batch.
+        micro_batches: The number of micro-batches that units in `cut` process one after the other.
+            Backward processes the last one first, as autograd does.
+        cut: The units that process micro-batches one by one; the others process the whole batch.
     """
     numbers = list(range(micro_batches))
     if kind is ActionKind.BACKWARD:
@@ -54,7 +54,7 @@ def schedule_units(
     updates_in_forward: Collection[int] = (),
     ahead: Collection[int] = (),
 ) -> Schedule:
-    """Return the schedule of a step for planned units.
+    """Return the order of gathers, computations, releases and reductions of a step.
 
     Args:
         units: The planned units of the model, the root first.
@@ -95,21 +95,21 @@ def plan_schedule(
     reduces_each_backward: bool = True,
     all_reduced: Collection[int] = (),
 ) -> Schedule:
-    """Return the schedule of a step for units of given sizes, used in a given order.
+    """Return the order of gathers, computations, releases and reductions for units of given sizes.
 
     Args:
         sizes: For each unit, the elements that a gather adds to this rank; 0 if nothing is sharded.
         order: The units in the order of forward. The first one is the root, which is in use
             throughout.
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
-        around: The enclosing unit of each unit inside another (`enclosing`). An enclosing unit is
-            in use until the last unit inside it is done, in forward and backward.
+        around: For each unit inside another, the number of the innermost unit around it, from
+            `enclosing`. The outer unit is in use until the last unit inside it is done.
         updates_in_forward: Units whose update may run in the next forward.
         ahead: Units that may be updated in backward, before their step.
         cut: Units that take the micro-batches of the settings one after the other.
         reduces_each_backward: Gradients are sharded, so every backward reduces them, not only the
             one that ends a step.
-        all_reduced: Units whose sums are all-reduced over replicas.
+        all_reduced: Units whose reduced gradients are also summed over replicas.
     """
     around = around or {}
     forward = list(order)

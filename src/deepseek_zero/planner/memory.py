@@ -57,7 +57,7 @@ def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | N
 def host_pieces(
     group: GroupPlan, moments_per_element: int, *, is_weight_shared: bool = False
 ) -> list[HostPiece]:
-    """Return the host memory that one rank reserves for a group, state by state.
+    """Return the allocations in host memory that one rank makes for a group.
 
     The training device copies weights and gradients from and to it, and main weights only if
     weights are updated by quantized differences.
@@ -148,7 +148,11 @@ class StateCounts:
     options: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, group: Mapping[str, Any]) -> int:
-        """Return the values per element for the hyper-parameters of a parameter group."""
+        """Return the number of fp32 values per element that the optimizer keeps.
+
+        Args:
+            group: The hyper-parameters of the parameter group, which may add values.
+        """
         return self.per_element + sum(
             count for option, count in self.options.items() if group.get(option)
         )

@@ -41,7 +41,8 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
         slice_numel: The elements of a slice.
         ranks: The number of ranks that exchange messages.
         bucket_numel: The largest number of elements of one message over all ranks.
-        most: The largest number of elements of a message per rank, for example the codec's limit.
+        most: A further limit of the elements of a message to one rank, for example that of the
+            codec.
     """
     numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel, most)
     count = -(-slice_numel // max(1, numel))
@@ -55,15 +56,18 @@ def hop_wires(
 ) -> tuple[Codec, Codec]:
     """Return the codecs of gradient messages within a host and between hosts.
 
-    If there is one hop (`near` is 1), it has the first codec. Block codes are meant for links
-    between hosts. Inside a host, gradients are sent in the dtype in which they are collected,
-    unless `inside` names a codec.
+    Quantization is meant for links between hosts. Inside a host, gradients are therefore sent in
+    the dtype in which they are accumulated, unless `inside` is set. If `near` is 1, all messages
+    use the first returned codec.
 
     Args:
         wire: The configured codec of gradients.
-        summand: The dtype in which a rank collects its own gradient.
+        summand: The dtype in which a rank accumulates its own gradient.
         near: The number of ranks per host if gradients are summed within each host first, else 1.
         inside: The codec inside a host, or None.
+
+    Returns:
+        The codec within a host, and the codec between hosts.
     """
     if near == 1:
         return wire, wire
@@ -75,13 +79,16 @@ def hop_wires(
 def inbox_sizes(
     numel: int, wire: Codec, ranks: int, *, in_place: bool
 ) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return the receive buffers for the sum of one message, as (dtype, elements).
+    """Return the receive buffers for the sum of one message.
 
     Args:
         numel: The number of elements that each rank sends to each other rank.
         wire: The codec in which the elements are sent.
         ranks: The number of ranks that exchange messages.
-        in_place: All ranks read each other's memory, so there is no inbox.
+        in_place: All ranks read each other's memory, so they need no receive buffer.
+
+    Returns:
+        The dtype and the number of elements of each buffer.
     """
     if in_place:
         return ()

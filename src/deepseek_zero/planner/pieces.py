@@ -33,13 +33,13 @@ class PipelinePlan:
         micro_batches: The micro-batches of a step.
         placement: For each stage, its rank.
         blocks: For each stage, the full names of its modules.
-        in_flight: For each rank, the most micro-batches between forward and backward; also the
-            number of message slots in each direction.
+        in_flight: For each rank, the largest number of micro-batches between forward and backward.
+            As many send buffers exist in each direction.
         gathers: For each stage of this rank, how often its weights are gathered in a step.
-        of_all: The same for weights that several stages use.
-        outputs: For each boundary, the bytes of one micro-batch from a stage to the next; empty
-            while unknown.
-        grads: For each boundary, the bytes of the gradient of one micro-batch.
+        of_all: How often weights that several stages use are gathered in a step.
+        outputs: For each pair of consecutive stages, the bytes of one micro-batch's activations;
+            empty while unknown.
+        grads: For each pair of consecutive stages, the bytes of the gradients of these activations.
         sample: A description of the micro-batch with which `outputs` and `grads` were measured.
         ties: For each shared parameter, the stages that share it.
     """
@@ -78,17 +78,20 @@ class PipelinePlan:
         """Return a copy of the plan with the message sizes that a step has measured.
 
         Args:
-            outputs: For each boundary, the bytes of one micro-batch.
-            grads: For each boundary, the bytes of the gradient of one micro-batch.
+            outputs: For each pair of consecutive stages, the bytes of one micro-batch's
+                activations.
+            grads: For each pair of consecutive stages, the bytes of the gradients of these
+                activations.
         """
         return replace(self, outputs=tuple(outputs), grads=tuple(grads), sample="of the last step")
 
     def boundaries(self) -> list[tuple[int, int, int, int]]:
-        """Return the boundaries between a stage of this rank and one of another.
+        """Return the pairs of consecutive stages of which exactly one is on this rank.
 
-        Each is (boundary, bytes of an output that this rank sends, bytes of a gradient that it
-        sends, neighbour). One of the two byte counts is 0. A boundary has the number of the stage
-        before it.
+        Returns:
+            For each pair: the number of its first stage, the bytes of activations that this rank
+            sends, the bytes of gradients that it sends, and the other rank. One of the two byte
+            counts is 0.
         """
         found = []
         for number, (output, grad) in enumerate(zip(self.outputs, self.grads, strict=True)):
@@ -116,10 +119,10 @@ class PipelinePlan:
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of the send slots of this rank.
+        """The bytes of the send buffers of this rank.
 
-        Each direction of each pair of ranks has as many slots as micro-batches in flight, each of
-        the size of the largest message.
+        Each direction of each pair of ranks has one buffer per micro-batch in flight, each of the
+        size of the largest message.
         """
         lanes: dict[tuple[int, int, bool], int] = {}
         for number, output, grad, _ in self.boundaries():
@@ -129,7 +132,7 @@ class PipelinePlan:
 
     @property
     def received_bytes(self) -> int:
-        """The most bytes of received activations kept for backward at a time."""
+        """The largest number of bytes of received activations that are kept for backward."""
         received = [
             self.outputs[stage - 1]
             for stage in self.stages
@@ -138,9 +141,10 @@ class PipelinePlan:
         return self.in_flight[self.rank] * max(received, default=0) if self.outputs else 0
 
     def tie_bytes(self, units: Sequence[UnitPlan]) -> int:
-        """Return the bytes of gradients that this rank sends for shared parameters.
+        """Return the bytes of gradients that this rank sends for parameters of several stages.
 
-        These parameters are shared with other stages.
+        Args:
+            units: The planned units of the model.
         """
         sharers = {
             name: len({self.placement[stage] for stage in stages})
@@ -154,7 +158,11 @@ class PipelinePlan:
         )
 
     def gathers_of(self, unit: str) -> int:
-        """Return how often a unit is gathered in a step."""
+        """Return how often a unit is gathered in a step.
+
+        Args:
+            unit: The name of the unit's module.
+        """
         inside = [
             stage
             for stage in self.stages
@@ -202,7 +210,8 @@ class TensorPlan:
 
     Attributes:
         ranks: The number of ranks along the axis.
-        share_bytes: The bytes that this rank sends for `ranks` tokens, forward and backward.
+        share_bytes: The bytes that this rank sends for every `ranks` tokens, in forward and
+            backward.
         tokens: The tokens of a micro-batch; None while unknown.
         micro_batches: The micro-batches of a step.
         scratch_bytes: The bytes of the buffer that forms sums.
@@ -223,7 +232,7 @@ class TensorPlan:
 
     @property
     def sent_rows(self) -> int:
-        """The bytes per step that compare random generators, once in each forward."""
+        """The bytes that this rank sends in a step to compare random generators in each forward."""
         return GENERATOR_BYTES * (self.ranks - 1) * self.micro_batches * self.stages
 
     def explain(self) -> list[str]:

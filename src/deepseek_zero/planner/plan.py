@@ -41,7 +41,7 @@ class Plan:
         machine: The assumed properties of the machine.
         units: The units of the model and their parameter groups, the root first.
         schedule: The gathers, computations, releases and reductions of a step.
-        update: The shards that this rank updates; None without an optimizer.
+        update: The parts of main weights that this rank updates; None without an optimizer.
         module_buffer_bytes: The bytes of the model's buffers.
         pipeline: The plan along "pp"; None without stages.
         tensor: The plan along "tp"; None without that axis.
@@ -180,7 +180,7 @@ class Plan:
         return [*lines, *said, f"schedule: {self.schedule}", *self._piece_lines()]
 
     def uncoded(self) -> Plan:
-        """Return this plan without codecs, to compare the sent bytes."""
+        """Return this plan without quantization, to compare the sent bytes."""
         return replace(self, units=tuple(unit.uncoded() for unit in self.units))
 
     def _coded_line(self) -> list[str]:
@@ -353,7 +353,8 @@ def plan_model(
         mesh: The device mesh, at the coordinates of the planned rank; None for one rank.
         machine: Which ranks are on one host, and the memory budgets.
         update: The settings of the optimizer; None if nothing is updated.
-        placement: Which states may be placed in which memories, if that is left open.
+        placement: Which states may be placed in which memories; None if the settings name the
+            memories.
     """
     return plan_shape(read_model(model, settings), settings, mesh, machine, update, placement)
 
@@ -377,7 +378,7 @@ def plan_shape(
             not exist here.
         machine: Which ranks are on one host, and the memory budgets.
         update: The settings of the optimizer; None if nothing is updated.
-        placement: The choices of memory that are left open; `machine.budgets` decides them.
+        placement: Which states may be placed in which memories. `machine.budgets` decides.
 
     Raises:
         OutOfMemoryError: The states do not fit the budgets.

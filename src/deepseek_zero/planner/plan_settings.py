@@ -37,9 +37,9 @@ class Compression:
         gradients: The codec of gradients; None sends them unchanged.
         frozen: The codec in which sharded frozen weights are kept and sent; None treats them like
             other weights.
-        inside: The codec of gradients inside a host, if gradients are coded; None sends them
+        inside: The codec of gradients inside a host, if gradients are quantized; None sends them
             unchanged.
-        min_numel: Units whose matrices have fewer elements are not coded.
+        min_numel: Units whose matrices have fewer elements are not quantized.
         feedback: How ranks keep the rounding errors of quantized gradients; None drops them.
         left_open: Which of "weights" and "gradients" were chosen by measurement, since nothing was
             configured.
@@ -72,32 +72,34 @@ class PlanSettings:
 
     Attributes:
         persistence_numel: Parameters of at most this size stay gathered.
-        persistence_total_numel: The most elements of all such parameters.
-        window_numel: The most gathered elements at a time (stage3_max_live_parameters).
+        persistence_total_numel: The largest number of elements of all such parameters together.
+        window_numel: The largest number of gathered elements at a time
+            (stage3_max_live_parameters).
         keep_numel: A gathered unit stays if it is used again within this many elements
             (stage3_max_reuse_distance).
         ahead_numel: The elements gathered before they are needed.
         bucket_numel: The elements of a reduction message.
         overlap: Reduce while backward runs.
         mean: Divide gradient sums by the number of data-parallel ranks.
-        tunes: The sizes that were not configured and may be adjusted during the run (tuning.py).
+        tunes: The names of the sizes that were not configured and may be adjusted during the run.
         weight_tier: The memory of sharded weights.
         state_tier: The memory of moments, gradient shards, and main weights with their own storage.
         unit_tiers: The memories of units for which they differ.
-        device_bytes: The most bytes of states and buffers on the training device.
+        device_bytes: The largest number of bytes of states and buffers on the training device.
         delayed_update: Each update runs one step late.
-        reduces_once: Micro-batches add their gradients locally, and one reduction a step follows,
-            at stages 2 and 3, too. Pipelines need it, since their stages would wait for each other.
-        row_parts: The parts into which a micro-batch is cut by rows; their gradients are
+        reduces_once: Accumulate the gradients of micro-batches locally, and reduce them once per
+            step, also at ZeRO stages 2 and 3. Pipelines need this, because their stages would
+            otherwise wait for each other.
+        row_parts: The number of parts into which a micro-batch is cut by rows; their gradients are
             accumulated.
-        layerwise_micro_batches: The parts of a batch that each unit takes one after the other, with
-            one gather.
+        layerwise_micro_batches: The number of micro-batches that each unit processes one after the
+            other, with one gather.
         secondary_ranks: The number of neighbouring ranks that share a second copy of sharded
             weights (hpZ). There is none if it is 1, or the number of ranks of the shard group.
         compression: The compression of matrices between the ranks of the shard group.
-        ranks_per_host: Sums are formed within runs of this many ranks first, then over the runs
-            (extensions/by_host.py); 1 adds in the order of ranks. None leaves it to the caller that
-            knows the hosts; a plan without hosts takes 1.
+        ranks_per_host: The number of consecutive ranks on one host, over which gradients are summed
+            first, before the sums of hosts are added. 1 adds the gradients in rank order. None
+            means that the number is set when the hosts are known.
         stage: The ZeRO stage, 0 to 3.
         policy: The dtypes of weights, gradients, sums and moments.
         accumulation: The number of micro-batches of a step.

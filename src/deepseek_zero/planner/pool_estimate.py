@@ -34,7 +34,7 @@ Size = tuple[torch.dtype, int]  # dtype and number of elements, which identify a
 
 @dataclass
 class PoolLedger:
-    """Counts the pool buffers of each size that are in use, and their maximum.
+    """Counts the pooled buffers of each size that are in use, and the largest number of them.
 
     Attributes:
         lent: The number of buffers in use, by size.
@@ -344,13 +344,14 @@ def pool_buffers(
 ) -> Counter[Size]:
     """Return how many buffers of each size the pool holds after two training steps.
 
-    The first step runs the units in the order of declaration, later ones in the agreed order. A
-    world of one lends buffers only for states that are in other memories or kept as codes.
+    The first step runs the units in the order of declaration, later ones in the agreed order. On a
+    single rank there are buffers only for states that are offloaded or stored quantized.
 
     Args:
         units: The planned units of the model, the root first.
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
-        agreed: The schedule on which the ranks agreed; None before the first step.
+        agreed: The schedule in the order of units on which the ranks agreed; None before the first
+            step.
         device: The device on which the ranks train.
         machine: Which ranks are on one host, and the memory budgets.
     """

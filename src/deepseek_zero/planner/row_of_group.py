@@ -15,9 +15,9 @@ from .spec import COLUMNS, Extra, P, R, S, ShardPlan, Spec
 
 
 def predivide_of(settings: PlanSettings, ranks: int) -> float:
-    """Return the divisor of partial gradients before they are sent.
+    """Return the number by which gradients are divided before they are summed.
 
-    The rest of the mean is divided after the sum.
+    The sum is then divided by the rest, so that the result is the mean.
 
     Args:
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
@@ -55,12 +55,11 @@ def plan_for(
     is_coded: bool = False,
     near: int = 1,
 ) -> ShardPlan:
-    """Decide the specs of the four states of parameters of one dtype.
+    """Decide the placement, dtype and memory of weight, gradient, main weight and moments.
 
-    On one rank, a gradient shard is the whole gradient. It is accumulated in place (P) at every
-    stage, unless it is in another memory. A main weight that shares the storage of the weight has
-    its memory. Weights in another memory have no second copy, since that would be on the device
-    they leave.
+    The result applies to parameters of one dtype. On a single rank, the gradient is not sharded at
+    any ZeRO stage, unless it is offloaded. Offloaded weights have no second copy (hpZ), because it
+    would be on the device.
 
     Args:
         settings: The ZeRO stage, dtypes, sizes and memories of the run.

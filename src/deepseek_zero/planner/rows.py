@@ -17,7 +17,7 @@ from .layout import Shape
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a parameter that a tile holds.
+    """The rows of a large parameter that one part (tile) of a cut layer holds.
 
     Attributes:
         name: The first name of the whole parameter in the whole model.
@@ -36,13 +36,13 @@ class Rows:
 
 
 def rows_of(param: Tensor) -> Rows | None:
-    """Return which rows of a whole parameter a tile holds; None if the parameter is no tile."""
+    """Return which rows of a large parameter this parameter holds; None if it was not cut."""
     found: Rows | None = param.__dict__.get("_zero_rows")
     return found
 
 
 def set_rows(param: Tensor, rows: Rows) -> None:
-    """Record on a tile's parameter which rows of the whole parameter it holds.
+    """Record on a parameter which rows of a large, cut parameter it holds.
 
     Args:
         param: The parameter that holds the rows.

@@ -67,7 +67,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over the units as a list of actions.
+    """The actions of one forward or one backward, in order.
 
     Attributes:
         actions: The actions, in the order in which they are issued.
@@ -116,17 +116,17 @@ class Pass:
 
     @cached_property
     def all_reduces(self) -> tuple[int, ...]:
-        """The units in the order in which their sums are all-reduced over replicas."""
+        """The units in the order in which their gradients are summed over replicas."""
         return self._units_of(ActionKind.ALL_REDUCE)
 
     @cached_property
     def released(self) -> frozenset[int]:
-        """The units whose gathered weights the pass frees."""
+        """The units whose gathered weights this forward or backward frees."""
         return frozenset(self._units_of(ActionKind.RELEASE))
 
     @cached_property
     def updated(self) -> frozenset[int]:
-        """The units whose optimizer update may run during the pass."""
+        """The units whose optimizer update may run during this forward or backward."""
         return frozenset(self._units_of(ActionKind.UPDATE))
 
     def released_before(self, unit: int) -> frozenset[int]:
@@ -150,12 +150,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedules of a forward, a forward without backward, and a backward of a step.
+    """The actions of a training step: lists for its forwards and its backwards.
 
     Attributes:
         forward: The forward of a training step.
         inference: A forward without a backward.
-        accumulate: A backward that does not end a step; it leaves out what is done once a step.
+        accumulate: A backward that does not end a step. It lacks the actions that run once per
+            step.
         backward: A backward that ends a step.
         kept: The units that stay gathered from forward to backward.
     """
@@ -171,7 +172,11 @@ class Schedule:
         return [*self.forward.actions, *self.backward.actions]
 
     def passes(self, accumulation: int) -> list[tuple[Pass, int]]:
-        """Return the passes of a step of `accumulation` micro-batches, with their counts."""
+        """Return the forwards and backwards of a step, each with the number of times that it runs.
+
+        Args:
+            accumulation: The number of micro-batches of the step.
+        """
         return [
             (self.forward, accumulation),
             (self.accumulate, accumulation - 1),

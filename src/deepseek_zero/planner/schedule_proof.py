@@ -19,18 +19,18 @@ def verify(
 ) -> None:
     """Raise if a schedule breaks a rule, for example uses a weight that is not gathered.
 
-    A unit computes only while it and all units around it are gathered. It is gathered once in a
-    pass, and nothing stays gathered after the last pass. Each micro-batch runs forward once and
-    then backward once. Gradients are summed once, after the last micro-batch of the unit has run
-    backward. Sums over replicas run once a step, after the sums of all units over the shards,
-    because a rank that skips units would otherwise keep others waiting. An update runs before its
-    unit's gather or after its last sum.
+    A unit computes only while it and all units around it are gathered. It is gathered once in each
+    forward or backward, and nothing stays gathered after the step. Each micro-batch runs forward
+    once and then backward once. Gradients are summed once, after the last micro-batch of the unit
+    has run backward. Sums over replicas run once a step, after the sums of all units over the
+    shards, because a rank that skips units would otherwise keep others waiting. An update runs
+    before its unit's gather or after its last sum.
 
     Args:
         schedule: The schedule to check.
-        around: The enclosing unit of each unit inside another.
+        around: For each unit inside another, the number of the innermost unit around it.
         reduces_each_backward: Every backward reduces gradients.
-        all_reduced: The units with sums that are all-reduced over replicas.
+        all_reduced: The units whose gradients are also summed over replicas.
 
     Raises:
         AssertionError: An action breaks a rule; the message names both.

@@ -83,7 +83,8 @@ class Spec:
         axes: The mesh axes over which the state is sharded.
         wire_inside: The codec of partial gradients inside a host, if gradients are summed within
             each host first; None sends them unchanged.
-        stored_as: The codec in which a rank keeps its slice between uses; None keeps numbers.
+        stored_as: The codec in which a rank stores its slice between uses; None stores the elements
+            unchanged.
     """
 
     placement: Placement
@@ -137,7 +138,7 @@ class Extra:
     updates_late = False
 
     def promoted(self) -> Self:
-        """Return the same addition for a group with an fp32 weight and gradient."""
+        """Return the same addition for a group whose weight and gradient are switched to fp32."""
         return self
 
     def words(self, plan: ShardPlan) -> str:
@@ -150,7 +151,7 @@ Kind = TypeVar("Kind", bound=Extra)
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The specs of the four states of one parameter group.
+    """The placement, dtype and memory of the four states of one parameter group.
 
     `grad`, `master` and `moments` are None for frozen parameters. Moments have the dtype in which
     the optimizer computes. The main weight may be stored in another one: see `master_is_split` and
@@ -198,7 +199,7 @@ class ShardPlan:
 
     @cached_property
     def summand_dtype(self) -> torch.dtype:
-        """The dtype in which a rank collects its own gradient before the reduction."""
+        """The dtype in which a rank accumulates its own gradient before the reduction."""
         assert self.grad is not None
         if self.grad.placement is not S:
             return self.grad.dtype
@@ -214,7 +215,7 @@ class ShardPlan:
     def weight_is_independent(self) -> bool:
         """Whether the weight is an independent state instead of a cast of the main weight.
 
-        Ranks that all hold the weight then send each other coded changes of it.
+        Ranks that all hold the weight then send each other quantized changes of it.
         """
         return self.weight.placement is R and self.weight.wire is not None
 
@@ -242,7 +243,7 @@ class ShardPlan:
         return self.moments is not None and self.moments.tier is not Tier.DEVICE
 
     def promoted(self) -> ShardPlan:
-        """Return the same specs with an fp32 weight, gradient and main weight.
+        """Return this plan with an fp32 weight, gradient and main weight.
 
         Precision "auto" uses it for units that 16 bits are not enough for. The moments do not
         change.

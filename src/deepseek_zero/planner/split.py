@@ -80,16 +80,19 @@ class Split:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def sharers(self, coordinate: int) -> tuple[int, ...]:
-        """Return the coordinates with the same part of a split, ascending, with this one."""
+        """Return the coordinates along "tp" that hold the same part, ascending.
+
+        Args:
+            coordinate: The coordinate of a rank, which is part of the result.
+        """
         return tuple(
             other for other, ranges in enumerate(self.ranges) if ranges == self.ranges[coordinate]
         )
 
     def summands(self, coordinate: int, ranks: int) -> tuple[int, ...]:
-        """Return the coordinates with gradients that are added into one.
+        """Return the coordinates along "tp" whose gradients of this parameter are added.
 
-        They share a part of a split, or hold a partial parameter. The result is empty if a rank's
-        own gradient is already complete.
+        The result is empty if a rank's own gradient is already complete.
 
         Args:
             coordinate: The coordinate of this rank along "tp".
@@ -126,7 +129,8 @@ def laid_out(parts: Iterable[Sequence[int]]) -> RangesOfRanks:
     """Return the ranges of a dimension that each rank holds, from the sizes of its parts.
 
     Args:
-        parts: For each part of the dimension, the number of its indices that each rank holds.
+        parts: For each part of the dimension, the number of consecutive indices that each rank
+            holds.
 
     Returns:
         For each rank, its ranges [start, stop), one for each part.
@@ -179,7 +183,7 @@ def is_own_cut(param: Tensor) -> bool:
 
 
 def came_cut(model: nn.Module) -> dict[str, Split]:
-    """Return the splits of the parameters that the user split, by full name."""
+    """Return how the user has split parameters along "tp", by their full name."""
     return {
         name: split
         for name, param in model.named_parameters()

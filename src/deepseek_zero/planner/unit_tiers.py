@@ -30,12 +30,12 @@ class PlacementSettings:
     """The settings from which memories are chosen for states, if the configuration allows it.
 
     Attributes:
-        device: The bytes of the device for one rank; None for the free bytes, divided by the
-            ranks of a host.
+        device: The bytes of the device for one rank; None for the free bytes, divided by the ranks
+            of a host.
         host: The same for host memory.
         disk: The same for the disk.
         ratio: The fraction of the states that `offload_optimizer` moves.
-        undo_bytes: The bytes of the device for the log that undoes early updates.
+        undo_bytes: The size in bytes of the log that undoes updates made in backward.
         chooses_weights: Choose the memory of sharded weights.
         chooses_states: Choose the memory of moments, gradients and main weights.
         path: The directory on the disk.
@@ -109,7 +109,7 @@ def assign_tiers(
     """Assign a memory to the weights and states of every unit.
 
     Args:
-        units: For each memory, the plans of the units if that memory holds all of them.
+        units: For each memory, the units planned as if that memory held all their states.
         choices: The memories that are allowed for weights and for states.
         budgets: The bytes of each memory for one rank.
         moments: The number of moments for each element.

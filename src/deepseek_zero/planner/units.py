@@ -94,12 +94,12 @@ class GroupPlan:
 
     Attributes:
         key: The properties that all parameters share; None if only sizes matter.
-        predivide: The divisor of partial gradients before they are sent.
-        replicas: The number of ranks that have sums of the same slices, to be added once a step.
+        predivide: The number by which gradients are divided before they are sent.
+        replicas: The number of replicas over which reduced gradients are summed once per step.
         secondary_ranks: The number of ranks that hold the slices of a second copy of the weight.
-        near: The number of ranks on one host, if gradients are summed within each host first; 1 if
-            they are formed in the order of ranks.
-        low: The 16-bit specs of a group that is promoted to fp32 now.
+        near: The number of ranks per host if gradients are summed within each host first; else 1.
+        low: The 16-bit plan of a group that currently computes in fp32 (precision "auto"); else
+            None.
         plan: The specs of the group's four states.
         layout: The positions of the parameters in the flat buffers.
     """
@@ -115,7 +115,7 @@ class GroupPlan:
 
     @classmethod
     def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
-        """Create a group without named parameters, of which only the size matters.
+        """Create a group without named parameters, to compute its bytes.
 
         Args:
             plan: The specs of the group's states.
@@ -158,7 +158,7 @@ class GroupPlan:
 
     @cached_property
     def summands(self) -> Spec:
-        """The spec of a rank's own gradient before the reduction."""
+        """The placement, dtype and memory of a rank's own gradient before the reduction."""
         assert self.plan.grad is not None
         return replace(self.plan.grad, placement=P, dtype=self.plan.summand_dtype)
 
@@ -184,8 +184,8 @@ class GroupPlan:
     def errors_numel(self) -> int:
         """The elements of the error-feedback buffer of a rank.
 
-        It has an entry for each element of the rank's own gradient, or of its part of its host's
-        sums.
+        There is one error for each element of the rank's own gradient, or, if gradients are summed
+        within each host first, of its part of these sums.
         """
         return self.padded_numel // self.near if feedback_of(self.plan) is not None else 0
 
@@ -193,7 +193,7 @@ class GroupPlan:
     def hop_wires(self) -> tuple[Codec, Codec]:
         """The codecs of gradients inside a host and between hosts.
 
-        With one hop, the first codec is used.
+        If gradients are not summed within each host first, only the first codec is used.
         """
         assert self.plan.grad is not None
         return hop_wires(
@@ -212,7 +212,7 @@ class GroupPlan:
 
     @property
     def is_coded(self) -> bool:
-        """Whether weights or gradients are sent as codes."""
+        """Whether weights or gradients are sent quantized."""
         return any(
             spec is not None and isinstance(spec.wire, Blocks)
             for spec in (self.plan.weight, self.plan.grad)
@@ -232,7 +232,8 @@ class GroupPlan:
     def sent_as(self, settings: PlanSettings) -> GroupPlan:
         """Return the same group with the codecs of other settings.
 
-        The codecs are those for sharded weights and gradients.
+        Args:
+            settings: The settings with the new compression.
         """
         weight = self.plan.weight
         grad = self.plan.grad
@@ -246,7 +247,12 @@ class GroupPlan:
         return replace(self, plan=replace(self.plan, weight=weight, grad=grad))
 
     def relayout(self, granularity: str) -> GroupPlan:
-        """Return the same group with another layout ("element" or "tensor")."""
+        """Return the same group with another layout.
+
+        Args:
+            granularity: "element" to cut parameters anywhere between ranks, "tensor" to keep each
+                whole.
+        """
         shapes = [slot.shape for slot in self.layout.slots]
         return replace(self, layout=LAYOUTS[granularity](self.names, shapes, self.ranks))
 
@@ -259,7 +265,7 @@ class GroupPlan:
         return replace(self, plan=self.plan.promoted(), low=self.plan)
 
     def demoted(self) -> GroupPlan:
-        """Return the plan as it was before `promoted`."""
+        """Return the 16-bit plan from which `promoted` was called."""
         return self if self.low is None else replace(self, plan=self.low, low=None)
 
     def with_grad_dtype(self, dtype: torch.dtype) -> GroupPlan:
@@ -275,7 +281,7 @@ class UnitPlan:
     Attributes:
         name: The name of its module; "root" for the first unit, which is the model.
         groups: The parameter groups of the unit.
-        is_tile: It is a tile of a large layer (`choose_units`).
+        is_tile: The unit is a part of a large layer, which is cut to save memory.
     """
 
     name: str
@@ -294,7 +300,7 @@ class UnitPlan:
 
     @property
     def is_promoted(self) -> bool:
-        """Whether the unit computes in fp32 for now, by precision "auto"."""
+        """Whether precision "auto" has switched the unit from 16 bits to fp32."""
         return any(group.low is not None for group in self.groups)
 
     @property
@@ -324,8 +330,8 @@ def coded_names(
 ) -> frozenset[str]:
     """Return the names of a unit's parameters that are compressed between ranks.
 
-    Only matrices are compressed. A norm's weight of 1 in a block would leave only three codes for
-    weights near 0.02. One rank sends nothing, but frozen weights are kept as codes even there.
+    Only matrices are compressed. A norm's weight of 1 in a block of small weights would make their
+    quantization too coarse. A single rank sends nothing, but stores frozen weights quantized.
 
     Args:
         unit: The unit whose parameters are grouped.

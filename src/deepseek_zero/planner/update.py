@@ -59,9 +59,10 @@ class UpdateSettings:
         tile_numel: The elements of one optimizer call on the training device.
         scales_grads: Gradients may be clipped or unscaled.
         can_defer: Updates may run in the next forward.
-        by_unit: Tiles end at unit boundaries, because some units are updated in backward.
+        by_unit: No tile (list of shards that are updated together) contains parts of two units,
+            because some units are updated in backward.
         on_accelerator: The training device is not a CPU.
-        undo_bytes: The bytes of the log that undoes such updates.
+        undo_bytes: The size in bytes of the log that undoes updates made in backward.
         crosses_hosts: The ranks of the shard group are on several hosts.
         kernels: The implementation of updates on a CPU: "auto", "numba" or "torch".
         host_tile_numel: The elements of one call if the host updates.
@@ -88,10 +89,13 @@ class UpdateSettings:
         return self.host_tile_numel if plan.is_updated_on_host else self.tile_numel
 
     def tile_numel_of(self, plan: ShardPlan) -> int:
-        """Return the most elements of one shard of a group.
+        """Return the largest number of elements of one shard of a group.
 
-        A kernel needs no memory for a tile, and each tile costs about 0.2 ms for Python and for
-        starting threads. So its tiles are larger.
+        It is larger for groups that a fused kernel updates, because the kernel needs no scratch
+        memory and each call costs about 0.2 ms.
+
+        Args:
+            plan: The placements, dtypes and memories of the group's states.
         """
         numel = self.call_numel(plan)
         if _uses_disk(plan) or self.kernels == "torch" or not _is_plain(plan):
@@ -175,7 +179,7 @@ def shard_ranges(
         group: The planned parameter group, with its layout and specs.
         rank: The rank whose shards are returned.
         names: The full names of the parameters whose shards are returned.
-        tile_numel: The most elements of a shard.
+        tile_numel: The largest number of elements of a shard.
         uncut: The optimizer needs whole tensors.
     """
     runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
@@ -203,12 +207,12 @@ def shard_ranges(
 
 @dataclass(frozen=True)
 class TileOrder:
-    """The tiles of an optimizer, by the time of their update.
+    """The lists of shards that are updated together (tiles), by the time of their update.
 
     Attributes:
         now: The tiles that are updated before a step is over.
-        later: The tiles that may be updated at other times, by number of the unit; all are under
-            EVERY_UNIT if a tile may have shards of two units.
+        later: The tiles that may be updated early or after the step, by unit number. All are under
+            the key EVERY_UNIT if a tile may have shards of two units.
     """
 
     now: list[Tile]
@@ -223,7 +227,7 @@ class TileOrder:
 def tile_order(
     shards: Sequence[Sequence[ShardRange]], units: Sequence[UnitPlan], settings: UpdateSettings
 ) -> TileOrder:
-    """Return the tiles of these shards, in the order of units.
+    """Combine shards into lists that are updated together (tiles), in the order of units.
 
     Shards in one chunk of their group stay together, so that a chunk is fetched and stored once.
     Shards of several parameter groups alternate there.
@@ -280,7 +284,7 @@ def _tiles_of(bundles: Sequence[Tile], settings: UpdateSettings) -> list[Tile]:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The shards that one rank updates, and their tiles.
+    """The parts of main weights (shards) that one rank updates, and in which order.
 
     Attributes:
         settings: The optimizer's class, parameter groups and tile sizes.
@@ -390,7 +394,7 @@ class UpdatePlan:
     def undo_bytes(self) -> int:
         """Return the bytes of the log that undoes updates in backward.
 
-        The log covers as many of the first units as fit the budget.
+        It has the size of the states of as many of the first units as fit the configured limit.
         """
         total = 0
         for tiles in self.speculative.values() if self.settings.undo_bytes else ():
@@ -411,7 +415,11 @@ class UpdatePlan:
         return found
 
     def staging_bytes(self, tiles: int) -> int:
-        """Return the bytes that stage `tiles` tiles between device and host."""
+        """Return the bytes of the buffers through which shards move between device and host.
+
+        Args:
+            tiles: The number of tiles that may be in transfer at the same time.
+        """
         most = 0
         for tile in self.order.tiles:
             nbytes = sum(_staged_bytes(shard) for _, shard in tile)
@@ -543,7 +551,7 @@ def grad_is_cast(plan: ShardPlan) -> bool:
 def plan_update(
     units: Sequence[UnitPlan], settings: UpdateSettings, rank: int, device: torch.device = CPU
 ) -> UpdatePlan:
-    """Return the shards and tiles that one rank updates.
+    """Cut the main weights of one rank into the shards that its optimizer updates.
 
     Args:
         units: The planned units of the model, the root first.

@@ -39,14 +39,14 @@ class StepVolume:
     """The bytes that one rank sends in one optimizer step, by purpose.
 
     Attributes:
-        rows: Small tables without state: the table of norms, and whether gradients came late.
+        rows: Small values that every step exchanges, such as gradient norms.
         first_step_rows: The order of units, sent once.
         inner_gathers: The part of `gathers` that reads a second copy of the weights.
-        tensor: Activations and gradients of layers that ranks share.
-        sequence: Attention over sequences that ranks share.
+        tensor: Activations and their gradients of tensor-parallel layers.
+        sequence: Attention and loss of sequence parallelism.
         boundaries: Activations and gradients between pipeline stages.
-        first_step_headers: The description of those messages, sent once.
-        ties: Gradients of parameters that stages share.
+        first_step_headers: The shapes and dtypes of messages between pipeline stages, sent once.
+        ties: Gradients of parameters that several pipeline stages use.
         inside_hosts: If gradients are summed within each host first, the part of gathers,
             reductions and refreshes that stays inside a host.
         gathers: The all-gathers of weights.
