@@ -272,7 +272,7 @@ class ShardSet:
         return state_of_first_step(self.inner, shard, number)
 
     def add_missing_states(self) -> None:
-        """Create the state from construction for shards not in the checkpoint."""
+        """Create the states that shards lack, if the optimizer makes states when it is built."""
         for number, shards in enumerate(self.shards_by_group):
             self._add_missing_states(number, shards)
 

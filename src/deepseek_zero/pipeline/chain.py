@@ -39,17 +39,17 @@ class ChainError(UsageError):
 
 @dataclass
 class ChainPart:
-    """Parameters and costs of one part of a model: before, in, or after the blocks.
+    """Parameters and costs of one block of a model, or of the part before or after all blocks.
 
     Attributes:
-        name: Full name of the block, or a description of another part.
+        name: Full name of the block, or a description of the part before or after the blocks.
         kind: Name of the block's class.
-        params: Number of elements of each parameter, by full name; a tied parameter has the name in
-            `named_parameters`.
+        params: Number of elements of each parameter, by its full name in `named_parameters`.
         flops: Floating-point operations of one forward.
         saved: Bytes that autograd saves for backward, without parameters.
         length: Length of the tuple that the block returns; None for a tensor.
-        output: Shape and dtype of the block's output for one micro-batch like the sample.
+        output: Shape and dtype of the block's output for one micro-batch with the sizes that
+            `find_chain` received.
     """
 
     name: str
@@ -107,15 +107,16 @@ def find_chain(
         model: The whole model.
         args: Positional arguments of one micro-batch; only shapes and dtypes are used.
         kwargs: Keyword arguments of one micro-batch.
-        blocks: Full name of the module whose children are the blocks; None chooses the result of
-            `container_of_blocks`.
+        blocks: Full name of the module whose children are the blocks. None chooses the list of
+            modules with the most parameters in children of one class.
 
     Returns:
-        The blocks with their parameters and costs, and those of the parts before and after them.
+        A `Chain` with the parameters and costs of the blocks, and of the parts before and after
+        them. `cut_model` divides the model by it.
 
     Raises:
-        ChainError: The model is not a chain; the message names the modules between which it cannot
-            be divided.
+        ChainError: The blocks do not pass exactly one tensor to the next block. The message names
+            the modules between which the model cannot be divided.
     """
     container = container_of_blocks(model) if blocks is None else blocks
     if container is None:

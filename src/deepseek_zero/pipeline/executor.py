@@ -29,19 +29,31 @@ AHEAD = 2  # receives posted ahead in each lane
 
 
 class States:
-    """Interface to the weights and gradients of a rank's stages, which the executor calls.
+    """Interface through which a pipeline gathers weights and reduces gradients of stages.
 
     This class is for plain parameters that are neither sharded nor shared: its methods do nothing.
     """
 
     def gather(self, stage: int) -> None:
-        """Gather the weights of a stage for its next forwards and backwards."""
+        """Gather the weights of a stage for its next forwards and backwards.
+
+        Args:
+            stage: Number of the stage.
+        """
 
     def release(self, stage: int) -> None:
-        """Free the gathered weights of a stage."""
+        """Free the gathered weights of a stage.
+
+        Args:
+            stage: Number of the stage.
+        """
 
     def forward(self, stage: int) -> AbstractContextManager[None]:
-        """Return the context manager in which one forward of a stage runs."""
+        """Return the context manager in which one forward of a stage runs.
+
+        Args:
+            stage: Number of the stage.
+        """
         return nullcontext()
 
     def backward(
@@ -138,7 +150,8 @@ class PipelineExecutor:
             micro_batches: Inputs of the stages, one for each micro-batch of the schedule.
             keys: For each micro-batch, a value that identifies the shapes of its inputs, equal on
                 all ranks of the pipeline. None sends the shapes before each message.
-            scale: Factor of each loss before its backward; None uses the mean, 1 / micro-batches.
+            scale: The factor by which each loss is multiplied before its backward; None means 1 /
+                number of micro-batches.
             keeps_outputs: Return the outputs of the last stage.
 
         Returns:
@@ -169,7 +182,7 @@ class PipelineExecutor:
                 raise
 
     def lane(self, edge: tuple[int, int], name: str, slots: int) -> StageLane:
-        """Return the channel to or from a neighbor, which is created if necessary.
+        """Return the channel for messages to or from a neighboring rank; create it on first use.
 
         Args:
             edge: The pair of pipeline ranks, as in `StageLinks.pairs`.

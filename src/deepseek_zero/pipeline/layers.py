@@ -129,10 +129,11 @@ class LayerStages(nn.Module):
         layers: All layers of the model: modules, functions or `LayerSpec` objects.
         stages: Number of stages into which the list is divided.
         index: Number of this stage.
-        method: How layers are assigned to stages; see the function `partition`.
+        method: How layers are assigned to stages: "uniform", "parameters", "type:REGEX" or "best";
+            see `partition`.
         loss_fn: Called with (output, labels) in the last stage; None if the last layer returns the
             loss.
-        seed_layers: Set torch's seed before each layer is built and before it runs.
+        seed_layers: Set torch's random seed before each layer is built and before each layer runs.
         seed_fn: Sets the seed; None uses `torch.manual_seed`.
         base_seed: The number from which the seed of each layer is computed.
         checkpoint_interval: Number of layers that are recomputed together in backward; 0 disables
@@ -215,7 +216,7 @@ class LayerStages(nn.Module):
     def same_names(self) -> tuple[str, ...]:
         """Return the names that parameters of several stages have without sharing their values.
 
-        They belong to tied layers but are not in their `tied_weight_attr`.
+        They belong to a `TiedLayerSpec`, but its `tied_weight_attr` does not name them.
         """
         found = self._in_several_stages(
             lambda layer: [name for name, _ in _built(layer).named_parameters()]
@@ -293,8 +294,8 @@ class LayerStages(nn.Module):
         """Run this stage's layers in order and return the output of the last one.
 
         Args:
-            forward_input: The input of the first layer. If it is the constant RECEIVED, the
-                attribute `received` is used instead.
+            forward_input: The input of this stage's first layer. The pipeline passes the constant
+                RECEIVED, for which the tensors of the previous stage are used instead.
         """
         if forward_input is RECEIVED:
             forward_input = self.received
@@ -324,7 +325,11 @@ class LayerStages(nn.Module):
         return x
 
     def recomputes(self, layers: Sequence[Callable[..., Any]]) -> bool:
-        """Return whether these consecutive layers may be recomputed in backward."""
+        """Return whether these consecutive layers may be recomputed in backward.
+
+        Args:
+            layers: Layers of this stage.
+        """
         if self.checkpointable_layers is not None:
             return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
         return any(
@@ -334,7 +339,9 @@ class LayerStages(nn.Module):
 
 
 class LayersStage:
-    """Adapter through which the pipeline runs a stage of a list of layers.
+    """Runs one stage of a model that is written as a list of layers.
+
+    The pipeline calls its `forward` and, in the last stage, its `loss`.
 
     Args:
         layers: The layers of this rank's stage.
@@ -421,11 +428,11 @@ def _trainable(module: nn.Module) -> int:
 def names_of_stages(own: Mapping[str, str], stages: Comm) -> dict[str, str]:
     """Collect the names in the state dicts of all stages of a pipeline.
 
-    It is needed if each rank has built only its own stage.
+    It is needed if each rank has built only the layers of its own stage.
 
     Args:
-        own: The names in this rank's state dict. The value is the first name of the same tensor,
-            which differs from the name itself for a tied tensor.
+        own: The names in this rank's state dict as keys. The value is the first name of the same
+            tensor, which is another one only if the tensor is tied.
         stages: The communicator of the ranks along "pp".
 
     Returns:

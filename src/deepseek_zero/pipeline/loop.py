@@ -42,7 +42,7 @@ _OBJECT, _BARE, _NOTHING = range(3)
 
 
 class StageOutput(dict[str, Any]):
-    """The part of a model's output that is available on every pipeline rank.
+    """The output of a model that is divided into pipeline stages, with the loss on every rank.
 
     The loss is available as `.loss`, `["loss"]` and `[0]`. Other values are only on the last stage;
     accessing them raises KeyError or AttributeError with an explanation.
@@ -135,12 +135,12 @@ class PlainLoop:
 
     Args:
         pipeline: The pipeline that runs the stages.
-        parts: Number of micro-batches into which a batch is divided by rows; None means that the
-            user has not configured it, and is like 1.
-        check: Called with the first batch, to compare it over the ranks that must receive the same
-            rows. It is collective over the pipeline.
-        own_rows: The communicator along "pp" if each rank of a pipeline receives its own rows; None
-            if all of them receive the same rows.
+        parts: Number of micro-batches into which a batch is divided by rows. None, if the user has
+            not configured it, means 1.
+        check: Called with the first batch, to compare it between the ranks that must receive equal
+            batches. It is collective over the pipeline.
+        own_rows: None if all ranks of a pipeline receive the same batch. If each receives its own
+            batch (as with accelerate), the communicator of these ranks.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class PlainLoop:
 
     @contextmanager
     def expects(self, loss: Any) -> Iterator[None]:
-        """Return a context manager that checks that `loss.backward()` is called in its block.
+        """Return a context manager that raises if `loss.backward()` is not called in its block.
 
         Args:
             loss: The loss, or a tensor computed from it, whose backward must run.
@@ -364,7 +364,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def take(self, call: _Call, grad: float) -> None:
-        """Run the backward of a loss that a call of the loop returned.
+        """Complete the backward of a loss that the loop has returned.
 
         Its gradients were computed during the call, with an assumed factor of the loss. If the
         caller multiplied the loss by another factor, the accumulated gradients are multiplied by
@@ -375,9 +375,9 @@ class PlainLoop:
             grad: The gradient of the loss, which is the factor that the caller applied to it.
 
         Raises:
-            UsageError: The loss has had its backward already, the ranks of the pipeline applied
-                different factors, or gradients of several calls are in one sum, so that the factor
-                cannot be corrected.
+            UsageError: Backward was called twice for the loss, or the ranks of the pipeline applied
+                different factors. It is also raised if gradients of several calls are accumulated,
+                so that the factor of one cannot be corrected.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -460,13 +460,13 @@ class PlainLoop:
             )
 
     def refuse_own_rows(self, what: str) -> None:
-        """Raise an error if the ranks of a pipeline have different rows.
+        """Raise an error if each rank of a pipeline receives its own batch.
 
         Args:
-            what: The name of the called function, which needs the same rows on all ranks.
+            what: The name of the called function, which needs the same batch on all ranks.
 
         Raises:
-            UsageError: Each rank has its own rows.
+            UsageError: Each rank receives its own batch.
         """
         if self._own_rows is not None:
             raise UsageError(
@@ -476,10 +476,10 @@ class PlainLoop:
             )
 
     def refuse_begun(self) -> None:
-        """Raise an error if a step has begun, because `train_batch` runs a whole step.
+        """Raise an error if gradients are accumulated, because `train_batch` runs a whole step.
 
         Raises:
-            UsageError: Gradients are accumulated already, or each rank has its own rows.
+            UsageError: Gradients are accumulated already, or each rank receives its own batch.
         """
         self.refuse_own_rows("train_batch")
         self.refuse_open()

@@ -104,8 +104,8 @@ def groups_along_pp(mesh: Mesh, lots: Sequence[Sequence[int]]) -> tuple[tuple[in
 
     Args:
         mesh: The mesh that maps world ranks to coordinates.
-        lots: Disjoint lists of coordinates along "pp". The ranks with coordinates of one list form
-            a group; a rank whose coordinate is in no list forms a group alone.
+        lots: Disjoint lists of coordinates along "pp". Ranks that agree in all other coordinates
+            form a group if their coordinates are in one list. All other ranks form groups of one.
 
     Returns:
         The world ranks of each group.
@@ -122,7 +122,10 @@ def groups_along_pp(mesh: Mesh, lots: Sequence[Sequence[int]]) -> tuple[tuple[in
 def matchings(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Divide pairs of ranks into lists in which no rank occurs twice.
 
-    The communicators of the pairs in one list can be created together.
+    The communicators of the pairs in one list can be created at the same time.
+
+    Args:
+        edges: The pairs of ranks that exchange messages.
     """
     found: list[list[tuple[int, int]]] = []
     for edge in edges:
@@ -156,7 +159,7 @@ class StageLane:
         slots: Number of messages that may be in progress before a send waits.
 
     Attributes:
-        to_post: The receives of this step that are not posted yet, last first.
+        to_post: The receives of this step that have not been started, last first.
     """
 
     def __init__(self, comm: Comm, name: str, slots: int) -> None:
@@ -202,7 +205,7 @@ class StageLane:
         return [buffer for slot in self._buffers for buffer in slot]
 
     def flush(self) -> None:
-        """Block until the receiver has read every message."""
+        """Block until the receiving rank has read every message."""
         for slot in range(self.slots):
             self._free(slot)
 
@@ -215,14 +218,14 @@ class StageLane:
 
     @property
     def posted(self) -> int:
-        """Return the number of receives in progress."""
+        """Return the number of receives that have been started and not yet taken."""
         return len(self._posted)
 
     @property
     def knows_next(self) -> bool:
-        """Return whether another receive may be posted.
+        """Return whether another receive may be started.
 
-        It may not while the shapes of the last posted message are still being received.
+        It may not while the shapes of the previous message are still being received.
         """
         return not self._posted or self._posted[-1].form is not None
 
@@ -241,7 +244,7 @@ class StageLane:
             self._posted.append(_Posted(what, form, None, *self._start(form, what)))
 
     def take(self) -> tuple[MessageForm, tuple[Tensor, ...]]:
-        """Block until the oldest posted receive is complete.
+        """Block until the oldest receive in progress is complete.
 
         Returns:
             The shapes and dtypes of the message, and its tensors. No later message overwrites them.
@@ -273,9 +276,9 @@ class StageLane:
 class Forms:
     """The known shapes and dtypes of messages between stages.
 
-    They are stored by the shapes of a micro-batch's inputs (the key). Both ranks use the same keys
-    in the same steps. The first step with a key sends the shapes before each message; later steps
-    send only the messages.
+    They are stored under a key that identifies the shapes of a micro-batch's inputs. The sending
+    and the receiving rank use the same keys. The first step with a key sends the shapes before each
+    message; later steps send only the messages.
     """
 
     def __init__(self) -> None:

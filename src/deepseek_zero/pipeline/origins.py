@@ -35,7 +35,7 @@ class ValueSource(NamedTuple):
 
     Attributes:
         part: Number of the part: a block, or the part before or after the blocks.
-        is_handed: Whether the value is the tensor that the part passes to the next one.
+        is_handed: Whether the value is the tensor that a block passes to the next block.
     """
 
     part: int
@@ -53,7 +53,7 @@ class Origins:
     memory have the sources of all of them.
 
     Args:
-        own: Returns the source of tensors that are computed now.
+        own: Returns the part of the model that is running, as the source of new tensors.
         used: Called with the sources of each operator's inputs before its results get a source.
     """
 
@@ -70,7 +70,12 @@ class Origins:
         self._writers: dict[str, set[int]] = {}
 
     def has_param(self, param: Tensor) -> None:
-        """Register a parameter: the part that computes a tensor from it is the tensor's source."""
+        """Register a parameter, which has no source.
+
+        Args:
+            param: The parameter. A tensor that is computed from it has the computing part as its
+                source.
+        """
         self._params.add(self._key(param))
 
     def has_input(self, tensor: Tensor, buffer: str | None = None) -> None:

@@ -110,9 +110,10 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Divide layers so that the heaviest stage has the least weight. No stage is empty.
+    """Divide layers so that the largest total weight of a stage is minimal. No stage is empty.
 
-    Among equal divisions, each stage in turn gets the weight nearest to the mean of the rest.
+    If several divisions are optimal, each stage in turn gets the weight that is nearest to the mean
+    of the remaining stages.
 
     Args:
         weights: Weight of each layer, for example its number of parameters.

@@ -46,8 +46,8 @@ class StagedModel:
         placement: The rank along "pp" of each stage of the model.
         virtual: Number of stages per rank.
         ties: For each weight that several stages share, the stages that use it.
-        has_all_inputs: Whether every stage receives the inputs of the model. All ranks can then
-            derive the shapes of messages between stages from them.
+        has_all_inputs: Whether every stage receives the inputs of the model. The shapes of the
+            inputs then identify the shapes of messages between stages.
     """
 
     stages: Sequence[Stage]
@@ -76,7 +76,7 @@ def cut_model(
     """Divide a model into pipeline stages, and reduce it to those of this rank.
 
     The blocks and parameters of other stages are freed. Every rank of a pipeline must pass the same
-    arguments, except for its coordinates.
+    arguments, except for its coordinates in the mesh.
 
     Args:
         model: The model, which is changed in place.
@@ -85,15 +85,16 @@ def cut_model(
         mesh: The mesh, whose size along "pp" is the number of pipeline ranks and whose coordinates
             select this rank's stages.
         partition: How blocks are assigned to stages; see `method` of the function `partition`.
-        schedule: Name of the schedule. It determines how many micro-batches each stage keeps
-            activations for, which "best" takes into account.
+        schedule: Name of the schedule: "1f1b", "interleaved" or "breadth_first". The partition
+            "best" takes into account how many micro-batches each stage keeps activations for.
         virtual: Number of stages per rank.
         group: For the schedule "breadth_first": the number of micro-batches that a rank runs in one
             stage before its next stage. None means all micro-batches of a step.
         micro_batches: Number of micro-batches of a step.
 
     Returns:
-        This rank's stages, with the rank of every stage and the weights that stages share.
+        A `StagedModel` with this rank's stages, the rank of every stage, and the weights that
+        stages share.
 
     Raises:
         UsageError: The model cannot be divided into this number of stages, or the schedule does not
@@ -128,8 +129,8 @@ class Pipeline:
         schedule: Name of the schedule of training steps.
         group: For "breadth_first": the number of micro-batches that a rank runs in one stage before
             its next stage. None means all micro-batches of a step.
-        is_dynamic: Send the shapes before each message, because they change between micro-batches
-            whose inputs have equal shapes.
+        is_dynamic: Send the shapes before each message. This is necessary if activations differ in
+            shape between micro-batches whose inputs have equal shapes.
 
     Note:
         Collective: every rank of `world` must construct it.
@@ -191,7 +192,14 @@ class Pipeline:
         return made
 
     def read(self, batches: Sequence[Any]) -> list[Any]:
-        """Convert items of a data loader to `MicroBatch` objects, or `Labelled` for layer lists."""
+        """Convert items of a data loader to micro-batches of the model.
+
+        Args:
+            batches: The items of the data loader.
+
+        Returns:
+            `MicroBatch` objects, or `Labelled` objects if the model is a list of layers.
+        """
         return [
             MicroBatch.of(each) if self.staged.has_all_inputs else Labelled.of(each)
             for each in batches
@@ -228,7 +236,8 @@ class Pipeline:
 
         Args:
             micro_batches: The micro-batches of the step, as for `train`.
-            scale: Factor of the losses before their backward, for all micro-batches or for each.
+            scale: The factor by which losses are multiplied before their backward: one number, or
+                one for each micro-batch.
             trains: Run backwards, too. If False, only forwards run, and outputs are returned.
 
         Returns:
@@ -323,7 +332,8 @@ class Pipeline:
     def reset_shapes(self) -> None:
         """Discard the known shapes of messages, because the next step has other shapes.
 
-        The next step sends the shapes again, so every rank of the pipeline must call it.
+        Note:
+            Every rank of the pipeline must call it; it does not communicate.
         """
         self.executor.forms.forget()
 

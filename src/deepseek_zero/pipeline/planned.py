@@ -28,7 +28,7 @@ def planned_pipeline(
     compute: torch.dtype | None = None,
     sample: str = "",
 ) -> PipelinePlan:
-    """Return the part of the plan that describes the pipeline of one rank.
+    """Describe the stages, schedule and message sizes of one pipeline rank for its plan.
 
     Args:
         staged: The divided model, as `cut_model` returned it on this rank.
@@ -39,11 +39,11 @@ def planned_pipeline(
             "breadth_first".
         micro_batches: Number of micro-batches of a step.
         compute: Dtype of activations; None means the model's own.
-        sample: Description of the sample with which the blocks were found.
+        sample: Description of the inputs with which `find_chain` was called, for reports.
 
     Returns:
-        The stages, the schedule, the number of times that weights are gathered, and the bytes of
-        the messages between stages.
+        A `PipelinePlan` with the stages, the schedule, how often weights are gathered, and the
+        bytes of the messages between stages.
     """
     rank = mesh.coordinates["pp"]
     table = make_schedule(
@@ -79,7 +79,14 @@ def planned_pipeline(
 
 
 def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
-    """Return the schedule that a plan names: the order of actions for every pipeline rank."""
+    """Build the schedule that a plan names.
+
+    Args:
+        plan: The plan of a pipeline, with the name and the sizes of the schedule.
+
+    Returns:
+        The order of actions for every pipeline rank.
+    """
     return make_schedule(
         plan.schedule,
         plan.ranks,

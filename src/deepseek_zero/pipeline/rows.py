@@ -26,8 +26,8 @@ def rows_of(micro: MicroBatch) -> int | None:
 def cut_rows(micro: MicroBatch, parts: int) -> list[MicroBatch]:
     """Divide a batch into micro-batches with equal numbers of rows.
 
-    Each micro-batch has its rows of every tensor whose first dimension is that of the batch. It
-    shares all other tensors and values with the batch.
+    Each micro-batch has its rows of every tensor whose first dimension is that of the batch. All
+    other tensors and values are the same in every micro-batch.
 
     Args:
         micro: The batch: the arguments of the model's forward.
@@ -65,6 +65,9 @@ def join_rows(outputs: Sequence[Any]) -> Any:
 
     Tensors are concatenated by rows, scalars are averaged, and containers are joined item by item.
     For any other value, the first one is returned.
+
+    Args:
+        outputs: The model's output for each micro-batch, in order.
     """
     first = outputs[0]
     if len(outputs) == 1:

@@ -30,7 +30,7 @@ from ..base.errors import UsageError, shown
 
 
 class StageActionKind(Enum):
-    """Kinds of actions in a pipeline schedule.
+    """Kinds of actions in a pipeline schedule, such as a forward, a send or a gather.
 
     The values are the names that PyTorch uses, except TIE: the sum of the gradients of weights that
     several stages share.
@@ -313,8 +313,8 @@ def lower(
         placement: The pipeline rank of each stage.
         compute: For each rank, its forwards and backwards in order.
         in_flight: For each rank, the maximum number of forwards without a backward.
-        gathers_runs_of: Gather a stage's weights for each run of this many micro-batches; None
-            gathers once per step.
+        gathers_runs_of: Gather a stage's weights again after this many micro-batches; None gathers
+            them once per step.
         tied: Stages that share a weight.
 
     Returns:
@@ -355,7 +355,7 @@ def _with_messages(action: StageAction, placement: Sequence[int]) -> list[StageA
 
 
 def crosses_ranks(message: StageAction, placement: Sequence[int]) -> bool:
-    """Return whether a message is between two existing stages on different ranks.
+    """Return whether a message goes from one rank to another.
 
     Args:
         message: The send or receive.

@@ -27,8 +27,8 @@ class ShardedStates(States):
             single stage, which has all.
 
     Attributes:
-        reduces: Whether the end of the schedule ends the step. If not, gradients are accumulated
-            until `end_step`.
+        reduces: Whether the end of the schedule is the end of the step, so gradients are reduced.
+            If not, they are accumulated until `end_step`.
     """
 
     def __init__(
@@ -52,13 +52,22 @@ class ShardedStates(States):
         }
 
     def gather(self, stage: int) -> None:
-        """Keep the weights of a stage in memory from their next gather on, until `release`."""
+        """Keep the weights of a stage in memory after their next all-gather, until `release`.
+
+        Args:
+            stage: Number of the stage.
+        """
         self._gathered.add(stage)
         for unit in self._part(stage):
             unit.is_pinned = True
 
     def release(self, stage: int) -> None:
-        """Free the weights of a stage; after the last stage, also those that all stages use."""
+        """Free the gathered weights of a stage.
+
+        Args:
+            stage: Number of the stage. After the last stage, weights that all stages use are freed
+                too.
+        """
         self._gathered.discard(stage)
         if stage in self._units:
             _unpin(unit for unit in self._part(stage) if unit.number)
@@ -72,7 +81,11 @@ class ShardedStates(States):
 
     @contextmanager
     def forward(self, stage: int) -> Iterator[None]:
-        """Return a context manager in which only the weights of the stage are gathered."""
+        """Return a context manager in which only the weights of one stage are gathered.
+
+        Args:
+            stage: Number of the stage whose forward runs in it.
+        """
         self.runtime.executor.gathers.restrict_to(self._units.get(stage))
         try:
             yield
@@ -81,7 +94,7 @@ class ShardedStates(States):
 
     @contextmanager
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> Iterator[None]:
-        """Return a context manager in which only the weights of the stage are gathered.
+        """Return a context manager in which only the weights of one stage are gathered.
 
         The last backward of a step reduces the gradients, unless gradients of shared weights must
         be summed first.
@@ -100,7 +113,11 @@ class ShardedStates(States):
             yield
 
     def reduce(self, stage: int) -> None:
-        """Reduce the gradients if the last backward of the step has not reduced them."""
+        """Reduce the gradients if the last backward of the step has not reduced them.
+
+        Args:
+            stage: Number of the stage.
+        """
         if self._waits:
             self._waits = False
             self.runtime.step.is_boundary = True
@@ -114,6 +131,9 @@ class ShardedStates(States):
 
     def tie(self, stage: int) -> None:
         """Sum the gradients of weights that stages share, before their reduction.
+
+        Args:
+            stage: Number of the stage.
 
         Note:
             Collective: every rank that shares a weight must call it.

@@ -76,6 +76,9 @@ class MicroBatch(NamedTuple):
 
         A mapping becomes keyword arguments, a tuple or list positional arguments, and any other
         value a single positional argument.
+
+        Args:
+            batch: The item of the data loader.
         """
         if isinstance(batch, cls):
             return batch
@@ -188,8 +191,8 @@ class _AbsentError(UsageError, AttributeError):
 class StandIn(nn.Module):
     """Placeholder for a block of another stage. Its forward returns its input.
 
-    It keeps the strings, numbers and flags among the block's attributes, because the model's
-    forward may read them.
+    It has the block's attributes that are strings, numbers or flags, because the model's forward
+    may read them.
 
     Args:
         block: The block that it replaces.
@@ -312,7 +315,7 @@ class _StageForward:
 
 
 class ModelStage:
-    """One stage of a model that `take_stages` has divided.
+    """One stage of a model that was divided between its blocks.
 
     Its forward is the model's own forward, in which placeholders replace the blocks of other
     stages.
@@ -321,10 +324,11 @@ class ModelStage:
         model: The model on this rank, which all stages of the rank share.
         cut: The assignment of the model's blocks to stages.
         index: The number of this stage, along the model.
-        view: Placeholders by block name. They are part of the model only while this stage runs.
+        view: The modules that replace the blocks of other stages while this stage runs, by block
+            name.
         entry: The placeholder that returns the tensor of the previous stage; None in the first
             stage.
-        zeros: The zeros that replace the parameters of other stages.
+        zeros: The tensors of zeros that replace the parameters of other stages.
     """
 
     def __init__(
@@ -405,7 +409,11 @@ def tied_stages(ties: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
 def loss_in(output: Any) -> Tensor | None:
     """Return the loss in a model's output as a scalar, or None if there is none.
 
-    It is the output itself, its `loss`, or the first element of a tuple or list.
+    The loss is the output itself if it is a tensor, its attribute or key `loss`, or the first
+    element of a tuple or list.
+
+    Args:
+        output: The output of the model's forward.
     """
     found = output
     if isinstance(output, Mapping):
@@ -420,7 +428,11 @@ def loss_in(output: Any) -> Tensor | None:
 def loss_of(output: Any) -> Tensor:
     """Return the loss in a model's output as a scalar tensor.
 
-    It is the output itself, its `loss`, or the first element of a tuple or list.
+    The loss is the output itself if it is a tensor, its attribute or key `loss`, or the first
+    element of a tuple or list.
+
+    Args:
+        output: The output of the model's forward.
 
     Raises:
         UsageError: The output contains no tensor with one element in these places.

@@ -20,7 +20,9 @@ TILE_NUMEL = 1 << 16  # elements of the fp32 scratch buffer of a sum
 
 
 class Ties:
-    """The weights that several stages of a pipeline share, and the collectives on them.
+    """Keeps the copies of weights that several pipeline stages share equal.
+
+    It copies their initial values between the ranks, and sums their gradients in each step.
 
     Args:
         world: The communicator of all ranks.
@@ -63,8 +65,11 @@ class Ties:
     def is_counted(self, name: str) -> bool:
         """Return whether this rank's copy of a weight counts in norms and is saved.
 
-        This is the case on one of the ranks that share the weight, and for weights that are not
-        shared.
+        Of the ranks that share a weight, only the one with the first stage counts it. A weight that
+        is not shared is always counted.
+
+        Args:
+            name: The name of the weight in the whole model.
         """
         return name not in self.ranks or self.ranks[name][0] == self.rank
 
@@ -93,8 +98,8 @@ class Ties:
         The sum is formed in fp32 in the order of the stages, so it is equal on all ranks.
 
         Args:
-            grads: This rank's contiguous gradients of shared weights, by name. A weight without a
-                gradient must be omitted on all ranks.
+            grads: This rank's contiguous gradients of shared weights, by name. If a weight has no
+                gradient, it must be omitted on all ranks.
 
         Note:
             Collective: every rank that shares a weight must call it.
