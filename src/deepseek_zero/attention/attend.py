@@ -41,7 +41,8 @@ def attend(
         biases: Each is a tensor of numbers to add to the scores, a bool tensor that is True for the
             keys that are seen, or a `BiasRule`. Tensors have four dimensions, each 1 or that of
             ``(samples, heads, queries, keys)``.
-        first_head: The number of this tensor's first head among all heads of the layer.
+        first_head: The index of the first head of `query` among all heads of the layer, if the
+            heads are split over ranks.
 
     Returns:
         A tensor of shape ``(samples, heads, queries, value_width)``.
@@ -76,10 +77,10 @@ def _attend(
 
 
 def tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[int, ...]:
-    """Return the numbers of queries per tile among which the planner chooses.
+    """Return candidates for the number of queries that are computed together (tile sizes).
 
     bf16 and fp16 have larger fixed costs per call in backward. If only future keys are excluded,
-    which the kernel does without a mask, one tile has all queries.
+    the kernel needs no mask, and all queries are computed together.
 
     Args:
         pattern: The keys that each query sees.

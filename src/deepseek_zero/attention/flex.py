@@ -55,7 +55,8 @@ def attend_flex(
         pattern: The keys that each query sees.
         scale: Factor of the scores.
         biases: Numbers, bool masks and rules that apply to the scores, as for `attend`.
-        first_head: The number of this tensor's first head among all heads of the layer.
+        first_head: The index of the first head of `query` among all heads of the layer, if the
+            heads are split over ranks.
 
     Returns:
         A tensor of shape ``(samples, heads, queries, value_width)``.

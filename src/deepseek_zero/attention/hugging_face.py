@@ -81,7 +81,8 @@ def switch(layers: Iterable[nn.Module], config: Any, attention: SparseAttention)
         attention: The sparse attention that the layers call.
 
     Raises:
-        NotBuiltError: The ranks do not divide the heads, which have different layouts.
+        NotBuiltError: Heads have different layouts, and the number of ranks does not divide the
+            number of heads.
     """
     _check_heads(config, attention)
     functions, masks = _interfaces()

@@ -21,12 +21,14 @@ from .rows import Bias, BiasRule
 class SparseAttention:
     """A callable that computes attention over the blocks of a layout.
 
-    `engine.sparse_attention` is an instance, for models that call it in their own attention.
+    A block is a fixed number of consecutive tokens. `engine.sparse_attention` is an instance, for
+    models that call it in their own attention.
 
     Attributes:
         layout: The blocks of keys that each block of queries sees.
         ranks: Number of ranks that share the heads of each layer, in equal parts.
-        index: The index of this rank among them, from which the layouts of its heads follow.
+        index: The index of this rank among them. It determines which heads of the layer this rank
+            computes.
     """
 
     layout: BlockLayout

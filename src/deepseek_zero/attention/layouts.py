@@ -26,7 +26,8 @@ BlockSpan = tuple[int, int]  # Blocks [start, stop)
 class BlockLayout:
     """Base class of all layouts: which blocks of keys each block of queries sees.
 
-    Queries and keys are divided into blocks of `block` tokens.
+    Queries and keys are divided into blocks of `block` tokens. A row of the layout is a block of
+    queries, a column is a block of keys.
 
     Attributes:
         block: Number of tokens of a block.
@@ -68,9 +69,12 @@ class BlockLayout:
         return self.block
 
     def variant(self, head: int) -> int:
-        """Return the number of a head's layout, which `rows` expects as its `head`.
+        """Return a number that identifies the layout of a head, as `rows` expects it.
 
         Heads with the same layout have the same number.
+
+        Args:
+            head: The index of the head in the layer.
         """
         return 0
 
@@ -123,7 +127,7 @@ class Dense(BlockLayout):
 
 @dataclass(frozen=True)
 class Fixed(BlockLayout):
-    """A layout of adjacent windows, each with some global blocks that all rows see.
+    """A layout in which blocks see the others of their window, and global blocks of all windows.
 
     Attributes:
         num_local_blocks: Blocks per window.
@@ -164,7 +168,11 @@ class Fixed(BlockLayout):
             )
 
     def variant(self, head: int) -> int:
-        """Return the number of the head's choice of global blocks."""
+        """Return a number that identifies which blocks of a window are global for a head.
+
+        Args:
+            head: The index of the head in the layer.
+        """
         return head % self.num_different_global_patterns
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
@@ -342,7 +350,11 @@ class Listed(BlockLayout):
         return self.tokens_of_row or self.block
 
     def variant(self, head: int) -> int:
-        """Return the number of the head's table."""
+        """Return the index of the table that a head uses.
+
+        Args:
+            head: The index of the head in the layer.
+        """
         return head // self.sharing if len(self.seen) > 1 else 0
 
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
@@ -397,7 +409,7 @@ def layout_of(mode: str, arguments: Mapping[str, Any]) -> BlockLayout:
             ones have the defaults of the layout class.
 
     Returns:
-        An instance of the layout class of the mode.
+        A `BlockLayout`, for example for `SparseAttention`.
 
     Raises:
         ConfigError: The mode is unknown, or does not have one of the arguments.

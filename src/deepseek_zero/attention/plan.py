@@ -31,7 +31,7 @@ _KEPT_BYTES = 32 << 20  # Bytes of cached masks; a mask of a quarter of this is 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The keys that each query sees: a block layout, combined with limits of distance.
+    """The keys that each query attends to: a block layout, combined with limits of distance.
 
     A key is seen if its block is seen in the layout and its distance is within both limits.
 
@@ -54,7 +54,7 @@ class Pattern:
         window: int | None = None,
         reach: int | None = None,
     ) -> Pattern:
-        """Create a pattern from a layout, causality and limits of distance.
+        """Create a pattern from a layout, a causal mask and limits of distance.
 
         Args:
             layout: The blocks of keys that each block of queries sees; None for all keys.
@@ -63,7 +63,7 @@ class Pattern:
             reach: A query sees only keys at most this many tokens away; None for no limit.
 
         Returns:
-            The pattern of the keys that all these rules admit.
+            A pattern in which a query sees the keys that all these arguments allow.
         """
         is_causal |= layout is not None and layout.is_causal
         behind = reach
@@ -73,13 +73,21 @@ class Pattern:
         return cls(blocks, behind, 0 if is_causal else reach)
 
     def variant(self, head: int) -> int:
-        """Return a number that is equal for heads with the same layout."""
+        """Return a number that is equal for heads with the same layout.
+
+        Args:
+            head: The index of the head in the layer.
+        """
         return 0 if self.layout is None else self.layout.variant(head)
 
     def reaches(self, away: Tensor) -> Tensor:
         """Return which distances from a query to a key, in tokens, are within the limits.
 
-        A positive distance is that of a later key. The result is a bool tensor of the same shape.
+        Args:
+            away: Distances in tokens; positive for later keys.
+
+        Returns:
+            A bool tensor of the same shape.
         """
         seen = torch.ones_like(away, dtype=torch.bool)
         if self.ahead is not None:
@@ -200,8 +208,8 @@ class AttentionTile:
         mask: Which of these keys each query sees; None if all pairs are seen or `is_square`.
         is_square: The keys are the tile's own positions, and each query sees those up to its own.
             The kernel calls this causal and needs no mask.
-        count: Number of tiles that this object represents. Each is shifted by the number of
-            queries, in queries and keys.
+        count: Number of tiles that this object represents. Each begins one tile of queries after
+            the previous one, and its keys are shifted by the same number.
     """
 
     start: int
@@ -224,7 +232,10 @@ class AttentionTile:
     def cost_at(self, pair: float) -> float:
         """Return the estimated time to compute the tiles, in pairs of a query and a key.
 
-        `pair` is the cost of one pair. Tiles that are computed as a batch share the fixed cost.
+        Tiles that are computed as a batch have the fixed cost of one call together.
+
+        Args:
+            pair: The cost of one pair.
         """
         pairs = self.queries * self.keys * pair
         calls = _TILE_COST + _SPAN_COST * (len(self.spans) - 1)  # A batch of tiles pays this once
@@ -264,7 +275,7 @@ class AttentionShape:
         key_heads: Number of heads of the keys.
         queries: Number of queries.
         keys: Number of keys.
-        first_head: The number of the first head among all heads of the layer.
+        first_head: The index of the first head among all heads of the layer.
     """
 
     heads: int
@@ -280,10 +291,10 @@ class AttentionShape:
         Args:
             query: Queries of shape ``(samples, heads, queries, width)``.
             key: Keys of shape ``(samples, key_heads, keys, width)``.
-            first_head: The number of the first head among all heads of the layer.
+            first_head: The index of the first head among all heads of the layer.
 
         Returns:
-            The sizes, without samples and width.
+            The numbers of heads, key heads, queries and keys.
         """
         return cls(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
 

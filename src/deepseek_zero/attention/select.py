@@ -30,18 +30,19 @@ def attend_selected(
     chosen_by: Literal["head", "group"] = "head",
     scale: float | None = None,
 ) -> Tensor:
-    """Compute causal attention in which each tile of queries sees the best blocks of keys.
+    """Compute causal attention in which queries see only the blocks of keys with the best scores.
 
-    The score of a block is the product of the mean of its keys with the mean of the tile's queries,
-    as in MoBA. The selection is not differentiated.
+    Keys are divided into blocks, and queries into tiles of consecutive tokens that see the same
+    blocks. The score of a block is the dot product of the mean of its keys with the mean of the
+    tile's queries, as in MoBA. The selection is not differentiated.
 
     Args:
         query: Shape ``(samples, heads, tokens, width)``.
         key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
         value: Shape ``(samples, key_heads, tokens, value_width)``.
-        block: Keys per block.
+        block: The number of keys per block.
         blocks: Number of blocks that a tile sees, including its own.
-        tile: Queries per selection; must divide `block`.
+        tile: The number of consecutive queries that see the same blocks; must divide `block`.
         chosen_by: "head": each head selects separately (MoBA). "group": heads that read the same
             keys select together, by the sum of their scores (NSA).
         scale: Factor of the scores; None for 1 / sqrt(width).
@@ -77,19 +78,22 @@ def select_blocks(
 ) -> Tensor:
     """Select the blocks of keys that each tile of queries sees in `attend_selected`.
 
-    Of blocks with equal scores, the earlier one is selected.
+    A tile is a number of consecutive queries that see the same blocks. Of blocks with equal scores,
+    the earlier one is selected.
 
     Args:
         query: Shape ``(samples, heads, tokens, width)``.
         key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
-        block: Keys per block.
+        block: The number of keys per block.
         blocks: Number of blocks that a tile sees, including its own.
-        tile: Queries per selection; must divide `block`.
-        chosen_by: "head" for one selection per head, or "group" for one per head of the keys.
+        tile: The number of queries per tile; must divide `block`.
+        chosen_by: "head": each head selects separately. "group": heads that read the same keys
+            select together.
 
     Returns:
-        A bool tensor of shape ``(samples, selections, tiles, blocks)``, with one selection per head
-        or per group.
+        A bool tensor of shape ``(samples, selections, tiles, key_blocks)``, True for selected
+        blocks. There are as many selections as heads ("head") or key heads ("group"), ``ceil(tokens
+        / tile)`` tiles and ``ceil(tokens / block)`` key blocks.
 
     Raises:
         UsageError: The sizes do not fit.

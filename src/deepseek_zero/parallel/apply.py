@@ -40,23 +40,23 @@ def parallelize(
 ) -> dict[str, Split]:
     """Split a whole model over the tensor-parallel ranks, in place.
 
-    All ranks receive the first rank's parameter values. Afterwards, each parameter of this rank's
-    model is its shard, and the first forward compares its inputs with those of the other ranks.
-    Errors are raised before anything is split.
+    All ranks receive the first rank's parameter values. Afterwards, each parameter of a split layer
+    contains only this rank's shard. The first forward raises an error if its inputs differ from
+    those of the other ranks. If the call raises an error, nothing has been split.
 
     Args:
         model: The whole model, with the same architecture on all ranks.
         comm: The communicator of the tensor-parallel ranks.
         settings: Which layers are split and how the loss is computed; by default
             `ParallelSettings()`.
-        plan: The result of `choose` for this model and these settings, completed by `prove`. If it
-            is None, both are called here.
+        plan: The result of `choose` for this model and these settings, on which `prove` was called.
+            None calls both here.
 
     Returns:
-        How each parameter is split, by its name in the model.
+        A dict from the name of each parameter to how it is split over the ranks (`Split`).
 
     Raises:
-        UsageError: A layer that the settings name cannot be split over this number of ranks.
+        UsageError: A layer that the settings select cannot be split over this number of ranks.
         NotBuiltError: Tensor parallelism does not support the model.
 
     Note:
@@ -84,14 +84,15 @@ def parallelize(
 def virtual(
     model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None = None
 ) -> nn.Module:
-    """Make one process compute what several tensor-parallel ranks would compute.
+    """Simulate several tensor-parallel ranks in one process.
 
     This is a debugging tool. Loss and gradients are bitwise equal to those of a tensor-parallel
     run, but the parameters stay whole.
 
     Args:
         model: The whole model. Its split layers and attentions change their class in place.
-        tp: The number of simulated tensor-parallel ranks, or a mesh with this number.
+        tp: The number of simulated tensor-parallel ranks, or a mesh, of which the size along "tp"
+            is used.
         settings: Which layers are split and how the loss is computed; by default
             `ParallelSettings()`.
 

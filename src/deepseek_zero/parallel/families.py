@@ -36,7 +36,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class StyleRule:
-    """How to split the layers whose module names match a pattern.
+    """A rule that says how layers whose module names match a pattern are split.
 
     Attributes:
         pattern: A regular expression that is matched to the last parts of a module's name.
@@ -121,7 +121,7 @@ def common_path(names: Iterable[str]) -> list[str]:
 
 
 def asked(model: nn.Module, getter: str) -> nn.Module | None:
-    """Call a method of a transformers model that returns one of its layers.
+    """Return a layer through a method of the model, as transformers models have.
 
     Args:
         model: The model, of transformers or any other library.

@@ -81,7 +81,7 @@ class Entry:
     """Accumulates the gradients of several column layers that read the same input.
 
     The gradients for the input are added into one buffer. When all layers that read it in forward
-    (`readers`) have added theirs, `start` is called with the buffer.
+    have added theirs, `start` is called with the buffer.
 
     Args:
         new: Returns an uninitialized buffer of a shape and a dtype.
@@ -154,7 +154,7 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
-    """Make backward sum the gradient of column layers' input over the ranks.
+    """Prepare a tensor that column layers read, so that its gradient is summed over the ranks.
 
     Args:
         x: The input, whole on every rank.
@@ -162,8 +162,8 @@ def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | Non
         what: The name of the first layer that reads it, for messages.
 
     Returns:
-        The tensor that the layers must read, and the `Entry` that accumulates their gradients for
-        it. If `x` needs no gradient, `x` and None.
+        The tensor that the layers must read instead of `x`, and the `Entry` that accumulates their
+        gradients for it. If `x` needs no gradient, `x` itself and None.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, None
@@ -371,7 +371,7 @@ def leave(x: Tensor, group: TensorGroup, what: str) -> Tensor:
     """Return the sum of every rank's tensor. Backward passes the gradient on unchanged.
 
     Args:
-        x: This rank's summand, with the same shape and dtype on every rank.
+        x: This rank's part of the sum, with the same shape and dtype on every rank.
         group: The tensor-parallel ranks over which the tensors are summed.
         what: The name of the sum, for messages.
 

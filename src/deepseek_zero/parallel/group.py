@@ -45,7 +45,7 @@ class TensorGroup:
     # -- buffers
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized buffer for this rank's summand of a sum.
+        """Return an uninitialized buffer for a tensor that will be summed over the ranks.
 
         `sum` returns the buffer to the pool. The call blocks if other ranks still read every
         buffer.
@@ -189,11 +189,11 @@ def _boxes(group: TensorGroup, own: Tensor) -> list[Tensor | None]:
 
 
 class Sum:
-    """Handle of a sum that a `TensorGroup` has started.
+    """Handle of an all-reduce or reduce-scatter that a `TensorGroup` has started.
 
     Args:
         group: The group whose buffers and communicator the sum uses.
-        part: The buffer with this rank's summand, which `wait` returns to the group's pool.
+        part: The buffer with this rank's values, which `wait` returns to the group's pool.
         pieces: For each rank, the piece of `part` that it receives.
         found: The tensor that receives the sum of this rank's piece over all ranks.
         what: The name of the sum, for messages.

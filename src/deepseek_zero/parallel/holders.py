@@ -44,15 +44,15 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class RegionHolder:
-    """A module that contains column layers and the row layers that read their outputs.
+    """A module with column layers and the row layers that read their outputs, copied for `prove`.
 
-    It is the smallest such module, and a copy without parameter values.
+    It is the smallest such module, for example an attention. Its parameters have no values.
 
     Attributes:
         names: The names of all modules of this kind in the model; only the first one is examined.
         template: A copy of the module with parameters on the meta device.
         members: The split layers of these column-row groups, by name in the module.
-        given: Split layers that do not belong to them, by name; the proof treats them as whole.
+        given: Other split layers in the module, by name; `prove` treats them as whole.
         inside: The names of other holders inside this module.
         attributes: The number of heads of each rank, by (module, attribute) that stores it.
         widths: For attentions: how the ranks split a dimension of a given number of features or
@@ -120,7 +120,7 @@ class RegionHolder:
 
 
 def holders_of(model: nn.Module, plan: ParallelPlan) -> list[RegionHolder]:
-    """Return one holder for each kind of module that contains split layers.
+    """Return a copy of one module of each kind that contains split layers.
 
     Modules are of one kind if their classes, shapes and split layers are equal.
 
@@ -129,7 +129,7 @@ def holders_of(model: nn.Module, plan: ParallelPlan) -> list[RegionHolder]:
         plan: Which of its layers are split, and how.
 
     Returns:
-        The holders; `names` of each contains all modules of its kind.
+        The copies; `names` of each contains all modules of its kind.
     """
     named: dict[str, nn.Module] = dict(model.named_modules())
     columns: dict[str, list[Choice]] = {}

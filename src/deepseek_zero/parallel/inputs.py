@@ -20,7 +20,7 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
     """Register a hook that compares the inputs of the model's first forward over the ranks.
 
     If the tensors differ, that forward raises BatchMismatchError on each rank, because the ranks
-    would compute parts of different batches. The message contains DeepSpeed's text.
+    would compute parts of different batches. The message contains the text of DeepSpeed's error.
 
     Args:
         model: The model whose next forward is checked.

@@ -33,7 +33,8 @@ class LayerPart:
         transposed: Whether the weight is (in, out) instead of (out, in).
         gathers: Whether a column layer all-gathers its outputs.
         scatters: Whether the inputs of a row layer are whole, so that each rank takes its part.
-        is_head: Whether the outputs are logits, which a loss may read without gathering them.
+        is_head: Whether the layer computes logits, from which the loss may be computed without an
+            all-gather.
         shards_tokens: Whether, in training, the inputs of a column layer or the outputs of a row
             layer are sharded over tokens.
     """
@@ -53,7 +54,7 @@ class LayerPart:
 
     @property
     def side(self) -> Split:
-        """Return how a vector along the split dimension is split, such as a column layer's bias."""
+        """Return how a vector with one element per row or column is split, such as a bias."""
         return Split("split", (self.weight.shape[self.weight.dim],), 0, self.weight.ranges)
 
     @cached_property
@@ -95,7 +96,8 @@ class Layer(nn.Module):
     that also derives from a subclass of `Layer`. The parameters are then this rank's shards.
 
     Attributes:
-        axis: Computes the forward of the layer and its collectives.
+        axis: The object that computes the forward of the layer and its collectives, usually a
+            `TensorAxis`.
         part: How the layer is split over the ranks.
     """
 
@@ -161,7 +163,7 @@ def _mixed(base: Any, kind: Any) -> Any:
 
 
 class TensorAxis:
-    """Computes the split layers of a model on one rank of a tensor-parallel group.
+    """Computes the forward of split layers on one rank of a tensor-parallel group.
 
     All ranks of the group must call the methods in the same order.
 
@@ -256,7 +258,7 @@ class TensorAxis:
         return leave(found, self.group, layer.part.name)
 
     def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
-        """Return the columns of split logits that this process computes.
+        """Return the columns of the logits that this process computes.
 
         Args:
             logits: This rank's logits, shape (..., own words).
@@ -335,7 +337,7 @@ class TensorAxis:
         return read
 
     def enter_tokens(self) -> None:
-        """Draw from this rank's own random stream from now on, because its tokens are its own."""
+        """Draw random numbers from this rank's own stream, because it now has other tokens."""
         if self.streams is not None:
             self.streams.forget()  # state of a recomputation that stopped early
             self.streams.enter()
@@ -367,7 +369,7 @@ class TensorAxis:
         return found
 
     def leave(self) -> None:
-        """Draw from the common random stream again, and drop references to column inputs."""
+        """Draw from the common random stream again, and free the inputs of column layers."""
         self._forget()
         if self.streams is not None:
             self.streams.leave()
@@ -390,7 +392,7 @@ class _Entered:
 def look_up(
     weight: Tensor, part: LayerPart, coordinate: int, ids: Tensor, padding: int | None
 ) -> Tensor:
-    """Return one rank's summand of an embedding. It is zero for tokens of other ranks' rows.
+    """Return the embeddings of the tokens whose rows this rank holds, and zeros for others.
 
     Args:
         weight: This rank's rows of the table.

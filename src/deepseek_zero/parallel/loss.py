@@ -141,8 +141,8 @@ def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Combine the values that each rank computed from its columns of the logits.
 
     Args:
-        said: For each rank, the maximum, the sum of exponentials and the target's logit, of shape
-            (tokens, 3).
+        said: For each rank, a tensor of shape (tokens, 3): the maximum, the sum of exponentials and
+            the target's logit.
 
     Returns:
         For each token, the logarithm of the sum of exponentials over the whole vocabulary, and the

@@ -65,24 +65,26 @@ Shares = list[tuple[int, int]]  # [start, stop) for each rank
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """The caller's settings for splitting layers.
+    """Settings of tensor parallelism: which layers are split, and how the loss is computed.
 
     Attributes:
         loss: "split" computes the loss from split logits in training, and the output has no logits.
-            "gathered" all-gathers the logits. "tiled" leaves both to the code that computes the
-            loss with the output layer (activations/tiled_loss.py).
+            "gathered" all-gathers the logits. "tiled" is for a loss that computes the output layer
+            itself, in tiles (`activations/tiled_loss.py`).
         layers: Rules (pattern, style, parts, model types), which take precedence over all others.
-            The pattern is matched by `re.match` to the names of parameters. The style is a key of
-            KINDS, such as "row" or "column". Parts are the number of equal parts of a fused
-            projection, or their widths. Model types restrict the rule; empty means all models.
-        uses_other_rules: Whether other rules apply to layers that `layers` does not match.
+            The pattern is matched by `re.match` to the names of parameters. The style is "column",
+            "row" or another key of KINDS. Parts is the number of equal projections that are stored
+            in the layer, or a tuple of their widths. Model types are the transformers model types
+            to which the rule applies; empty means all.
+        uses_other_rules: Whether the model's own plan and the rules of its family apply to layers
+            that `layers` does not match.
         needs_a_split: Whether it is an error if no layer is split.
         is_strict: Whether it is an error if a layer that a rule matches stays whole.
-        preset: The model family whose rules are used, whatever the model's type.
+        preset: The model family whose rules are used. None selects the family by the model's type.
         sequence: Whether activations between the split layers of a block are sharded over tokens in
             training (Megatron's sequence parallelism). "auto" enables it if the model supports it.
-        grain: Feed-forward layers and vocabularies are split at multiples of it, if every rank
-            receives one.
+        grain: Feed-forward layers and vocabularies are split at multiples of this number, unless
+            some rank would then get nothing.
     """
 
     loss: Literal["split", "gathered", "tiled"] = "split"
@@ -103,10 +105,11 @@ class Choice:
         name: The name of the layer in the model.
         module: The layer itself.
         style: How it is split, for example "column" or "row".
-        source: The kind of the rule that matched it.
+        source: The kind of the rule that matched it, for example the settings or the model's own
+            plan.
         fused: How several projections are stored in it, if it is fused.
         part: How its weight is split over the ranks. `choose` sets it.
-        region: A name that the column layers share whose outputs the same row layer reads.
+        region: A name that connects column layers with the row layer that reads their outputs.
         head_dim: The size of a head if it belongs to an attention.
     """
 
@@ -121,7 +124,7 @@ class Choice:
 
     @property
     def is_wished(self) -> bool:
-        """Return whether a rule named the layer, instead of only matching its name."""
+        """Return whether a rule was written for this layer, not only a general name pattern."""
         return self.source != "names"
 
     @property
@@ -143,17 +146,18 @@ class ParallelPlan:
     Attributes:
         ranks: The number of tensor-parallel ranks.
         choices: The layers that are split.
-        partial: The layers that every rank holds whole, with gradients that are summed over ranks.
+        partial: The layers that every rank holds whole and whose gradients are summed over the
+            ranks.
         splits: How each parameter is split, by its name in the model.
         attributes: The number of heads of each rank, by (module, attribute) that stores it.
-        attentions: For each module with all layers of an attention, the name of the module with its
-            query, key and value projections.
+        attentions: For each attention, by name, the name of the module that contains its query, key
+            and value projections.
         left: The layers that stay whole although a rule matches them, with the reason.
         stretch: The blocks between which activations are sharded over tokens, or None.
         why_whole: Why `sequence="auto"` does not shard activations over tokens, or "".
-        grain: Feed-forward layers and vocabularies are split at multiples of it.
-        unproven: Modules that contain split layers and that `prove` could not run; the first
-            forward examines them.
+        grain: Feed-forward layers and vocabularies are split at multiples of this number.
+        unproven: Modules with split layers that `prove` could not run. The first forward checks
+            them.
     """
 
     ranks: int
@@ -189,7 +193,7 @@ class ParallelPlan:
 
 
 def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = None) -> ParallelPlan:
-    """Plan which layers of a model are split over the tensor-parallel ranks, and how.
+    """Choose which layers of a model are split over the tensor-parallel ranks, and how.
 
     Only names, shapes and attributes of modules are read, so parameters may be on the meta device.
     The model is not changed.
@@ -201,12 +205,12 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
             over tokens; by default `ParallelSettings()`.
 
     Returns:
-        The plan, which `prove` completes and `parallelize` applies.
+        A `ParallelPlan`, which `prove` checks and completes, and `parallelize` applies.
 
     Raises:
         NotBuiltError: Tensor parallelism does not support the model's family or a style that a rule
             names.
-        UsageError: A layer that the settings name cannot be split over this number of ranks. The
+        UsageError: A layer that the settings select cannot be split over this number of ranks. The
             message names it.
     """
     cut = came_cut(model)

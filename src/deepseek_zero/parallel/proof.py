@@ -61,7 +61,7 @@ HALF_TOLERANCE = 3e-2
 
 
 class Unproven(Exception):
-    """Raised if a module cannot be run on sample inputs, so that its splits stay unproven."""
+    """Raised if a module cannot be run on sample inputs, so its split cannot be checked."""
 
 
 class _Differs(Exception):
@@ -73,17 +73,17 @@ class _Fails(_Differs):
 
 
 def prove(model: nn.Module, plan: ParallelPlan) -> None:
-    """Check that ranks which compute a plan's split layers compute the same model.
+    """Check that a model with split layers computes the same results as the whole model.
 
-    A copy of one module of each kind that contains split layers is run on small random inputs, once
-    whole and once as each rank. Its results also show how the gradients of other parameters in the
-    module are reduced; `plan.splits` is updated with that. Modules whose arguments are unknown
-    cannot be run here and are added to `plan.unproven`; `watch` examines them in the first forward.
-    The model is not changed.
+    For each kind of module that contains split layers, a copy is run on small random inputs, once
+    whole and once as each rank. The results also show whether the gradients of other parameters in
+    the module must be summed over the ranks, which is recorded in `plan.splits`. If the arguments
+    of a module are unknown, it is added to `plan.unproven` and checked in the first forward
+    (`watch`). The model is not changed.
 
     Args:
         model: The whole model, before anything is split.
-        plan: The result of `choose` for this model, which is updated in place.
+        plan: The result of `choose` for this model, whose `splits` and `unproven` are updated.
 
     Raises:
         NotBuiltError: A rank would compute another result. The message names the module, and the
@@ -109,10 +109,10 @@ def prove(model: nn.Module, plan: ParallelPlan) -> None:
 
 
 def watch(model: nn.Module, plan: ParallelPlan) -> None:
-    """Make the first forward examine the modules that `prove` could not run.
+    """Make the first forward check the modules that `prove` could not run.
 
-    The examination uses the arguments of that forward. The forward raises NotBuiltError if a rank
-    would compute another result or if a module cannot be examined.
+    The check uses the arguments of that forward. The forward raises NotBuiltError if a rank would
+    compute another result, or if a module cannot be checked.
 
     Args:
         model: The model, after its layers were split; hooks are registered on these modules.

@@ -28,7 +28,7 @@ KIND = "sp"  # kind of these bytes in the meter
 
 
 class SequenceRanks(Protocol):
-    """Interface of the group of ranks that share sequences (sequence parallelism).
+    """Interface of a group of ranks among which sequences are split (sequence parallelism).
 
     All of them must make the same calls in the same order.
 
@@ -265,8 +265,8 @@ class SequenceAttention(nn.Module):
     A model that contains such a module can be trained with sequence parallelism.
 
     Args:
-        local_attn: Called with (query, key, value) of all tokens and this rank's heads.
-        ranks: The ranks that share sequences.
+        local_attn: Computes attention from (query, key, value) of all tokens and this rank's heads.
+        ranks: The ranks among which sequences are split.
     """
 
     def __init__(self, local_attn: Callable[..., Any], ranks: SequenceRanks) -> None:

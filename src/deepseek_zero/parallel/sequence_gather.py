@@ -48,18 +48,20 @@ def attend_gathered(
     is_causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """Compute the attention of this rank's two chunks over the whole sequences.
+    """Compute the attention of this rank's queries over the keys of all ranks.
 
-    Keys and values are all-gathered in forward and again in backward.
+    A sequence is split into two chunks per rank, of which `zigzag` names those of a rank. Keys and
+    values are all-gathered in forward and again in backward.
 
     Args:
-        group: The ranks that share sequences.
+        group: The ranks among which sequences are split.
         kernel: Computes the attention of one chunk's queries over given keys and values.
         query: Queries of this rank's chunks, shape (samples, heads, tokens, width).
         key: Keys of the same shape, with fewer heads if the kernel supports that.
         value: Values of the same shape as the keys.
         is_causal: Whether a token sees only itself and earlier tokens.
-        window: Each token sees only this number of last tokens, including itself. None means all.
+        window: Each token sees only the last `window` tokens, including itself. None means no
+            limit.
 
     Returns:
         A tensor of shape (samples, tokens, heads, width).
@@ -93,7 +95,8 @@ def block_of(
         chunk: The number of tokens of a chunk.
         tokens: The number of tokens of the sequence.
         is_causal: Whether a token sees only itself and earlier tokens.
-        window: Each token sees only this number of last tokens, including itself. None means all.
+        window: Each token sees only the last `window` tokens, including itself. None means no
+            limit.
         device: The device of the mask.
 
     Returns:

@@ -53,16 +53,16 @@ _NAMED = "shared_"  # prefix of transformers' name of the attention
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """The caller's settings for sequence parallelism.
+    """Settings of sequence parallelism, which splits sequences over ranks.
 
     Attributes:
         attention: How attention accesses the tokens of other ranks. "ulysses" exchanges tokens for
             heads, "all_gather" gathers keys and values, and "auto" uses "ulysses" if the model
             supports it and "all_gather" otherwise.
-        weighs_loss: Whether the model returns the loss of all tokens of the sequences on every
-            rank. If not, it returns the mean over this rank's tokens, and the caller splits batches
-            and weights losses.
-        spares_eval: Whether, in evaluation, ranks do not communicate and each computes whole
+        weighs_loss: Whether the model returns the mean loss over all tokens of the sequences. If
+            not, it returns the mean over this rank's tokens, and the caller splits the batches and
+            averages the losses.
+        spares_eval: Whether evaluation does not communicate, so that each rank computes whole
             sequences.
     """
 
@@ -96,14 +96,14 @@ def own_tokens(
     """Split a batch of whole sequences, and return one rank's part of it.
 
     Args:
-        batch: Tensors of shape (samples, tokens, ...), equal on the ranks that share sequences.
-            Other values are unchanged. `position_ids` are added if missing.
+        batch: Tensors of shape (samples, tokens, ...) by name, equal on all sequence-parallel
+            ranks. Other values are returned unchanged. `position_ids` are added if missing.
         coordinate: The rank's index on the sequence-parallel axis.
         ranks: The number of sequence-parallel ranks.
         attention: How attention accesses the tokens of other ranks, which determines the tokens of
             each rank.
-        shifts: Replace `labels` by `shift_labels`, the next token's label of each token, before the
-            split. Causal losses need this.
+        shifts: Replace `labels` by `shift_labels`, which contain for each token the label of the
+            next one. Causal losses need this, because the next token may be on another rank.
 
     Returns:
         A new batch with tensors of shape (samples, tokens / ranks, ...).
@@ -138,9 +138,8 @@ def own_tokens(
 def own_part(model: nn.Module, batch: Any) -> Any:
     """Return this rank's tokens of a batch of whole sequences.
 
-    The batch is split as `own_tokens` does for the settings that `share_sequences` received. A
-    batch that is split already is returned unchanged: it has `position_ids` and, for a causal loss,
-    `shift_labels` instead of `labels`.
+    A batch that is split already is returned unchanged. It is recognized by `position_ids` and, for
+    a causal loss, by `shift_labels` instead of `labels`.
 
     Args:
         model: A model that was passed to `share_sequences`, or a module of it.
@@ -148,9 +147,9 @@ def own_part(model: nn.Module, batch: Any) -> Any:
             whole sequences that are equal on all sequence-parallel ranks.
 
     Returns:
-        A new batch with tensors of shape (samples, tokens / ranks, ...). `batch` itself if it is
-        split already or not a mapping, if the model does not share sequences, or if the settings
-        leave splitting to the caller.
+        A new batch with tensors of shape (samples, tokens / ranks, ...). `batch` itself is returned
+        if it is split already or is not a mapping. It is also returned if the model does not use
+        sequence parallelism, or if `SequenceSettings.weighs_loss` is false.
 
     Raises:
         UsageError: The number of tokens is not divisible by the number of ranks (by twice that
@@ -163,7 +162,7 @@ def own_part(model: nn.Module, batch: Any) -> Any:
 def share_sequences(
     model: nn.Module, comm: Comm, settings: SequenceSettings | None = None, *, tp: int = 1
 ) -> None:
-    """Make a transformers model compute sequences that are split over ranks, in place.
+    """Prepare a transformers model for sequences that are split over ranks, in place.
 
     Attention is replaced by one that communicates, and hooks check the inputs and average the loss
     over the ranks. A model with `SequenceAttention` modules is not changed, because these
@@ -172,8 +171,8 @@ def share_sequences(
     Args:
         model: The model, whose configuration and modules are changed.
         comm: The communicator of the sequence-parallel ranks ("sp").
-        settings: How attention communicates, and whether the loss is averaged over the ranks; by
-            default `SequenceSettings()`.
+        settings: How attention accesses the tokens of other ranks, and whether the loss is averaged
+            over the ranks; by default `SequenceSettings()`.
         tp: The number of tensor-parallel ranks ("tp") over which the model's layers were split.
 
     Raises:

@@ -57,9 +57,9 @@ def traffic_of_sequences(
         compute: The dtype of activations, if it differs from the model's.
 
     Returns:
-        The bytes for each token and attention layer, and for the loss of the micro-batch.
-        `layer_bytes` is None if the model's attention communicates by itself, or if keys and values
-        differ in width.
+        A `SequenceTraffic` with the bytes for each token and attention layer, and for the loss of
+        the micro-batch. `layer_bytes` is None (unknown) if the model's attention communicates by
+        itself, or if keys and values differ in width.
 
     Raises:
         NotBuiltError: Sequence parallelism does not support the model.

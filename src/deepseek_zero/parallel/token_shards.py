@@ -39,7 +39,8 @@ class ShardedBlocks:
     Attributes:
         blocks: The names of the blocks, in order.
         attentions: The names of the modules that contain query, key and value projections.
-        norms: The names of layers that every rank holds whole and applies to its own tokens.
+        norms: The names of the layers (norms) that every rank holds whole and applies to its own
+            tokens.
     """
 
     blocks: tuple[str, ...]
@@ -133,7 +134,8 @@ def shard_tokens(model: nn.Module, stretch: ShardedBlocks, axis: TensorAxis) -> 
     Args:
         model: The model, after its layers were split.
         stretch: The blocks between which activations are sharded.
-        axis: Gathers tokens for the split layers and sums their gradients.
+        axis: The tensor-parallel axis, which gathers tokens for the split layers and sums their
+            gradients.
     """
     first = stretch.blocks[0]
     last = stretch.blocks[-1]

@@ -43,9 +43,9 @@ class _EnterAll(torch.autograd.Function):
 class VirtualAxis:
     """Computes split layers in one process as several tensor-parallel ranks would.
 
-    It has the interface of `TensorAxis`. An attention runs once per rank (`in_passes`) with this
-    rank's heads only, because a kernel may round differently for another number of heads. Elsewhere
-    a column layer returns the joined outputs of all ranks.
+    It has the interface of `TensorAxis`. An attention runs once per simulated rank with that rank's
+    heads only, because a kernel may round differently for another number of heads. Outside of
+    attentions, a column layer returns the concatenated outputs of all ranks.
 
     Args:
         size: The number of simulated ranks.

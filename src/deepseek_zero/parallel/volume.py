@@ -20,8 +20,8 @@ class LayerTraffic(NamedTuple):
     Attributes:
         weight: The name of the first weight of the group.
         is_head: Whether the group is the output layer, which computes logits.
-        nbytes: Bytes per rank in one forward and backward, for as many tokens as there are
-            tensor-parallel ranks.
+        nbytes: Bytes that one rank sends in a forward and backward of R tokens, where R is the
+            number of tensor-parallel ranks.
     """
 
     weight: str
@@ -54,8 +54,8 @@ def traffic_of(
         compute: The dtype of activations, if it differs from the model's.
 
     Returns:
-        The bytes that each group sends in one forward and backward, in the order of the model.
-        They are for as many tokens as there are ranks.
+        One `LayerTraffic` for each group of layers, in the order of the model. Its bytes are those
+        of one forward and backward of R tokens, where R is the number of ranks.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     dtype = compute or next(param.dtype for param in model.parameters())
