@@ -228,7 +228,7 @@ class LayerwiseForward:
         return type(module).forward(module, *args, **kwargs)
 
     def remove(self) -> None:
-        """Restore the original forward of the module."""
+        """Replace this object by the original forward of the module."""
         module = self._module()
         if module is None or module.__dict__.get("forward") is not self:
             return

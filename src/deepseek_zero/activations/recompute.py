@@ -192,7 +192,7 @@ class Preserved(Protocol):
         ...
 
     def set_states(self, states: Any) -> None:
-        """Restore a state that `get_states` returned."""
+        """Restore a state that `get_states` returned, before a recomputation."""
         ...
 
 

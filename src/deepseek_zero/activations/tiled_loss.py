@@ -78,8 +78,8 @@ def tiled_cross_entropy(
 
     Args:
         x: Inputs of the output layer, shape ``(..., width)``.
-        weight: Shape ``(words, width)``.
-        bias: Shape ``(words,)``, or None.
+        weight: Shape ``(vocabulary, width)``.
+        bias: Shape ``(vocabulary,)``, or None.
         targets: Shape ``(...)``, word numbers or ``settings.ignored``.
         settings: Number of tokens per tile, and the target of tokens that do not count.
         layer: The tensor-parallel layer of which `weight` is this rank's shard; None if the weight

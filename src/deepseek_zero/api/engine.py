@@ -98,7 +98,7 @@ class ZeroEngine(Exports, Engine):
         return self.config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the number of micro-batches per step."""
+        """Return the number of micro-batches whose gradients one step accumulates."""
         return self.config.gradient_accumulation_steps
 
     def get_global_grad_norm(self) -> float | None:

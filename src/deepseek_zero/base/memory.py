@@ -486,7 +486,7 @@ class Segment:
         ), skipped
 
     def close(self) -> None:
-        """Close the descriptor; mappings stay valid."""
+        """Close the file descriptor of the segment; existing mappings stay valid."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

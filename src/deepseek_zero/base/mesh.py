@@ -170,14 +170,14 @@ class Mesh:
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether there is more than one rank."""
+        """Return whether the mesh has more than one rank."""
         return self.world_size > 1
 
     # -- coordinates of this rank
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Return this rank's index on each axis."""
+        """Return this rank's index along each axis, by the name of the axis."""
         return self._coordinates_of(self.rank)
 
     def _coordinates_of(self, rank: int) -> dict[str, int]:

@@ -133,7 +133,7 @@ class FirstPasses:
             self._work.advance(numel)
 
     def finish(self) -> None:
-        """End the pass; a second call has no effect."""
+        """End the current pass, if there is one, and report its progress."""
         if self._work is not None:
             self._work.finish()
             self._work = None

@@ -816,13 +816,13 @@ def _said() -> World:
 
 
 def rank() -> int:
-    """Return this process's rank."""
+    """Return the rank of this process in the world; 0 if it is the only process."""
     group = _group()
     return int(group.get_rank()) if group is not None else _said().rank
 
 
 def size() -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks of the world; 1 if this is the only process."""
     group = _group()
     return int(group.get_world_size()) if group is not None else _said().size
 
@@ -842,7 +842,7 @@ def meeting_address() -> str | None:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is rank 0."""
+    """Return whether this process is rank 0, which writes logs and shared files."""
     return rank() == 0
 
 

@@ -120,7 +120,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements that the box contains."""
         return prod(self.size)
 
     def place(self, corner: Shape) -> int:
@@ -137,7 +137,7 @@ def boxes_of(part: ParamPart, start: int, stop: int) -> list[Box]:
     Args:
         part: Part of a parameter, in whose order elements are counted.
         start: First element, in the order of the part.
-        stop: End of the range.
+        stop: Index after the last element of the range.
 
     Returns:
         The boxes, in the order of their elements. Together they contain every element of the range
@@ -197,7 +197,7 @@ def assemble(
     Args:
         part: Part of a parameter, in whose order elements are counted.
         start: First element, in the order of the part.
-        stop: End of the range.
+        stop: Index after the last element of the range.
         sources: The ranges that are available, at least one.
         missing: The error to raise if elements are in no source.
 
@@ -238,7 +238,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[FlatBox]:
     Args:
         shape: Shape of the tensor.
         start: First element.
-        stop: End of the range.
+        stop: Index after the last element of the range.
 
     Returns:
         Triples of offset, size and flat start; each element is in exactly one box.

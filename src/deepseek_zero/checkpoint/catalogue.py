@@ -217,6 +217,9 @@ def existing_folder(directory: Path, tag: str) -> Path:
         directory: Directory of checkpoints.
         tag: Name of the checkpoint.
 
+    Returns:
+        The path of the folder.
+
     Raises:
         CheckpointError: The tag does not exist; the message lists the existing ones.
     """

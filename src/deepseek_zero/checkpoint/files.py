@@ -93,7 +93,7 @@ def truncate(descriptor: int, length: int) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Sync an open file's data to the disk."""
+    """Write the data of an open file from the page cache to the disk (fsync)."""
     os.fsync(descriptor)
 
 
@@ -182,12 +182,12 @@ def make_folders(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Set a file's mode to 0600."""
+    """Set the mode of a file to 0600, so that only its owner can read it."""
     os.chmod(path, 0o600)
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to the disk."""
+    """Write the names in a folder to the disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -85,11 +85,11 @@ class StateRange:
     """Elements [start, stop) of one state of one parameter or buffer.
 
     Attributes:
-        kind: Kind of state.
+        kind: Kind of state, for example "weight", "buffer" or "moment".
         name: Name in the whole model.
         key: The optimizer's name of a moment; empty for other kinds.
         start: First element.
-        stop: End of the range.
+        stop: Index after the last element of the range.
         part: The part in whose order elements are counted; None means the whole parameter.
     """
 
@@ -173,7 +173,7 @@ class StateReader(ABC):
         """Return the optimizer's names of the states of one parameter.
 
         Args:
-            kind: Kind of state.
+            kind: Kind of state, for example "weight", "buffer" or "moment".
             name: Name of the parameter.
 
         Returns:

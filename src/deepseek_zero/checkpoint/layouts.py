@@ -193,7 +193,7 @@ class SafetensorsLayout(ForeignLayout):
         return (path / INDEX).exists() or any(path.glob(f"{STEM}*.safetensors"))
 
     def files(self, path: Path) -> list[Path]:
-        """Return the existing safetensors files."""
+        """Return the safetensors files that exist at `path`."""
         with suppress(CheckpointError):
             return [each for each in safetensors_files(path) if each.is_file()]
         return []

@@ -31,7 +31,7 @@ SAME_NAMES = "_zero_same_names"
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """The piece of the model that one rank runs.
+    """The part of the model that one rank runs: its pipeline stages and its "tp" shards.
 
     A local parameter may be some rows of a parameter of the whole model (planner/rows.py). In that
     case several local parameters map to the same name.
@@ -47,7 +47,7 @@ class ModelPiece:
 
     @classmethod
     def of(cls, runtime: Runtime) -> ModelPiece:
-        """Return the piece that a rank's wrapped model represents."""
+        """Return the part of the model that a rank's runtime holds."""
         names = runtime.model.__dict__.get(OWN_NAMES) or {}
         return cls(names, runtime.plan.mesh.coordinates["tp"])
 
@@ -84,11 +84,11 @@ class ModelPiece:
         """Return the range of a checkpoint that contains elements [start, stop) of a local state.
 
         Args:
-            kind: Kind of state.
+            kind: Kind of state, for example "weight", "buffer" or "moment".
             member: Parameter of this rank's model.
             key: The optimizer's name of the state.
             start: First element of the local parameter.
-            stop: End of the range.
+            stop: Index after the last element of the range.
 
         Returns:
             The range in terms of the whole model's parameter.
@@ -105,11 +105,11 @@ class ModelPiece:
 
         Args:
             reader: Open checkpoint to read from.
-            kind: Kind of state.
+            kind: Kind of state, for example "weight", "buffer" or "moment".
             member: Parameter of this rank's model.
             key: The optimizer's name of the state.
             start: First element of the local parameter.
-            stop: End of the range.
+            stop: Index after the last element of the range.
 
         Yields:
             Pairs of local position and flat values, in order.

@@ -94,7 +94,7 @@ class CheckpointReader(StateReader):
         """Return the optimizer's names of the states of one parameter.
 
         Args:
-            kind: Kind of state.
+            kind: Kind of state, for example "weight", "buffer" or "moment".
             name: Name of the parameter.
 
         Returns:
@@ -247,7 +247,7 @@ class CheckpointReader(StateReader):
         return self.tensor(next((chunk for chunk in chunks if chunk.rank == rank), chunks[0]))
 
     def tensor(self, chunk: SavedChunk) -> Tensor:
-        """Return a whole chunk, in its own shape."""
+        """Read all elements of a chunk, and return them in the shape in which they were saved."""
         return self._file(chunk).whole(chunk.tensor_name)
 
     def _file(self, chunk: SavedChunk) -> SafetensorsReader:

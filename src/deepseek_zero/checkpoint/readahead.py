@@ -41,7 +41,7 @@ class ByteRange:
     Attributes:
         descriptor: Descriptor of the open file.
         start: First byte.
-        stop: End of the range.
+        stop: Offset after the last byte of the range.
         read_again: Whether the range will be read again soon.
     """
 
@@ -116,7 +116,7 @@ class ReadRequest:
 
 
 class ReadPath:
-    """Fill blocks past the page cache or through it (see the module docstring)."""
+    """Read blocks of a file with direct I/O or through the page cache."""
 
     def __init__(self) -> None:
         # total of all direct reads; `THREADS` of them run at the same time

@@ -158,7 +158,7 @@ class TensorLocation:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in bytes."""
+        """Return the size of the tensor in the file, in bytes."""
         return self.stop - self.start
 
     @property

@@ -70,7 +70,7 @@ class StagedOutput:
             self.unlock()
 
     def unlock(self) -> None:
-        """Release the lock."""
+        """Release the lock that marks the folder as being written by this process."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

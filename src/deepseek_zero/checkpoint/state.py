@@ -88,7 +88,7 @@ class WriteItem:
 
 @dataclass
 class WriteGroup:
-    """Items that are written together, and the state ranges to prefetch for them."""
+    """Checkpoint items that are written together, and the state ranges to prefetch for them."""
 
     items: list[WriteItem]
     ranges: list[StorageRange] = field(default_factory=list)
@@ -106,6 +106,9 @@ def write_groups(
         contents: The states to save.
         skip_frozen: Omit parameters that are not trained.
         elsewhere: Names of parameters that an earlier stage writes.
+
+    Returns:
+        An iterator over groups of items, which are written in this order.
     """
     runtime = contents.runtime
     optimizer = contents.optimizer
@@ -148,11 +151,11 @@ class Chunks:
         """Return the chunk for elements [start, stop) of a local parameter.
 
         Args:
-            kind: Kind of state.
+            kind: Kind of state, for example "weight", "buffer" or "moment".
             member: Parameter of this rank's model.
             key: The optimizer's name of the state.
             start: First element.
-            stop: End of the range.
+            stop: Index after the last element of the range.
 
         Returns:
             The description of the range, which the manifest stores.
@@ -411,7 +414,7 @@ def value_item(kind: str, name: str, value: Tensor, rank: int) -> WriteItem:
     """Return the item of a tensor that no step changes.
 
     Args:
-        kind: Kind of state.
+        kind: Kind of state, for example "weight", "buffer" or "moment".
         name: Name in the checkpoint.
         value: The tensor, saved whole and in its own shape.
         rank: Global rank whose file has it.

@@ -132,7 +132,7 @@ class MappedCheckpoint(StateReader):
         """Add elements of a state.
 
         Args:
-            kind: Kind of state.
+            kind: Kind of state, for example "weight", "buffer" or "moment".
             name: Name of the parameter.
             key: The optimizer's name of the state.
             start: Position of the first element within the state.
@@ -186,7 +186,7 @@ class MappedCheckpoint(StateReader):
         """Return the optimizer's names of the states of one parameter.
 
         Args:
-            kind: Kind of state.
+            kind: Kind of state, for example "weight", "buffer" or "moment".
             name: Name of the parameter.
 
         Returns:

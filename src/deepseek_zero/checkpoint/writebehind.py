@@ -68,7 +68,7 @@ class StreamingWriter:
         return crc
 
     def finish(self) -> None:
-        """Write the remaining bytes and sync the file."""
+        """Write the remaining bytes, sync the file to the disk, and close it."""
         try:
             if self._filled:
                 self._submit(-(-self._filled // PAGE) * PAGE)

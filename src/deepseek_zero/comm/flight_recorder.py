@@ -148,7 +148,7 @@ class FlightRecorder:
             self._store.send_farewell()
 
     def withdraw(self, topic: str) -> None:
-        """Remove this rank's line under a topic."""
+        """Remove the line that this rank posted under a topic."""
         self.post(topic, "")
 
     def read(self, topic: str, rank: int) -> str:

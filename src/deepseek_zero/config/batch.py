@@ -16,7 +16,7 @@ _LABELS = ("Train batch size", "Micro batch size per gpu", "Gradient accumulatio
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch sizes of a run, in samples and micro-batches."""
+    """The batch sizes of a run: samples per step, samples per micro-batch, accumulation steps."""
 
     train: int
     micro: int

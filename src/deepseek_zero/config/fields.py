@@ -21,7 +21,7 @@ NO_INF = object()
 
 
 class Status(StrEnum):
-    """The effect of a key in this version."""
+    """Whether a key of the configuration changes the run, or is accepted without effect."""
 
     EFFECTIVE = "effective"
     ACCEPTED = "accepted"

@@ -93,7 +93,7 @@ class Normaliser:
     The "auto" keys are collected in `autos`, and the set keys that are not built in `not_built`.
 
     Args:
-        problems: Receives the problems.
+        problems: The problems that are found are added to it.
         unknown_is_error: Whether unknown keys are errors or warnings.
     """
 

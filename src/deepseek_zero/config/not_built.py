@@ -19,7 +19,7 @@ _Dtype = Literal["fp32", "fp16", "bf16"]
 
 
 class Milestone(StrEnum):
-    """The part of the library that would add a key."""
+    """The part of the library that would have to implement a key that is not built."""
 
     TIERS = "the host and NVMe tiers (ZeRO-Offload, ZeRO-Infinity)"
     CHECKPOINTS = "durable, reshapable checkpoints"

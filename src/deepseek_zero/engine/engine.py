@@ -457,7 +457,7 @@ class Engine(StandsForModule):
 
     @property
     def device(self) -> torch.device:
-        """The device on which this rank trains."""
+        """The device on which this rank computes, for example `cuda:0`."""
         return self.mesh.device
 
 

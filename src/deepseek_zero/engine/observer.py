@@ -40,7 +40,7 @@ PLAN_NAME = "plan.txt"
 
 
 class Observed(Protocol):
-    """The attributes of an engine that an observer reads."""
+    """Interface of an engine whose steps an `Observer` reports."""
 
     module: nn.Module
     mesh: Mesh

@@ -172,8 +172,8 @@ def cut_along_axes(
     """Cut a model in place to the part of this rank along "tp", "sp" and "pp".
 
     The part gets the first rank's values. Along "tp" layers are split, along "sp" the forward
-    becomes a part of a forward, and along "pp" blocks of other stages become stand-ins. The chain
-    of blocks is searched in the whole model.
+    computes a part of each sequence, and along "pp" placeholders replace the blocks of other
+    stages. The chain of blocks is searched in the whole model.
 
     Args:
         config: The run's configuration, from which the settings are read.
@@ -423,7 +423,7 @@ def stages_of(
         mesh: The device mesh: the size of each axis and this rank's coordinates.
 
     Returns:
-        The model with this rank's stages, in which other stages are replaced by stand-ins.
+        The model with this rank's stages, in which other stages are replaced by placeholders.
     """
     return pipeline.cut_model(
         model,

@@ -114,6 +114,9 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
         name: The name of the argument, for errors.
         given: The value of the argument.
 
+    Returns:
+        The elements of the argument as a list.
+
     Raises:
         UsageError: The argument is neither a parameter nor a sequence of parameters, pairs or
             groups.

@@ -82,7 +82,7 @@ class TrainerParts(Protocol):
 
 
 class Trainer(Protocol):
-    """The attributes of an engine that saving reads and loading sets."""
+    """Interface of an engine: attributes that a save reads and a load sets."""
 
     config: Config
     optimizer: ShardedOptimizer | None

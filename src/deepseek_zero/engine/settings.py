@@ -456,7 +456,7 @@ def tile_settings_of(config: Config) -> TileSettings:
 
 
 def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
-    """Return the settings of tensor parallelism."""
+    """Return the settings of tensor parallelism that a configuration describes."""
     section = config.tensor_parallel
     summed = tuple(
         (rf".*{re.escape(name)}\.weight$", "row", 1, ())
@@ -534,7 +534,7 @@ def sparse_attention_of(config: Config, mesh: Mesh) -> attention.SparseAttention
 
 
 def pipeline_settings_of(config: Config) -> PipelineSettings:
-    """Return the settings of pipeline parallelism."""
+    """Return the settings of pipeline parallelism that a configuration describes."""
     section = config.pipeline
     return PipelineSettings(
         partition=section.partition,

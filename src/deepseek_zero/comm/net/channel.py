@@ -64,7 +64,7 @@ Address = tuple[str, int]
 
 
 class Role(IntEnum):
-    """The purpose of a connection."""
+    """The purpose of a connection, which the dialer states in the handshake."""
 
     RECORDER = 1  # Lines of the flight recorder
     DATA = 2  # Messages of collectives

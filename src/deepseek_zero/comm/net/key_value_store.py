@@ -121,7 +121,7 @@ class KeyValueStore:
         return True
 
     def get(self, key: str) -> str | None:
-        """Return the text under a key, or None."""
+        """Return the text that was stored under a key, or None if there is none."""
         return self._texts.get(key)
 
     def request(self, operation: Operation, key: str, value: str = "") -> Answer:
@@ -185,7 +185,7 @@ class KeyValueStore:
         self._listener.call(send, FAREWELL_SECONDS)
 
     def close(self) -> None:
-        """Close the listener."""
+        """Close the listener, so that clients can no longer connect to the store."""
         self._listener.close()
 
     def _take_asking(self, connection: socket.socket, rank: int) -> None:
@@ -378,7 +378,7 @@ class StoreClient:
         return {} if seconds is None else {0: seconds}
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close this client's connections to the store."""
         with self._lock:
             self._drop()
             self._drop_idle()

@@ -62,14 +62,14 @@ class Exchange(Completion):
     left = 0
 
     def end_one(self) -> None:
-        """Decrement `left`; end the collective at 0."""
+        """Record that one message has been transferred; end the collective after the last one."""
         self.left -= 1
         if not self.left:
             self.cid.arrived.append(time.perf_counter())
             self.event.set()
 
     def fail(self, error: Exception) -> None:
-        """Fail the collective; the first error counts."""
+        """End the collective with an error. If it is called again, the first error is kept."""
         self.error = self.error or error
         self.event.set()
 
@@ -246,7 +246,7 @@ class Link:
     wakes_at: int = 1  # Readable bytes after which the kernel wakes the reader
 
     def expect_header(self) -> None:
-        """Read a header next."""
+        """Expect the header of a message as the next bytes of the connection."""
         self.reads = None
         self.into = memoryview(self.header)
 

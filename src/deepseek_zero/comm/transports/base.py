@@ -331,4 +331,4 @@ def leave_in_place(received: object) -> None:
 
 
 def no_wait() -> None:
-    """Return at once: nothing is in flight."""
+    """Return immediately: the wait function of a collective that sends nothing."""

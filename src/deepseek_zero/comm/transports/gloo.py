@@ -198,7 +198,7 @@ class Gloo(PointToPoint):
         self._jobs: dict[str, Jobs] = {}
 
     def end_engine(self, engine: str) -> None:
-        """Stop the waiting threads of an engine."""
+        """End the threads that wait for collectives of an engine that no longer exists."""
         for lane in [lane for lane in list(self._jobs) if engine_of(lane) == engine]:
             self._jobs.pop(lane).put(None)
 

@@ -107,7 +107,7 @@ class NcclGroups:
         return found
 
     def release(self, user: str) -> None:
-        """Remove a user from its pair."""
+        """Record that an engine no longer uses its pair of NCCL groups."""
         for pair in self._made.values():
             pair.users.discard(user)
             pair.engine = "" if pair.engine == user else pair.engine

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class AUTOTP_MODE(Enum):
-    """Whether layers are split for training or for inference."""
+    """DeepSpeed's two modes of tensor parallelism: layers are split for training or inference."""
 
     TRAINING = "TRAINING"
     INFERENCE = "INFERENCE"
@@ -182,7 +182,7 @@ def _even(whole: int, ranks: int) -> list[int]:
 
 
 class PartitionType(Enum):
-    """How a layer is split over the tensor-parallel ranks."""
+    """Dimension along which a layer is split over the tensor-parallel ranks, or no split."""
 
     COLUMN = "column"
     ROW = "row"

@@ -48,8 +48,8 @@ class meg_2d_parallel_map:
         """Append data to the list of one pair.
 
         Args:
-            pp_index: Pipeline stage.
-            tp_index: Tensor-parallel rank.
+            pp_index: Index of the pipeline stage.
+            tp_index: Index of the rank along the tensor-parallel axis.
             data: List to append.
         """
         assert pp_index < self.pp_degree and tp_index < self.tp_degree and isinstance(data, list)
@@ -165,9 +165,9 @@ class model_3d_desc:
         """Return whether the coordinates exist, and an error message for each invalid index.
 
         Args:
-            pp_index: Pipeline stage.
-            tp_index: Tensor-parallel rank.
-            dp_index: Data-parallel rank.
+            pp_index: Index of the pipeline stage.
+            tp_index: Index of the rank along the tensor-parallel axis.
+            dp_index: Index of the rank along the data-parallel axis.
 
         Returns:
             Whether all coordinates exist, and a list of error messages, which is empty if they do.

@@ -21,7 +21,7 @@ DEEPSPEED_ENVIRONMENT_NAME = (
 
 
 class ZeroStageEnum(IntEnum):
-    """DeepSpeed's names of the ZeRO stages."""
+    """The ZeRO stages as an enum: which states are sharded, with DeepSpeed's names."""
 
     disabled = 0
     optimizer_states = 1
@@ -31,7 +31,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class OffloadDeviceEnum(StrEnum):
-    """DeepSpeed's names of the devices for offloading."""
+    """The memories to which states can be offloaded as an enum, with DeepSpeed's names."""
 
     none = "none"
     cpu = "cpu"

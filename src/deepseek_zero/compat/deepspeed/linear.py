@@ -49,7 +49,15 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Return the requested gradients of input, weight and bias."""
+        """Compute the gradients of the forward's arguments.
+
+        Args:
+            ctx: Context in which `setup_context` has saved the tensors.
+            *grads: The gradient of the output.
+
+        Returns:
+            The gradients of input, weight and bias, each None if it is not required.
+        """
         (grad,) = grads
         input, weight, *rest = ctx.saved_tensors
         bias = rest[0] if rest else None
@@ -78,7 +86,7 @@ def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 class LinearModuleForZeroStage3(nn.Linear):
-    """A linear layer that uses `LinearFunctionForZeroStage3`."""
+    """`nn.Linear` that computes with `LinearFunctionForZeroStage3`, DeepSpeed's name for it."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input @ weight.T + bias`."""

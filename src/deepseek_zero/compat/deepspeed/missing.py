@@ -16,7 +16,7 @@ from ...base.errors import UnknownNameError
 
 
 class When(Enum):
-    """Whether a missing name is planned."""
+    """Whether a name of DeepSpeed that is missing here is planned or excluded by design."""
 
     LATER = "later"
     NEVER = "by design not"

@@ -114,6 +114,9 @@ def look_up(module: str, name: str) -> Any:
         module: Path of the module.
         name: Name in the module.
 
+    Returns:
+        The provided object, submodule, constant or placeholder.
+
     Raises:
         UnknownNameError: DeepSpeed does not have the name.
     """

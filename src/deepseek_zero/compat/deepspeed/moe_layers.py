@@ -170,7 +170,7 @@ def top1gating(
     Args:
         logits: Shape ``(tokens, experts)``.
         capacity_factor: Capacity relative to an even distribution.
-        min_capacity: Smallest capacity.
+        min_capacity: Smallest number of tokens for which an expert has slots.
         used_token: Shape ``(tokens,)``; 0 for tokens that are not routed.
         noisy_gate_policy: "RSample" to sample the expert from the softmax.
         drop_tokens: Limit the capacity. Otherwise it is that of the fullest expert on any rank of
@@ -228,7 +228,7 @@ def top2gating(
     Args:
         logits: Shape ``(tokens, experts)``.
         capacity_factor: Capacity relative to an even distribution.
-        min_capacity: Smallest capacity.
+        min_capacity: Smallest number of tokens for which an expert has slots.
         drop_tokens: Limit the capacity. Otherwise it is that of the fullest expert on any rank of
             `ep_group`.
         ep_group: Process group over which the fullest expert is found if `drop_tokens` is false.
@@ -279,7 +279,7 @@ def topkgating(
         logits: Shape ``(tokens, experts)``.
         k: Number of experts per token.
         capacity_factor: Capacity relative to an even distribution.
-        min_capacity: Smallest capacity.
+        min_capacity: Smallest number of tokens for which an expert has slots.
         drop_tokens: Limit the capacity. Otherwise it is that of the fullest expert on any rank of
             `ep_group`.
         ep_group: Process group over which the fullest expert is found if `drop_tokens` is false.
@@ -401,7 +401,7 @@ class TopKGate(nn.Module):
         k: Number of experts per token.
         capacity_factor: Capacity in training, relative to an even distribution.
         eval_capacity_factor: The same in evaluation.
-        min_capacity: Smallest capacity.
+        min_capacity: Smallest number of tokens for which an expert has slots.
         noisy_gate_policy: "Jitter", "RSample" or None.
         drop_tokens: Whether tokens beyond the capacity of an expert are dropped.
         use_rts: Choose at random which tokens to drop. Otherwise the last ones are dropped.
@@ -603,7 +603,7 @@ class MoE(nn.Module):
         k: Number of experts per token.
         capacity_factor: Capacity in training, relative to an even distribution.
         eval_capacity_factor: The same in evaluation.
-        min_capacity: Smallest capacity.
+        min_capacity: Smallest number of tokens for which an expert has slots.
         use_residual: Add the output of a shared module, with learned coefficients for both.
         noisy_gate_policy: "Jitter", "RSample" or None.
         drop_tokens: Whether tokens beyond the capacity of an expert are dropped.

@@ -53,26 +53,26 @@ class Monitor:
 
 
 class TensorBoardMonitor(Monitor):
-    """Write TensorBoard event files."""
+    """Monitor that writes each event to TensorBoard files, on rank 0."""
 
     writer_class = TensorBoardWriter
 
 
 class csvMonitor(Monitor):
-    """Write one CSV file per tag."""
+    """Monitor that writes the events of each tag to a CSV file, on rank 0."""
 
     writer_class = CsvWriter
 
 
 class WandbMonitor(Monitor):
-    """Log to a Weights & Biases run."""
+    """Monitor that logs each event to a Weights & Biases run, on rank 0."""
 
     writer_class = WandbWriter
     settings_class = WandbSettings
 
 
 class CometMonitor(Monitor):
-    """Log to a Comet experiment."""
+    """Monitor that logs each event to a Comet experiment, on rank 0."""
 
     writer_class = CometWriter
     settings_class = monitor.CometSettings

@@ -53,7 +53,7 @@ def parse_resource_filter(
     """Return the hosts and slots that --include or --exclude select.
 
     Args:
-        host_info: Slots of each host.
+        host_info: For each available host, its slots (GPU indices).
         include_str: Value of --include.
         exclude_str: Value of --exclude.
 
@@ -149,7 +149,7 @@ class MultiNodeRunner:
     Args:
         args: Result of `parse_args`.
         world_info_base64: Result of `encode_world_info`.
-        resource_pool: Slots of each host.
+        resource_pool: For each available host, its slots (GPU indices).
     """
 
     name: ClassVar[str]
@@ -194,7 +194,10 @@ class MultiNodeRunner:
 
         Args:
             environment: Environment of the launcher process.
-            active_resources: Slots of each host.
+            active_resources: For each host to use, its slots (GPU indices) or their number.
+
+        Returns:
+            The arguments of the command. A subclass must override this method.
         """
         raise NotImplementedError
 
@@ -223,7 +226,7 @@ class PDSHRunner(MultiNodeRunner):
 
         Args:
             environment: Environment of the launcher process.
-            active_resources: Slots of each host.
+            active_resources: For each host to use, its slots (GPU indices) or their number.
 
         Returns:
             The command, a placeholder for DeepSpeed's kill command, and the environment.
@@ -256,7 +259,10 @@ class OpenMPIRunner(MultiNodeRunner):
 
         Args:
             environment: Ignored.
-            active_resources: Slots of each host.
+            active_resources: For each host to use, its slots (GPU indices) or their number.
+
+        Returns:
+            The arguments of the command, of which the first is the name of the program.
         """
         options = self._options()
         # By default, MPI may choose an interface that the other hosts cannot reach.
@@ -282,7 +288,10 @@ class MPICHRunner(MultiNodeRunner):
 
         Args:
             environment: Ignored.
-            active_resources: Slots of each host.
+            active_resources: For each host to use, its slots (GPU indices) or their number.
+
+        Returns:
+            The arguments of the command, of which the first is the name of the program.
         """
         total = self._total(active_resources)
         exports = [
@@ -318,7 +327,10 @@ class SlurmRunner(MultiNodeRunner):
 
         Args:
             environment: Ignored.
-            active_resources: Slots of each host.
+            active_resources: For each host to use, its slots (GPU indices) or their number.
+
+        Returns:
+            The arguments of the command, of which the first is the name of the program.
         """
         options = self._options()
         for word, value in (("--nodelist", self.args.include), ("--exclude", self.args.exclude)):

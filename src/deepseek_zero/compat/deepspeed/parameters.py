@@ -38,7 +38,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """DeepSpeed's kinds of parameters."""
+    """DeepSpeed's kinds of parameters as an enum, for programs that import the name."""
 
     NORMAL = 1
     PARTITIONED = 2

@@ -98,7 +98,14 @@ class ProcessTopology:
         return list(found.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return the ranks whose coordinates equal the given ones on the named axes."""
+        """Return the ranks whose coordinates equal the given ones on the named axes.
+
+        Args:
+            **filter_kwargs: The coordinate of each axis to compare; other axes may differ.
+
+        Returns:
+            The world ranks, in ascending order.
+        """
         wanted = filter_kwargs.items()
         return [
             rank

@@ -26,7 +26,7 @@ OFFSET = 2718
 
 
 class RandomStreams:
-    """Random streams by name, each with its own seed."""
+    """Random generators by name, each with a separate seed and state."""
 
     def __init__(self) -> None:
         self._states: dict[str, Tensor] = {}

@@ -253,6 +253,9 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
         parameters: One or more parameters.
         mpu: Model-parallel unit over whose ranks the zeros are counted.
 
+    Returns:
+        The number of zeros, over all model-parallel ranks.
+
     Note:
         Collective: every model-parallel rank of `mpu` must call it.
     """
@@ -406,6 +409,9 @@ class CheckOverflow:
         Args:
             norm_group: Norms of the gradients on this rank. -1, infinity and NaN mean an overflow.
             reduce_overflow: Check all ranks.
+
+        Returns:
+            True if any norm is -1, infinite or NaN.
         """
         return self._agreed(
             any(map(is_invalid_grad_norm, norm_group)), reduce_overflow or self.has_moe_params

@@ -49,7 +49,7 @@ class SequenceMpu:
 
 
 class UlyssesSPAttentionHF:
-    """Sequence-parallel attention for transformers models."""
+    """DeepSpeed's Ulysses attention for transformers models, split over the ranks of a sequence."""
 
     @classmethod
     def register_with_transformers(

@@ -40,7 +40,7 @@ class SparsityConfig:
     """Base class of the configurations. Custom ones override `make_layout`.
 
     Args:
-        num_heads: Number of heads.
+        num_heads: Number of attention heads, each of which may have its own layout.
         block: Block size in tokens.
         different_layout_per_head: Whether heads have different layouts.
 
@@ -121,7 +121,7 @@ class FixedSparsityConfig(SparsityConfig):
     """Local windows with global blocks; see `deepseek_zero.attention.layouts.Fixed`.
 
     Args:
-        num_heads: Number of heads.
+        num_heads: Number of attention heads, each of which may have its own layout.
         block: Block size in tokens.
         different_layout_per_head: Whether heads have different layouts.
         num_local_blocks: Blocks per window.
@@ -147,7 +147,7 @@ class VariableSparsityConfig(SparsityConfig):
     See `deepseek_zero.attention.layouts.Variable`.
 
     Args:
-        num_heads: Number of heads.
+        num_heads: Number of attention heads, each of which may have its own layout.
         block: Block size in tokens.
         different_layout_per_head: Whether heads have different layouts.
         num_random_blocks: Random blocks per row of blocks.
@@ -175,7 +175,7 @@ class BigBirdSparsityConfig(SparsityConfig):
     See `deepseek_zero.attention.layouts.BigBird`.
 
     Args:
-        num_heads: Number of heads.
+        num_heads: Number of attention heads, each of which may have its own layout.
         block: Block size in tokens.
         different_layout_per_head: Whether heads have different layouts.
         num_random_blocks: Random blocks per row of blocks.
@@ -199,7 +199,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
     See `deepseek_zero.attention.layouts.BSLongformer`.
 
     Args:
-        num_heads: Number of heads.
+        num_heads: Number of attention heads, each of which may have its own layout.
         block: Block size in tokens.
         different_layout_per_head: Whether heads have different layouts.
         num_sliding_window_blocks: Width of the window in blocks.
@@ -221,7 +221,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """A sliding window; see `deepseek_zero.attention.layouts.LocalSlidingWindow`.
 
     Args:
-        num_heads: Number of heads.
+        num_heads: Number of attention heads, each of which may have its own layout.
         block: Block size in tokens.
         num_sliding_window_blocks: Width of the window in blocks.
         attention: "bidirectional" or "unidirectional".
@@ -300,6 +300,9 @@ class SparseSelfAttention(nn.Module):
                 optionally with dimensions for heads and samples. It may require a gradient.
             key_padding_mask: Shape ``(samples, tokens)``.
             attn_mask: Shape ``(tokens, tokens)``.
+
+        Returns:
+            The weighted sum of the values for each query.
         """
         tokens = query.shape[2]
         if key.shape != query.shape and key.mT.shape == query.shape:

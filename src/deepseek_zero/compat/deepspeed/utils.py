@@ -243,6 +243,9 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
     Args:
         base_folder: Folder of the checkpoint.
         mp_rank_str: Model-parallel rank, with two digits.
+
+    Returns:
+        The path of the file in `base_folder`.
     """
     return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
 
@@ -254,6 +257,9 @@ def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) ->
         base_folder: Folder of the checkpoint.
         dp_rank: Data-parallel rank.
         mp_rank: Model-parallel rank.
+
+    Returns:
+        The path of the file in `base_folder`.
     """
     name = f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
     return os.path.join(base_folder, name)
@@ -266,5 +272,8 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
         base_folder: Folder of the checkpoint.
         layer_id: Name of the layer.
         tp_rank: Tensor-parallel rank.
+
+    Returns:
+        The path of the file in `base_folder`.
     """
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")

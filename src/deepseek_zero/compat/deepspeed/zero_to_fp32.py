@@ -155,6 +155,9 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
         checkpoint_dir: Folder of the checkpoint.
         zero_stage: ZeRO stage of the run that saved it.
 
+    Returns:
+        The path of the file.
+
     Raises:
         FileNotFoundError: There is no such file.
     """

@@ -70,9 +70,9 @@ class ZeROCheckpoint:
         """Return the indices in `file_list` of the files that a target rank merges.
 
         Args:
-            pp_index: Pipeline stage.
-            tp_index: Tensor-parallel rank.
-            dp_index: Data-parallel rank.
+            pp_index: Index of the pipeline stage.
+            tp_index: Index of the rank along the tensor-parallel axis.
+            dp_index: Index of the rank along the data-parallel axis.
 
         Returns:
             Indices into `file_list`, in the order in which the files are merged.
@@ -83,9 +83,9 @@ class ZeROCheckpoint:
         """Return the paths of the files that a rank of the target shape merges.
 
         Args:
-            pp_index: Pipeline stage.
-            tp_index: Tensor-parallel rank.
-            dp_index: Data-parallel rank.
+            pp_index: Index of the pipeline stage.
+            tp_index: Index of the rank along the tensor-parallel axis.
+            dp_index: Index of the rank along the data-parallel axis.
 
         Returns:
             The paths, in the order in which the files are merged.
@@ -163,9 +163,9 @@ class DeepSpeedCheckpoint:
         """Return the optimizer files that a rank of the target shape merges.
 
         Args:
-            pp_index: Pipeline stage.
-            tp_index: Tensor-parallel rank.
-            dp_index: Data-parallel rank.
+            pp_index: Index of the pipeline stage.
+            tp_index: Index of the rank along the tensor-parallel axis.
+            dp_index: Index of the rank along the data-parallel axis.
 
         Returns:
             The paths, in the order in which the files are merged.
@@ -176,8 +176,8 @@ class DeepSpeedCheckpoint:
         """Return the model files that one pipeline stage and tensor-parallel rank merges.
 
         Args:
-            tp_index: Tensor-parallel rank.
-            pp_index: Pipeline stage.
+            tp_index: Index of the rank along the tensor-parallel axis.
+            pp_index: Index of the pipeline stage.
 
         Returns:
             The paths, in the order in which the files are merged.
