@@ -62,7 +62,15 @@ class CodedStorage(Storage):
         return found[low - start : high - start]
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Dequantize elements [low, high) into a new tensor, exactly as `read` does."""
+        """Dequantize elements [low, high) into a new tensor, exactly as `read` does.
+
+        Args:
+            low: The first element of the range.
+            high: The end of the range.
+
+        Returns:
+            A flat tensor of ``high - low`` elements.
+        """
         return self.read(low, high)
 
     @contextmanager

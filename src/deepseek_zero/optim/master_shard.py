@@ -287,7 +287,7 @@ class Tiles:
 
 
 def tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
-    """Count the tiles that contain a part of each parameter group.
+    """Count the lists of shards (tiles) that contain a part of each parameter group.
 
     Args:
         tiles: Lists of shards that are updated together.

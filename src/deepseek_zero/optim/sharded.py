@@ -144,7 +144,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return self.load_states()
 
     def load_states(self) -> dict[Tensor, dict[str, Any]]:
-        """Run pending updates, fetch offloaded moments, and return the inner state.
+        """Run pending updates, fetch offloaded moments, and return the states of all shards.
 
         The state is ordered by shard, not by the order in which shards were updated.
 

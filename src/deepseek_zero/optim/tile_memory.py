@@ -140,7 +140,11 @@ class StorageRange:
         return self.storage.itemsize
 
     def fetch(self) -> Work:
-        """Start to fetch the elements to the device of the update."""
+        """Start to fetch the elements to the device of the update.
+
+        Returns:
+            A handle. `values` may be called after its `wait()` has returned.
+        """
         if isinstance(self.storage, StagedTile):
             return self.storage.fetch(self.low, self.high, self.after)
         return self.storage.fetch(self.low, self.high)
@@ -155,7 +159,12 @@ class StorageRange:
         self.release()
 
     def release(self) -> Work | None:
-        """Start to store the elements if the update changed them, otherwise evict them."""
+        """Start to store the elements if the update changed them; otherwise free the fetched copy.
+
+        Returns:
+            A handle that is complete when the elements are stored; None if there is nothing to
+            store.
+        """
         if self.changes:
             return self.storage.store(self.low, self.high)
         self.storage.evict(self.low, self.high)

@@ -361,9 +361,14 @@ def _newton_schulz_gram(x: Tensor, steps: int) -> Tensor:
 
 
 def as_matrices(update: Tensor) -> Tensor:
-    """View a tensor of more than three dimensions as one matrix (out, rest).
+    """View a tensor of more than three dimensions as a matrix.
 
-    Other tensors are returned unchanged.
+    Args:
+        update: The tensor.
+
+    Returns:
+        A view of shape ``(first dimension, product of all others)``. Tensors with at most three
+        dimensions are returned unchanged.
     """
     return update.reshape(update.shape[0], -1) if update.ndim > 3 else update
 

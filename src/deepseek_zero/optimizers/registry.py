@@ -347,7 +347,7 @@ def known_arguments(cls: type) -> dict[str, Any]:
 def checked_arguments(
     owner: str, cls: type, params: Mapping[str, Any], also_valid: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Check the parameters of a configuration, and return them as keyword arguments of a class.
+    """Check the parameters of a configuration for the constructor of a class.
 
     A value "auto" that was not resolved leaves the default of the class.
 
@@ -356,6 +356,9 @@ def checked_arguments(
         cls: The class of the optimizer, or of the schedule, that gets the arguments.
         params: The parameters from the configuration.
         also_valid: Further names that are not errors, because the caller handles them.
+
+    Returns:
+        The keyword arguments with which the class can be built.
 
     Raises:
         ConfigError: A parameter is unknown, missing or of a wrong type; lists every problem.

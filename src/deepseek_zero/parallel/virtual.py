@@ -268,7 +268,7 @@ class VirtualAxis:
 
 
 class Repeated(nn.Module):
-    """A layer in an attention that every rank holds whole and applies to its own heads.
+    """A layer that every tensor-parallel rank holds whole and applies to its own attention heads.
 
     Its gradient is summed over the ranks. It is not instantiated: modules change their class to a
     subclass.

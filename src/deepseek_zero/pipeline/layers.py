@@ -55,7 +55,14 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(arguments)})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """Construct the module and return it. `log` has no effect; DeepSpeed has this argument."""
+        """Construct the module.
+
+        Args:
+            log: Accepted for DeepSpeed's signature; not used.
+
+        Returns:
+            A new instance of `typename`.
+        """
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
@@ -239,6 +246,12 @@ class LayerStages(nn.Module):
         """Build another stage of the list for inspection, on the meta device if possible.
 
         This object is not changed.
+
+        Args:
+            index: Number of the stage.
+
+        Returns:
+            The layers of that stage.
         """
         found = copy(self)
         nn.Module.__init__(found)  # without layers and hooks

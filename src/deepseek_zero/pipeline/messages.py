@@ -126,6 +126,9 @@ def matchings(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
     Args:
         edges: The pairs of ranks that exchange messages.
+
+    Returns:
+        Lists that together contain every pair once.
     """
     found: list[list[tuple[int, int]]] = []
     for edge in edges:

@@ -68,6 +68,9 @@ def join_rows(outputs: Sequence[Any]) -> Any:
 
     Args:
         outputs: The model's output for each micro-batch, in order.
+
+    Returns:
+        One output for the whole batch, of the same structure.
     """
     first = outputs[0]
     if len(outputs) == 1:

@@ -79,6 +79,9 @@ class MicroBatch(NamedTuple):
 
         Args:
             batch: The item of the data loader.
+
+        Returns:
+            A `MicroBatch` with these arguments.
         """
         if isinstance(batch, cls):
             return batch

@@ -116,7 +116,7 @@ def can_be_shared(plan: ShardPlan, device: torch.device) -> bool:
     Gathers then copy nothing.
 
     Args:
-        plan: The specs of the group's states.
+        plan: The placement, dtype and memory of each state of the group.
         device: The device on which the ranks train.
     """
     weight = plan.weight

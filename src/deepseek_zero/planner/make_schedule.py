@@ -60,8 +60,8 @@ def schedule_units(
         units: The planned units of the model, the root first.
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
         order: The order in which units compute; None for the order of their declaration.
-        updates_in_forward: Units whose update may run in the next forward.
-        ahead: Units that may be updated in backward, before their step.
+        updates_in_forward: The numbers of units whose optimizer update may run in the next forward.
+        ahead: The numbers of units that may be updated during backward, before the step.
     """
     grads = [group.plan.grad for unit in units for group in unit.trained]
     chosen_order = range(len(units)) if order is None else order
@@ -104,8 +104,8 @@ def plan_schedule(
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
         around: For each unit inside another, the number of the innermost unit around it, from
             `enclosing`. The outer unit is in use until the last unit inside it is done.
-        updates_in_forward: Units whose update may run in the next forward.
-        ahead: Units that may be updated in backward, before their step.
+        updates_in_forward: The numbers of units whose optimizer update may run in the next forward.
+        ahead: The numbers of units that may be updated during backward, before the step.
         cut: Units that take the micro-batches of the settings one after the other.
         reduces_each_backward: Gradients are sharded, so every backward reduces them, not only the
             one that ends a step.

@@ -63,7 +63,7 @@ def host_pieces(
     weights are updated by quantized differences.
 
     Args:
-        group: The planned parameter group, with its layout and specs.
+        group: The plan of the parameter group.
         moments_per_element: The number of moments for each element.
         is_weight_shared: The weight is in memory that all ranks of the host share, which is
             reserved in another way.
@@ -92,7 +92,7 @@ def group_bytes(
     "secondary", and the error feedback of quantized gradients as "errors".
 
     Args:
-        group: The planned parameter group, with its layout and specs.
+        group: The plan of the parameter group.
         moments_per_element: The number of moments for each element.
         states: The states to count; "secondary" counts with the weight, "errors" with the gradient.
     """

@@ -345,7 +345,7 @@ def plan_model(
     update: UpdateSettings | None = None,
     placement: PlacementSettings | None = None,
 ) -> Plan:
-    """Read a model and return the plan of one rank.
+    """Compute the plan of one rank for a model, whose parameter values are not read.
 
     Args:
         model: The model, which may be on the meta device.
@@ -379,6 +379,9 @@ def plan_shape(
         machine: Which ranks are on one host, and the memory budgets.
         update: The settings of the optimizer; None if nothing is updated.
         placement: Which states may be placed in which memories. `machine.budgets` decides.
+
+    Returns:
+        The units, the schedule, the bytes and the messages of the rank.
 
     Raises:
         OutOfMemoryError: The states do not fit the budgets.

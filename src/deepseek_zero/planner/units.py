@@ -100,7 +100,7 @@ class GroupPlan:
         near: The number of ranks per host if gradients are summed within each host first; else 1.
         low: The 16-bit plan of a group that currently computes in fp32 (precision "auto"); else
             None.
-        plan: The specs of the group's four states.
+        plan: The placement, dtype and memory of weight, gradient, main weight and moments.
         layout: The positions of the parameters in the flat buffers.
     """
 
@@ -118,7 +118,7 @@ class GroupPlan:
         """Create a group without named parameters, to compute its bytes.
 
         Args:
-            plan: The specs of the group's states.
+            plan: The placement, dtype and memory of each state of the group.
             padded_numel: The elements of the flat buffer, padding included.
             ranks: The number of ranks over which states are sharded.
         """

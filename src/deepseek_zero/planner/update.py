@@ -176,7 +176,7 @@ def shard_ranges(
     each tensor is a shard.
 
     Args:
-        group: The planned parameter group, with its layout and specs.
+        group: The plan of the parameter group.
         rank: The rank whose shards are returned.
         names: The full names of the parameters whose shards are returned.
         tile_numel: The largest number of elements of a shard.
@@ -229,13 +229,14 @@ def tile_order(
 ) -> TileOrder:
     """Combine shards into lists that are updated together (tiles), in the order of units.
 
-    Shards in one chunk of their group stay together, so that a chunk is fetched and stored once.
-    Shards of several parameter groups alternate there.
+    Shards that are in one chunk of a group's memory stay together, so that the chunk is fetched and
+    stored once.
 
     Args:
         shards: This rank's shards, by parameter group.
         units: The planned units of the model, the root first.
-        settings: The optimizer's class, parameter groups and tile sizes.
+        settings: The optimizer's class, its parameter groups, and how many elements one call
+            updates.
     """
     unit_of = {id(group): number for number, unit in enumerate(units) for group in unit.groups}
     order = {
@@ -287,7 +288,8 @@ class UpdatePlan:
     """The parts of main weights (shards) that one rank updates, and in which order.
 
     Attributes:
-        settings: The optimizer's class, parameter groups and tile sizes.
+        settings: The optimizer's class, its parameter groups, and how many elements one call
+            updates.
         shards: This rank's shards, by parameter group.
         device: The device on which the ranks train.
         order: The tiles into which the shards are combined, in the order of their updates.
@@ -309,7 +311,8 @@ class UpdatePlan:
         """Build the plan of shards that were already cut; `plan_update` cuts them from groups.
 
         Args:
-            settings: The optimizer's class, parameter groups and tile sizes.
+            settings: The optimizer's class, its parameter groups, and how many elements one call
+                updates.
             shards: This rank's shards, by parameter group.
             units: The planned units of the model, the root first.
             device: The device on which the ranks train.
@@ -555,7 +558,8 @@ def plan_update(
 
     Args:
         units: The planned units of the model, the root first.
-        settings: The optimizer's class, parameter groups and tile sizes.
+        settings: The optimizer's class, its parameter groups, and how many elements one call
+            updates.
         rank: The rank, which owns slice `rank` of every sharded group.
         device: The device on which the ranks train.
     """

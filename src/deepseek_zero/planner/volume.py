@@ -202,7 +202,7 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
     """Return the bytes of one reduction; at stage 0 every rank receives the whole sum.
 
     Args:
-        group: The planned parameter group, with its layout and specs.
+        group: The plan of the parameter group.
         inside: Count only the bytes inside a host, if gradients are summed within each host first.
     """
     plan = group.plan

@@ -230,7 +230,7 @@ class FlatBuffer:
         *,
         is_copied: bool = True,
     ) -> FlatBuffer:
-        """Allocate a state in the memory that its spec names.
+        """Allocate a buffer in the planned memory: the training device, the host or a disk.
 
         Args:
             layout: The layout of the group.
@@ -256,7 +256,7 @@ class FlatBuffer:
         *,
         is_zeroed: bool = True,
     ) -> FlatBuffer:
-        """Allocate a buffer in the memory that other ranks access fastest.
+        """Allocate a buffer in memory that other ranks can access fast, such as shared memory.
 
         Args:
             layout: The layout of the group.

@@ -51,7 +51,7 @@ class Executor:
             settings: The settings of the plan, such as the size of the prefetch window.
             schedule: The schedule that is used until the ranks have agreed on an order.
             comm: The communicator of all ranks of the job.
-            queue: The gathers that wait for their fetch from another memory.
+            queue: The gathers whose slices are still fetched from an offload memory.
             most_reductions: The number of units that may be reduced at the same time.
         """
         self.units = list(units)

@@ -91,7 +91,11 @@ class Forward:
     # -- hooks
 
     def install_hooks(self) -> list[Any]:
-        """Register hooks on the forwards of all units, and return their handles."""
+        """Register hooks on the forwards of all units.
+
+        Returns:
+            The handles with which PyTorch removes the hooks.
+        """
         handles: list[Any] = []
         for unit in self.units:
             module = unit.module

@@ -26,14 +26,15 @@ class GatherLane:
 
     Args:
         units: The units of the model, the root first.
-        schedule: The schedule of the passes.
+        schedule: The planned order of gathers, releases and reductions in each forward and
+            backward.
         comm: The communicator of all ranks of the job.
-        queue: The gathers that wait for their fetch from another memory.
+        queue: The gathers whose slices are still fetched from an offload memory.
 
     Attributes:
         units: The units of the model, the root first.
         comm: The communicator of all ranks of the job.
-        issue_queue: The gathers that wait for their fetch from another memory.
+        issue_queue: The gathers whose slices are still fetched from an offload memory.
         order_is_agreed: All ranks have agreed on the order of units; until then it is recorded.
         recorded: The numbers of units in the order of their first use.
     """

@@ -58,8 +58,8 @@ class Group(Protocol):
 
     Attributes:
         members: The parameters, in the order of the layout.
-        planned: The current plan of the group: the specs of its states (`plan`), its layout, and
-            the settings of its messages.
+        planned: The current plan of the group: its layout, and the placement, dtype and memory of
+            its states.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         weight: This rank's part of the weight.
         master: The main weight; None if no parameter is trained.
@@ -77,7 +77,7 @@ class Group(Protocol):
 
     @property
     def plan(self) -> ShardPlan:
-        """The specs of the group's four states."""
+        """The placement, dtype and memory of weight, gradient, main weight and moments."""
 
     @property
     def layout(self) -> FlatLayout:

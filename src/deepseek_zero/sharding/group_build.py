@@ -31,10 +31,11 @@ def build_group(
     """Build a parameter group as planned from whole parameters, with rank 0's values.
 
     Args:
-        planned: The plan of the group: specs, layout and messages.
+        planned: The plan of the group: its layout, and the placement, dtype and memory of its
+            states.
         params: The parameters, by full name.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
-        parts: The strategies for gathering and reducing, which extensions may replace.
+        parts: Functions that create the objects that gather the weight and reduce the gradient.
 
     Returns:
         The group, whose parameters are now sharded or views of the replicated weight.
@@ -163,7 +164,13 @@ def restore_params(group: ParamGroup) -> None:
 
 
 def whole_values(group: ParamGroup) -> FlatBuffer:
-    """Gather all values of the main weight, or of the weight without one.
+    """Gather all values of a group's main weight, or of its weight if it has no main weight.
+
+    Args:
+        group: The parameter group.
+
+    Returns:
+        A replicated buffer with all values.
 
     Note:
         Collective: every rank of the shard group must call it.

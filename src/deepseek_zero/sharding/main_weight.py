@@ -250,7 +250,7 @@ def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
 
     Args:
         weight: This rank's part of the weight that the model computes with.
-        plan: The specs of the group's states.
+        plan: The placement, dtype and memory of each state of the group.
         rank: This rank's index in the shard group.
     """
     if plan.master is None or plan.master.placement is plan.weight.placement:
@@ -265,7 +265,7 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
 
     Args:
         weight: This rank's part of the weight that the model computes with.
-        plan: The specs of the group's states.
+        plan: The placement, dtype and memory of each state of the group.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
 
     Returns:
@@ -303,7 +303,7 @@ def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
     They may then change it without calling its guard.
 
     Args:
-        plan: The specs of the group's states.
+        plan: The placement, dtype and memory of each state of the group.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
     """
     return plan.weight.placement is not S or comm_ctx.comm.size == 1

@@ -36,7 +36,7 @@ from .weight_gather import WeightGather
 
 @dataclass(frozen=True)
 class GroupParts:
-    """The strategies of a group that extensions may replace.
+    """Functions that create the objects with which parameter groups communicate.
 
     Attributes:
         weight_gather: Returns the `WeightGather` of a group, from the group and the name of its
@@ -58,16 +58,17 @@ class ParamGroup:
 
     Args:
         members: The parameters, in the order of the layout.
-        planned: The plan of the group: specs, layout and messages.
+        planned: The plan of the group: its layout, and the placement, dtype and memory of its
+            states.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
-        parts: The strategies for gathering and reducing, which extensions may replace.
+        parts: Functions that create the objects that gather the weight and reduce the gradient.
 
     Attributes:
         members: The parameters, in the order of the layout.
-        planned: The current plan of the group: the specs of its states (`plan`), its layout, and
-            the settings of its messages.
+        planned: The current plan of the group: its layout, and the placement, dtype and memory of
+            its states.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
-        parts: The strategies for gathering and reducing, which extensions may replace.
+        parts: Functions that create the objects that gather the weight and reduce the gradient.
         index: The index of each parameter, keyed by the `id()` of the parameter.
         gradient: The gradient of the group.
         grad_view: Sets the `.grad` of the parameters.
@@ -82,8 +83,8 @@ class ParamGroup:
         is_pinned: The weight stays unsharded until a `GatheredParameters` block ends.
         not_updated: The indices of parameters that no optimizer updates; the gradient norm ignores
             them.
-        runtime: Returns the runtime that drives the group, or None; weak.
-        optimizer: Returns the optimizer that updates the group, or None; weak.
+        runtime: Returns the runtime that drives the group, or None. A weak reference.
+        optimizer: Returns the optimizer that updates the group, or None. A weak reference.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class ParamGroup:
 
     @property
     def plan(self) -> ShardPlan:
-        """The specs of the group's four states."""
+        """The placement, dtype and memory of weight, gradient, main weight and moments."""
         return self.planned.plan
 
     @property

@@ -317,7 +317,7 @@ def reduce_by(group: ParamGroup, reduction: GradReduction, plan: ShardPlan) -> N
     Args:
         group: The parameter group to change.
         reduction: Reduces the gradients from now on.
-        plan: The specs of the group's states, with the dtypes and codecs of the new reduction.
+        plan: The placement, dtype and codec of the group's states under the new reduction.
     """
     group.planned = replace(group.planned, plan=plan)
     group.gradient.reduction = reduction

@@ -34,7 +34,11 @@ class RootParts:
         self._gathered_for: nn.Module | None = None  # the part for which the root was gathered
 
     def install_hooks(self) -> list[Any]:
-        """Register hooks on the forwards of the root's modules, and return their handles."""
+        """Register hooks on the forwards of the modules of the root unit.
+
+        Returns:
+            The handles with which PyTorch removes the hooks.
+        """
         handles: list[Any] = []
         for part in _parts_of(self.root):
             before = weak_hook(self, RootParts._before)

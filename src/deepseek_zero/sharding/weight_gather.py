@@ -36,6 +36,9 @@ class WeightGather:
         Args:
             what: The name of the weight, used in error messages.
 
+        Returns:
+            The buffer: a slice of a sharded weight, or all elements of a replicated one.
+
         Note:
             Collective: every rank of the shard group must call it.
         """
