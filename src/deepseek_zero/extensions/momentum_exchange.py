@@ -250,7 +250,9 @@ def exchange_momenta(
     saved: Mapping[str, Tensor],
     loss_scale: Callable[[], float],
 ) -> None:
-    """Replace a group's gradient reduction by an exchange of momenta.
+    """Replace the gradient reduction of a parameter group by 1-bit Adam's exchange of momenta.
+
+    From then on, each rank computes a momentum from its own gradient, and ranks exchange the signs.
 
     Args:
         group: The parameter group whose momenta are exchanged.
@@ -274,7 +276,10 @@ def exchange_momenta(
 
 
 def reduce_gradients(group: ParamGroup) -> None:
-    """Replace a group's exchange of momenta by the reduction of gradients it had before.
+    """End a parameter group's exchange of momenta, so that its gradients are reduced again.
+
+    Args:
+        group: The parameter group whose momenta are exchanged.
 
     Note:
         Every rank must call it, between two steps.

@@ -375,11 +375,12 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace the full gradients of several parameters by a function of each.
+    """Replace the full gradients of several parameters by the results of a function.
 
     Args:
         param_list: Parameters of a wrapped model. Those without a gradient are skipped.
-        update_func: Returns the new gradient from (gradient, parameter); the same on every rank.
+        update_func: Called with the full gradient and the parameter; returns the new gradient. It
+            must return the same values on every rank.
 
     Note:
         Collective: every rank must call it with the same parameters.

@@ -252,7 +252,10 @@ class SpeculativeUpdate(UpdatePolicy):
         self.conclude(None)
 
     def flush(self) -> None:
-        """Undo all updates that ran during backward, because a program reads a state."""
+        """Undo all updates that ran during backward, and start no more of them in this step.
+
+        It is called before a program reads a state in the middle of a step.
+        """
         if not self._done:
             return
         self._is_off = True
@@ -264,7 +267,7 @@ class SpeculativeUpdate(UpdatePolicy):
     finish = flush
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Undo all updates that ran during backward, because a state of a group is read.
+        """Undo all updates that ran during backward, before a program reads a state of one group.
 
         Args:
             group: The parameter group whose state is read. The updates of all groups are undone.

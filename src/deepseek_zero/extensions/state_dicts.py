@@ -48,8 +48,8 @@ class StateDicts:
     """Makes `state_dict()` and `load_state_dict()` of a wrapped model work with whole tensors.
 
     Attributes:
-        gathers: `state_dict()` gathers sharded parameters, which is collective. If false, it is
-            local.
+        gathers: `state_dict()` gathers sharded parameters, so every rank must call it. If false, it
+            does not communicate, and sharded parameters are empty tensors.
     """
 
     def __init__(self, runtime: Runtime, *, gathers: bool = True) -> None:
@@ -91,7 +91,7 @@ class StateDicts:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Return a context inside which `state_dict()` gathers."""
+        """Return a context inside which `state_dict()` gathers sharded parameters."""
         before = self.gathers
         self.gathers = True
         try:

@@ -165,7 +165,7 @@ class Tile(nn.Linear):
         super().__init__(in_features, out_features, **kwargs)
 
     def reset_parameters(self) -> None:
-        """Initialize the tile as a part of the whole layer."""
+        """Initialize the tile with the bounds that nn.Linear would use for the whole layer."""
         bound = 1 / math.sqrt(self.fan_in)
         for param in self.parameters(recurse=False):
             nn.init.uniform_(param, -bound, bound)

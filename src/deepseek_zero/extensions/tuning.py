@@ -72,7 +72,8 @@ class Tuner:
     """Adjusts the message and prefetch sizes of one engine, one size after another.
 
     Args:
-        settings: The settings of the plan, which name the adjustable sizes.
+        settings: The settings of the plan. Only the sizes that the user has not configured are
+            adjusted.
         sizes: The number of elements of each unit, which limit the sizes.
         comm: The communicator of all ranks, which compare their waiting times.
     """

@@ -115,7 +115,7 @@ class InitShard(ModelBuilder):
         )
 
     def lend_scratch(self, param: nn.Parameter) -> bool:
-        """Run an initialization of a sharded parameter on temporary memory.
+        """Give a sharded parameter temporary memory, so that an initialization has no effect on it.
 
         This concerns a parameter that rank r has initialized inside
         GatheredParameters(modifier_rank=r). Another initialization must have no effect on the other
@@ -228,7 +228,7 @@ class InitShard(ModelBuilder):
         return f"a parameter of shape {tuple(self.shape)} under zero.Init"
 
     def answer(self, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operation on a sharded parameter after construction.
+        """Handle an operation that a program calls on a sharded parameter after construction.
 
         Args:
             param: The sharded parameter on which the program called the operation.
@@ -270,12 +270,14 @@ class InitShard(ModelBuilder):
 
 
 class Init:
-    """A context in which modules are built sharded.
+    """A context in which the parameters of new modules are sharded over all ranks.
 
-    Without a launcher (a world of one), each slice is the whole parameter, and the same code runs.
+    After a module is built, each rank keeps an equal slice of each of its parameters, with the
+    values of rank 0. Without a launcher there is one rank, whose slices are whole parameters.
 
     Args:
-        module: A module that exists already, to shard at once.
+        module: A module that was built before, whose parameters are sharded at once; None for no
+            such module.
         dtype: The dtype to which values are cast when they are sharded. If a module declares
             parameters that stay fp32 (`full_precision_names`), all other values are cast when the
             context ends, because their names are known only then.
@@ -453,7 +455,7 @@ class Init:
         return shard
 
     def end_scratch(self) -> None:
-        """Drop the temporary memory of `InitShard.lend_scratch`."""
+        """Free the temporary memory on which initializations of sharded parameters have run."""
         param = self.scratch()
         self.scratch = lambda: None
         shard = owner_of(param) if param is not None else None

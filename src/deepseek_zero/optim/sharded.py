@@ -261,8 +261,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             message: Returns values to send to all ranks together with the gradient norm; every rank
                 must use the same field names. The received values are in `last.verdict.fields`. It
                 is called once, after gradients are reduced and before any state has changed.
-            number: The number of this step in log messages and errors. By default the optimizer
-                counts its own steps.
+            number: The number of this step in log messages and errors. None uses the number of
+                steps of this optimizer.
 
         Raises:
             UsageError: A loss had no graph; raised on every rank.

@@ -19,7 +19,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def undecorated() -> Iterator[None]:
-    """Return a context in which torch's optimizers have no decorators.
+    """Return a context in which the methods of torch's optimizers have no decorators.
 
     The decorators would import PyTorch's compiler. In the context, the caller constructs an
     optimizer or loads its state. Optimizers of other threads then also run without decorators,

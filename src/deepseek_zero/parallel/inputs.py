@@ -44,10 +44,10 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
 
 
 def difference(batch: Any, comm: Comm) -> str | None:
-    """Compare the tensors of a batch over the ranks that must all receive the same one.
+    """Compare the batches of ranks that must all receive the same batch.
 
     Args:
-        batch: This rank's batch: tensors, or nested containers with tensors.
+        batch: This rank's batch: a tensor, or nested containers with tensors.
         comm: The communicator of the ranks to compare.
 
     Returns:

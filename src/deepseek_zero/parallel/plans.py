@@ -502,7 +502,7 @@ def _ranges(shares: Shares, size: int) -> RangesOfRanks:
 
 
 def adapted_common(choices: Sequence[Choice]) -> str:
-    """Return the name of the smallest module that contains all of these layers.
+    """Return the name of the smallest module that contains all of the given layers.
 
     A layer inside a LoRA adapter counts as the adapter.
     """

@@ -49,7 +49,8 @@ class SequenceRanks(Protocol):
             what: The name of the collective, for messages.
 
         Returns:
-            For each piece, a tensor of shape (size, ...) with what each rank sent, in rank order.
+            For each piece, a tensor of shape (size, ...) with the slices that the ranks sent, in
+            rank order.
 
         Note:
             Collective and blocking: every rank must call it.
@@ -84,7 +85,8 @@ class SequenceGroup:
             what: The name of the collective, for messages.
 
         Returns:
-            For each piece, a tensor of shape (size, ...) with what each rank sent, in rank order.
+            For each piece, a tensor of shape (size, ...) with the slices that the ranks sent, in
+            rank order.
 
         Note:
             Collective and blocking: every rank must call it.

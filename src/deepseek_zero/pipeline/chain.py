@@ -63,7 +63,7 @@ class ChainPart:
 
 @dataclass(frozen=True)
 class Chain:
-    """A model whose forward calls a list of blocks one after the other.
+    """The result of `find_chain`: a model whose forward calls a list of blocks one after the other.
 
     A pipeline can divide such a model between any two blocks.
 

@@ -81,7 +81,8 @@ class StageLinks:
             same on every rank.
 
     Attributes:
-        pairs: The communicators by (rank of stage g, rank of stage g + 1).
+        pairs: The communicator for each pair of pipeline ranks that run consecutive stages g and g
+            + 1, by (rank of stage g, rank of stage g + 1).
 
     Note:
         Collective: every rank of `world` must construct it.

@@ -96,7 +96,8 @@ class Cut:
 
     Attributes:
         chain: The blocks of the model.
-        bounds: Stage g has the blocks [bounds[g], bounds[g + 1]).
+        bounds: The number of each stage's first block, followed by the number of blocks. Stage g
+            has the blocks [bounds[g], bounds[g + 1]).
         owners: For each parameter, the stages that use it, ascending; several for a tied one.
     """
 

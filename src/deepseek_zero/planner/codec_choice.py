@@ -55,10 +55,10 @@ class Traffic:
     plain_bytes: int
 
     def seconds(self, link: float, coded: CodecRate | None) -> float:
-        """Return the time in seconds that an element costs one rank.
+        """Return the seconds in which one rank sends, encodes and decodes an element.
 
         Args:
-            link: Bytes per second between hosts.
+            link: The bytes per second that a rank sends to other hosts.
             coded: The speed of the codec; None for no codec.
         """
         if coded is None:

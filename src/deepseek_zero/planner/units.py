@@ -407,9 +407,10 @@ def group_params(
 
 
 def persistent_names(units: Sequence[UnitShape], settings: PlanSettings) -> frozenset[str]:
-    """Return the parameters that are too small to be worth a gather; stage 3 only.
+    """Return the names of small parameters that stay gathered at ZeRO stage 3.
 
-    The smallest are chosen first, up to the largest sum that the settings allow.
+    A gather would cost more time than their memory is worth. The smallest parameters are chosen
+    first, up to the total size that the settings allow. At other stages the result is empty.
 
     Args:
         units: The units of the model.

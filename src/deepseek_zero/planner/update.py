@@ -104,11 +104,15 @@ class UpdateSettings:
         return max(numel, self.kernel_tile_numel) if is_ruled else numel
 
     def defers(self, plan: ShardPlan) -> bool:
-        """Return whether a group's update may run in the next forward.
+        """Return whether the update of a parameter group may run during the next forward.
 
-        Transfers between memories, updates on the host, or gathers between hosts then overlap with
-        computing. Every read of the weight must go through a gather or a fetch, so it must be
-        sharded or outside the device, and no gradient may wait in the device's memory.
+        Transfers of offloaded states, updates on the host, and gathers between hosts then overlap
+        with the forward. The weight must be sharded or offloaded, so that every read goes through a
+        gather or a fetch, which can run the update first. No gradient may stay in the device's
+        memory until then.
+
+        Args:
+            plan: The placement, dtype and memory of each state of the group.
         """
         if not self.can_defer:
             return False
@@ -375,9 +379,9 @@ class UpdatePlan:
         return total
 
     def external_bytes(self) -> Counter[str]:
-        """Return the bytes of moments that are stored for the optimizer, by memory.
+        """Return the bytes of moments that this library stores outside the optimizer, by memory.
 
-        These are whole slices in whole pages.
+        Sizes are rounded up to whole pages.
         """
         found = Counter[str]()
         for group, count in self.moments_per_group():

@@ -68,7 +68,7 @@ _FORWARDS = _Forwards()
 
 
 def record_forward(begin: int, end: int, stop: int, factor: Factor) -> None:
-    """Record which autograd nodes a forward of the model has created.
+    """Record which autograd nodes a forward of the model has created, for `scale_entries`.
 
     Args:
         begin: Autograd's sequence number of the forward's first node.
@@ -84,13 +84,18 @@ def scale_entries(
 ) -> list[Tensor]:
     """Scale gradients that enter a model's autograd graph other than through its outputs.
 
+    Inside an engine, gradients are multiplied by the factor loss scale / accumulation steps. Hooks
+    at the outputs apply it. This function adds hooks for gradients that bypass the outputs, for
+    example through a hidden state.
+
     Args:
         roots: The tensors that are differentiated.
-        factor_of_leaf: Returns the factor of the engine that holds a parameter; None for other
-            leaves.
+        factor_of_leaf: Returns the function that computes the factor for a parameter of an engine;
+            None for other leaves.
 
     Returns:
-        The roots; a root inside an engine is replaced by an alias outside of it.
+        The tensors to differentiate instead. A root inside an engine is replaced by an alias with a
+        hook.
     """
     found: list[Tensor] = []
     pending: list[Any] = []

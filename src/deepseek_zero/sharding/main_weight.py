@@ -92,8 +92,8 @@ class MasterWeight:
         """Return a flat, writable view of the values; None unless `is_updated_in_place`.
 
         Args:
-            place: The first element of the range.
-            end: The end of the range.
+            place: The first element of the range, counted in this rank's main weight.
+            end: The end of the range, counted in the same way.
         """
         return self.buffer.write(place, end) if self.is_updated_in_place else None
 
@@ -103,8 +103,8 @@ class MasterWeight:
         """Return elements [place, end), flat, in the main weight's dtype.
 
         Args:
-            place: The first element of the range.
-            end: The end of the range.
+            place: The first element of the range, counted in this rank's main weight.
+            end: The end of the range, counted in the same way.
             out: The output of a split main weight; None to allocate it.
             scratch: Scratch memory to join the two halves.
 
@@ -126,8 +126,8 @@ class MasterWeight:
         The result may be a view, and must not be written.
 
         Args:
-            place: The first element of the range.
-            end: The end of the range.
+            place: The first element of the range, counted in this rank's main weight.
+            end: The end of the range, counted in the same way.
         """
         lower = self.buffer.read_now(place, end)
         if not self.is_split or self.weight is None:
@@ -145,8 +145,8 @@ class MasterWeight:
         """Write new values into the main weight and this rank's part of the weight.
 
         Args:
-            place: The first element of the range.
-            end: The end of the range.
+            place: The first element of the range, counted in this rank's main weight.
+            end: The end of the range, counted in the same way.
             values: The new values, flat.
         """
         if not self.is_split:
@@ -163,8 +163,8 @@ class MasterWeight:
         """Write new values like `write`, and overwrite `values` as scratch memory.
 
         Args:
-            place: The first element of the range.
-            end: The end of the range.
+            place: The first element of the range, counted in this rank's main weight.
+            end: The end of the range, counted in the same way.
             values: The new values, flat, in the main weight's dtype; arbitrary afterwards.
             chance: Random bits for stochastic rounding, if the main weight `is_rounded`.
         """
@@ -187,8 +187,8 @@ class MasterWeight:
         """Return the one or two flat tensors that an update kernel writes, on its device.
 
         Args:
-            place: The first element of the range.
-            end: The end of the range.
+            place: The first element of the range, counted in this rank's main weight.
+            end: The end of the range, counted in the same way.
 
         Returns:
             ``(main, other)``. If the main weight is split, ``main`` is the bf16 weight and
@@ -212,8 +212,8 @@ class MasterWeight:
         Nothing is done if the weight is the main weight, or half of it.
 
         Args:
-            place: The first element of the range.
-            end: The end of the range.
+            place: The first element of the range, counted in this rank's main weight.
+            end: The end of the range, counted in the same way.
         """
         if self.weight is not None and not self.is_split:
             self.buffer.guard.before_write()

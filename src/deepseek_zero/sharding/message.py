@@ -21,7 +21,7 @@ WORTH_RETURNING = 1 << 20
 
 
 def has_pages_to_return(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the CPU and large enough for `return_pages`."""
+    """Return whether a tensor is on the CPU and so large that its idle pages are returned."""
     return tensor.device.type == "cpu" and tensor.nbytes >= WORTH_RETURNING
 
 

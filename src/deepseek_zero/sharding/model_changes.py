@@ -82,7 +82,7 @@ class Structure:
         self.groups = list(groups)
 
     def check(self) -> None:
-        """Raise if the model has unmanaged parameters, or a parameter left its buffer.
+        """Raise if a program has added parameters to the model or replaced their memory.
 
         Raises:
             UsageError: The program has added a parameter or replaced one's memory.

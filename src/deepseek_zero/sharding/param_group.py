@@ -241,11 +241,11 @@ class ParamGroup:
     def refresh(self, what: str, *, is_update: bool = False) -> Pending:
         """Start to update the replicated weight from the sharded main weight.
 
-        This is an all-gather at stages 1 and 2, and nothing at other stages.
+        At ZeRO stages 1 and 2 it starts an all-gather, at other stages it does nothing.
 
         Args:
             what: The name of the unit, used in error messages.
-            is_update: A step has changed the main weight; False if a program wrote it.
+            is_update: An optimizer step has changed the main weight; False if a program wrote it.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.

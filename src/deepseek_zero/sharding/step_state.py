@@ -144,7 +144,7 @@ class StepState:
 
     @property
     def is_outermost(self) -> bool:
-        """Return whether autograd records a forward that begins now as an outermost one.
+        """Return whether a forward that begins now is an outermost one that autograd records.
 
         It is then neither inside another forward nor a recomputation.
         """

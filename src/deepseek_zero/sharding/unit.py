@@ -54,8 +54,8 @@ class Unit:
         trained: The groups that have a gradient.
         group_of: The group of each trained parameter, by the parameter's id.
         reduced_in_backward: The current backward has started the unit's reduction.
-        is_pinned: The unit stays unsharded whatever the schedule says, because many forwards and
-            backwards use it in turn.
+        is_pinned: The unit stays unsharded until the step, because many forwards and backwards of a
+            pipeline use it.
         is_promoted: The unit computes in fp32 although the run uses 16 bits (precision "auto").
         is_tile: The unit is a part of a large layer, which is cut to save memory.
         watch: Called with the unit after its weights were gathered; may be None.
