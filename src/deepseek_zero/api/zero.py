@@ -184,7 +184,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Undo `register_external_parameter`.
 
-    If the module reads the parameter again, it is found again.
+    If the module reads the parameter later, the library detects that and gathers it again.
 
     Args:
         module: The module that read the parameter.

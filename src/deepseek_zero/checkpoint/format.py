@@ -285,7 +285,7 @@ class Manifest:
 
     @property
     def ranks_per_host(self) -> int:
-        """Return how many ranks are summed first; 1 means plain rank order."""
+        """Return how many ranks of a host are summed before hosts; 1 for sums in rank order."""
         return self.extra.get("ranks_per_host") or 1
 
     def text(self) -> str:

@@ -149,7 +149,7 @@ def dtype_named(name: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Byte range, dtype and shape of a tensor in a file."""
+    """Byte range, dtype and shape of a tensor in a safetensors file."""
 
     start: int
     stop: int

@@ -69,7 +69,7 @@ def check_headers(
 
     Args:
         folder: Folder of the checkpoint.
-        subset: The files to check.
+        subset: The files of the folder to check; other files are not opened.
         check_tensors: Checks the tensors of a file with a good header, if given.
 
     Returns:

@@ -301,10 +301,10 @@ class Engine(StandsForModule):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch, and update the weights at the accumulation boundary.
 
-        The learning rate follows the update.
+        After an update, the learning-rate schedule advances by one step.
 
         Args:
-            lr_kwargs: Arguments for the learning-rate schedule.
+            lr_kwargs: Keyword arguments that are passed to the schedule's `step`.
 
         Raises:
             UsageError: The engine has no optimizer.

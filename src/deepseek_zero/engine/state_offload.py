@@ -56,7 +56,7 @@ class StateOffload:
     ) -> None:
         """Offload the states of these kinds, and free their memory.
 
-        States that are offloaded already stay so.
+        States that have already been offloaded are not moved again.
 
         Args:
             kinds: The kinds of state to offload, for example "optim_states"

@@ -178,7 +178,7 @@ class Links:
                 link.drop_lanes(lanes)
 
     def close(self) -> None:
-        """Close all connections and the listener."""
+        """Close all connections after their messages have arrived, then close the listener."""
         self.hang_up()
         self.listener.close()
 

@@ -191,7 +191,7 @@ class PartitionType(Enum):
 
 @dataclass
 class TPLayerSpec:
-    """How the parameters whose names match are split.
+    """Specification of how the parameters whose names match its patterns are split.
 
     Attributes:
         patterns: Regular expressions that are matched from the start of a parameter's name.
@@ -261,7 +261,10 @@ class TPLayerSpec:
 
 @dataclass
 class AutoTPConfig:
-    """Specifications of how layers are split, and defaults for other layers."""
+    """Configuration of automatic tensor parallelism: one `TPLayerSpec` per kind of layer.
+
+    Its other fields are the defaults for layers without a specification.
+    """
 
     tp_size: int = 1
     layer_specs: list[TPLayerSpec] = field(default_factory=list)

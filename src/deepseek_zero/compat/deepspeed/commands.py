@@ -28,7 +28,7 @@ too. A genuine DeepSpeed stays as it is.
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add `exec` and `dropin-path` to the command line."""
+    """Add the subcommands `exec` and `dropin-path` to the command `deepseek-zero`."""
 
     @app.command("exec", help=EXEC_HELP, context_settings={"allow_interspersed_args": False})
     def exec_program(

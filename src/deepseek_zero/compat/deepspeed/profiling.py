@@ -358,12 +358,12 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Log times in milliseconds.
+        """Log the measured times of timers in milliseconds.
 
         Args:
-            names: Names of the timers.
-            normalizer: Divisor of the times.
-            reset: Reset the timers.
+            names: Names of the timers to log.
+            normalizer: Number by which the times are divided, for example the number of steps.
+            reset: Whether to set the timers to zero afterwards.
             memory_breakdown: Also log the allocated memory.
             ranks: Ranks that log; None for rank 0.
         """

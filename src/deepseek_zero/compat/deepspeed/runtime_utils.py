@@ -30,7 +30,7 @@ ZeRORuntimeException = CheckpointError
 
 
 class DummyOptim:
-    """Hold the parameters of an engine that has no optimizer."""
+    """Stand-in for the optimizer of an engine without one; it only holds the parameters."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.param_groups = [{"params": params}]

@@ -61,7 +61,7 @@ STATES: dict[type[Optimizer], set[str]] = {
 
 
 class DeepSpeedLayout(EngineLayout):
-    """`EngineLayout` for DeepSpeed's checkpoints of stages 0 to 3."""
+    """Layout that reads and writes DeepSpeed's checkpoints of ZeRO stages 0 to 3."""
 
     name = "deepspeed"
     title = "DeepSpeed's layout"

@@ -434,8 +434,8 @@ def flat_spans(ranges: Mapping[str, range], low: int, high: int) -> Spans:
 
     Args:
         ranges: Range of each parameter in the flat tensor.
-        low: First element.
-        high: End of the range.
+        low: Index of the first element in the flat tensor.
+        high: Index after the last element.
 
     Returns:
         For each parameter with elements in the range, the slice of the flattened parameter and its
