@@ -35,12 +35,12 @@ from .zero_init import InitShard
 
 @dataclass(frozen=True)
 class LayerCut:
-    """A weight that is cut into tiles of rows.
+    """A large weight that is cut into ranges of rows (tiles), each of which is sharded separately.
 
     Attributes:
         weight: The whole weight.
         name: The first name of the weight in the model.
-        layers: The layers that use it, by the name of their weight in the model.
+        layers: The layers that use the weight, by the name that the weight has in them.
         places: The boundaries of the tiles, in rows, from 0 to the number of rows.
     """
 

@@ -98,7 +98,7 @@ class DelayedGradient(GradSum):
 
 
 def refuse_joining_with_undo_log(what: str, fix: str) -> None:
-    """Raise `UsageError` because parameters cannot join an optimizer with an undo log.
+    """Raise `UsageError` because no parameters can be added to an optimizer that undoes updates.
 
     Args:
         what: The event that adds parameters to the optimizer, for the error message.

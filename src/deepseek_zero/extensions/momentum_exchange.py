@@ -31,6 +31,9 @@ SIGNS = Signs()
 class MomentumExchange(GradReduction):
     """Replaces the gradient reduction of one parameter group by 1-bit Adam's exchange of momenta.
 
+    Each rank sends the signs of its own momentum to the ranks that own the slices. Each owner sends
+    the signs of the mean to all ranks.
+
     Attributes:
         worker: The error feedback of the signs of this rank's own momentum, shape
             ``(padded_numel,)``, fp32.

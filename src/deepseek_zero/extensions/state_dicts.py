@@ -45,7 +45,9 @@ EMPTY_VALUES = (
 
 
 class StateDicts:
-    """Makes `state_dict()` and `load_state_dict()` of a wrapped model work with whole tensors.
+    """Hooks with which the state dict of a sharded model contains whole tensors.
+
+    `state_dict()` gathers them, and `load_state_dict()` stores this rank's slices of them.
 
     Attributes:
         gathers: `state_dict()` gathers sharded parameters, so every rank must call it. If false, it

@@ -22,7 +22,7 @@ from ..sharding.sharded_parameter import ShardedParameter, owner_of
 
 @dataclass(frozen=True)
 class Place:
-    """The bytes [start, stop) of a device that a parameter or buffer occupies.
+    """The address range [start, stop) that a parameter or buffer occupies in memory.
 
     Attributes:
         name: The name in the model.
@@ -38,7 +38,7 @@ class Place:
 
     @property
     def view(self) -> tuple[Any, ...]:
-        """A key that is equal for two tensors that are the same view of one memory."""
+        """A key that is equal for two tensors with the same memory, shape and strides."""
         return self.start, self.tensor.dtype, tuple(self.tensor.shape), self.tensor.stride()
 
     def is_parameter(self) -> bool:
@@ -76,7 +76,7 @@ def refuse_owned(model: nn.Module, split: str | None = None) -> None:
 
 
 def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
-    """Replace Parameters that are the same view of one memory by one Parameter.
+    """Replace parameters with the same memory, shape and strides by one parameter.
 
     The first in the model's order stays. Parameters on the meta device share no memory. Errors are
     raised before anything changes.

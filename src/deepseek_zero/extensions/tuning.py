@@ -29,7 +29,7 @@ LANES = {"ahead_numel": "gather", "bucket_numel": "reduce"}
 
 @dataclass
 class Knob:
-    """One adjustable size, in elements.
+    """A message or prefetch size, in elements, that is adjusted during a run.
 
     Attributes:
         name: The name of the setting.
@@ -37,7 +37,7 @@ class Knob:
         floor: The smallest size after the first change.
         ceiling: The largest size that is tried.
         before: The size, and the fraction of a step that ranks waited, before the last change.
-        is_done: The size does not change any more.
+        is_done: The size is not changed any more.
     """
 
     name: str

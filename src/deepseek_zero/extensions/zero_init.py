@@ -51,8 +51,8 @@ class InitShard(ModelBuilder):
         param_class: The class of the parameter before it was sharded.
         shape: The shape of the whole parameter.
         slice: This rank's slice of its elements, flat.
-        session: The `Init` that sharded it.
-        number: Its number in the order of construction, the same on every rank.
+        session: The `Init` context in which the parameter was sharded.
+        number: The index of the parameter in the order of construction, the same on every rank.
         unsharded: The whole elements, while an initialization uses them.
         is_pinned: The parameter is whole inside GatheredParameters.
         mark: A fingerprint of the values at the start of GatheredParameters, to detect changes.
@@ -436,13 +436,13 @@ class Init:
         self.own(param, type(param), mine)
 
     def own(self, param: nn.Parameter, kind: type[nn.Parameter], mine: Tensor) -> InitShard:
-        """Attach this rank's slice to a parameter and free the parameter's own memory.
+        """Shard a parameter: keep this rank's slice, and free the memory of the whole parameter.
 
         After the model is wrapped, the parameter's group owns the slice.
 
         Args:
             param: The parameter that this object owns.
-            kind: The class of the parameter before it was sharded.
+            kind: The class that the parameter had before it was sharded.
             mine: This rank's slice, flat.
 
         Returns:

@@ -65,11 +65,11 @@ def load_saved_states(shards: ShardSet, state: dict[str, Any]) -> None:
 
 
 def load_inner(shards: ShardSet, state: dict[str, Any]) -> None:
-    """Load states into the inner optimizer and move them to their tiers.
+    """Load states into the inner optimizer, and move them to their offload memories.
 
     Args:
-        shards: The shards whose states are replaced. One without an entry in `state` keeps its
-            state.
+        shards: The shards whose states are replaced. A shard that `state` does not contain keeps
+            its state.
         state: A state dict of the inner optimizer.
     """
     kept = dict(shards.inner.state)

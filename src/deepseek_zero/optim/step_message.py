@@ -71,7 +71,7 @@ def any_set(flags: Sequence[Sequence[float]]) -> bool:
     """Return whether a flag is set on any rank.
 
     Args:
-        flags: The unpacked field, one entry per rank.
+        flags: The values of one field on each rank, as `StepMessage.unpack` returns them.
     """
     return any(value for (value,) in flags)
 
@@ -80,6 +80,6 @@ def all_set(flags: Sequence[Sequence[float]]) -> bool:
     """Return whether a flag is set on every rank.
 
     Args:
-        flags: The unpacked field, one entry per rank.
+        flags: The values of one field on each rank, as `StepMessage.unpack` returns them.
     """
     return all(value for (value,) in flags)

@@ -20,7 +20,7 @@ from .verdict import StepResult, Verdict
 
 
 class Stepping(Protocol):
-    """The attributes of a sharded optimizer that its update policies read."""
+    """Interface of a sharded optimizer, as its update policies use it."""
 
     runtime: Runtime
     inner: Optimizer

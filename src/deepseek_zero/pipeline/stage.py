@@ -29,7 +29,7 @@ Received = tuple[Tensor, ...]
 
 
 class Stage(Protocol):
-    """Interface of a stage that `PipelineExecutor` runs.
+    """Interface of one stage of a model that a pipeline runs.
 
     Attributes:
         index: The number of the stage, along the model.

@@ -62,9 +62,10 @@ class Executor:
         self.reductions = ReduceLane(self.units, schedule, settings, comm, most_reductions)
 
     def agree_on_order(self) -> None:
-        """Agree on one order of units: that of the rank that used most units.
+        """Choose the order of units in which all ranks issue collectives from now on.
 
-        Unused units come last. Later calls do nothing.
+        It is the order of the rank that used most units in the first step, followed by unused
+        units. Later calls do nothing.
 
         Note:
             Collective: every rank must call it.

@@ -32,7 +32,7 @@ from .unit import Unit
 
 
 class WrappedModel(Regrouped, Protocol):
-    """The part of `Runtime` that forwards use."""
+    """Interface of the runtime of a wrapped model, as the forward hooks use it."""
 
     def fetch_saved(self, group: ParamGroup) -> None: ...
 

@@ -120,7 +120,7 @@ class Summand:
 
 
 class Gradient:
-    """The gradient of one trained group: collected on this rank, then summed over the ranks.
+    """The gradient of one parameter group: accumulated on this rank, then reduced over the ranks.
 
     Args:
         group: The parameter group to which the gradient belongs.

@@ -54,7 +54,7 @@ class ParamInfo:
 
 
 class Group(Protocol):
-    """The part of `ParamGroup` that its weight gather, gradient and reduction use.
+    """Interface of a parameter group (`ParamGroup`) for the objects that it consists of.
 
     Attributes:
         members: The parameters, in the order of the layout.
@@ -96,6 +96,9 @@ def updated_ranges(group: Group) -> list[tuple[int, int]]:
     """Return the ranges [start, stop) of the layout that the optimizer updates.
 
     Adjacent parameters are merged into one range.
+
+    Args:
+        group: The parameter group.
     """
     found = list[tuple[int, int]]()
     for number, member in enumerate(group.members):

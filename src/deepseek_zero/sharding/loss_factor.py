@@ -193,7 +193,7 @@ class LossFactor:
         self._is_of_engine = self._is_entered
 
     def refuse_unscaled(self) -> None:
-        """Raise if a plain backward differentiates the engine's own forward in fp16.
+        """Raise if the loss of the engine's own forward was not scaled in fp16.
 
         Only a strict engine raises: programs that use the DeepSpeed API must scale such a loss.
         After `engine.module(...)` they need not, because several engines cannot all scale one loss.
@@ -211,14 +211,15 @@ class LossFactor:
             )
 
     def refuse_gradient_of_gradient(self) -> None:
-        """Raise if a plain backward may differentiate an earlier recorded backward.
+        """Raise if this backward may differentiate an earlier one without the factor.
 
-        Called when a backward begins, and also notes whether autograd records that backward.
+        It is called when a backward begins, and records whether that ran with `create_graph=True`.
         Gradients of gradients reach the parameters without passing an output, so they would lack
         the factor.
 
         Raises:
-            UsageError: The backward is plain, and an earlier one was recorded.
+            UsageError: No engine scaled the loss, and an earlier backward ran with
+                `create_graph=True`.
         """
         if torch.is_grad_enabled():
             self.is_recorded = True

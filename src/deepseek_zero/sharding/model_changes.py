@@ -45,7 +45,7 @@ class ModelRules:
 
 
 class WrappedGroup(Protocol):
-    """The part of `ParamGroup` that the checks use."""
+    """Interface of a parameter group (`ParamGroup`), as the checks of this module use it."""
 
     @property
     def members(self) -> Sequence[ParamInfo]: ...

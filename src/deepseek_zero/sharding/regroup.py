@@ -47,7 +47,7 @@ from .unit import Unit
 
 
 class Regrouped(Protocol):
-    """The part of `Runtime` that this module changes."""
+    """Interface of the runtime of a wrapped model whose parameter groups are changed."""
 
     units: list[Unit]
     settings: PlanSettings

@@ -17,7 +17,7 @@ from .param_group import ParamGroup
 
 
 class UnitState(Enum):
-    """Whether the weights of a unit are sharded, being gathered, or unsharded."""
+    """States of the weights of a unit: sharded, being gathered, or unsharded."""
 
     SHARDED = "at rest"  # parameters are `ShardedParameter`s
     UNSHARDING = "gathering"  # the buffer belongs to the transport
@@ -236,7 +236,7 @@ class Unit:
         ]
 
     def issue_reduces(self) -> None:
-        """Send the remaining messages of the unit's reductions.
+        """Send the messages of the unit's reductions that have not been sent yet.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
