@@ -84,7 +84,7 @@ def _torchs() -> Any:
 def compiled() -> Callable[..., Any]:
     """Return the compiled `flex_attention`.
 
-    Without compilation it is slow and holds all scores.
+    Without compilation, FlexAttention is slow and allocates the scores of all pairs.
     """
     return torch.compile(_torchs().flex_attention, dynamic=False)
 

@@ -119,7 +119,7 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Dense(BlockLayout):
-    """A layout in which every block sees every block."""
+    """A layout in which every block of queries sees every block of keys."""
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
         return (row >= 0) & (column >= 0)

@@ -146,7 +146,7 @@ def _refuse_options(name: str, layer: nn.Module) -> None:
 
 
 class RowTile(nn.Module):
-    """A range of rows of a large weight, sharded as a unit of its own.
+    """A range of rows of a large weight, which is sharded and gathered separately from the others.
 
     Layers that share the weight share the tile.
     """

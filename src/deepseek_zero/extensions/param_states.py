@@ -27,7 +27,14 @@ from .gathered_parameters import gather_full
 
 
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
-    """Return the optimizer that updates a parameter, or None if none does."""
+    """Return the engine's optimizer that updates a parameter.
+
+    Args:
+        param: A parameter of a wrapped model.
+
+    Returns:
+        The optimizer; None if the parameter is in no engine or is not updated.
+    """
     owner = owner_of(param)
     found = owner.optimizer() if isinstance(owner, ParamGroup) else None
     return found if isinstance(found, ShardedOptimizer) else None

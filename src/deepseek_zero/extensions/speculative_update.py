@@ -324,7 +324,10 @@ def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
 
 @dataclass
 class UndoLog:
-    """Copies of shards from before their updates, in the order of the updates."""
+    """Copies of the bytes that early updates have overwritten, to undo these updates.
+
+    The copies of each updated shard are in one buffer on the host, in the order of the updates.
+    """
 
     _inner: Optimizer
     _moments: Moments
@@ -335,7 +338,11 @@ class UndoLog:
     _used: int = 0
 
     def bytes_of(self, shard: MasterShard) -> int:
-        """Return how many bytes of the log a shard needs."""
+        """Return how many bytes of the log one update of a shard needs.
+
+        Args:
+            shard: The shard, whose main weight, weight and moments an update overwrites.
+        """
         places = sum(stretch.itemsize for stretch in self._written(shard)) * shard.numel
         return places + sum(
             powers.nbytes for _, powers in self._moments.storages(shard) if powers is not None

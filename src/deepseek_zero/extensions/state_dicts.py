@@ -288,7 +288,11 @@ def _show_empty(unit: Unit) -> list[ParamInfo]:
 
 
 def along_tp(unit: Unit) -> Comm | None:
-    """Return the communicator along "tp" of the model that a unit belongs to; None without it."""
+    """Return the communicator of the tensor-parallel ranks; None without tensor parallelism.
+
+    Args:
+        unit: A unit of the model.
+    """
     runtime = unit.groups[0].runtime() if unit.groups else None
     found: Comm | None = runtime.comm.along.get("tp") if runtime is not None else None
     return found

@@ -87,7 +87,14 @@ class TiledLinear(nn.Module):
             self.linears.append(row)
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """Return the output of the layer, from the input or its parts."""
+        """Compute the linear layer tile by tile.
+
+        Args:
+            input_: The input, or with `input_is_already_split` its `in_splits` parts.
+
+        Returns:
+            The output; if `combine_out_splits` is false, the list of its parts.
+        """
         inputs = self._split(input_)
         if self.combine_out_splits:
             return run_tiles(self._rows, inputs, self.out_features)

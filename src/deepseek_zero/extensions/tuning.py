@@ -138,7 +138,11 @@ class Tuner:
 
 
 def tune_sizes(runtime: Runtime) -> None:
-    """Enable the adjustment of sizes that a model's settings leave open."""
+    """Adjust the message and prefetch sizes that the user has not configured, during the run.
+
+    Args:
+        runtime: The runtime of the wrapped model, whose steps are measured.
+    """
     tuner = Tuner(runtime.settings, [unit.numel for unit in runtime.units], runtime.comm)
     if tuner.knobs:
         runtime.after_steps.append(tuner.after_step)

@@ -56,7 +56,7 @@ class InitialStates(Protocol):
 
 
 def makes_states(optimizer: Optimizer) -> bool:
-    """Return whether the class of a new optimizer makes state at construction.
+    """Return whether an optimizer creates its states when it is built, not in its first step.
 
     If this rank has no slice, a probe optimizer with one element is built to find out.
     """

@@ -84,7 +84,7 @@ class Moments:
                 yield moment.storage.memory
 
     def storage_ranges(self, shard: MasterShard) -> Iterator[StorageRange]:
-        """Yield the storage ranges of moments that the update of a shard reads and writes."""
+        """Yield the ranges of stored moments that the update of a shard reads and writes."""
         for moment in self._moments_of(shard).values():
             yield StorageRange(moment.storage, shard.start, shard.stop)
 
@@ -237,6 +237,9 @@ class Moments:
         """Raise `UsageError` if a shard's moments cannot be cut.
 
         8-bit moments cannot be cut, because neighbouring elements of a block share an exponent.
+
+        Args:
+            shard: The shard that is to be divided.
         """
         if any(id(shard) in moment.powers for moment in self._all()):
             raise UsageError(

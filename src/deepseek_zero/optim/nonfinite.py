@@ -148,9 +148,10 @@ class NonFiniteReport:
 
 
 class NonFiniteDetector:
-    """Records which values of each unit were not finite in the current step.
+    """Records which inputs, outputs and incoming gradients of each unit were not finite.
 
-    The values are inputs, outputs and incoming gradients.
+    From the records of one step it determines the unit in which the first non-finite value
+    occurred.
     """
 
     def __init__(self) -> None:

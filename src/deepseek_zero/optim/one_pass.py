@@ -117,7 +117,11 @@ def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str
 
 
 def planned_layout(plan: ShardPlan) -> Layout:
-    """Return the layout that `layout_of` will return when this group is updated."""
+    """Return the dtypes and storage formats with which a kernel will update a parameter group.
+
+    Args:
+        plan: The placement, dtype and memory of each state of the group.
+    """
     assert plan.grad is not None
     has_both = plan.master is not None and not plan.master_is_weight and not plan.master_is_split
     is_published = has_both and plan.weight.dtype in LOW_PRECISION
@@ -358,7 +362,11 @@ class GroupUpdate:
         self.later = self.rule.variant(self.hypers, True)
 
     def scalars(self, number: float) -> Scalars:
-        """Return the scalars of update `number`, from 1 on; 0 if the rule does not count."""
+        """Return the scalar arguments of the kernel, such as bias corrections.
+
+        Args:
+            number: The number of the update, from 1 on; 0 if the formula does not depend on it.
+        """
         if number not in self._scalars:
             self._scalars[number] = self.rule.scalars(self.hypers, number)
         return self._scalars[number]

@@ -12,7 +12,7 @@ Fields = Mapping[str, Sequence[Sequence[float]]]
 
 
 class StepMessage:
-    """The values that one rank sends to all others at a step, as named fields.
+    """Named lists of numbers that each rank sends to all others in a step.
 
     Every rank must add the same fields, with the same number of values, in the same order.
     """

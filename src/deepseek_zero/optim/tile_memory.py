@@ -154,7 +154,11 @@ class StorageRange:
         return self.storage.read(self.low, self.high)
 
     def restore(self, values: Tensor) -> None:
-        """Overwrite the elements with earlier bytes, and store them."""
+        """Overwrite the elements with earlier values, and store them.
+
+        Args:
+            values: The bytes of the earlier values.
+        """
         self.storage.write(self.low, self.high).view(torch.uint8).copy_(values)
         self.release()
 

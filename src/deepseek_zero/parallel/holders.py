@@ -375,7 +375,7 @@ def simple_call(holder: RegionHolder) -> ModuleCall | None:
 
 
 def without_caches(value: Any) -> Any:
-    """Return arguments with None in place of key/value caches, which training does not use."""
+    """Replace key/value caches in arguments by None, because training does not use them."""
     if hasattr(value, "get_seq_length"):
         return None
     if type(value) is dict:

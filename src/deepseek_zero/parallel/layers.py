@@ -133,7 +133,7 @@ class Row(Layer):
 class Vocabulary(nn.Embedding, Layer):
     """An embedding with some rows of the table on each rank.
 
-    The forward of the module's original class may call this one.
+    Each rank looks up the tokens of its rows, and the results are summed over the ranks.
     """
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ class VirtualAxis:
             self._entered = []
 
     def alike(self, layer: Repeated) -> dict[str, Tensor] | None:
-        """Return the current rank's copies of a layer's parameters, by name.
+        """Return the simulated rank's copies of a layer's parameters, by name.
 
         Their gradients are summed in rank order. The result is None outside of attentions.
         """
@@ -359,7 +359,15 @@ class Attention(nn.Module):
     counts: dict[tuple[nn.Module, str], tuple[int, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward once per simulated rank, and return the last output."""
+        """Run the forward of the original class once per simulated rank.
+
+        Args:
+            args: Positional arguments of the original forward.
+            kwargs: Keyword arguments of the original forward.
+
+        Returns:
+            The output of the last run, which contains the sum over all ranks.
+        """
         return self.axis.in_passes(self, super().forward, args, kwargs)
 
 

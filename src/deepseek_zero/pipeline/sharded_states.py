@@ -37,7 +37,7 @@ class ShardedStates(States):
         ties: Ties | None = None,
         blocks: Mapping[int, Collection[str]] | None = None,
     ) -> None:
-        """Assign the units that are gathered together to stages."""
+        """Assign the ZeRO units of the model to the stages of this rank."""
         self.runtime = runtime
         self.ties = ties if ties is not None and ties.is_sharing else None
         self._gathered: set[int] = set()

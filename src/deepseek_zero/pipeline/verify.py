@@ -29,7 +29,7 @@ class ScheduleError(DeepSeekZeroError):
 
 @dataclass(frozen=True)
 class TimedAction:
-    """A forward or backward of a rank in a simulated step, with its start and end in seconds."""
+    """A forward or backward in a simulated step, with its start and end in seconds."""
 
     rank: int
     action: StageAction

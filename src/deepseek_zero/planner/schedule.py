@@ -130,7 +130,11 @@ class Pass:
         return frozenset(self._units_of(ActionKind.UPDATE))
 
     def released_before(self, unit: int) -> frozenset[int]:
-        """Return the units that are released before a unit computes."""
+        """Return the units whose gathered weights are freed before a unit computes.
+
+        Args:
+            unit: The number of the unit.
+        """
         return self._released_before[unit]
 
     @cached_property

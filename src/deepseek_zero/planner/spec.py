@@ -39,7 +39,7 @@ from ..tiers.tier import Tier
 
 
 class Placement(Enum):
-    """Which elements of a state each rank holds: all, a slice, or a partial sum."""
+    """Kinds of placement: each rank holds all elements, a slice, or a partial sum."""
 
     REPLICATE = "R"  # every rank holds every element
     SHARD = "S"  # rank r holds slice r
@@ -177,7 +177,11 @@ class ShardPlan:
     extras: tuple[Extra, ...] = ()
 
     def extra(self, kind: type[Kind]) -> Kind | None:
-        """Return the addition of this class, or None if the group has none."""
+        """Return the additional state of a given class, or None if the group has none.
+
+        Args:
+            kind: The class, for example `SecondCopy`.
+        """
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
     @property

@@ -116,9 +116,12 @@ class Split:
         )
 
     def is_counted_at(self, coordinate: int) -> bool:
-        """Return whether a rank counts its elements in norms, tables and checkpoints.
+        """Return whether the rank at a coordinate counts its elements in norms and checkpoints.
 
-        Other ranks with the same elements do not.
+        If several ranks hold the same elements, only one of them counts them.
+
+        Args:
+            coordinate: The coordinate of the rank along "tp".
         """
         return (
             self.sharers(coordinate)[0] == coordinate if self.kind == "split" else coordinate == 0

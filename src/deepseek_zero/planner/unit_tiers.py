@@ -170,7 +170,7 @@ def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tu
 
 
 def describe_tiers(units: Sequence[UnitTiers]) -> str:
-    """Return one line that counts the units in each memory."""
+    """Return one line of text with the number of units in each memory."""
     parts = []
     for tier in Tier:
         weights = sum(unit.weights is tier for unit in units)

@@ -85,7 +85,11 @@ class UpdateSettings:
     gpu_kernels: bool = False
 
     def call_numel(self, plan: ShardPlan) -> int:
-        """Return how many elements of small shards one optimizer call updates together."""
+        """Return the largest number of elements of small shards that one optimizer call updates.
+
+        Args:
+            plan: The placement, dtype and memory of each state of the group.
+        """
         return self.host_tile_numel if plan.is_updated_on_host else self.tile_numel
 
     def tile_numel_of(self, plan: ShardPlan) -> int:

@@ -18,7 +18,10 @@ from .comm_context import CommContext
 
 
 class PendingUpdate(Protocol):
-    """Interface of optimizer updates that run after their step, or early, during backward."""
+    """Interface of optimizer updates that are not final.
+
+    They either run later than their step, or ran early during backward and may have to be undone.
+    """
 
     def flush_group(self, group: Any) -> None:
         """Bring the states of one parameter group to their values after the last step.

@@ -105,7 +105,10 @@ class Executor:
         self.reductions.follow(self.schedule, self.settings)
 
     def forwards(self, unit: Unit) -> tuple[Action, ...]:
-        """Return the scheduled forwards of a unit for a training batch, in order.
+        """Return the forwards of a unit that the schedule contains for a training batch, in order.
+
+        Args:
+            unit: The unit.
 
         There is one for the whole batch, or one for each micro-batch.
         """

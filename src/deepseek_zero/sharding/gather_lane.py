@@ -256,7 +256,13 @@ class GatherLane:
             unit.reshard()
 
     def reshard_frozen_before(self, unit: Unit) -> None:
-        """Release the frozen units before `unit`, which no reduction would release."""
+        """Free the gathered weights of frozen units that backward has passed.
+
+        Other units are released after their gradient reduction, which frozen units do not have.
+
+        Args:
+            unit: The unit that backward has reached.
+        """
         if not self._frozen:
             return
         gone = self.schedule.backward.released_before(unit.number)

@@ -15,7 +15,9 @@ from .move import move
 
 
 class GradReduction:
-    """Sums the gradients of a group; by default with one ordered reduce-scatter.
+    """Reduces the gradients of one parameter group over the ranks.
+
+    By default it uses a reduce-scatter that adds in rank order.
 
     Extensions derive from this class. All ranks use the same class for a group.
     """
@@ -106,7 +108,11 @@ class GradReduction:
         return {}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Restore this rank's `own_states` from a checkpoint."""
+        """Restore the states of this rank from a checkpoint.
+
+        Args:
+            saved: The result of `own_states`.
+        """
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that this object keeps between steps, to count their memory."""
@@ -127,9 +133,13 @@ class GradReduction:
         """
 
     def scale(self, factor: float) -> None:
-        """Multiply the states that are kept across steps by `factor`.
+        """Multiply the states that are kept across steps, such as error feedback, by a factor.
 
-        Every rank must call it when the loss scale changes.
+        Args:
+            factor: The new loss scale divided by the old one.
+
+        Note:
+            Every rank must call it when the loss scale changes; it does not communicate.
         """
 
     def forget(self) -> None:

@@ -298,7 +298,11 @@ class QueuedSquares:
         self.tiles = [tile for part in parts if part.numel() for tile in part.split(_TILE_NUMEL)]
 
     def add(self, values: Tensor) -> None:
-        """Add the squares of a flat tensor, as it is at this point of the accelerator's work."""
+        """Queue the sum of squares of a flat tensor on the accelerator.
+
+        Args:
+            values: The tensor. Work that is queued later may overwrite it.
+        """
         if values.numel():
             self.norms += double_norms(list(values.split(_TILE_NUMEL)))
 

@@ -236,9 +236,13 @@ class LossFactor:
             )
 
     def inside(self, given: Any) -> Any:
-        """Return the arguments of an outermost forward, with hooks on their gradients.
+        """Return the arguments of a model's forward, with hooks on their gradients.
 
-        In backward the hooks divide the gradients by the factor.
+        Args:
+            given: The arguments, which may be nested.
+
+        In backward the hooks divide the gradients by the factor that the hooks of `outside` have
+        applied.
         """
         tensors = tensors_in(given)
         if not tensors:
@@ -254,7 +258,7 @@ class LossFactor:
         return map_inputs(given, alias)
 
     def outside(self, output: Any, begin: int) -> Any:
-        """Return the output of an outermost forward, with hooks on its gradients.
+        """Return the output of a model's forward, with hooks on its gradients.
 
         In backward the hooks multiply the gradients by the part of the factor that the program has
         not applied.
@@ -338,7 +342,7 @@ def _alias(tensor: Tensor, hook: Hook) -> Tensor:
 
 
 def watch_backwards() -> None:
-    """Hook every backward of this process, to scale gradients that bypass outputs."""
+    """Hook every backward of this process, to scale gradients that bypass model outputs."""
     hook_every_backward(_scale_entries_of)
 
 
@@ -355,7 +359,10 @@ def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
 
 
 def factor_of_leaf(leaf: Tensor) -> Factor | None:
-    """Return the factor of the engine that holds a parameter, or None.
+    """Return the function that computes the gradient factor of a parameter's engine, or None.
+
+    Args:
+        leaf: A leaf of the autograd graph, for example a parameter.
 
     Inside the engine's forward it is None, because gradients there need no factor.
     """

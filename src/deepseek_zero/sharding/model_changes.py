@@ -78,7 +78,11 @@ class Structure:
         self._frozen_new_params: list[tuple[str, nn.Parameter]] = []
 
     def follow(self, groups: Sequence[WrappedGroup]) -> None:
-        """Use other groups after parameters moved between groups."""
+        """Check other parameter groups from now on, after parameters moved between groups.
+
+        Args:
+            groups: All parameter groups of the model.
+        """
         self.groups = list(groups)
 
     def check(self) -> None:

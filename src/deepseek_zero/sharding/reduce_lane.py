@@ -20,10 +20,14 @@ from .unit import Unit
 
 
 class Updates(Protocol):
-    """The methods of the optimizer that are called during backward (optim/executor_updates.py)."""
+    """Interface through which a wrapped model notifies its optimizer."""
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update a unit after its gradient was reduced, if the schedule allows it."""
+        """Update a unit early, after its gradient was reduced, if an update policy does so.
+
+        Args:
+            unit: The unit whose gradient has been reduced.
+        """
 
     def refuse_regrouping(self) -> None:
         """Raise `UsageError` if parameters cannot move to other groups.
@@ -32,7 +36,11 @@ class Updates(Protocol):
         """
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """Add the parameters of these new groups to the optimizer."""
+        """Add the parameters of new parameter groups to the optimizer.
+
+        Args:
+            groups: The new groups, whose parameters have become trainable.
+        """
 
 
 class ReduceLane:

@@ -119,7 +119,11 @@ class WeightHooks:
     def pack(self, tensor: Tensor) -> Saved:
         """Return the object that autograd saves in place of a tensor.
 
-        A view of a gathered weight is saved as group, offset, size and stride.
+        A view of a gathered weight is saved as group, offset, size and stride. Backward restores it
+        from the weight that is gathered then.
+
+        Args:
+            tensor: The tensor that an operator saves for backward.
         """
         group = self.places.get(tensor.untyped_storage().data_ptr())
         if group is not None and tensor.dtype == group.plan.weight.dtype:
@@ -165,7 +169,7 @@ def _ours_in_force() -> WeightHooks | None:
 
 
 def others_see() -> bool:
-    """Return whether the current saved-tensor hooks are those of another package."""
+    """Return whether saved-tensor hooks of another package are active, such as checkpointing."""
     return outer_saved_tensor_hooks() is not None and _ours_in_force() is None
 
 

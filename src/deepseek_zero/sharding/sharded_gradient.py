@@ -118,9 +118,11 @@ NUMBER = (bool, int, float)
 
 
 class ShardedGradient(Tensor):
-    """A sharded gradient, or a value computed from one, in its parameter's shape.
+    """The `.grad` of a sharded parameter: a tensor of its shape of which each rank holds a part.
 
-    Created by `sharded_gradient`; `full_tensor()` gathers it.
+    Element-wise operations act on this rank's part, and norms are computed over all ranks.
+
+    `full_tensor()` gathers all elements. Other operations on elements raise an error.
     """
 
     @classmethod

@@ -184,7 +184,10 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 class OwnerReference:
-    """A weak reference from a parameter to its group; pickling drops the reference."""
+    """A weak reference from a parameter to the parameter group that holds its values.
+
+    Pickling drops the reference.
+    """
 
     def __init__(self, owner: Owner | None = None) -> None:
         self.get: Callable[[], Any] = weakref.ref(owner) if owner is not None else _no_owner
@@ -198,7 +201,7 @@ def _no_owner() -> None:
 
 
 def owner_of(param: Tensor) -> Owner | None:
-    """Return the group that a parameter belongs to; None for unwrapped parameters."""
+    """Return the parameter group that holds a parameter's values; None for a plain parameter."""
     reference: OwnerReference | None = param.__dict__.get("_zero_owner")
     return reference.get() if reference is not None else None
 
@@ -229,7 +232,7 @@ def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
 
 
 def clear_owner(param: Tensor) -> None:
-    """Remove the reference from a parameter to its group."""
+    """Remove the reference from a parameter to the parameter group that holds its values."""
     param.__dict__.pop("_zero_owner", None)
 
 

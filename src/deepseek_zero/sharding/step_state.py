@@ -121,7 +121,11 @@ class StepState:
         return self._phase
 
     def enter(self, phase: Phase) -> None:
-        """Change the phase at the beginning or end of a forward or backward."""
+        """Change the phase at the beginning or end of a forward or backward.
+
+        Args:
+            phase: The new phase.
+        """
         if (self._phase, phase) not in PHASE_MOVES:
             raise AssertionError(
                 f"a wrapped model cannot go from {self._phase.value} to {phase.value}"
