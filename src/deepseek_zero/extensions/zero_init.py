@@ -409,7 +409,10 @@ class Init:
             self.shard(child)
 
     def shard(self, module: nn.Module) -> None:
-        """Shard all parameters of a complete module that are still whole.
+        """Shard all parameters of a module that are not sharded yet.
+
+        Args:
+            module: The module, whose construction is complete.
 
         Note:
             Collective: every rank must call it.
@@ -424,7 +427,10 @@ class Init:
                     self.cut(param)
 
     def cut(self, param: nn.Parameter) -> None:
-        """Shard one parameter.
+        """Shard one parameter over the building ranks.
+
+        Args:
+            param: A parameter with all values.
 
         Note:
             Collective: every rank must call it.

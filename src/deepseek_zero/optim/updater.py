@@ -248,9 +248,9 @@ class Updater:
         return decision.groups[number]
 
     def expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
-        """Start the progress report of the first update.
+        """Start to report the progress of the first update, if it is slow.
 
-        The first update is slow, because it touches the memory of the states for the first time.
+        The first update touches the memory of the states for the first time, so it may take long.
 
         Args:
             tiles: All tiles that this step updates or postpones.

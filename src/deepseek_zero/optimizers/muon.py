@@ -293,13 +293,14 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Tensor, method: str = "gram", steps: int = 5) -> Tensor:
-    """Return matrices with singular values near 1 and the same singular vectors.
+    """Return matrices with the same singular vectors and with singular values near 1.
 
     A zero matrix stays zero.
 
     Args:
         matrices: Shape ``(..., rows, columns)``.
-        method: "gram" or "standard".
+        method: "standard" iterates on the matrices X; "gram" iterates on X X^T, which is smaller if
+            a matrix is wide.
         steps: Number of Newton-Schulz iterations.
 
     Returns:

@@ -197,7 +197,9 @@ def is_known(optimizer: str) -> bool:
 
 
 def moments_for(optimizer: str, group: Mapping[str, Any]) -> StateCounts:
-    """Return the state counts of an optimizer class; an unknown class counts as Adam.
+    """Return how many values and scalars an optimizer class keeps as state.
+
+    An unknown class counts as Adam.
 
     Args:
         optimizer: The name of the optimizer's class.

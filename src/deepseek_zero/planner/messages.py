@@ -19,10 +19,10 @@ MAX_IN_FLIGHT = 2
 
 
 class Messages(NamedTuple):
-    """How one reduction is cut into messages.
+    """The size and the number of the messages of one gradient reduction.
 
     Attributes:
-        numel: The elements of a message for each rank.
+        numel: The number of elements that one message contains for each rank.
         in_flight: The number of messages in flight at the same time.
     """
 

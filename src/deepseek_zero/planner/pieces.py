@@ -30,7 +30,7 @@ class PipelinePlan:
         virtual: The number of stages per rank (virtual pipeline stages).
         group: The number of micro-batches that a rank runs in one stage before its next stage; None
             for the default of the schedule.
-        micro_batches: The micro-batches of a step.
+        micro_batches: The number of micro-batches of a step.
         placement: For each stage, its rank.
         blocks: For each stage, the full names of its modules.
         in_flight: For each rank, the largest number of micro-batches between forward and backward.
@@ -212,9 +212,9 @@ class TensorPlan:
         ranks: The number of ranks along the axis.
         share_bytes: The bytes that this rank sends for every `ranks` tokens, in forward and
             backward.
-        tokens: The tokens of a micro-batch; None while unknown.
-        micro_batches: The micro-batches of a step.
-        scratch_bytes: The bytes of the buffer that forms sums.
+        tokens: The number of tokens of a micro-batch; None while unknown.
+        micro_batches: The number of micro-batches of a step.
+        scratch_bytes: The bytes of the scratch buffer in which sums over ranks are computed.
         stages: The number of pipeline stages of this rank, each with a separate forward.
     """
 
@@ -252,10 +252,10 @@ class SequencePlan:
             itself.
         token_bytes: The bytes that this rank sends for each of its tokens, forward and backward;
             None if the configuration of the model does not say.
-        row_bytes: The bytes that it sends for the loss of a micro-batch.
-        tokens: Its tokens of a micro-batch; None while unknown.
-        micro_batches: The micro-batches of a step.
-        scratch_bytes: The bytes of the buffer that forms sums.
+        row_bytes: The bytes that this rank sends for the loss of a micro-batch.
+        tokens: The number of this rank's tokens of a micro-batch; None while unknown.
+        micro_batches: The number of micro-batches of a step.
+        scratch_bytes: The bytes of the scratch buffer in which sums over ranks are computed.
     """
 
     ranks: int

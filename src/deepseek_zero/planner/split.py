@@ -28,8 +28,9 @@ class Split:
     """The distribution of one parameter over the ranks of the axis "tp".
 
     Attributes:
-        kind: "split", "equal" (gradients are equal on all ranks) or "partial" (gradients are
-            summands).
+        kind: "split", "equal" (every rank holds the parameter and computes the whole gradient) or
+            "partial" (every rank holds the parameter, and the gradients of the ranks must be
+            added).
         shape: The shape of the whole parameter.
         dim: The dimension that is split.
         ranges: For each coordinate, the ranges [start, stop) of dimension `dim` that the rank
@@ -65,7 +66,8 @@ class Split:
         """Return the distribution of a parameter that every rank holds.
 
         Args:
-            kind: Whether ranks compute equal gradients or summands of the gradient.
+            kind: "equal" if every rank computes the whole gradient, "partial" if the gradients of
+                the ranks must be added.
             shape: The shape of the parameter.
             ranks: The number of ranks along "tp".
         """

@@ -115,10 +115,10 @@ class Executor:
         return self.schedule.forward.computes[unit.number]
 
     def begin_backward(self, *, ends_step: bool) -> None:
-        """Start the backward pass.
+        """Prepare the gathers and gradient reductions of a new backward.
 
         Args:
-            ends_step: No other backward comes before the step.
+            ends_step: This is the last backward before the optimizer step.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

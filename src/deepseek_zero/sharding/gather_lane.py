@@ -102,10 +102,12 @@ class GatherLane:
 
         This is used if a program runs a part of the model, for example a pipeline stage.
 
-        Every rank must call it between the same two forwards or backwards.
-
         Args:
             part: The numbers of the units, including the root; None for all units.
+
+        Note:
+            Every rank must call it between the same two forwards or backwards; it does not
+            communicate.
         """
         self._part = part
 

@@ -169,7 +169,7 @@ class GradEdits:
         Args:
             param: A parameter of the group.
             part: This rank's part of the gradient.
-            order: The order of the norm.
+            order: The order of the norm, as for `torch.linalg.vector_norm`.
 
         Note:
             Collective unless every rank has all elements (`Part.is_whole`).

@@ -97,10 +97,10 @@ class ReduceLane:
         }
 
     def begin(self, *, ends_step: bool) -> None:
-        """Start a backward with no reduction issued.
+        """Prepare for the gradient reductions of a new backward.
 
         Args:
-            ends_step: No other backward comes before the step.
+            ends_step: This is the last backward before the optimizer step.
         """
         self._ends_step = ends_step
         self._reduced = 0

@@ -39,9 +39,9 @@ def plain_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
     """Return functions that create the default objects for gathering and reducing.
 
     Args:
-        plan: Not used.
-        comm: Not used.
-        comm_ctx: Not used.
+        plan: The plan of the model; not used, because extensions read it.
+        comm: The communicator of all ranks; not used.
+        comm_ctx: The communicator of the shard group; not used.
     """
     return GroupParts(lambda group, _: WeightGather(group), GradReduction)
 
