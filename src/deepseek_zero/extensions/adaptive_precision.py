@@ -219,7 +219,7 @@ class AdaptivePrecision(UpdatePolicy):
 
     @property
     def promoted(self) -> list[str]:
-        """The names of the units that currently compute in fp32."""
+        """The names of the units that this policy has switched to fp32."""
         return [unit.name for unit in self.runtime.units if unit.is_promoted]
 
     def restore(self, names: Sequence[str]) -> None:

@@ -299,8 +299,8 @@ def orthogonalize(matrices: Tensor, method: str = "gram", steps: int = 5) -> Ten
 
     Args:
         matrices: Shape ``(..., rows, columns)``.
-        method: "standard" iterates on the matrices X; "gram" iterates on X X^T, which is smaller if
-            a matrix is wide.
+        method: "standard" iterates on the matrices X; "gram" iterates on the smaller X X^T if the
+            matrices are far from square.
         steps: Number of Newton-Schulz iterations.
 
     Returns:
