@@ -133,7 +133,7 @@ def _mark_named(
 
 
 def mark_configured(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Make the modules that `zero_optimization.leaf_module` selects ZeRO-3 leaf modules.
+    """Mark the modules selected by `zero_optimization.leaf_module` as ZeRO-3 leaf modules.
 
     Args:
         model: Model that contains the modules.

@@ -237,7 +237,10 @@ class AdaptivePrecision(UpdatePolicy):
                 self.runtime.promote(unit, to_fp32=to_fp32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters from which the next changes follow, and all changes so far."""
+        """Return the state for a checkpoint.
+
+        It has the counters that decide future changes of precision, and the changes so far.
+        """
         return {
             "steps": self._steps,
             "suspect": list(self._suspect),

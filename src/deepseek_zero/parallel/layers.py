@@ -261,12 +261,13 @@ class TensorAxis:
         """Return the columns of the logits that this process computes.
 
         Args:
-            logits: This rank's logits, shape (..., own words).
+            logits: This rank's shard of the logits, shape ``(..., local_vocab_size)``.
             part: How the output layer that computed them is split.
 
         Returns:
-            One tuple for each rank that this process computes: the index of its first word in the
-            whole vocabulary, and its columns.
+            A list of tuples ``(offset, columns)``, in which ``offset`` is the index of the first
+            column in the whole vocabulary. It has one tuple, or one for each rank if the process
+            simulates several ranks.
         """
         return [(sum(part.widths[: self.group.index]), logits)]
 

@@ -102,7 +102,13 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
 
 
 def what_moved(links: Sequence[MemoryLink]) -> list[str]:
-    """Return two lines about the traffic of each link, and advice for the slowest link."""
+    """Return lines that report the transfers to each memory outside the device.
+
+    A line of advice follows if steps wait long for the slowest memory.
+
+    Args:
+        links: The traffic of this rank to each memory, from `links_of`.
+    """
     lines = [line for link in links for line in _carried(link)]
     slowest = max(links, key=lambda link: link.waited_seconds, default=None)
     if slowest is not None and slowest.waited_seconds > WORTH_SAYING * slowest.step_seconds:
