@@ -16,6 +16,7 @@ from ..base.progress import FirstPasses
 from ..comm.collectives import Comm
 from ..comm.pending import OrderedIssueQueue
 from ..planner.schedule import Pass, Schedule
+from ..tiers.tier import Tier
 from .unit import Unit, UnitState
 
 
@@ -71,8 +72,9 @@ class GatherLane:
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in self.units for group in unit.sharded]
         in_place = any(not group.weight_gather.makes_copies for group in sharded)
-        # Otherwise slices are written in forward, so that the ranks meet at each gather.
-        self._meets_at_begin = in_place and not schedule.forward.updated
+        # A weight in another memory may be updated in forward, so the ranks meet at each gather.
+        may_wait = any(group.plan.weight.tier is not Tier.DEVICE for group in sharded)
+        self._meets_at_begin = in_place and not may_wait
 
     def begin(self, walk: Pass) -> None:
         """Start the gathers of a forward or backward; the previous one must have ended.

@@ -445,7 +445,7 @@ def test_a_disk_that_turns_read_only_fails_the_next_transfer_or_none(
 
 
 def test_missing_blocks_are_an_error_and_never_wrong_numbers(loop: tuple[Path, Path]) -> None:
-    """The backing file ends early, so the device answers EIO for what lies behind."""
+    """The backing file ends early, so reads beyond its end fail with EIO."""
     place, backing = loop
     disk = Disk(place)
     numel = 8 * MIB
