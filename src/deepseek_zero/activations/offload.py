@@ -393,7 +393,7 @@ class ActivationCopy:
         self._prefetched: dict[int, tuple[CopyEvent, dict[int, Tensor]]] = {}
 
     def copy_out(self, tensors: Sequence[Tensor], inputs: OffloadedInputs) -> None:
-        """Copy tensors to an arena; they are kept alive until the copy has ended.
+        """Copy tensors to an arena, and keep references to them until the copy has ended.
 
         Args:
             tensors: The tensors to copy, in the order of `inputs.forms`.

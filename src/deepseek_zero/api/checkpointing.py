@@ -42,9 +42,10 @@ class _Process:
 
 
 def remember_mpu(mpu: Any) -> None:
-    """Store an object that returns this rank's position in the "tp" axis.
+    """Store an object that returns this rank's position on the mesh axis "tp".
 
-    With None, the engine's mesh is used.
+    Args:
+        mpu: An object with the getters of a Megatron mpu. With None, the engine's mesh is used.
     """
     _Process.mpu = mpu
 
@@ -76,8 +77,8 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
     Args:
         mpu_: An object that returns this rank's position in the "tp" axis, used by
             `model_parallel_cuda_manual_seed`. Inputs are partitioned by the engine's own mesh.
-        deepspeed_config: A dict, a path, JSON text or an engine's configuration, of which the
-            section `activation_checkpointing` is read. If None, the current settings are the base.
+        deepspeed_config: A dict, a path, JSON text or an engine's configuration. Only its section
+            `activation_checkpointing` is used. With None, the current settings are changed.
         **words: The other arguments of DeepSpeed's function: `partition_activations`,
             `contiguous_checkpointing`, `num_checkpoints`, `checkpoint_in_cpu`, `synchronize` and
             `profile`. Each overrides one setting; None leaves it unchanged.
@@ -116,7 +117,9 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def settings_of(deepspeed_config: Any) -> RecomputeSettings:
     """Return the activation-checkpointing settings of a configuration.
 
-    If the configuration is None, the settings that this process uses now are returned.
+    Args:
+        deepspeed_config: A dict, a path, JSON text or an engine's configuration. With None, the
+            current settings of this process are returned.
     """
     if isinstance(deepspeed_config, Config):  # an engine's
         return recompute_settings_of(deepspeed_config)
@@ -149,14 +152,14 @@ def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSet
 
 
 def is_configured() -> bool:
-    """Return whether `configure` was called or a live engine configures checkpointing."""
+    """Return whether `configure` was called or an existing engine configures checkpointing."""
     return recompute.current() is not None
 
 
 def reset() -> None:
-    """Free the host memory that is reserved for offloaded inputs, so that it is sized again.
+    """Free the host memory that is reserved for offloaded inputs.
 
-    Graphs that are still alive keep their inputs.
+    The next forward determines its size again. Existing autograd graphs keep their inputs.
     """
     if (current := recompute.current()) is not None:
         current.reset()

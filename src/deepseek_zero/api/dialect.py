@@ -88,7 +88,10 @@ class Dialect(EngineDialect[ZeroEngine]):
 
 
 def current_dialect() -> Dialect:
-    """Return the dialect for a call of `initialize` or `zero.Init` that starts now."""
+    """Return the dialect of the package name that the program has imported.
+
+    `initialize` and `zero.Init` call it once at their start.
+    """
     for module in contributions(DIALECT):
         chosen: Dialect = module.choose()
         return chosen

@@ -116,9 +116,10 @@ class ZeroEngine(Exports, Engine):
         """Train on one batch: `gradient_accumulation_steps` micro-batches, then one update.
 
         Args:
-            data_iter: Yields micro-batches: the same on every pipeline stage and, whole or cut, on
-                the ranks that split a sequence. None takes them from the engine's own loader, epoch
-                after epoch.
+            data_iter: Iterator over micro-batches. All stages of a pipeline must get the same
+                micro-batches. The ranks of one sequence must get the whole sequence, or each its
+                part of it. With None, they are read from the engine's own loader, which starts
+                again after each epoch.
 
         Returns:
             The mean loss over the micro-batches of all ranks, a scalar, the same on every rank.
@@ -132,8 +133,9 @@ class ZeroEngine(Exports, Engine):
         """Return the mean loss of micro-batches, computed without a backward.
 
         Args:
-            data_iter: Yields micro-batches: the same on every pipeline stage and, whole or cut, on
-                the ranks that split a sequence.
+            data_iter: Iterator over micro-batches. All stages of a pipeline must get the same
+                micro-batches. The ranks of one sequence must get the whole sequence, or each its
+                part of it.
             num_micro_batches: The number of micro-batches; None means
                 `gradient_accumulation_steps`.
 
@@ -280,10 +282,10 @@ class ZeroEngine(Exports, Engine):
             tag: Name of the checkpoint. By default it contains the number of steps.
             client_state: This rank's own values to save: plain values, tensors and NumPy arrays.
             save_latest: Write the name of this checkpoint to the file `latest`.
-            exclude_frozen_parameters: Leave out parameters that no stage trains.
-            wait: Return after the checkpoint is complete. If False, it is written in the
-                background, and the first step after the last byte publishes it or raises the error.
-                `finish_saving` does so at once.
+            exclude_frozen_parameters: Omit parameters that no pipeline stage trains.
+            wait: If True, return after the checkpoint is complete. If False, the checkpoint is
+                written in the background. The first step after the last byte is written publishes
+                it, or raises an error if the write failed. `finish_saving` waits for both.
 
         Returns:
             True.
@@ -336,13 +338,13 @@ class ZeroEngine(Exports, Engine):
 
         Args:
             load_dir: The folder of all checkpoints.
-            tag: Name of the checkpoint. None means the one that the file `latest` names, "newest"
-                the newest one whose bytes are all intact.
+            tag: Name of the checkpoint. None selects the checkpoint that the file `latest` names.
+                "newest" selects the newest checkpoint in which every byte is valid.
             load_module_strict: Raise if the checkpoint and the model have different parameters.
             load_optimizer_states: Restore the optimizer states.
             load_lr_scheduler_states: Restore the learning-rate schedule.
             load_module_only: Restore only the weights.
-            custom_load_fn: Not built; must be None.
+            custom_load_fn: Not implemented; must be None.
 
         Returns:
             The path of the checkpoint and its `client_state`; (None, None) if there is no
@@ -377,7 +379,7 @@ class ZeroEngine(Exports, Engine):
         """Return the full state dict of the model on every rank.
 
         Args:
-            exclude_frozen_parameters: Leave out parameters that no stage trains.
+            exclude_frozen_parameters: Omit parameters that no pipeline stage trains.
 
         Returns:
             Full tensors by the model's own names, without a prefix.
@@ -411,7 +413,7 @@ class ZeroEngine(Exports, Engine):
         Args:
             checkpoint: A full state dict, or `{"module": state_dict}`; the same on every rank.
             strict: Raise if names are missing or unexpected.
-            custom_load_fn: Not built; must be None.
+            custom_load_fn: Not implemented; must be None.
             fetch_z3_params: Accepted and ignored.
 
         Raises:
@@ -448,7 +450,7 @@ class ZeroEngine(Exports, Engine):
             save_dir: Folder to write the file into.
             save_filename: Name of the file. With the suffix .safetensors it has that format, with
                 tied weights stored once.
-            exclude_frozen_parameters: Leave out parameters that no stage trains.
+            exclude_frozen_parameters: Omit parameters that no pipeline stage trains.
 
         Returns:
             Whether the file was written. As in DeepSpeed, False at stage 3 unless
@@ -567,10 +569,13 @@ class ZeroEngine(Exports, Engine):
         return set(self._states.offloaded)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Run `Engine.step`, or raise UsageError while states are offloaded.
+        """Update the weights if this micro-batch ends the accumulation of gradients.
 
         Args:
-            lr_kwargs: Keyword arguments for the schedule's `step`.
+            lr_kwargs: Keyword arguments for the `step` of the learning-rate schedule.
+
+        Raises:
+            UsageError: `offload_states` has moved states, and `reload_states` was not called.
 
         Note:
             Collective: every rank must call it.
@@ -597,9 +602,10 @@ class ZeroEngine(Exports, Engine):
         return memory_report(self.parts)
 
     def explain(self, picture: Path | str | None = None) -> str:
-        """Describe the plan and where this rank's step time went.
+        """Return a text that describes the plan and the time of each part of a step.
 
-        The times cover all steps from the second one: computing, waiting for ranks and updating.
+        The parts include computing, waiting for other ranks, and updating. The times are
+        measured on this rank from the second step on.
 
         Args:
             picture: Path of a PNG to which rank 0 also draws the plan, the schedule, the mesh and
@@ -650,10 +656,10 @@ class ZeroEngine(Exports, Engine):
 
     @contextmanager
     def memory_trace(self, picture: Path | str | None = None) -> Iterator[report.MemoryTrace]:
-        """Track every storage that the block allocates, by kind.
+        """Record the memory of each kind of tensor while the body of a `with` statement runs.
 
-        The block is usually one forward, backward and step. Operators are slower while they are
-        tracked.
+        The body is usually one forward, backward and step. Operators are slower while memory is
+        recorded.
 
         Args:
             picture: Path of a PNG to which rank 0 draws the bytes over the operators.
@@ -685,8 +691,8 @@ class ZeroEngine(Exports, Engine):
         Args:
             backend: Backend of `torch.compile`.
             compile_kwargs: Other arguments of `torch.compile`.
-            schedule: Not built; must be None.
-            compiled_autograd_enabled: Not built; must be False.
+            schedule: Not implemented; must be None.
+            compiled_autograd_enabled: Not implemented; must be False.
 
         Raises:
             NotBuiltError: One of the last two arguments is set, or `vertical_micro_batches` is
@@ -717,8 +723,8 @@ class ZeroEngine(Exports, Engine):
     def destroy(self) -> None:
         """Remove the hooks from the model, undo `compile` and close the records.
 
-        Offloaded states are restored first, without communication. Rank 0 logs where the time of
-        its steps went, unless `steps_per_print` is off. A second call does nothing.
+        Offloaded states are restored first, without communication. Rank 0 logs the time of each
+        part of its steps, unless `steps_per_print` is off. A second call does nothing.
 
         Note:
             Collective if a checkpoint is being written, because that is completed first.

@@ -53,15 +53,15 @@ def initialize(
             parameters. By default the configuration's `optimizer` section.
         model_parameters: Parameters or parameter groups to train. By default all that require a
             gradient.
-        training_data: A dataset, of which a loader of this rank's samples is made.
+        training_data: A dataset. The returned loader yields this rank's samples of it.
         lr_scheduler: A learning-rate schedule, or a callable that creates one from the optimizer.
             By default the configuration's `scheduler` section.
         distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.
         mpu: An object with the getters of a Megatron mpu. Its group sizes and ranks are compared
             with the mesh.
-        dist_init_required: False if the process has joined a process group already.
+        dist_init_required: If False, the process must already be a member of a process group.
         collate_fn: Collate function of the loader of `training_data`.
-        config: A dict, the path of a JSON file, or base64.
+        config: A dict, the path of a JSON file, or JSON text encoded in base64.
         mesh_param: A pair (data-parallel ranks, sequence-parallel ranks).
         config_params: Another name of `config`.
         mesh: Axes over the ranks, such as `{"dp_replicate": 2, "dp_shard": 4}`, a `Mesh`, or a

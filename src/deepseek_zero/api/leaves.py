@@ -65,7 +65,7 @@ def unset_z3_leaf_modules(
         raise_if_not_found: Raise if no module has one of the classes.
 
     Returns:
-        The modules of these classes, which are no leaf modules any more.
+        The modules of these classes, which are no longer leaf modules.
 
     Raises:
         LeafNotFoundError: No module matches.
@@ -147,7 +147,7 @@ def mark_configured(model: nn.Module, section: Mapping[str, Any]) -> None:
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Return the ZeRO-3 leaf modules of a model.
 
-    These are the modules that `set_z3_leaf_modules` marked, each gathered and released as one unit.
+    Each of these modules is gathered and released as one unit together with its submodules.
     """
     return [module for module in model.modules() if z3_leaf_module(module)]
 

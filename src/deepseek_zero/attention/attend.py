@@ -1,4 +1,4 @@
-"""Attention in which each query sees only some of the keys, on any device."""
+"""Attention in which each query attends to only some of the keys, on any device."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def attend(
     """Compute softmax(query key^T scale + biases) value over the keys that a pattern selects.
 
     No tensor of size queries x keys is allocated. The result is exact: other keys are excluded from
-    the softmax, and a query that sees no key gets zeros. The same inputs give the same bits, in
-    backward too.
+    the softmax, and a query that attends to no key gets zeros. The same inputs give the same bits,
+    in backward too.
 
     Args:
         query: Shape ``(samples, heads, queries, width)``.
         key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`. The queries
             belong to the last positions of the keys.
         value: Shape ``(samples, key_heads, keys, value_width)``.
-        pattern: The keys that each query sees.
+        pattern: The keys that each query attends to.
         scale: Factor of the scores; None for 1 / sqrt(width).
         biases: Each is a tensor of numbers to add to the scores, a bool tensor that is True for the
-            keys that are seen, or a `BiasRule`. Tensors have four dimensions, each 1 or that of
+            visible keys, or a `BiasRule`. Tensors have four dimensions, each 1 or that of
             ``(samples, heads, queries, keys)``.
         first_head: The index of the first head of `query` among all heads of the layer, if the
             heads are split over ranks.
@@ -83,7 +83,7 @@ def tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[
     the kernel needs no mask, and all queries are computed together.
 
     Args:
-        pattern: The keys that each query sees.
+        pattern: The keys that each query attends to.
         query: The queries, of which the length and the dtype are read.
         biases: The biases of `attend`; the kernel needs a mask for each.
     """

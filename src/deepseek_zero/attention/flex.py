@@ -52,7 +52,7 @@ def attend_flex(
         query: Shape ``(samples, heads, queries, width)``.
         key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`.
         value: Shape ``(samples, key_heads, keys, value_width)``.
-        pattern: The keys that each query sees.
+        pattern: The keys that each query attends to.
         scale: Factor of the scores.
         biases: Numbers, bool masks and rules that apply to the scores, as for `attend`.
         first_head: The index of the first head of `query` among all heads of the layer, if the

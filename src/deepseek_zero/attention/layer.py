@@ -25,7 +25,7 @@ class SparseAttention:
     models that call it in their own attention.
 
     Attributes:
-        layout: The blocks of keys that each block of queries sees.
+        layout: The blocks of keys that each block of queries attends to.
         ranks: Number of ranks that share the heads of each layer, in equal parts.
         index: The index of this rank among them. It determines which heads of the layer this rank
             computes.
@@ -55,12 +55,14 @@ class SparseAttention:
             key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`. The
                 queries belong to the last positions of the keys.
             value: Shape ``(samples, key_heads, keys, value_width)``.
-            is_causal: A query sees no later key. A unidirectional layout is always causal.
-            window: A query sees only the last `window` keys, including its own; None for no limit.
-            reach: A query sees only keys at most this many tokens away; None for no limit.
+            is_causal: A query does not attend to later keys. A unidirectional layout is always
+                causal.
+            window: A query attends only to the last `window` keys, including its own; None for no
+                limit.
+            reach: A query attends only to keys at most this many tokens away; None for no limit.
             scale: Factor of the scores; None for 1 / sqrt(width).
             biases: Each is a tensor of numbers to add to the scores, a bool tensor that is True for
-                the keys that are seen, or a `BiasRule`. Tensors have four dimensions, each 1 or
+                the visible keys, or a `BiasRule`. Tensors have four dimensions, each 1 or
                 that of ``(samples, heads, queries, keys)``.
             dropout: Probability of dropping an attention weight. Above 0, all scores are computed.
 

@@ -1,4 +1,4 @@
-"""Layouts of block-sparse attention: the blocks of keys that each block of queries sees.
+"""Layouts of block-sparse attention: the blocks of keys that each block of queries attends to.
 
 A layout is evaluated for the rows that are needed: `rows(head, start, stop, blocks)` returns a bool
 of shape (stop - start, blocks), so no table of all pairs is held. The six kinds, their arguments
@@ -24,7 +24,7 @@ BlockSpan = tuple[int, int]  # Blocks [start, stop)
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Base class of all layouts: which blocks of keys each block of queries sees.
+    """Base class of all layouts: which blocks of keys each block of queries attends to.
 
     Queries and keys are divided into blocks of `block` tokens. A row of the layout is a block of
     queries, a column is a block of keys.
@@ -60,7 +60,7 @@ class BlockLayout:
 
     @property
     def is_causal(self) -> bool:
-        """Return whether no query sees a later token."""
+        """Return whether no query attends to a later token."""
         return self.attention == "unidirectional"
 
     @property
@@ -90,7 +90,7 @@ class BlockLayout:
             blocks: Number of blocks of keys in the sequence.
 
         Returns:
-            A bool tensor of shape ``(stop - start, blocks)``, True for blocks that are seen.
+            A bool tensor of shape ``(stop - start, blocks)``, True for visible blocks.
         """
         row = torch.arange(start, stop)[:, None]
         column = torch.arange(blocks)[None]
@@ -108,7 +108,7 @@ class BlockLayout:
             tokens: Length of the sequence, which determines the numbers of rows and blocks.
 
         Returns:
-            A bool tensor of shape ``(heads, rows, blocks)``, True for blocks that are seen.
+            A bool tensor of shape ``(heads, rows, blocks)``, True for visible blocks.
         """
         rows = -(-tokens // self.query_block)
         blocks = -(-tokens // self.block)
@@ -119,7 +119,7 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Dense(BlockLayout):
-    """A layout in which every block of queries sees every block of keys."""
+    """A layout in which every block of queries attends to every block of keys."""
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
         return (row >= 0) & (column >= 0)
@@ -316,7 +316,7 @@ class BSLongformer(BlockLayout):
 
 @dataclass(frozen=True)
 class LocalSlidingWindow(BlockLayout):
-    """A layout in which a block sees those at most ``num_sliding_window_blocks // 2`` away.
+    """A layout in which a block attends to those at most ``num_sliding_window_blocks // 2`` away.
 
     Attributes:
         num_sliding_window_blocks: Width of the window in blocks.
@@ -367,7 +367,7 @@ class Listed(BlockLayout):
             blocks: Number of blocks of keys in the sequence.
 
         Returns:
-            A bool tensor of shape ``(stop - start, blocks)``, True for blocks that are seen.
+            A bool tensor of shape ``(stop - start, blocks)``, True for visible blocks.
 
         Raises:
             ConfigError: The table is for a shorter sequence.

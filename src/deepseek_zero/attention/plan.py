@@ -1,9 +1,9 @@
 """Plans of attention: tiles of queries with the spans of keys that each reads.
 
-A tile is a range of queries and the keys that any of them sees, as spans of the sequence. If not
-every query of a tile sees every key of its spans, the tile has a mask. A mask is described by a few
-numbers and built when it is needed, and tiles of one shape share it. No data structure here has
-queries x keys elements.
+A tile is a range of queries and the keys that any of them attends to, as spans of the sequence. If
+not every query of a tile attends to every key of its spans, the tile has a mask. A mask is
+described by a few numbers and built when it is needed, and tiles of one shape share it. No data
+structure here has queries x keys elements.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Pattern:
     A key is seen if its block is seen in the layout and its distance is within both limits.
 
     Attributes:
-        layout: The blocks of keys that each block of queries sees; None for all keys.
+        layout: The blocks of keys that each block of queries attends to; None for all keys.
         behind: Maximum distance in tokens to an earlier key; None for no limit.
         ahead: Maximum distance in tokens to a later key; 0 is causal, None is no limit.
     """
@@ -57,13 +57,15 @@ class Pattern:
         """Create a pattern from a layout, a causal mask and limits of distance.
 
         Args:
-            layout: The blocks of keys that each block of queries sees; None for all keys.
-            is_causal: A query sees no later key. A unidirectional layout is always causal.
-            window: A query sees only the last `window` keys, including its own; None for no limit.
-            reach: A query sees only keys at most this many tokens away; None for no limit.
+            layout: The blocks of keys that each block of queries attends to; None for all keys.
+            is_causal: A query does not attend to later keys. A unidirectional layout is always
+                causal.
+            window: A query attends only to the last `window` keys, including its own; None for no
+                limit.
+            reach: A query attends only to keys at most this many tokens away; None for no limit.
 
         Returns:
-            A pattern in which a query sees the keys that all these arguments allow.
+            A pattern in which a query attends to the keys that all these arguments allow.
         """
         is_causal |= layout is not None and layout.is_causal
         behind = reach
@@ -108,7 +110,8 @@ class Mask:
         spans: For each span, the number of keys, and the tokens from the first query to the first
             key. The latter is None if all distances in the span are within the pattern's limits.
         pattern: The pattern, whose limits of distance apply inside the spans.
-        bits: The blocks of the spans that each row of the layout sees, one byte each; None for all.
+        bits: The blocks of the spans that each row of the layout attends to, one byte each; None
+            for all.
         first_token: The position of the tile's first query in its row of the layout.
         first_tokens: The position of each span's first key in its block.
     """
@@ -151,7 +154,7 @@ class Mask:
         return bits.index_select(1, torch.cat(columns))[tokens // layout.query_block]
 
     def added(self, dtype: torch.dtype) -> Tensor:
-        """Return the mask as a tensor to add to scores: 0 for seen keys, -inf for others.
+        """Return the mask as a tensor to add to scores: 0 for visible keys, -inf for others.
 
         Recently used masks are cached.
         """
@@ -185,11 +188,11 @@ def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a bool mask to a tensor that is added to scores.
 
     Args:
-        seen: A bool tensor, True for keys that are seen.
+        seen: A bool tensor, True for visible keys.
         dtype: The dtype of the result.
 
     Returns:
-        A tensor of the same shape: 0 for keys that are seen, -inf for others.
+        A tensor of the same shape: 0 for visible keys, -inf for others.
     """
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
@@ -205,9 +208,9 @@ class AttentionTile:
         start: The first query of the range.
         stop: The query after the last one.
         spans: The ranges (start, stop) of keys.
-        mask: Which of these keys each query sees; None if all pairs are seen or `is_square`.
-        is_square: The keys are the tile's own positions, and each query sees those up to its own.
-            The kernel calls this causal and needs no mask.
+        mask: Which of these keys each query attends to; None if all pairs are seen or `is_square`.
+        is_square: The keys are the tile's own positions, and each query attends to those up to its
+            own. The kernel calls this causal and needs no mask.
         count: Number of tiles that this object represents. Each begins one tile of queries after
             the previous one, and its keys are shifted by the same number.
     """
@@ -305,7 +308,7 @@ def groups_of(
     """Divide the queries of a pattern into tiles, for each group of heads with one layout.
 
     Args:
-        pattern: The keys that each query sees.
+        pattern: The keys that each query attends to.
         shape: The numbers of heads, queries and keys. The queries belong to the last positions of
             the keys.
         tile: Maximum number of queries per tile.
@@ -338,7 +341,7 @@ def best_plan(
     """Plan the attention of a pattern with the cheapest of several tile sizes.
 
     Args:
-        pattern: The keys that each query sees.
+        pattern: The keys that each query attends to.
         shape: The numbers of heads, queries and keys.
         tiles: The maximum numbers of queries per tile to compare.
 
@@ -490,7 +493,7 @@ def _tile(rows: _Rows, start: int, stop: int) -> tuple[AttentionTile, float]:
 def _blocks(
     rows: _Rows, layout: BlockLayout, queries: BlockSpan, keys: BlockSpan
 ) -> tuple[Tensor, tuple[BlockSpan, ...]]:
-    """Return which blocks of its spans each row of a tile sees, and the spans.
+    """Return which blocks of its spans each row of a tile attends to, and the spans.
 
     A block that the rule by token excludes for a row counts as seen, because it needs no bit.
     """
@@ -526,11 +529,11 @@ def whole_mask(pattern: Pattern, shape: AttentionShape) -> Tensor:
     """Return the mask of all pairs of a query and a key, for kernels that compute all scores.
 
     Args:
-        pattern: The keys that each query sees.
+        pattern: The keys that each query attends to.
         shape: The numbers of heads, queries and keys.
 
     Returns:
-        A bool tensor of shape ``(heads, queries, keys)``, True for keys that are seen.
+        A bool tensor of shape ``(heads, queries, keys)``, True for visible keys.
     """
     offset = shape.keys - shape.queries
     away = torch.arange(shape.keys)[None] - torch.arange(offset, shape.keys)[:, None]

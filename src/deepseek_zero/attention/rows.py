@@ -44,7 +44,7 @@ def attend_by_plan(
 ) -> Tensor:
     """Compute attention tile by tile.
 
-    A query that sees no key gets zeros, and has no gradient.
+    A query that attends to no key gets zeros, and has no gradient.
 
     Args:
         query: Shape ``(samples, heads, queries, width)``.
@@ -53,7 +53,7 @@ def attend_by_plan(
         groups: The tiles of each group of heads, as `best_plan` or `groups_of` returns them.
         scale: Factor of the scores.
         biases: Each is a tensor of numbers to add to the scores, a bool tensor that is True for the
-            keys that are seen, or a `BiasRule`, which is called for each tile. Tensors have four
+            visible keys, or a `BiasRule`, which is called for each tile. Tensors have four
             dimensions, each 1 or that of ``(samples, heads, queries, keys)``.
 
     Returns:

@@ -41,7 +41,7 @@ def attend_selected(
         key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
         value: Shape ``(samples, key_heads, tokens, value_width)``.
         block: The number of keys per block.
-        blocks: Number of blocks that a tile sees, including its own.
+        blocks: Number of blocks that a tile attends to, including its own.
         tile: The number of consecutive queries that see the same blocks; must divide `block`.
         chosen_by: "head": each head selects separately (MoBA). "group": heads that read the same
             keys select together, by the sum of their scores (NSA).
@@ -76,7 +76,7 @@ def select_blocks(
     tile: int,
     chosen_by: Literal["head", "group"] = "head",
 ) -> Tensor:
-    """Select the blocks of keys that each tile of queries sees in `attend_selected`.
+    """Select the blocks of keys that each tile of queries attends to in `attend_selected`.
 
     A tile is a number of consecutive queries that see the same blocks. Of blocks with equal scores,
     the earlier one is selected.
@@ -85,7 +85,7 @@ def select_blocks(
         query: Shape ``(samples, heads, tokens, width)``.
         key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
         block: The number of keys per block.
-        blocks: Number of blocks that a tile sees, including its own.
+        blocks: Number of blocks that a tile attends to, including its own.
         tile: The number of queries per tile; must divide `block`.
         chosen_by: "head": each head selects separately. "group": heads that read the same keys
             select together.

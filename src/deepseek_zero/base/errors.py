@@ -76,7 +76,7 @@ class AtRestError(DeepSeekZeroError):
 class PeerError(DeepSeekZeroError):
     """Raised if another rank died, raised, or called a different collective.
 
-    It is raised on every live rank, and its message names the rank.
+    It is raised on every remaining rank, and its message names the rank.
     """
 
 

@@ -1,4 +1,4 @@
-"""Communication between a launcher and its ranks, apart from signals.
+"""Communication between a launcher and its ranks, except for signals.
 
 It consists of one exit code, a few empty files, and environment variables:
 

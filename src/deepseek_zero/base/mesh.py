@@ -440,7 +440,7 @@ def init_distributed(
     Raises:
         UsageError: The launcher's variables are invalid, or describe several processes without a
             meeting place (base/world.py).
-        PeerError: The ranks did not meet.
+        PeerError: The ranks did not connect.
 
     Note:
         Collective under a launcher: every rank must call it.

@@ -1,4 +1,4 @@
-"""Network addresses of this host: its interfaces, and where it listens."""
+"""Network addresses of this host: its interfaces, and the address at which it listens."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class CheckpointInfo:
 
     @property
     def layout(self) -> CheckpointLayout | None:
-        """Return the layout of the folder, read from the disk; None if it is gone."""
+        """Return the layout of the folder, read from the disk; None if it does not exist."""
         return layout_of(self.folder)
 
     @property
@@ -316,7 +316,7 @@ def _hidden(directory: Path) -> list[Leftover]:
 
 
 def _seconds_since_change(path: Path) -> float:
-    """Return the seconds since a folder or a file in it changed; 0 if it is gone."""
+    """Return the seconds since a folder or a file in it changed; 0 if it no longer exists."""
     newest = 0.0
     with suppress(FileNotFoundError, NotADirectoryError):
         newest = path.stat().st_mtime

@@ -1,4 +1,4 @@
-"""Write the full weights of a live engine to files that other programs read.
+"""Write the full weights of an engine to files that other programs read.
 
 Weights are gathered group by group, and each rank writes the tensors of its own files, so no rank
 holds the whole model. Only a torch file (`.pth`) needs the whole model, on rank 0. The files have

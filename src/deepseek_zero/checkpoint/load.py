@@ -258,7 +258,7 @@ def _restore_own_states(
 
 
 def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> None:
-    """Verify this rank's share of the files, and raise CheckpointError for any fault."""
+    """Verify this rank's part of the files, and raise CheckpointError for any fault."""
     raise_faults(folder, verify(folder, subset, read_again=True, except_kind=except_kind))
 
 

@@ -35,7 +35,7 @@ from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
 def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> None:
-    """Verify this rank's share of the files if this library exported them.
+    """Verify this rank's part of the files if this library exported them.
 
     Files of other programs have no checksums.
     """

@@ -310,7 +310,7 @@ class RankAgent:
         """Run the ranks until they end, and return how.
 
         Raises:
-            UsageError: The nodes cannot meet.
+            UsageError: The nodes cannot connect.
             EndedBySignal: The launcher received a signal that ends it.
         """
         self._start()
@@ -508,7 +508,7 @@ def run_ranks(
         The exit code and, after a failure, its description.
 
     Raises:
-        UsageError: The nodes cannot meet, or --tls is set without a secret.
+        UsageError: The nodes cannot connect, or --tls is set without a secret.
     """
     if uses_tls():
         require_cryptography()

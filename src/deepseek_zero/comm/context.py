@@ -198,7 +198,7 @@ class WorldContext:
     def connect_inter_node(self) -> None:
         """Open sockets to all ranks that have no shared memory with this one.
 
-        Later calls return at once.
+        Later calls return immediately.
 
         Raises:
             PeerError: On every rank, if one rank cannot connect to another.

@@ -126,7 +126,7 @@ class FlightRecorder:
         atexit.register(_post_end, weakref.ref(self))
 
     def post(self, topic: str, text: str) -> None:
-        """Write this rank's line under a topic; do nothing if the store is gone.
+        """Write this rank's line under a topic; do nothing if the store has ended.
 
         Args:
             topic: "raised", "raised in engine 0", "ended" or "waiting".

@@ -96,7 +96,7 @@ class Precondition(Protocol):
         ...
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return at once."""
+        """Return whether `wait` would return immediately."""
 
 
 class OrderedIssueQueue:

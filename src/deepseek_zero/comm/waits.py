@@ -169,7 +169,7 @@ class Waits:
             The result of `action`.
 
         Raises:
-            PeerError: A rank is gone or in another collective.
+            PeerError: A rank has ended, or has issued another collective.
             UsageError: This rank is in a `lone_call` that another rank will not make.
         """
         began = looked = time.perf_counter()

@@ -226,7 +226,7 @@ def _data_size(facts: Facts) -> int:
 
 
 def _sample_ranks(run: _Resolver) -> int:
-    """Return the number of ranks that receive samples of their own."""
+    """Return the number of ranks that receive different samples."""
     return _data_size(run.facts) * (run.facts.stages if run.config.pipeline.rows == "own" else 1)
 
 

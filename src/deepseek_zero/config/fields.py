@@ -2,7 +2,7 @@
 
 A declaration has a type, a default, a unit, one sentence and a status. A key is *effective* (it
 changes the run) or *accepted* (read and ignored, for a stated reason). `rows` lists every key of a
-model. Known keys that are not built are in the table in not_built.py.
+model. Known keys that are not implemented are in the table in not_built.py.
 """
 
 from __future__ import annotations

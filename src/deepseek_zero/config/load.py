@@ -1,9 +1,9 @@
 """Load a configuration (dict, JSON file, JSON text or base64) as a `RawConfig`.
 
 All problems are raised as one error. Keys are normalized, the model checks their bounds, and
-`check` finds contradictions between keys, keys that are not built and missing packages. "auto"
-stays unresolved until the model and the ranks are known (`auto.resolve`). After `validate` the
-configuration is typed; no other function of the package reads it by dotted keys.
+`check` finds contradictions between keys, keys that are not implemented and missing packages.
+"auto" stays unresolved until the model and the ranks are known (`auto.resolve`). After `validate`
+the configuration is typed; no other function of the package reads it by dotted keys.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load(
 
     Raises:
         ConfigError: The configuration has problems; the message lists all of them.
-        NotBuiltError: The only problems are keys that are not built.
+        NotBuiltError: The only problems are keys that are not implemented.
     """
     speak()  # every API except `init_distributed` reads a configuration first
     document = read(source, origin, lenient=unknown == "warn")

@@ -90,7 +90,8 @@ ALIASES = (
 class Normaliser:
     """Converts a dict according to the schema.
 
-    The "auto" keys are collected in `autos`, and the set keys that are not built in `not_built`.
+    The "auto" keys are collected in `autos`, and the set keys that are not implemented in
+    `not_built`.
 
     Args:
         problems: The problems that are found are added to it.
@@ -182,7 +183,7 @@ class Normaliser:
         return None
 
     def _not_built(self, row: NotBuilt, value: Any) -> None:
-        """Collect the set values of a key or a section that is not built."""
+        """Collect the set values of a key or a section that is not implemented."""
         if not row.keys:
             found = self._value_not_built(row, row.path, value, row.default)
             if found is not _SILENT:

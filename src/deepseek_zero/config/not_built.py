@@ -19,7 +19,7 @@ _Dtype = Literal["fp32", "fp16", "bf16"]
 
 
 class Milestone(StrEnum):
-    """The part of the library that would have to implement a key that is not built."""
+    """The part of the library that would have to implement a key that is not implemented."""
 
     TIERS = "the host and NVMe tiers (ZeRO-Offload, ZeRO-Infinity)"
     CHECKPOINTS = "durable, reshapable checkpoints"
@@ -70,7 +70,7 @@ class NotBuilt:
 
     @property
     def reason(self) -> str:
-        """Return why the key is not built, as a clause."""
+        """Return why the key is not implemented, as a clause."""
         if self.removed:
             return f"DeepSpeed has removed it ({self.removed})"
         if self.part is Milestone.UNPLANNED:
@@ -376,7 +376,7 @@ def kind_of(default: Any) -> Any:
 
 
 def refuse(stated: Mapping[str, Any], config: Section, problems: Problems) -> None:
-    """Add a problem or a warning for each set key that is not built and not disabled.
+    """Add a problem or a warning for each set key that is not implemented and not disabled.
 
     Args:
         stated: The values that the user set for rows of the table, by path.

@@ -78,7 +78,7 @@ class Problem:
         what: A clause about the key that states the problem.
         fix: What to write instead; "" if nothing is known.
         value: The value that the user set.
-        not_built: Whether the problem is that the key is not built.
+        not_built: Whether the problem is that the key is not implemented.
     """
 
     key: str
@@ -148,7 +148,7 @@ class Problems:
 
         Raises:
             ConfigError: There are problems.
-            NotBuiltError: The only problems are keys that are not built.
+            NotBuiltError: The only problems are keys that are not implemented.
         """
         if self.found:
             raise as_error(self.found, self.source)
@@ -162,7 +162,7 @@ def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
         source: The name of the configuration.
 
     Returns:
-        `NotBuiltError` if every problem is a key that is not built, else `ConfigError`.
+        `NotBuiltError` if every problem is a key that is not implemented, else `ConfigError`.
     """
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
     lines = [f"  {number}. {problem.describe(source)}" for number, problem in enumerate(found, 1)]

@@ -23,8 +23,8 @@ class RawConfig:
         autos: The dotted keys that are "auto".
         source: A file name, "dict", "args" or "base64".
         notes: The warnings, which are logged already.
-        not_built: Values of set keys that are not built and without which the run continues, by
-            dotted key.
+        not_built: Values of set keys that are not implemented and without which the run continues,
+            by dotted key.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""Changes to a model that a configuration asks for.
+"""Changes to a model that a configuration requests.
 
 They are made in place, before the model is planned.
 """

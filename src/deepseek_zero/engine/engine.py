@@ -69,7 +69,7 @@ class Parts:
         pipeline: The pipeline of this rank's stages; None without stages.
         loop: Runs the schedule of the pipeline; None without stages.
         sparse_attention: The configured sparse attention, or None.
-        told: Optimizer arguments of the DeepSpeed API that are checked later.
+        told: Optimizer arguments of DeepSpeed's API that are checked later.
     """
 
     runtime: Runtime
@@ -110,7 +110,7 @@ def plan_of(
         tokens: The number of tokens of a micro-batch in the last step; None if it is unknown.
 
     Returns:
-        The plan, whose `print` shows a table.
+        The plan; printing it shows a table.
     """
     update = optimizer.plan if optimizer is not None else None
     found = replace(runtime.plan, update=update)
@@ -429,7 +429,7 @@ class Engine(StandsForModule):
     # -- inspection
 
     def plan(self) -> Plan:
-        """Return the current plan of this rank; `print` of it shows a table.
+        """Return the current plan of this rank; printing it shows a table.
 
         It has the message and micro-batch sizes of the last step.
         """

@@ -9,7 +9,7 @@ from ..optim.sharded import ShardedOptimizer
 
 
 def explain_updates(optimizer: ShardedOptimizer) -> list[str]:
-    """Return a line that says whether a kernel of this library or PyTorch updates the shards.
+    """Return a line that tells whether a kernel of this library or PyTorch updates the shards.
 
     If PyTorch updates some of them, the line contains the reason.
     """

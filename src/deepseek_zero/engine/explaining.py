@@ -34,7 +34,7 @@ def describe(parts: Parts) -> list[str]:
 
 
 def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[str]:
-    """Return lines that say where this rank's step time went, for `engine.explain`.
+    """Return lines that report the time of each part of this rank's steps, for `engine.explain`.
 
     They cover the steps since the second one, because the first one includes warm-up. The lines
     name the time spent on computation, on waiting for each kind of transfer, the bytes moved over

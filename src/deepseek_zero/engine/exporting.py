@@ -46,7 +46,7 @@ class Exports:
             dtype: "fp32", "bf16" or a torch.dtype. By default the dtype that the weights compute
                 in.
             max_shard_bytes: Largest size of one file in a folder, in bytes.
-            exclude_frozen: Leave out parameters that no stage trains.
+            exclude_frozen: Omit parameters that no pipeline stage trains.
 
         Returns:
             `path` as a `Path`; all files are complete.

@@ -218,7 +218,7 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
 
 
 def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
-    """Log why weights or gradients are not coded although the settings ask for it.
+    """Log why weights or gradients are not coded although the settings request it.
 
     Args:
         plan: The plan whose specs are inspected.

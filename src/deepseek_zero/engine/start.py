@@ -66,7 +66,7 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
     Args:
         request: The checked arguments that the user passed to the API.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
-        has_bf16: The device computes in bf16; None to ask this machine's device.
+        has_bf16: The device computes in bf16; None to check this machine's device.
 
     Returns:
         The facts that `config.auto.resolve` reads.
@@ -103,7 +103,7 @@ def prepare_process(raw: RawConfig) -> None:
     """Make the settings that must precede the rendezvous and the start of CUDA.
 
     The section `network` sets the listening address, unless the launcher or the user has set it.
-    cuBLAS gets its fixed workspace if the configuration asks for deterministic algorithms.
+    cuBLAS gets its fixed workspace if the configuration requests deterministic algorithms.
 
     Raises:
         UsageError: This host does not have the interface that the section names.
@@ -225,7 +225,7 @@ def plan(
 
     It is the plan that `initialize` builds for the same model and configuration. Nothing is built,
     and no process group is needed, so every rank of every world can be planned on any machine.
-    `print` of the result shows a table.
+    Printing the result shows a table.
 
     Args:
         model: The model; only shapes and dtypes are read, so it may be on the meta device.
@@ -244,7 +244,7 @@ def plan(
             depend on its shapes; None for the model's `dummy_inputs`.
 
     Returns:
-        The plan, whose `print` shows a table of the bytes by state and memory.
+        The plan; printing it shows a table of the bytes by state and memory.
 
     Raises:
         UsageError: Memories are "auto", and the configuration has no `memory_budget` for them.

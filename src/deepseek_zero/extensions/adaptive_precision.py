@@ -173,7 +173,7 @@ class AdaptivePrecision(UpdatePolicy):
         """Switch units to fp32, or back to 16 bits, if the step gives a reason for it.
 
         Args:
-            result: The result of the step, which says whether its gradient overflowed.
+            result: The result of the step, including whether its gradient overflowed.
             origin: The unit in which the first non-finite value occurred; None if the unit is
                 unknown.
 

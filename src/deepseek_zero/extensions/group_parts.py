@@ -21,7 +21,7 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
     """Choose the classes that gather weights and reduce gradients in a run.
 
     Args:
-        plan: The plan of the model, which says which features each parameter group uses.
+        plan: The plan of the model, with the features that each parameter group uses.
         comm: The communicator of the world, which has the groups of ranks of the mesh.
         comm_ctx: The context of the ranks of the shard group.
 

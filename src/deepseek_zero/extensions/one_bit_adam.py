@@ -122,7 +122,7 @@ class MomentumSteps(UpdatePolicy):
         exchange.
 
         Args:
-            result: The result of the step, which says whether it was skipped.
+            result: The result of the step, including whether it was skipped.
             rescale: The new loss scale divided by the old one; not used.
 
         Note:

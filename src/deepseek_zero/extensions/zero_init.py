@@ -571,7 +571,7 @@ def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) 
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the scalar that stands for every element of a sharded parameter: NaN or 0."""
+    """Return the placeholder value of all elements of a sharded parameter: NaN or 0."""
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full((), value, dtype=dtype, device=device)
 

@@ -78,7 +78,7 @@ class ExecutorUpdates:
             )
 
     def add_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group with hyper-parameters of its own.
+        """Add a parameter group with separate hyper-parameters.
 
         Args:
             param_group: Parameters of the wrapped model under "params", and their hyper-parameters.

@@ -175,7 +175,7 @@ class OnePass:
         """Return the variant that updates a shard; None if PyTorch has to do it.
 
         Args:
-            param: The shard, as the optimizer knows it. Its values are not read.
+            param: The shard that the optimizer holds as a parameter. Its values are not read.
             group: The update of the parameter group to which the shard belongs.
         """
         state = self._inner.state.get(param, {})
@@ -227,7 +227,7 @@ class OnePass:
         that no step waits for it.
 
         Args:
-            param: The shard, as the optimizer knows it.
+            param: The shard that the optimizer holds as a parameter.
             group: The update of the parameter group to which the shard belongs.
         """
         if not group.rule.counts:
@@ -329,7 +329,7 @@ class OnePass:
         """Replace every NaN in a shard and its states by one bit pattern, on a CPU.
 
         Args:
-            param: The shard, as the optimizer knows it.
+            param: The shard that the optimizer holds as a parameter.
             group: The update of its parameter group, or None if no kernel updates it.
         """
         is_settled = param.device == CPU and param.dtype == torch.float32

@@ -204,7 +204,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return self.shard_set.plan
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group with hyper-parameters of its own.
+        """Add a parameter group with separate hyper-parameters.
 
         Args:
             param_group: Parameters of the wrapped model under "params", and their hyper-parameters.
@@ -387,7 +387,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             policy.postpone(later, due)
 
     def _update_and_refresh(self, due: Decision) -> None:
-        """Update the tiles that are due, and all-gather the weights that are unsharded.
+        """Update the tiles that this step updates, and all-gather the weights that are unsharded.
 
         The gather of one group overlaps with the update of the next, unless the gather itself
         computes on the CPU (`computes`). All ranks go through the units in the same order, because

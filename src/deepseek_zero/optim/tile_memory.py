@@ -90,7 +90,7 @@ class Scratch:
             self._count(key[1], -self.kept.pop(key).nbytes, "")
 
     def placeholder(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
-        """Return a tensor that stands for values stored elsewhere: one NaN, expanded to a shape.
+        """Return a placeholder for values that are stored elsewhere: one NaN, expanded to a shape.
 
         Args:
             shape: Shape of the tensor.

@@ -163,7 +163,7 @@ class UpdatePolicy:
         """React to the result of a step, for example change the precision of a unit.
 
         Args:
-            result: The result of the step, which says whether it was skipped.
+            result: The result of the step, including whether it was skipped.
             origin: The unit in which the first non-finite value occurred; None if it is unknown.
 
         Returns:
@@ -179,7 +179,7 @@ class UpdatePolicy:
         """Update the policy's own state at the end of a step.
 
         Args:
-            result: The result of the step, which says whether it was skipped.
+            result: The result of the step, including whether it was skipped.
             rescale: The new loss scale divided by the old one.
 
         Note:
@@ -214,7 +214,7 @@ class UpdatePolicy:
 
     @property
     def keeps_own_states(self) -> bool:
-        """Whether each rank has states of its own, such as error-feedback buffers."""
+        """Whether ranks have states that are not shared, such as error-feedback buffers."""
         return False
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:

@@ -175,7 +175,7 @@ def _whole(settings: Any, name: str, least: int) -> int:
 
 
 def _between(lows: Sequence[float], highs: Sequence[float], share: float) -> list[float]:
-    """Return the value of each group at a share of the way from low to high."""
+    """Return the value of each group at a fraction of the way from low to high."""
     return [low + (high - low) * share for low, high in zip(lows, highs, strict=True)]
 
 

@@ -36,7 +36,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class StyleRule:
-    """A rule that says how layers whose module names match a pattern are split.
+    """A rule for splitting the layers whose module names match a pattern.
 
     Attributes:
         pattern: A regular expression that is matched to the last parts of a module's name.

@@ -2,9 +2,9 @@
 
 The first rule that matches a layer decides: `partition_config`, the model's own plan, a preset, the
 table of families (families.py), names. Then regions are formed: column layers, and the row layer
-that reads their outputs. A layer outside of a region is split alone if a rule names it on purpose
-(ALONE): its inputs and outputs are whole on every rank. It stays whole if only its name matched,
-like layers without a rule.
+that reads their outputs. A layer outside of such a group is split by itself if a rule names it on
+purpose (ALONE): its inputs and outputs are whole on every rank. It stays whole if only its name
+matched, like layers without a rule.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def _model_type(model: nn.Module) -> str:
 
 
 def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Choice]) -> None:
-    """Assign column layers to the row layer that closes their region, and split regions."""
+    """Assign column layers to the row layer that reads their outputs, and split both."""
     styles: dict[str, list[Choice]] = {style: [] for style in ("row", "column", "partial")}
     for choice in choices.values():
         styles.setdefault(choice.style, []).append(choice)
@@ -405,7 +405,7 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
 
 
 def _parts_of_single_layer(choice: Choice, dim: int, plan: ParallelPlan) -> RangesOfRanks:
-    """Return each rank's part of a layer that is split alone.
+    """Return each rank's part of a layer that is split by itself.
 
     It contains a share of each part of a fused projection.
     """
@@ -421,7 +421,7 @@ def _parts_of_single_layer(choice: Choice, dim: int, plan: ParallelPlan) -> Rang
 def _closing(
     column: Choice, beside: Sequence[Choice], rows: Sequence[Choice], order: Mapping[str, int]
 ) -> Choice | None:
-    """Return the row layer that closes a column layer's region, or None.
+    """Return the row layer that reads the outputs of a column layer, or None.
 
     It is the nearest one in the same block, preferably after the column layer. It reads the outputs
     of the column layer or of one in `beside`, because a key projection may be narrower than the
@@ -607,7 +607,7 @@ def _count_heads(
 
 
 def _take_apart(plan: ParallelPlan, choices: Sequence[Choice], why: str) -> None:
-    """Split each of these layers alone if a rule names it; else leave it whole."""
+    """Split each of these layers by itself if a rule names it; otherwise leave it whole."""
     for choice in choices:
         if choice.is_wished:
             choice.style = ALONE[choice.style]

@@ -59,8 +59,8 @@ def attend_gathered(
         query: Queries of this rank's chunks, shape (samples, heads, tokens, width).
         key: Keys of the same shape, with fewer heads if the kernel supports that.
         value: Values of the same shape as the keys.
-        is_causal: Whether a token sees only itself and earlier tokens.
-        window: Each token sees only the last `window` tokens, including itself. None means no
+        is_causal: Whether a token attends only to itself and earlier tokens.
+        window: Each token attends only to the last `window` tokens, including itself. None means no
             limit.
 
     Returns:
@@ -94,8 +94,8 @@ def block_of(
         place: The index of the chunk in the sequence.
         chunk: The number of tokens of a chunk.
         tokens: The number of tokens of the sequence.
-        is_causal: Whether a token sees only itself and earlier tokens.
-        window: Each token sees only the last `window` tokens, including itself. None means no
+        is_causal: Whether a token attends only to itself and earlier tokens.
+        window: Each token attends only to the last `window` tokens, including itself. None means no
             limit.
         device: The device of the mask.
 

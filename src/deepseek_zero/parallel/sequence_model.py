@@ -317,7 +317,7 @@ def heads_of(text: Any) -> tuple[int, int]:
 def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]:
     """Return the reasons why ranks cannot exchange tokens for heads.
 
-    Each rank along "tp" has its share of the heads.
+    Each rank along "tp" has its part of the heads.
     """
     text = config.get_text_config()
     if getattr(text, "num_attention_heads", None) is None:

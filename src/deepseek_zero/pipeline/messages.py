@@ -1,6 +1,6 @@
 """Send activations and their gradients between the stages of a pipeline.
 
-Every pair of neighboring pipeline ranks has a communicator of its own. A pair that is used in both
+Every pair of neighboring pipeline ranks has a separate communicator. A pair that is used in both
 directions of the model has one for each direction, because stage P - 1 also sends to stage P on the
 first rank. Activations use the lane "gather", gradients the lane "reduce". Tensors of any dtype are
 sent as bytes. A send copies into a buffer that the other rank can access, and waits for the
@@ -184,7 +184,8 @@ class StageLane:
         Args:
             tensors: The tensors of the message.
             what: Name of the message in error messages.
-            header: Shapes and dtypes to send before the message; None if the receiver knows them.
+            header: Shapes and dtypes to send before the message; None if the receiver has received
+                them before.
         """
         slot = self._next
         self._next = (self._next + 1) % self.slots

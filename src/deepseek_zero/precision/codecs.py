@@ -313,7 +313,7 @@ class LeftOut(Protocol):
 
 
 def codec_scratch(codec: Blocks, numel: int, device: torch.device) -> Tensor:
-    """Return fp32 scratch in which a codec works on all values at once, or on tiles.
+    """Return an fp32 scratch buffer for a codec, for all values or for one tile at a time.
 
     Args:
         codec: Codec that will encode or decode the values.

@@ -1,4 +1,4 @@
-"""Explain where the time of a step went and what limits it.
+"""Explain how the time of a step is spent and what limits it.
 
 The input is the clock and the counters of the meter, and the links to other memories. The module
 also computes how much of the recorded communication overlapped with other work.

@@ -178,7 +178,7 @@ class CometWriter:
         self._last_sent: dict[str, int] = {}
 
     def write_events(self, events: Sequence[Scalar]) -> None:
-        """Log the events whose tag is due."""
+        """Log the events whose tag reaches its interval."""
         for tag, value, step in events:
             if tag not in self._last_sent or step - self._last_sent[tag] >= self._interval:
                 self._last_sent[tag] = step

@@ -71,7 +71,7 @@ class UnitPlace:
 
     @property
     def label(self) -> str:
-        """Return the name of the unit as it is written in the picture."""
+        """Return the label of the unit in the picture."""
         return f"{self.name} (fp32)" if self.is_promoted else self.name
 
     @property

@@ -31,8 +31,8 @@ class MasterWeight:
             then has the upper halves.
         rank: This rank's index in the shard group.
         dtype: The dtype of the values.
-        weight: This rank's part of the live weight; None if the main weight is that weight, or if
-            the weight follows the main weight by differences.
+        weight: This rank's part of the weight that the model computes with; None if the main weight
+            is that weight, or if the weight follows the main weight by differences.
         is_split: The values are split into two halves.
         is_exposed: The weight is a plain parameter between steps, so a program may change it.
         update_device: The device that updates the main weight.

@@ -50,7 +50,7 @@ class Owner(Protocol):
     def name_of(self, param: nn.Parameter) -> str: ...
 
     def is_in_engine(self) -> bool:
-        """Return whether an engine that is alive holds the parameter."""
+        """Return whether an existing engine holds the parameter."""
         ...
 
 

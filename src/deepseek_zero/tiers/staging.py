@@ -23,7 +23,7 @@ class Copy(Protocol):
         """Wait until the copy is complete."""
 
     def is_done(self) -> bool:
-        """Return whether the copy is complete, so that `wait` returns at once."""
+        """Return whether the copy is complete, so that `wait` returns immediately."""
 
 
 @dataclass(eq=False)

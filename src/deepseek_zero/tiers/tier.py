@@ -53,7 +53,7 @@ class Work(Protocol):
         """Wait until the transfer is complete; raise `StorageError` if it failed."""
 
     def is_done(self) -> bool:
-        """Return whether the transfer is complete, so that `wait` returns at once."""
+        """Return whether the transfer is complete, so that `wait` returns immediately."""
 
 
 class CopyEvent(Work, Protocol):

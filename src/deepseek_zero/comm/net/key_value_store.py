@@ -273,9 +273,9 @@ def _send(connection: socket.socket, kind: int, payload: bytes) -> None:
 
 
 class StoreClient:
-    """The key-value store as seen by another rank.
+    """Client of the key-value store, for other ranks.
 
-    Methods raise RuntimeError if rank 0 is gone: its port refuses connections, or its host was
+    Methods raise RuntimeError if rank 0 is lost: its port refuses connections, or its host was
     silent for `dead_after`. If the host answers but rank 0 does not (it is stopped or busy), the
     result is unknown, and no call waits long for it. An unanswered request stays in flight, and
     nothing else is sent before its answer. A new connection for each attempt would fill rank 0's
@@ -329,7 +329,7 @@ class StoreClient:
             Whether it was stored.
 
         Raises:
-            RuntimeError: Rank 0 is gone.
+            RuntimeError: The process of rank 0 has ended.
         """
         if self._has_farewell():
             return False
@@ -344,7 +344,7 @@ class StoreClient:
         """Return the text under a key, or None if there is none or it is unknown.
 
         Raises:
-            RuntimeError: Rank 0 is gone without a farewell.
+            RuntimeError: The process of rank 0 has ended unexpectedly.
         """
         if not self._has_farewell() and time.monotonic() >= self._quiet_until:
             try:
@@ -449,7 +449,7 @@ class StoreClient:
             The answer, or None if it is unknown whether the request was executed.
 
         Raises:
-            RuntimeError: Rank 0 is gone.
+            RuntimeError: The process of rank 0 has ended.
         """
         name = key.encode()[:MOST_KEY]
         text = value.encode()[:MOST_TEXT]
@@ -528,7 +528,7 @@ class StoreClient:
         return kind, text
 
     def _is_answering(self) -> bool:
-        """Return whether rank 0's host is surely alive.
+        """Return whether rank 0's host is certainly running.
 
         It is this host, or its kernel answers.
         """

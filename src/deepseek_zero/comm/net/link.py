@@ -194,7 +194,7 @@ class Link:
         generation: Number of connections so far.
         resumed: The other end has sent RESUME over this connection.
         recovering: A thread looks for a new connection.
-        gone: Why the rank is lost; "" while it is not.
+        gone: Why the rank is lost; "" if it is not lost.
         is_silent: The reason is that its host does not answer.
         heard: The time of the last received data.
         spoke: The time of the last sent data.

@@ -34,8 +34,8 @@ LONGEST_PAUSE = 0.05
 class RendezvousStore(Store):
     """A `KeyValueStore` with the interface that torch expects.
 
-    Methods raise RuntimeError if the process that holds the table is gone. A `KeyValueStore` holds
-    texts, so bytes are stored as the characters with the same code (latin-1).
+    Methods raise RuntimeError if the process that holds the table has ended. A `KeyValueStore`
+    holds texts, so bytes are stored as the characters with the same code (latin-1).
 
     Args:
         store: The table or its client.

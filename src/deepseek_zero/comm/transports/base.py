@@ -29,7 +29,7 @@ class ConnectionLost(Exception):
 
     Args:
         text: The message.
-        rank: World rank that is gone; None if the transport cannot determine it.
+        rank: World rank whose process has ended; None if the transport cannot determine it.
         is_silence: The host of that rank does not answer.
     """
 
@@ -192,7 +192,7 @@ class Transport:
         return False
 
     def progress(self) -> None:
-        """Receive and send what is possible without waiting."""
+        """Receive and send as much as possible without waiting."""
 
     def end_engine(self, engine: str) -> None:
         """Free everything that was kept for the lanes of an engine that no longer exists."""

@@ -568,7 +568,7 @@ class LocalSockets:
 
     Attributes:
         ranks: The other ranks, ascending.
-        gone: The ranks whose process has exited.
+        gone: The ranks whose process has ended.
     """
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
@@ -588,7 +588,7 @@ class LocalSockets:
     def send(self, rank: int, message: SharedMessage) -> None:
         """Send a message now, or as soon as the receiver's queue accepts it.
 
-        The call never blocks. A message to a rank that is gone is dropped.
+        The call never blocks. A message to a rank that has ended is dropped.
 
         Args:
             rank: The world rank of the receiver.
@@ -687,7 +687,7 @@ class LocalSockets:
             self._poll.unregister(self._sockets[rank])
 
     def close(self) -> None:
-        """Close the sockets; the other ranks will regard this rank as gone."""
+        """Close the sockets; the other ranks then treat this rank as ended."""
         for connection in self._sockets.values():
             connection.close()
 

@@ -261,7 +261,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Print the number, sizes, times and bandwidths of the logged calls on rank 0.
 
     Args:
-        show_straggler: Include the time that is due to slow ranks.
+        show_straggler: Include the time that slow ranks cause.
         return_dict: Return the summary as a dictionary.
 
     Returns:
