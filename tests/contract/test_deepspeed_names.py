@@ -34,14 +34,14 @@ def test_each_documented_name_can_be_imported_or_raises_an_error_with_the_reason
 ) -> None:
     seen = 0
     for module in missing.MISSING.keys() - {missing.ENGINE}:
-        for name, row in missing.missing_names(module).items():
+        for name, reason in missing.missing_names(module).items():
             try:
                 found = look_up(module, name)
             except UnknownNameError as error:  # older than the inventory
-                assert row.reason[1:] in str(error) and f"{module}.{name}" in str(error)
+                assert reason[1:] in str(error) and f"{module}.{name}" in str(error)
             else:
                 assert isinstance(found, ModuleType) or callable(found), f"{module}.{name}"
-            assert not row.reason.endswith(".")
+            assert not reason.endswith(".")
             seen += 1
     assert seen > 100
 

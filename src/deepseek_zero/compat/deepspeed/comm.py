@@ -318,7 +318,7 @@ def __getattr__(name: str) -> Any:
         return lambda: True
     if (missing := missing_names("deepspeed.comm").get(name)) is not None:
         raise UnknownNameError(
-            f"deepspeed.comm.{name} is not built: {missing.reason}.",
+            f"deepspeed.comm.{name} is not built: {missing}.",
             fix="use a name of torch.distributed, or init_distributed.",
         )
     if name.startswith("_") or not hasattr(dist, name):
