@@ -27,7 +27,7 @@ class Status(StrEnum):
     ACCEPTED = "accepted"
 
 
-_BOUNDS = ("gt", "ge", "le")
+_OF_PYDANTIC = ("gt", "ge", "le", "repr")
 
 
 class Section(BaseModel):
@@ -110,9 +110,9 @@ class Section(BaseModel):
 def _declare(
     status: Status, default: Any, sentence: str, reason: str, facts: dict[str, Any]
 ) -> Any:
-    bounds = {name: facts.pop(name) for name in _BOUNDS if name in facts}
+    given = {name: facts.pop(name) for name in _OF_PYDANTIC if name in facts}
     extra = {"status": status, "reason": reason, **facts}
-    return Field(default=default, description=sentence, json_schema_extra=extra, **bounds)
+    return Field(default=default, description=sentence, json_schema_extra=extra, **given)
 
 
 def effective(default: Any, sentence: str, **facts: Any) -> Any:
@@ -121,7 +121,7 @@ def effective(default: Any, sentence: str, **facts: Any) -> Any:
     Args:
         default: Value of the key if it is not set.
         sentence: The meaning of the key.
-        **facts: Other attributes of its `FieldRow`, and bounds (gt, ge, le) as for pydantic.
+        **facts: Other attributes of its `FieldRow`, and pydantic's `gt`, `ge`, `le` and `repr`.
 
     Returns:
         The pydantic field to assign to the attribute of the section.
@@ -136,7 +136,7 @@ def accepted(default: Any, sentence: str, reason: str, **facts: Any) -> Any:
         default: Value of the key if it is not set.
         sentence: The meaning of the key.
         reason: Why it is right to ignore the key.
-        **facts: Other attributes of its `FieldRow`, and bounds (gt, ge, le) as for pydantic.
+        **facts: Other attributes of its `FieldRow`, and pydantic's `gt`, `ge`, `le` and `repr`.
 
     Returns:
         The pydantic field to assign to the attribute of the section.

@@ -781,7 +781,7 @@ class Comet(Section):
     project: str | None = effective(None, "Project of the run.", example="zero")
     workspace: str | None = effective(None, "Workspace of the project.", example="us")
     api_key: str | None = effective(
-        None, "Key of the account; better given by environment.", example="key"
+        None, "Key of the account; better given by environment.", example="key", repr=False
     )
     experiment_name: str | None = effective(None, "Name shown for the run.", example="trial")
     experiment_key: str | None = effective(

@@ -22,13 +22,7 @@ from ..base.world import is_rank_zero
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..report.flops import FlopsSettings, ForwardCost, flops_table
-from ..report.monitor import (
-    CometSettings,
-    FileSettings,
-    MonitorMaster,
-    MonitorSettings,
-    WandbSettings,
-)
+from ..report.monitor import MonitorMaster
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
 from ..sharding.runtime import Runtime
@@ -85,14 +79,7 @@ class Observer:
         self.timers = Timers(device) if config.wall_clock_breakdown else None
         path = config.records.path
         try:
-            self.monitor = MonitorMaster(
-                MonitorSettings(
-                    FileSettings(**config.tensorboard.model_dump()),
-                    FileSettings(**config.csv_monitor.model_dump()),
-                    WandbSettings(**config.wandb.model_dump()),
-                    CometSettings(**config.comet.model_dump()),
-                )
-            )
+            self.monitor = MonitorMaster(config)
             self.writer = RecordWriter(Path(path)) if path and is_rank_zero() else None
         except OSError as error:
             raise StorageError(

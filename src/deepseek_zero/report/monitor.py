@@ -2,13 +2,15 @@
 
 These are TensorBoard, CSV files, Weights & Biases and Comet. Rank 0 sends the events, and the
 engine decides which events exist. The check of the configuration reports missing packages.
+
+Each writer takes the configuration's section of that name (config/schema.py), or an object with
+the same attributes.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,67 +20,21 @@ from .records import csv_line, open_for_append
 Scalar = tuple[str, float, int]
 
 
-@dataclass(frozen=True)
-class FileSettings:
-    """Settings of TensorBoard or CSV files, which are written to output_path/job_name."""
+class MonitorMaster:
+    """Send events to every enabled monitor; ranks other than 0 send none.
 
-    enabled: bool = False
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of this run."""
-        return Path(self.output_path) / self.job_name
-
-
-@dataclass(frozen=True)
-class WandbSettings:
-    """Settings of a Weights & Biases run; `team` is its entity."""
-
-    enabled: bool = False
-    group: str | None = None
-    team: str | None = None
-    project: str = "deepspeed"
-
-
-@dataclass(frozen=True)
-class CometSettings:
-    """Settings of a Comet experiment.
-
-    A tag is sent at most once every `samples_log_interval` samples.
+    Args:
+        config: The configuration, which has the sections `tensorboard`, `csv_monitor`, `wandb` and
+            `comet`.
     """
 
-    enabled: bool = False
-    samples_log_interval: int = 100
-    project: str | None = None
-    workspace: str | None = None
-    api_key: str | None = field(default=None, repr=False)  # a secret, excluded from printed plans
-    experiment_name: str | None = None
-    experiment_key: str | None = None
-    online: bool | None = None
-    mode: str | None = None
-
-
-@dataclass(frozen=True)
-class MonitorSettings:
-    """Settings of the four monitors."""
-
-    tensorboard: FileSettings = FileSettings()
-    csv_monitor: FileSettings = FileSettings()
-    wandb: WandbSettings = WandbSettings()
-    comet: CometSettings = CometSettings()
-
-
-class MonitorMaster:
-    """Send events to every enabled monitor; ranks other than 0 send none."""
-
-    def __init__(self, settings: MonitorSettings) -> None:
-        wanted = [name for name in _WRITERS if getattr(settings, name).enabled]
+    def __init__(self, config: Any) -> None:
+        sections = {name: getattr(config, name) for name in _WRITERS}
+        wanted = {name: section for name, section in sections.items() if section.enabled}
         self.enabled = bool(wanted)
         self._writers: list[Any] = []
         if is_rank_zero():
-            self._writers = [_WRITERS[name](getattr(settings, name)) for name in wanted]
+            self._writers = [_WRITERS[name](section) for name, section in wanted.items()]
 
     def write_events(self, events: Sequence[Scalar]) -> None:
         """Record (tag, value, step) events on rank 0."""
@@ -98,8 +54,8 @@ class CsvWriter:
     The tag `Train/Samples/lr` is written to Train_Samples_lr.csv with the columns step and lr.
     """
 
-    def __init__(self, settings: FileSettings) -> None:
-        self._folder = settings.folder
+    def __init__(self, section: Any) -> None:
+        self._folder = Path(section.output_path) / section.job_name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, IO[str]] = {}
 
@@ -127,10 +83,11 @@ class CsvWriter:
 class TensorBoardWriter:
     """Write TensorBoard event files."""
 
-    def __init__(self, settings: FileSettings) -> None:
-        settings.folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, section: Any) -> None:
+        folder = Path(section.output_path) / section.job_name
+        folder.mkdir(parents=True, exist_ok=True)
         self._writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
-            str(settings.folder)
+            str(folder)
         )
 
     def write_events(self, events: Sequence[Scalar]) -> None:
@@ -147,10 +104,10 @@ class TensorBoardWriter:
 class WandbWriter:
     """Log to a Weights & Biases run."""
 
-    def __init__(self, settings: WandbSettings) -> None:
+    def __init__(self, section: Any) -> None:
         wandb = importlib.import_module("wandb")
         self._run: Any = wandb.init(
-            project=settings.project, group=settings.group, entity=settings.team
+            project=section.project, group=section.group, entity=section.team
         )
 
     def write_events(self, events: Sequence[Scalar]) -> None:
@@ -166,15 +123,15 @@ class WandbWriter:
 class CometWriter:
     """Log to a Comet experiment; the configured number of samples limits how often."""
 
-    def __init__(self, settings: CometSettings) -> None:
+    def __init__(self, section: Any) -> None:
         names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
         stated = {
-            name: getattr(settings, name) for name in names if getattr(settings, name) is not None
+            name: getattr(section, name) for name in names if getattr(section, name) is not None
         }
         self.experiment: Any = importlib.import_module("comet_ml").start(**stated)
-        if settings.experiment_name is not None:
-            self.experiment.set_name(settings.experiment_name)
-        self._interval = settings.samples_log_interval
+        if section.experiment_name is not None:
+            self.experiment.set_name(section.experiment_name)
+        self._interval = section.samples_log_interval
         self._last_sent: dict[str, int] = {}
 
     def write_events(self, events: Sequence[Scalar]) -> None:

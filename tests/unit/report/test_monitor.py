@@ -6,24 +6,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from deepseek_zero.report.monitor import (
-    CometSettings,
-    FileSettings,
-    MonitorMaster,
-    MonitorSettings,
-    WandbSettings,
-)
+from deepseek_zero.config.schema import Comet, CsvMonitor, TensorBoard, Wandb
+from deepseek_zero.report.monitor import MonitorMaster
 
 EVENTS = [("Train/Samples/train_loss", 2.5, 8), ("Train/Samples/lr", 0.001, 8), ("my loss", 1.0, 8)]
 
 
-def csv_settings(folder: Path) -> MonitorSettings:
-    return MonitorSettings(csv_monitor=FileSettings(True, str(folder), "job"))
+def master_with(**sections: Any) -> MonitorMaster:
+    disabled = {
+        "tensorboard": TensorBoard(),
+        "csv_monitor": CsvMonitor(),
+        "wandb": Wandb(),
+        "comet": Comet(),
+    }
+    return MonitorMaster(SimpleNamespace(**(disabled | sections)))
+
+
+def csv_master(folder: Path) -> MonitorMaster:
+    section = CsvMonitor(enabled=True, output_path=str(folder), job_name="job")
+    return master_with(csv_monitor=section)
 
 
 class Recorder:
@@ -53,13 +59,13 @@ def install(
 
 
 def test_nothing_is_enabled_by_default() -> None:
-    master = MonitorMaster(MonitorSettings())
+    master = master_with()
     master.write_events(EVENTS)
     assert not master.enabled
 
 
 def test_the_csv_monitor_writes_one_file_per_tag_in_the_layout_of_deepspeed(tmp_path: Path) -> None:
-    master = MonitorMaster(csv_settings(tmp_path))
+    master = csv_master(tmp_path)
     assert master.enabled
     master.write_events(EVENTS)
     master.write_events([("Train/Samples/train_loss", 2.25, 16)])
@@ -74,7 +80,7 @@ def test_the_csv_monitor_writes_one_file_per_tag_in_the_layout_of_deepspeed(tmp_
 
 def test_a_restarted_csv_monitor_appends_under_one_header(tmp_path: Path) -> None:
     for step in (8, 16):
-        master = MonitorMaster(csv_settings(tmp_path))
+        master = csv_master(tmp_path)
         master.write_events([("Train/Samples/lr", 0.5, step)])
         master.close()
     assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text() == "step,lr\n8,0.5\n16,0.5\n"
@@ -85,7 +91,7 @@ def test_other_ranks_are_enabled_but_write_nothing(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    master = MonitorMaster(csv_settings(tmp_path))
+    master = csv_master(tmp_path)
     master.write_events(EVENTS)
     assert master.enabled
     assert not list(tmp_path.iterdir())
@@ -93,9 +99,8 @@ def test_other_ranks_are_enabled_but_write_nothing(
 
 def test_wandb_receives_each_event_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run, started = install(monkeypatch, "wandb", "init")
-    master = MonitorMaster(
-        MonitorSettings(wandb=WandbSettings(True, group="g", team="t", project="p"))
-    )
+    section = Wandb(enabled=True, group="g", team="t", project="p")
+    master = master_with(wandb=section)
     master.write_events(EVENTS[:1])
     master.close()
     assert started == {"project": "p", "group": "g", "entity": "t"}
@@ -109,10 +114,14 @@ def test_comet_receives_a_tag_again_only_after_its_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     experiment, started = install(monkeypatch, "comet_ml", "start")
-    settings = CometSettings(
-        True, samples_log_interval=10, project="p", experiment_name="trial", online=False
+    section = Comet(
+        enabled=True,
+        samples_log_interval=10,
+        project="p",
+        experiment_name="trial",
+        online=False,
     )
-    master = MonitorMaster(MonitorSettings(comet=settings))
+    master = master_with(comet=section)
     for step in (8, 16, 18):
         master.write_events([("loss", 1.0, step)])
     assert started == {"project": "p", "online": False}
@@ -124,12 +133,13 @@ def test_comet_receives_a_tag_again_only_after_its_interval(
 
 
 def test_the_key_of_a_comet_account_is_never_printed() -> None:
-    assert "secret" not in repr(CometSettings(api_key="secret"))
+    assert "secret" not in repr(Comet(api_key="secret"))
 
 
 def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    master = MonitorMaster(MonitorSettings(tensorboard=FileSettings(True, str(tmp_path), "job")))
+    section = TensorBoard(enabled=True, output_path=str(tmp_path), job_name="job")
+    master = master_with(tensorboard=section)
     master.write_events(EVENTS)
     master.close()
     assert [

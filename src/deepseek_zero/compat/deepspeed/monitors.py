@@ -10,16 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ...base.world import is_rank_zero
-from ...report import monitor
-from ...report.monitor import (
-    CometWriter,
-    CsvWriter,
-    FileSettings,
-    Scalar,
-    TensorBoardWriter,
-    WandbSettings,
-    WandbWriter,
-)
+from ...report.monitor import CometWriter, CsvWriter, Scalar, TensorBoardWriter, WandbWriter
 
 
 class Monitor:
@@ -31,17 +22,13 @@ class Monitor:
     """
 
     writer_class: ClassVar[Any]
-    settings_class: ClassVar[Any] = FileSettings
 
     def __init__(self, config: Any) -> None:
         self.monitor_config = config
-        given = {name: getattr(config, name) for name in self.settings_class.__dataclass_fields__}
-        vars(self).update(given)
-        self.writer: Any = (
-            self.writer_class(self.settings_class(**given))
-            if config.enabled and is_rank_zero()
-            else None
-        )
+        vars(self).update(dict(config))
+        self.writer: Any = None
+        if config.enabled and is_rank_zero():
+            self.writer = self.writer_class(config)
 
     def write_events(self, event_list: Sequence[Scalar]) -> None:
         """Write events (tag, value, samples) on rank 0."""
@@ -68,14 +55,12 @@ class WandbMonitor(Monitor):
     """Monitor that logs each event to a Weights & Biases run, on rank 0."""
 
     writer_class = WandbWriter
-    settings_class = WandbSettings
 
 
 class CometMonitor(Monitor):
     """Monitor that logs each event to a Comet experiment, on rank 0."""
 
     writer_class = CometWriter
-    settings_class = monitor.CometSettings
 
     @property
     def experiment(self) -> Any:
