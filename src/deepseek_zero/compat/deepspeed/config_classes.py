@@ -22,17 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from ...base.errors import ConfigError, DeepSpeedConfigError
 from ...base.log import logger
+from ...config.schema import MOE_BLOCKS
 from ...config.text import read
 from .constants import OffloadDeviceEnum, ZeroStageEnum
 
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-# transformers' mixture-of-experts blocks, in which a rank may not use every expert
-DEFAULT_LEAF_CLASSES = [
-    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
-    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
-]
 
 
 class DeepSpeedConfigModel(BaseModel):
@@ -132,7 +127,7 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     A string is the same as a list with one element.
     """
 
-    classes: list[str] = DEFAULT_LEAF_CLASSES
+    classes: list[str] = list(MOE_BLOCKS)
     names: list[str] = []
     name_suffixes: list[str] = []
 
@@ -555,7 +550,7 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
     return field.get_default(call_default_factory=True)
 
 
-# Keys of the configuration and their defaults. The function `get_a_b` reads the key `a.b`.
+# Keys of the configuration and their defaults. DeepSpeedConfig has the key `a.b` as `a_b`.
 KEYS: dict[str, Any] = {
     "train_batch_size": None,
     "train_micro_batch_size_per_gpu": None,
@@ -572,7 +567,6 @@ KEYS: dict[str, Any] = {
     "torch_autocast.lower_precision_safe_modules": None,
     "optimizer.type": None,
     "optimizer.params": None,
-    "optimizer.params.max_grad_norm": None,
     "optimizer.legacy_fusion": False,
     "zero_allow_untested_optimizer": False,
     "zero_force_ds_cpu_optimizer": True,
@@ -584,7 +578,11 @@ KEYS: dict[str, Any] = {
     "dataloader_drop_last": False,
     "log_level": None,
     "checkpoint": {},
-    "data_types": {},
+    "checkpoint.load_universal": False,
+    "checkpoint.use_node_local_storage": False,
+    "data_types.grad_accum_dtype": None,
+    "data_types.param_dtype": None,
+    "data_types.buffer_dtype": None,
     "aio": {},
     "timers": {},
     "tensor_parallel": {},
@@ -592,15 +590,17 @@ KEYS: dict[str, Any] = {
     "data_efficiency": {},
     "data_efficiency.enabled": False,
 }
-# Keys whose function has another name
+# Keys whose attribute has another name
 NAMES = {
-    "torch_autocast.lower_precision_safe_modules": "lower_precision_safe_modules",
     "optimizer.type": "optimizer_name",
-    "optimizer.params.max_grad_norm": "optimizer_gradient_clipping",
     "scheduler.type": "scheduler_name",
-    "use_data_before_expert_parallelism": "expert_data_topo_config",
-    "checkpoint": "checkpoint_params",
-    "data_types": "data_types_params",
+    "use_data_before_expert_parallelism": "use_data_before_expert_parallel_",
+    "checkpoint": "checkpoint_config",
+    "checkpoint.load_universal": "load_universal_checkpoint",
+    "checkpoint.use_node_local_storage": "use_node_local_storage",
+    "data_types.grad_accum_dtype": "grad_accum_dtype",
+    "data_types.param_dtype": "param_dtype",
+    "data_types.buffer_dtype": "buffer_dtype",
     "aio": "aio_config",
     "timers": "timers_config",
     "tensor_parallel": "tensor_parallel_config",
@@ -616,18 +616,6 @@ def _key(path: str, default: Any, param_dict: Mapping[str, Any]) -> Any:
             return default
         found = found[name]
     return found
-
-
-_FUNCTIONS = {
-    f"get_{NAMES.get(path) or path.replace('.', '_')}": partial(_key, path, default)
-    for path, default in KEYS.items()
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FUNCTIONS:
-        return _FUNCTIONS[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
@@ -755,18 +743,10 @@ _SECTIONS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "float16_config": get_float16_config,
     "bfloat16_config": get_bfloat16_config,
     "torch_autocast_dtype": get_torch_autocast_dtype,
-    "torch_autocast_lower_precision_safe_modules": _FUNCTIONS["get_lower_precision_safe_modules"],
     "flops_profiler_config": DeepSpeedFlopsProfilerConfig,
     "hybrid_engine": get_hybrid_engine_config,
     "pipeline": get_pipeline_config,
     "compile_config": lambda given: CompileConfig(**given.get("compile", {})),
-    "load_universal_checkpoint": partial(_key, "checkpoint.load_universal", False),
-    "use_node_local_storage": partial(_key, "checkpoint.use_node_local_storage", False),
-    "checkpoint_config": _FUNCTIONS["get_checkpoint_params"],
-    "grad_accum_dtype": partial(_key, "data_types.grad_accum_dtype", None),
-    "param_dtype": partial(_key, "data_types.param_dtype", None),
-    "buffer_dtype": partial(_key, "data_types.buffer_dtype", None),
-    "use_data_before_expert_parallel_": _FUNCTIONS["get_expert_data_topo_config"],
 }
 
 
@@ -812,8 +792,11 @@ class DeepSpeedConfig:
         self._refuse_contradictions()
 
     def _read_sections(self, given: Mapping[str, Any]) -> None:
-        for name, function in (_FUNCTIONS | _SECTIONS).items():
-            setattr(self, name.removeprefix("get_"), function(given))
+        for path, default in KEYS.items():
+            name = NAMES.get(path) or path.replace(".", "_")
+            setattr(self, name, _key(path, default, given))
+        for name, function in _SECTIONS.items():
+            setattr(self, name, function(given))
         self.zero_optimization_stage = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
         self.wall_clock_breakdown = self.wall_clock_breakdown or self.flops_profiler_config.enabled
