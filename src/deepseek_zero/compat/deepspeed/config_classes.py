@@ -458,17 +458,6 @@ class CompileConfig(DeepSpeedConfigModel):
     deepcompile: bool = False
 
 
-class HybridEngineConfig(DeepSpeedConfigModel):
-    """Settings for the hybrid engine (section `hybrid_engine`)."""
-
-    enabled: bool = False
-    max_out_tokens: int = 512
-    inference_tp_size: int = 1
-    release_inference_cache: bool = False
-    pin_parameters: bool = True
-    tp_gather_partition_size: int = 8
-
-
 class ValidationMode:
     """Whether ranks that save under different tags log a warning, raise, or do neither."""
 
@@ -501,25 +490,6 @@ class DtypeEnum(Enum):
 # -- readers of single keys
 
 
-def get_scalar_param(
-    param_dict: Mapping[str, Any], param_name: str, param_default_value: Any
-) -> Any:
-    """Return the value of a key, or the default if it is missing.
-
-    Args:
-        param_dict: Section of the configuration to read.
-        param_name: Key to look up in the section.
-        param_default_value: Value to return if the key is missing.
-
-    Returns:
-        The value in `param_dict`, or `param_default_value`.
-    """
-    return param_dict.get(param_name, param_default_value)
-
-
-get_list_param = get_dict_param = get_scalar_param
-
-
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dict of the pairs of a JSON object; for `object_pairs_hook`.
 
@@ -530,24 +500,6 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> 
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"Duplicate keys in the configuration: {twice}")
     return dict(ordered_pairs)
-
-
-def get_config_default(config: type[BaseModel], field_name: str) -> Any:
-    """Return the default of a field of a section.
-
-    Args:
-        config: Class of the section.
-        field_name: Name of the field, which must not be required.
-
-    Returns:
-        The default value of the field.
-    """
-    assert field_name in config.model_fields, f"'{field_name}' is not a field in {config}"
-    field = config.model_fields[field_name]
-    assert not field.is_required(), (
-        f"'{field_name}' is a required field and does not have a default value"
-    )
-    return field.get_default(call_default_factory=True)
 
 
 # Keys of the configuration and their defaults. DeepSpeedConfig has the key `a.b` as `a_b`.
@@ -685,11 +637,6 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     )
 
 
-def get_hybrid_engine_config(param_dict: Mapping[str, Any]) -> HybridEngineConfig:
-    """Return the section `hybrid_engine` of a configuration with its defaults."""
-    return HybridEngineConfig(**param_dict.get("hybrid_engine", {}))
-
-
 def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `pipeline` with its defaults."""
     defaults: dict[str, Any] = {
@@ -744,7 +691,6 @@ _SECTIONS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "bfloat16_config": get_bfloat16_config,
     "torch_autocast_dtype": get_torch_autocast_dtype,
     "flops_profiler_config": DeepSpeedFlopsProfilerConfig,
-    "hybrid_engine": get_hybrid_engine_config,
     "pipeline": get_pipeline_config,
     "compile_config": lambda given: CompileConfig(**given.get("compile", {})),
 }

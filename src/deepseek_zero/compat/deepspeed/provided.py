@@ -288,8 +288,8 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero": "DeepSpeedConfigError",
         "deepseek_zero.compat.deepspeed.config_classes": (
             "DeepSpeedConfig DtypeEnum get_checkpoint_tag_validation_mode "
-            "get_communication_data_type get_gradient_allreduce_op get_hybrid_engine_config "
-            "get_pipeline_config get_torch_autocast_dtype HybridEngineConfig"
+            "get_communication_data_type get_gradient_allreduce_op get_pipeline_config "
+            "get_torch_autocast_dtype"
         ),
         "deepseek_zero.compat.deepspeed.constants": (
             "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
@@ -298,8 +298,7 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.config_utils": {
         "deepseek_zero.compat.deepspeed.config_classes": (
-            "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys get_config_default "
-            "get_dict_param get_list_param get_scalar_param"
+            "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys"
         ),
     },
     "deepspeed.runtime.constants": {
@@ -397,13 +396,11 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.utils": {
         "deepseek_zero.compat.deepspeed.pipe": "partition_balanced partition_uniform",
         "deepseek_zero.compat.deepspeed.runtime_utils": (
-            "align_dense_tensors call_to_str CheckOverflow clip_grad_norm_ "
-            "clip_tensors_by_global_norm copy_to_device count_used_parameters_in_backward "
-            "DummyOptim empty_cache filter_empty_parameters get_flattened_grad_norm "
-            "get_global_norm get_global_norm_of_tensors get_grad_zeros get_inactive_params "
-            "get_ma_status get_only_unique_item get_tensor_bytes get_weight_norm has_inf_or_nan "
-            "is_invalid_grad_norm is_model_parallel_parameter mask_nan_or_inf_with_val_inplace "
-            "memory_status noop_context PartitionedTensor prefix_sum_inc"
+            "call_to_str CheckOverflow clip_grad_norm_ clip_tensors_by_global_norm "
+            "count_used_parameters_in_backward DummyOptim empty_cache get_flattened_grad_norm "
+            "get_global_norm get_global_norm_of_tensors get_tensor_bytes get_weight_norm "
+            "has_inf_or_nan is_invalid_grad_norm is_model_parallel_parameter "
+            "mask_nan_or_inf_with_val_inplace noop_context PartitionedTensor prefix_sum_inc"
         ),
         "deepseek_zero.compat.deepspeed.utils": (
             "clone_tensors_for_torch_save ensure_directory_exists move_to_device noop_decorator "
