@@ -90,7 +90,7 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...] | None]:
     return named
 
 
-def filter_slots(
+def selected_slots(
     hosts: Mapping[str, tuple[int, ...]], include: str = "", exclude: str = ""
 ) -> Slots:
     """Apply --include or --exclude to hosts, and remove hosts without slots.
@@ -104,52 +104,45 @@ def filter_slots(
         The remaining slots, in the order of the hostfile.
 
     Raises:
-        UsageError: Both filters are given, a host or slot is unknown, or no slot is left.
+        UsageError: Both filters are given, or a host or slot is unknown.
     """
     if include and exclude:
         raise UsageError("--include and --exclude are mutually exclusive.", fix="Give one of them.")
-    named = parse_filter(include or exclude) if include or exclude else {}
-    for host, slots in named.items():
+    if not include and not exclude:
+        return {host: slots for host, slots in hosts.items() if slots}
+    named: Slots = {}
+    for host, stated in parse_filter(include or exclude).items():
         if host not in hosts:
             raise UsageError(
                 f"Hostname '{host}' not found in hostfile.", fix=f"Known hosts: {', '.join(hosts)}."
             )
-        for slot in slots or ():
+        named[host] = hosts[host] if stated is None else stated
+        for slot in named[host]:
             if slot not in hosts[host]:
                 known = ", ".join(map(str, hosts[host])) or "none"
                 raise UsageError(
                     f"No slot '{slot}' specified on host '{host}'.", fix=f"Its slots: {known}."
                 )
-    kept = {
-        host: kept_slots(slots, host, named, bool(include), bool(exclude))
-        for host, slots in hosts.items()
-    }
-    left = {host: slots for host, slots in kept.items() if slots}
+    found: Slots = {}
+    for host, slots in hosts.items():
+        chosen = named.get(host, ())
+        if left := tuple(slot for slot in slots if (slot in chosen) != bool(exclude)):
+            found[host] = left
+    return found
+
+
+def filter_slots(
+    hosts: Mapping[str, tuple[int, ...]], include: str = "", exclude: str = ""
+) -> Slots:
+    """Return the slots of `selected_slots`.
+
+    Raises:
+        UsageError: The filter is invalid, or no slot is left.
+    """
+    left = selected_slots(hosts, include, exclude)
     if not left:
         raise UsageError(
             "--include or --exclude leaves no slot to run on.",
             fix="Name at least one slot to keep.",
         )
     return left
-
-
-def kept_slots(
-    slots: tuple[int, ...],
-    host: str,
-    named: Mapping[str, tuple[int, ...] | None],
-    include: bool,
-    exclude: bool,
-) -> tuple[int, ...]:
-    """Return the slots of one host that a filter keeps.
-
-    Args:
-        slots: Slots of the host.
-        host: Name of the host.
-        named: Hosts and slots in the filter, as `parse_filter` returns them.
-        include: The filter is --include.
-        exclude: The filter is --exclude.
-    """
-    if host not in named:
-        return () if include else slots
-    chosen = slots if named[host] is None else named[host] or ()
-    return tuple(slot for slot in slots if (slot in chosen) != exclude)

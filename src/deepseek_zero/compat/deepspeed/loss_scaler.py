@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...precision.loss_scale import LossScaleError, LossScaleSettings
+from ...precision.loss_scale import LossScaleSettings
 from ...precision.loss_scale import LossScaler as Rule
 
 INITIAL_LOSS_SCALE = "init_scale"
@@ -42,21 +42,6 @@ class LossScalerBase:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale."""
         return loss * self.cur_scale
-
-    def scale_gradient(
-        self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any
-    ) -> tuple[Tensor, ...]:
-        """Return the input gradients times the scale, for a module's backward hook.
-
-        Args:
-            module: Ignored.
-            grad_in: Gradients of the module's inputs.
-            grad_out: Ignored.
-
-        Returns:
-            The scaled gradients, in the order of `grad_in`.
-        """
-        return tuple(self.cur_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Compute gradients of the scaled loss.
@@ -134,32 +119,24 @@ class DynamicLossScaler(LossScalerBase):
             LossScaleError: The gradients overflowed at the smallest scale, and
                 `raise_error_at_min_scale` is true.
         """
-        rule = self._rule()
-        try:
-            rule.update(overflow)
-        except LossScaleError:
-            if self.raise_error_at_min_scale:
-                raise
-        self.cur_scale = rule.scale
-        self.cur_hysteresis = rule.cur_hysteresis
-        self.last_overflow_iter = self.cur_iter if overflow else self.last_overflow_iter
-        self.cur_iter += 1
-
-    def _rule(self) -> Rule:
-        """Return the scaler of precision/loss_scale.py in the state of this one."""
         settings = LossScaleSettings(
             initial_scale_power=127,  # unused, because the scale is set below
             loss_scale_window=self.scale_window,
             hysteresis=self.delayed_shift,
             consecutive_hysteresis=self.consecutive_hysteresis,
             min_loss_scale=self.min_scale,
+            gives_up=self.raise_error_at_min_scale,
         )
         rule = Rule(settings)
         rule.scale = self.cur_scale
         rule.cur_hysteresis = self.cur_hysteresis
         rule.cur_iter = self.cur_iter
         rule.last_overflow_iter = self.last_overflow_iter
-        return rule
+        rule.update(overflow)
+        self.cur_scale = rule.scale
+        self.cur_hysteresis = rule.cur_hysteresis
+        self.cur_iter = rule.cur_iter
+        self.last_overflow_iter = rule.last_overflow_iter
 
 
 def CreateLossScaler(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...base.errors import UsageError
-from ...cli.hostfile import kept_slots, parse_filter, parse_hostfile
+from ...cli.hostfile import parse_hostfile, selected_slots
 
 PDSH_MAX_FAN_OUT = 1024
 
@@ -63,22 +63,12 @@ def parse_resource_filter(
     Raises:
         ValueError: Both are given, one cannot be parsed, or a host or slot does not exist.
     """
-    if include_str and exclude_str:
-        raise ValueError("include_str and exclude_str are mutually exclusive.")
+    hosts = {host: tuple(slots) for host, slots in host_info.items()}
     try:
-        named = parse_filter(include_str or exclude_str) if include_str or exclude_str else {}
+        found = selected_slots(hosts, include_str, exclude_str)
     except UsageError as error:
         raise ValueError(str(error)) from error
-    for host, slots in named.items():
-        if host not in host_info:
-            raise ValueError(f"Hostname '{host}' not found in hostfile")
-        if lost := set(slots or ()) - set(host_info[host]):
-            raise ValueError(f"No slot '{min(lost)}' specified on host '{host}'")
-    left = {
-        host: list(kept_slots(tuple(slots), host, named, bool(include_str), bool(exclude_str)))
-        for host, slots in host_info.items()
-    }
-    return {host: slots for host, slots in left.items() if slots}
+    return {host: list(slots) for host, slots in found.items()}
 
 
 def parse_inclusion_exclusion(

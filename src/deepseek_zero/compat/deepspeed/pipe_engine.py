@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -20,15 +20,6 @@ class PipelineError(DeepSeekZeroError):
     """Raised by methods that a `PipelineEngine` does not support, such as `forward`."""
 
 
-def _refused() -> PipelineError:
-    return PipelineError(
-        "Only train_batch() is accessible in pipeline mode.",
-        "The micro-batches of a step run through the stages in a pipeline.",
-        "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to "
-        "evaluate.",
-    )
-
-
 class PipelineEngine(DeepSpeedEngine):
     """Train a `PipelineModule`, whose list of layers is divided into pipeline stages.
 
@@ -41,17 +32,16 @@ class PipelineEngine(DeepSpeedEngine):
     _batch_fn: Callable[[Any], Any] | None = None
     _data: Iterator[Any] | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `PipelineError`, as in DeepSpeed: call `train_batch` or `eval_batch` instead."""
-        raise _refused()
+        raise PipelineError(
+            "Only train_batch() is accessible in pipeline mode.",
+            "The micro-batches of a step run through the stages in a pipeline.",
+            "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to "
+            "evaluate.",
+        )
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `PipelineError`, as in DeepSpeed: call `train_batch` instead."""
-        raise _refused()
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `PipelineError`, as in DeepSpeed: call `train_batch` instead."""
-        raise _refused()
+    forward = backward = step = _refuse
 
     # -- batches
 
