@@ -107,6 +107,13 @@ class HostFiles:
         found = re.search(r"\[(\w+)\]", text)
         return found[1] if found else ""
 
+    def cpu_flags(self) -> set[str]:
+        """Return the names of the CPU's instruction sets; empty if the system does not list them."""
+        for line in _text(self.root / "proc/cpuinfo").splitlines():
+            if line.startswith(("flags", "Features")):
+                return set(line.partition(":")[2].split())
+        return set()
+
     def cgroup_memory(self) -> CgroupMemory | None:
         """Return the memory limit that leaves the fewest bytes, or None without a limit.
 

@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.metadata import version
@@ -303,7 +302,7 @@ def _capability(index: int) -> str:
 
 
 def _formats(machine: NodeMachine) -> Iterator[Finding]:
-    flags = _cpu_flags()
+    flags = host.THIS_HOST.cpu_flags()
     on_gpu = bool(machine.gpus)
     # Compute capability 8.0 (Ampere) added bf16 units; older GPUs emulate bf16, slower than fp16.
     capabilities = map(torch.cuda.get_device_capability, range(len(machine.gpus)))
@@ -322,14 +321,6 @@ def _format(name: str, on_gpu: bool, gpu_has_it: bool, cpu_flags: list[str]) -> 
     return Finding(
         name, "slow", "works on this CPU by conversion: saves memory, not time", Severity.NOTE
     )
-
-
-def _cpu_flags() -> set[str]:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return set(line.partition(":")[2].split())
-    return set()
 
 
 def _backends(machine: NodeMachine) -> Iterator[Finding]:

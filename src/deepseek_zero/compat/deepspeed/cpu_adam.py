@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, optim
 
 from ...base.errors import UsageError
+from ...optimizers.common import evaluated
 
 
 class _CpuSteps(optim.Optimizer):
@@ -35,7 +36,7 @@ class _CpuSteps(optim.Optimizer):
         if self.bias_correction and all(self._dtype(param) == param.dtype for param in params):
             # Unwrapped because the decorators import torch's compiler
             return inspect.unwrap(optim.Adam.step)(self, closure)
-        loss = _loss(closure)
+        loss = evaluated(closure)
         for group, param in self._trained():
             self._update(group, param, self.state[param])
         return loss
@@ -54,7 +55,7 @@ class _CpuSteps(optim.Optimizer):
         Returns:
             The closure's loss, or None.
         """
-        loss = _loss(closure)
+        loss = evaluated(closure)
         for group, param in self._trained():
             self._update(group, param, self.state[subgroup_id])  # type: ignore[index]
         return loss
@@ -77,7 +78,7 @@ class _CpuSteps(optim.Optimizer):
         Raises:
             UsageError: The subgroup has no step to undo. The class is a RuntimeError.
         """
-        loss = _loss(closure)
+        loss = evaluated(closure)
         state: dict[str, Any] = self.state.get(sub_group_id, {})  # type: ignore[call-overload]
         if not state:
             raise UsageError(
@@ -162,8 +163,3 @@ class AdamW(_CpuSteps, optim.AdamW):
     """Adam with decoupled weight decay."""
 
 
-def _loss(closure: Callable[[], float] | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

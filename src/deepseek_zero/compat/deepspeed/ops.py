@@ -194,11 +194,8 @@ BUILDERS: dict[str, Any] = {
     )
     for builder, (name, served) in OPS.items()
 }
+globals().update(BUILDERS)
 ALL_OPS = {builder.NAME: builder for builder in BUILDERS.values()}
 __compatible_ops__ = {name: builder().is_compatible() for name, builder in ALL_OPS.items()}
 
 
-def __getattr__(name: str) -> Any:
-    if name in BUILDERS:
-        return BUILDERS[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,10 +91,7 @@ class RandomStreams:
             _set_state(before)
 
 
-class _Process:
-    """The streams of this process."""
-
-    streams: ClassVar[RandomStreams] = RandomStreams()
+_STREAMS = RandomStreams()  # of this process
 
 
 def _tensor_rank() -> int:
@@ -107,7 +104,7 @@ def _tensor_rank() -> int:
 
 def get_cuda_rng_tracker() -> RandomStreams:
     """Return the named random streams of this process."""
-    return _Process.streams
+    return _STREAMS
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
@@ -116,14 +113,14 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     The default stream is the same on every rank. The other seed depends on the tensor-parallel
     rank.
     """
-    _Process.streams.reset()
+    _STREAMS.reset()
     _seed(seed)
-    _Process.streams.add(MODEL_PARALLEL, seed + OFFSET + _tensor_rank())
+    _STREAMS.add(MODEL_PARALLEL, seed + OFFSET + _tensor_rank())
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Seed the random stream for layers that are split over ranks again."""
-    with _Process.streams.fork():
+    with _STREAMS.fork():
         _seed(seed + OFFSET + _tensor_rank())
 
 
