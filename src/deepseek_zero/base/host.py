@@ -108,7 +108,7 @@ class HostFiles:
         return found[1] if found else ""
 
     def cpu_flags(self) -> set[str]:
-        """Return the names of the CPU's instruction sets; empty if the system does not list them."""
+        """Return the names of the CPU's instruction sets, if the system lists them."""
         for line in _text(self.root / "proc/cpuinfo").splitlines():
             if line.startswith(("flags", "Features")):
                 return set(line.partition(":")[2].split())
