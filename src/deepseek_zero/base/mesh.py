@@ -37,6 +37,9 @@ from .world import (
     suspect_lone_process,
 )
 
+Ranks = tuple[int, ...]
+Groups = tuple[Ranks, ...]
+
 # Waits end by evidence (comm/flight_recorder.py), not by a timeout: a rank that loads data for an
 # hour is late, not dead.
 PATIENCE = timedelta(days=7)
@@ -217,7 +220,7 @@ class Mesh:
             found = found * size + here[axis]
         return found
 
-    def ranks_along(self, *axes: str) -> tuple[int, ...]:
+    def ranks_along(self, *axes: str) -> Ranks:
         """Return the ranks that differ from this one only on the given axes, ascending.
 
         This rank is included.
@@ -226,13 +229,13 @@ class Mesh:
         places = itertools.product(*(range(getattr(self, axis)) for axis in names))
         return tuple(self.rank_at(**dict(zip(names, place, strict=True))) for place in places)
 
-    def groups_along(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+    def groups_along(self, *axes: str) -> Groups:
         """Return `ranks_along` of every rank: disjoint groups, ordered by first rank."""
         return self._grouped(lambda here: tuple(here[axis] for axis in AXES if axis not in axes))
 
     def _grouped(
         self, place_of: Callable[[dict[str, int]], tuple[int, ...]]
-    ) -> tuple[tuple[int, ...], ...]:
+    ) -> Groups:
         """Return the groups of ranks whose coordinates have the same place."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -240,7 +243,7 @@ class Mesh:
             found.setdefault(place, []).append(rank)
         return tuple(map(tuple, found.values()))
 
-    def inner_groups(self, size: int) -> tuple[tuple[int, ...], ...]:
+    def inner_groups(self, size: int) -> Groups:
         """Divide the ranks that shard one state into groups of `size` consecutive ranks.
 
         `size` divides `shard_size`.
@@ -254,7 +257,7 @@ class Mesh:
 
     def host_groups(
         self, per_host: int
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    ) -> tuple[Groups, Groups]:
         """Return the two partitions of the world for reductions by host.
 
         The first contains the ranks of each host that shard one state. The second contains the
@@ -270,7 +273,7 @@ class Mesh:
         near = tuple(run for runs in dealt for run in runs)
         return near, tuple(across for runs in dealt for across in zip(*runs, strict=True))
 
-    def hosts_of(self, per_host: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def hosts_of(self, per_host: int) -> tuple[Ranks, Ranks]:
         """Return this rank's two groups of `host_groups`."""
         runs = self._on_hosts(self.ranks_along(*SHARD_AXES), per_host)
         near = next(run for run in runs if self.rank in run)
@@ -284,7 +287,7 @@ class Mesh:
         size = len(self.hosts_of(per_host)[0]) if per_host > 1 else 1
         return 1 if size == self.shard_size else size
 
-    def _on_hosts(self, ranks: tuple[int, ...], per_host: int) -> list[tuple[int, ...]]:
+    def _on_hosts(self, ranks: Ranks, per_host: int) -> list[Ranks]:
         """Split ranks that hold the shards of one state by host."""
         runs = [
             tuple(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank // per_host)
@@ -298,7 +301,7 @@ class Mesh:
             )
         return runs
 
-    def outer_groups(self, neighbours: int) -> tuple[tuple[int, ...], ...]:
+    def outer_groups(self, neighbours: int) -> Groups:
         """Return the groups of ranks that hold the same shard of a partly replicated layer.
 
         Each contains the replicas, and for each of them `neighbours` ranks along "tp" that hold

@@ -23,6 +23,8 @@ from typing import Any
 
 from .errors import UsageError
 
+Environment = Mapping[str, str]
+
 ALONE = "DEEPSEEK_ZERO_ALONE"  # 1 means one process, whatever a launcher sets
 DEFAULT_PORT = 29500  # torchrun's and DeepSpeed's
 MOST_PORT = 65535
@@ -153,7 +155,7 @@ MPI = (
 )
 
 
-def discover(environ: Mapping[str, str]) -> World:
+def discover(environ: Environment) -> World:
     """Return the world that a launcher's variables describe; one process without any.
 
     The address and port may still be unknown.
@@ -190,7 +192,7 @@ def discover(environ: Mapping[str, str]) -> World:
 _COUNTED = (TORCHRUN.local_size, "LOCAL_SIZE")
 
 
-def _launcher_of(environ: Mapping[str, str]) -> Launcher | None:
+def _launcher_of(environ: Environment) -> Launcher | None:
     """Return the innermost launcher.
 
     An mpirun inside a Slurm job starts its daemons as a step, whose variables their ranks inherit.
@@ -202,7 +204,7 @@ def _launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     return by_mpi if by_mpi is not None and by_mpi.local_rank in environ else SLURM
 
 
-def _stated(environ: Mapping[str, str], rank: int | None, size: int | None) -> World:
+def _stated(environ: Environment, rank: int | None, size: int | None) -> World:
     """Return the world that RANK and WORLD_SIZE describe."""
     if rank is None and size not in (None, 1):
         raise _incomplete(size or 1, [TORCHRUN.rank])
@@ -218,7 +220,7 @@ def _stated(environ: Mapping[str, str], rank: int | None, size: int | None) -> W
     return _read(environ, TORCHRUN)
 
 
-def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
+def _read(environ: Environment, launcher: Launcher) -> World:
     size = _number(environ, launcher.size, 1) or 1
     rank = _number(environ, launcher.rank, 0)
     if rank is None and size > 1:
@@ -285,7 +287,7 @@ _MOST_NUMBER = 999_999_999
 
 
 def _number(
-    environ: Mapping[str, str], name: str, least: int, most: int = _MOST_NUMBER
+    environ: Environment, name: str, least: int, most: int = _MOST_NUMBER
 ) -> int | None:
     """Return a variable as a number, or None if it is not set."""
     text = environ.get(name)
@@ -304,7 +306,7 @@ def _number(
     return int(text)
 
 
-def _task_counts(environ: Mapping[str, str]) -> list[int]:
+def _task_counts(environ: Environment) -> list[int]:
     """Return the tasks of each host from Slurm's notation.
 
     "2(x3),1" means two on each of three hosts and one on the fourth. Empty if the variable is
@@ -319,13 +321,13 @@ def _task_counts(environ: Mapping[str, str]) -> list[int]:
     return counts
 
 
-def _tasks_here(environ: Mapping[str, str]) -> int | None:
+def _tasks_here(environ: Environment) -> int | None:
     counts = _task_counts(environ)
     node = _number(environ, "SLURM_NODEID", 0)
     return counts[node] if node is not None and node < len(counts) else None
 
 
-def _address(environ: Mapping[str, str], launcher: Launcher, *, is_one_host: bool) -> str | None:
+def _address(environ: Environment, launcher: Launcher, *, is_one_host: bool) -> str | None:
     """Return the address that a launcher's variables imply, or None.
 
     Slurm lists its hosts. On one host it is this one. Open MPI provides the host of its mpirun,
@@ -392,7 +394,7 @@ def _no_host_list(text: str) -> UsageError:
     )
 
 
-def _port(environ: Mapping[str, str], launcher: Launcher) -> int | None:
+def _port(environ: Environment, launcher: Launcher) -> int | None:
     """Return a port that differs between jobs on one host, if the launcher allows it."""
     if launcher is SLURM:
         # An interactive step has a number of ten digits
@@ -416,7 +418,7 @@ def _incomplete(size: int, missing: list[str]) -> UsageError:
     )
 
 
-def meeting_place(environ: Mapping[str, str], world: World) -> World:
+def meeting_place(environ: Environment, world: World) -> World:
     """Return the world if it has an address and a port for the rendezvous.
 
     Args:
@@ -449,7 +451,7 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
     )
 
 
-def ask_mpi(environ: Mapping[str, str], world: World) -> World:
+def ask_mpi(environ: Environment, world: World) -> World:
     """Return the world with rank 0's address from mpi4py, if it is needed.
 
     It is used if an MPI started the processes on several hosts, MASTER_ADDR is not set, and mpi4py
@@ -502,7 +504,7 @@ def _is_far(address: str) -> bool:
     return not address.startswith(("127.", "::1", "fe80"))
 
 
-def _refuse_foreign_address(environ: Mapping[str, str], world: World) -> None:
+def _refuse_foreign_address(environ: Environment, world: World) -> None:
     """Raise UsageError on rank 0 if the guessed address is not one of this host."""
     if world.rank or world.address is None or environ.get("MASTER_ADDR"):
         return
@@ -593,7 +595,7 @@ ENGINES = (
 PODS = NodeVariables("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", port="MASTER_PORT")
 
 
-def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
+def nodes_of(environ: Environment) -> Nodes | None:
     """Return the hosts that a launcher's own environment describes, or None.
 
     Raises:
@@ -622,7 +624,7 @@ def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
     return replace(found, nproc=stated.nproc)
 
 
-def _nodes_of_engine(environ: Mapping[str, str]) -> Nodes | None:
+def _nodes_of_engine(environ: Environment) -> Nodes | None:
     """Return the hosts that any engine except PET_* describes."""
     launcher = _launcher_of(environ)
     if launcher is not None:
@@ -633,7 +635,7 @@ def _nodes_of_engine(environ: Mapping[str, str]) -> Nodes | None:
     )
 
 
-def _stated_nodes(environ: Mapping[str, str], engine: NodeVariables) -> Nodes:
+def _stated_nodes(environ: Environment, engine: NodeVariables) -> Nodes:
     least, most = _stated_count(environ, engine)
     if least != most:
         raise UsageError(
@@ -654,7 +656,7 @@ def _stated_nodes(environ: Mapping[str, str], engine: NodeVariables) -> Nodes:
     )
 
 
-def _stated_count(environ: Mapping[str, str], engine: NodeVariables) -> tuple[int, int]:
+def _stated_count(environ: Environment, engine: NodeVariables) -> tuple[int, int]:
     """Return the smallest and largest number of hosts; torchrun accepts "1:4"."""
     text = environ.get(engine.num_nodes, "1")
     ends = [
@@ -663,7 +665,7 @@ def _stated_count(environ: Mapping[str, str], engine: NodeVariables) -> tuple[in
     return ends[0], ends[-1]
 
 
-def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | None:
+def _nodes_of_tasks(environ: Environment, launcher: Launcher) -> Nodes | None:
     """Return the hosts if our launcher runs as one task per host of a Slurm step.
 
     None for a single task.
@@ -690,7 +692,7 @@ def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | N
     return Nodes(launcher.source, nodes, tasks.node, address=tasks.address, port=tasks.port)
 
 
-def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) -> None:
+def _refuse_lone_process(environ: Environment, launcher: Launcher | None) -> None:
     """Raise UsageError in a world of one if an engine runs the same command elsewhere."""
     for each in MPI if launcher is None else ():
         if _number(environ, each.rank, 0) and each.size not in environ:
@@ -758,7 +760,7 @@ _SUSPICIONS = (
 )
 
 
-def suspect_lone_process(environ: Mapping[str, str]) -> UsageError | None:
+def suspect_lone_process(environ: Environment) -> UsageError | None:
     """Return a warning if a lone process was probably meant to be one of several ranks."""
     found = _suspicion_of(environ)
     if found is None:
@@ -768,7 +770,7 @@ def suspect_lone_process(environ: Mapping[str, str]) -> UsageError | None:
     )
 
 
-def refuse_lone_process(environ: Mapping[str, str]) -> None:
+def refuse_lone_process(environ: Environment) -> None:
     """Raise UsageError if two variables indicate that a lone process is one of several ranks."""
     found = _suspicion_of(environ)
     for count in () if found is None else found.counts:
@@ -782,13 +784,13 @@ def refuse_lone_process(environ: Mapping[str, str]) -> None:
             )
 
 
-def _suspicion_of(environ: Mapping[str, str]) -> Suspicion | None:
+def _suspicion_of(environ: Environment) -> Suspicion | None:
     if environ.get(ALONE) == "1" or TORCHRUN.size in environ or _launcher_of(environ) is not None:
         return None
     return next((each for each in _SUSPICIONS if _value_of(environ, each.name) >= each.least), None)
 
 
-def _value_of(environ: Mapping[str, str], name: str) -> int:
+def _value_of(environ: Environment, name: str) -> int:
     """Return a variable as a number, or -1 if it is not one."""
     text = environ.get(name, "")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1

@@ -26,6 +26,7 @@ from ...config.schema import MOE_BLOCKS
 from ...config.text import read
 from .constants import OffloadDeviceEnum, ZeroStageEnum
 
+Given = Mapping[str, Any]  # a configuration, or a section of it
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -401,7 +402,7 @@ class CommsLoggerConfig(DeepSpeedConfigModel):
 class DeepSpeedCommsConfig:
     """The section `comms_logger`, and whether the configuration has it."""
 
-    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+    def __init__(self, ds_config: Given) -> None:
         self.comms_logger_enabled = "comms_logger" in ds_config
         if self.comms_logger_enabled:
             self.comms_logger = CommsLoggerConfig(**ds_config["comms_logger"])
@@ -411,9 +412,9 @@ class _PlainSection:
     """A section that DeepSpeed does not validate. Its keys are attributes."""
 
     name: ClassVar[str]
-    defaults: ClassVar[Mapping[str, Any]]
+    defaults: ClassVar[Given]
 
-    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+    def __init__(self, param_dict: Given) -> None:
         given = param_dict.get(self.name, {})
         vars(self).update({key: given.get(key, default) for key, default in self.defaults.items()})
 
@@ -425,7 +426,7 @@ class DeepSpeedFlopsProfilerConfig(_PlainSection):
     """Settings for the FLOPS profiler (section `flops_profiler`)."""
 
     name = "flops_profiler"
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar[Given] = {
         "enabled": False,
         "recompute_fwd_factor": 0.0,
         "profile_step": 1,
@@ -440,7 +441,7 @@ class DeepSpeedActivationCheckpointingConfig(_PlainSection):
     """Settings for activation checkpointing (section `activation_checkpointing`)."""
 
     name = "activation_checkpointing"
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar[Given] = {
         "partition_activations": False,
         "number_checkpoints": None,
         "contiguous_memory_optimization": False,
@@ -561,7 +562,7 @@ NAMES = {
 }
 
 
-def _key(path: str, default: Any, param_dict: Mapping[str, Any]) -> Any:
+def _key(path: str, default: Any, param_dict: Given) -> Any:
     found: Any = param_dict
     for name in path.split("."):
         if not isinstance(found, Mapping) or name not in found:
@@ -570,7 +571,7 @@ def _key(path: str, default: Any, param_dict: Mapping[str, Any]) -> Any:
     return found
 
 
-def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
+def get_gradient_allreduce_op(param_dict: Given) -> str:
     """Return how gradients are reduced over the ranks: "mean" or "sum".
 
     Raises:
@@ -586,7 +587,7 @@ def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
 
 
 def get_communication_data_type(
-    param_dict: Mapping[str, Any],
+    param_dict: Given,
     comm_type: str = "communication_data_type",
     comm_data_type_default: Any = None,
 ) -> torch.dtype | None:
@@ -607,12 +608,12 @@ def get_communication_data_type(
     return found
 
 
-def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> torch.dtype | None:
+def get_torch_autocast_dtype(param_dict: Given) -> torch.dtype | None:
     """Return the dtype of `torch_autocast.dtype`, or None."""
     return get_communication_data_type(param_dict.get("torch_autocast", {}), "dtype")
 
 
-def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+def get_zero_config(param_dict: Given) -> DeepSpeedZeroConfig:
     """Return the section `zero_optimization`. The value true means stage 1."""
     section = param_dict.get("zero_optimization", {})
     if isinstance(section, bool):
@@ -620,24 +621,24 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     return DeepSpeedZeroConfig(**section)
 
 
-def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+def get_bfloat16_config(param_dict: Given) -> DeepSpeedBF16Config:
     """Return the section `bf16` (or `bfloat16`) of a configuration with its defaults."""
     return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
-def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+def get_float16_config(param_dict: Given) -> DeepSpeedFP16Config:
     """Return the section `fp16` of a configuration with its defaults."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
 
 
-def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+def get_monitor_config(param_dict: Given) -> DeepSpeedMonitorConfig:
     """Return the sections of the four monitors of a configuration with their defaults."""
     return DeepSpeedMonitorConfig(
         **{name: param_dict.get(name, {}) for name in DeepSpeedMonitorConfig.model_fields}
     )
 
 
-def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+def get_pipeline_config(param_dict: Given) -> dict[str, Any]:
     """Return the section `pipeline` with its defaults."""
     defaults: dict[str, Any] = {
         "stages": "auto",
@@ -650,7 +651,7 @@ def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults, **param_dict.get("pipeline", {})}
 
 
-def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:
+def get_checkpoint_tag_validation_mode(checkpoint_params: Given) -> str:
     """Return the validation mode of checkpoint tags: "WARN", "IGNORE" or "FAIL".
 
     Raises:
@@ -675,7 +676,7 @@ REMOVED = (
 
 
 # Attributes of DeepSpeedConfig, in addition to those of KEYS, and the functions that read them
-_SECTIONS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+_SECTIONS: dict[str, Callable[[Given], Any]] = {
     "gradient_allreduce_op": get_gradient_allreduce_op,
     "communication_data_type": get_communication_data_type,
     "seq_parallel_communication_data_type": partial(
@@ -737,7 +738,7 @@ class DeepSpeedConfig:
         self._configure_train_batch_size()
         self._refuse_contradictions()
 
-    def _read_sections(self, given: Mapping[str, Any]) -> None:
+    def _read_sections(self, given: Given) -> None:
         for path, default in KEYS.items():
             name = NAMES.get(path) or path.replace(".", "_")
             setattr(self, name, _key(path, default, given))
@@ -832,7 +833,7 @@ def _read(config: Any) -> dict[str, Any]:
     return dict(document.values)
 
 
-def _data_ranks(given: Mapping[str, Any], mpu: Any, mesh_device: Any) -> int:
+def _data_ranks(given: Given, mpu: Any, mesh_device: Any) -> int:
     """Return the number of data-parallel ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1

@@ -19,10 +19,12 @@ from typing import Any, ClassVar
 from ...base.errors import UsageError
 from ...cli.hostfile import parse_hostfile, selected_slots
 
+Resources = Mapping[str, Any]  # host -> its slots or their number
+
 PDSH_MAX_FAN_OUT = 1024
 
 
-def encode_world_info(world_info: Mapping[str, Any]) -> str:
+def encode_world_info(world_info: Resources) -> str:
     """Return hosts and their slots, encoded as URL-safe base64 of JSON."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode("utf-8")).decode("utf-8")
 
@@ -179,7 +181,7 @@ class MultiNodeRunner:
         if self.args.num_nodes != -1 or self.args.num_gpus != -1:
             raise ValueError(f"{self.name} backend does not support limiting num nodes/gpus")
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
+    def get_cmd(self, environment: dict[str, str], active_resources: Resources) -> Any:
         """Return the launcher's command line as a list of arguments.
 
         Args:
@@ -187,22 +189,30 @@ class MultiNodeRunner:
             active_resources: For each host to use, its slots (GPU indices) or their number.
 
         Returns:
-            The arguments of the command. A subclass must override this method.
+            The arguments of the command, of which the first is the name of the program.
         """
-        raise NotImplementedError
-
-    def _total(self, active: Mapping[str, Any]) -> int:
-        return sum(slots if isinstance(slots, int) else len(slots) for slots in active.values())
-
-    def _script(self) -> list[str]:
-        """Return the command that runs the user's program in each process."""
+        slots = active_resources.values()
+        ranks = sum(each if isinstance(each, int) else len(each) for each in slots)
         python = [] if self.args.no_python else [sys.executable, "-u"]
         if self.args.module and python:
             python.append("-m")
-        return [*python, self.user_script, *self.user_arguments]
+        return [
+            self.program,
+            "-n",
+            str(ranks),
+            *self._options(ranks, len(active_resources)),
+            *self._exports(),
+            *python,
+            self.user_script,
+            *self.user_arguments,
+        ]
 
-    def _options(self) -> list[str]:
+    def _options(self, ranks: int, hosts: int) -> list[str]:
         return shlex.split(self.args.launcher_args)
+
+    def _exports(self) -> list[str]:
+        """Return the options that set `exports`."""
+        return []
 
 
 class PDSHRunner(MultiNodeRunner):
@@ -211,7 +221,7 @@ class PDSHRunner(MultiNodeRunner):
     name = "pdsh"
     program = "pdsh"
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
+    def get_cmd(self, environment: dict[str, str], active_resources: Resources) -> Any:
         """Return the command line of pdsh, with the values that DeepSpeed's launcher expects.
 
         Args:
@@ -225,9 +235,10 @@ class PDSHRunner(MultiNodeRunner):
         if self.args.ssh_port is not None:
             environment["PDSH_SSH_ARGS_APPEND"] = f"-p {self.args.ssh_port}"
         hosts = ",".join(active_resources)
-        exports = [f"export {key}={shlex.quote(value)};" for key, value in self.exports.items()]
         command = f"pdsh -S -f {PDSH_MAX_FAN_OUT} -w".split()
-        command += [hosts, *self._options(), *exports, f"cd {os.path.abspath('.')};"]
+        command += [hosts, *shlex.split(self.args.launcher_args)]
+        command += [f"export {key}={shlex.quote(value)};" for key, value in self.exports.items()]
+        command += [f"cd {os.path.abspath('.')};"]
         command += [sys.executable, *"-u -m deepseek_zero.cli run --as-deepspeed".split()]
         command += ["--node_rank=%n", f"--num_nodes={len(active_resources)}"]
         command += [f"--master_addr={self.args.master_addr}"]
@@ -242,26 +253,15 @@ class OpenMPIRunner(MultiNodeRunner):
     name = "openmpi"
     program = "mpirun"
 
-    def get_cmd(
-        self, environment: dict[str, str], active_resources: Mapping[str, Any]
-    ) -> list[str]:
-        """Return the command line of Open MPI's mpirun as a list of arguments.
-
-        Args:
-            environment: Ignored.
-            active_resources: For each host to use, its slots (GPU indices) or their number.
-
-        Returns:
-            The arguments of the command, of which the first is the name of the program.
-        """
-        options = self._options()
+    def _options(self, ranks: int, hosts: int) -> list[str]:
+        given = super()._options(ranks, hosts)
         # By default, MPI may choose an interface that the other hosts cannot reach.
-        chosen = any("btl_tcp_if_include" in option for option in options)
-        interface = [] if chosen else ["--mca", "btl_tcp_if_include", "eth0"]
-        hosts = ["-n", str(self._total(active_resources)), "-hostfile", self.args.hostfile]
-        hosts += ["--mca", "btl", "^openib"]
-        exports = [word for key, value in self.exports.items() for word in ("-x", f"{key}={value}")]
-        return ["mpirun", *hosts, *interface, *options, *exports, *self._script()]
+        if not any("btl_tcp_if_include" in option for option in given):
+            given = ["--mca", "btl_tcp_if_include", "eth0", *given]
+        return ["-hostfile", self.args.hostfile, "--mca", "btl", "^openib", *given]
+
+    def _exports(self) -> list[str]:
+        return [word for key, value in self.exports.items() for word in ("-x", f"{key}={value}")]
 
 
 class MPICHRunner(MultiNodeRunner):
@@ -271,24 +271,11 @@ class MPICHRunner(MultiNodeRunner):
     program = "mpirun"
     export = "-genv"
 
-    def get_cmd(
-        self, environment: dict[str, str], active_resources: Mapping[str, Any]
-    ) -> list[str]:
-        """Return the command line of MPICH's mpirun as a list of arguments.
+    def _options(self, ranks: int, hosts: int) -> list[str]:
+        return ["-ppn", str(max(1, ranks // max(1, hosts))), *super()._options(ranks, hosts)]
 
-        Args:
-            environment: Ignored.
-            active_resources: For each host to use, its slots (GPU indices) or their number.
-
-        Returns:
-            The arguments of the command, of which the first is the name of the program.
-        """
-        total = self._total(active_resources)
-        exports = [
-            word for key, value in self.exports.items() for word in (self.export, key, value)
-        ]
-        each = ["-n", str(total), "-ppn", str(max(1, total // max(1, len(active_resources))))]
-        return ["mpirun", *each, *self._options(), *exports, *self._script()]
+    def _exports(self) -> list[str]:
+        return [word for key, value in self.exports.items() for word in (self.export, key, value)]
 
 
 class IMPIRunner(MPICHRunner):
@@ -310,29 +297,14 @@ class SlurmRunner(MultiNodeRunner):
     name = "slurm"
     program = "srun"
 
-    def get_cmd(
-        self, environment: dict[str, str], active_resources: Mapping[str, Any]
-    ) -> list[str]:
-        """Return the command line of srun as a list of arguments.
-
-        Args:
-            environment: Ignored.
-            active_resources: For each host to use, its slots (GPU indices) or their number.
-
-        Returns:
-            The arguments of the command, of which the first is the name of the program.
-        """
-        options = self._options()
+    def _options(self, ranks: int, hosts: int) -> list[str]:
+        options = super()._options(ranks, hosts)
         for word, value in (("--nodelist", self.args.include), ("--exclude", self.args.exclude)):
             options += [word, value] if value else []
         for word, number in (("--nodes", self.args.num_nodes), ("--gpus", self.args.num_gpus)):
             options += [word, str(number)] if number > 0 else []
+        return options
+
+    def _exports(self) -> list[str]:
         exports = ",".join(["ALL", *(f"{key}={value}" for key, value in self.exports.items())])
-        return [
-            "srun",
-            "-n",
-            str(self._total(active_resources)),
-            *options,
-            f"--export={exports}",
-            *self._script(),
-        ]
+        return [f"--export={exports}"]

@@ -33,6 +33,8 @@ from ....checkpoint.numpy_values import all_from_plain
 from ....checkpoint.safetensors_file import dtype_name
 from ....checkpoint.torch_file import MappedCheckpoint, load_mapped, parameter_facts
 
+State = Mapping[str, Any]  # a dictionary of a file
+
 MODEL = "mp_rank_00_model_states.pt"
 MODEL_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -185,7 +187,7 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
 
 
 def _completed(
-    found: DeepSpeedCheckpoint, first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
+    found: DeepSpeedCheckpoint, first: State, optimizers: Sequence[State]
 ) -> DeepSpeedCheckpoint:
     """Add the plain values and return the checkpoint.
 
@@ -212,7 +214,7 @@ def _completed(
     return found
 
 
-def _batch(first: Mapping[str, Any]) -> dict[str, int] | None:
+def _batch(first: State) -> dict[str, int] | None:
     """Return the batch sizes of the run that saved the checkpoint, or None if unknown."""
     config = first.get("ds_config") or {}
     train, micro, accumulation = (_size(config.get(key)) for key in BATCH_KEYS.values())
@@ -234,7 +236,7 @@ def _size(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def _client(model: Mapping[str, Any]) -> dict[str, Any]:
+def _client(model: State) -> dict[str, Any]:
     """Return the caller's client_state in a model file."""
     return {
         name: all_from_plain(value) for name, value in model.items() if name not in RESERVED_KEYS
@@ -267,7 +269,7 @@ def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
             )
 
 
-def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+def _refuse_others(folder: Path, files: Sequence[tuple[int, State]]) -> None:
     """Raise CheckpointError if a file is of another save or another rank.
 
     Only files that this library wrote record their save and rank.
@@ -285,7 +287,7 @@ def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]])
 
 
 def _optimizer_files(
-    folder: Path, ranks: int, first: Mapping[str, Any], stage: int = 0
+    folder: Path, ranks: int, first: State, stage: int = 0
 ) -> list[dict[str, Any]]:
     """Load the optimizer files of all ranks of a pipeline stage; [] if there are none.
 
@@ -308,7 +310,7 @@ def _optimizer_files(
     return [open_file(numbered[rank]) for rank in range(ranks)]
 
 
-def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
+def _manifest(first: State, ranks: int, is_third: bool) -> Manifest:
     """Build a manifest without parameters and buffers from the first model file."""
     config = first.get("ds_config") or {}
     stage = 3 if is_third else int((config.get("zero_optimization") or {}).get("stage") or 0)
@@ -340,14 +342,14 @@ def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
     )
 
 
-def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _groups(optimizer: State) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups without their parameters."""
     states = _base(optimizer)
     groups = states.get("param_groups", []) if isinstance(states, Mapping) else []
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def _base(optimizer: Mapping[str, Any]) -> Any:
+def _base(optimizer: State) -> Any:
     """Return the state dict of the inner optimizer.
 
     DeepSpeed's optimizers keep it under different names.
@@ -374,8 +376,8 @@ def _master(
 
 def _add_flat(
     found: DeepSpeedCheckpoint,
-    shapes: Sequence[Mapping[str, Any]],
-    optimizers: Sequence[Mapping[str, Any]],
+    shapes: Sequence[State],
+    optimizers: Sequence[State],
     elsewhere: Collection[str] = (),
 ) -> None:
     """Add main weights and states of stages 1 and 2.
@@ -471,7 +473,7 @@ def partition_spans(numels: Mapping[str, int], rank: int, ranks: int) -> tuple[S
 
 
 def _add_spans(
-    found: DeepSpeedCheckpoint, spans: Spans, flat: Tensor, states: Mapping[str, Any]
+    found: DeepSpeedCheckpoint, spans: Spans, flat: Tensor, states: State
 ) -> None:
     """Add parts of main weights and their states from flat tensors."""
     for name, (cut, offset) in spans.items():
@@ -481,7 +483,7 @@ def _add_spans(
             _add_states(found, name, states, cut.start, here)
 
 
-def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _states(optimizer: State, number: int) -> dict[str, Any]:
     """Return the states of one flat parameter, including its group's step."""
     base = _base(optimizer)
     if isinstance(base, list):  # the elastic format has a list of groups
@@ -498,7 +500,7 @@ def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _add_states(
-    found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any], start: int, cut: slice
+    found: DeepSpeedCheckpoint, name: str, states: State, start: int, cut: slice
 ) -> None:
     """Add the optimizer states of a parameter or of a range of it.
 
@@ -523,7 +525,7 @@ def _add_states(
 
 
 def _read_pipeline(
-    folder: Path, first: Mapping[str, Any], ranks: int, trained: frozenset[str]
+    folder: Path, first: State, ranks: int, trained: frozenset[str]
 ) -> DeepSpeedCheckpoint:
     """Read the checkpoint of a PipelineModule.
 
@@ -586,7 +588,7 @@ def _read_pipeline(
 
 
 def _add_layer(
-    found: DeepSpeedCheckpoint, layer: int, state: Mapping[str, Tensor], known: Mapping[str, Any]
+    found: DeepSpeedCheckpoint, layer: int, state: Mapping[str, Tensor], known: State
 ) -> None:
     """Add the weights of a layer's file under their names in the module.
 
@@ -623,7 +625,7 @@ def _add_layer(
             found.add(WEIGHT, prefix + leaf, "", 0, value)
 
 
-def _is_tied(known: Mapping[str, Any], key: str, leaf: str, value: Tensor) -> bool:
+def _is_tied(known: State, key: str, leaf: str, value: Tensor) -> bool:
     """Return whether a weight of a layer fits a tied module."""
     name = f"tied_modules.{key}.{leaf}"
     return name in known and known[name] in (None, value.shape)
@@ -634,8 +636,8 @@ def _is_tied(known: Mapping[str, Any], key: str, leaf: str, value: Tensor) -> bo
 
 def _add_partitioned(
     found: DeepSpeedCheckpoint,
-    models: Sequence[Mapping[str, Any]],
-    optimizers: Sequence[Mapping[str, Any]],
+    models: Sequence[State],
+    optimizers: Sequence[State],
 ) -> None:
     """Add main weights, states and frozen weights of stage 3.
 
@@ -691,7 +693,7 @@ def partition_slice(numel: int, rank: int, ranks: int) -> slice:
 
 
 def _add_replicated(
-    found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], trained: frozenset[str]
+    found: DeepSpeedCheckpoint, optimizer: State, trained: frozenset[str]
 ) -> None:
     """Add optimizer states that are numbered in the order of the model's parameters.
 
@@ -740,7 +742,7 @@ def _add_replicated(
 
 def _add_flat_masters(
     found: DeepSpeedCheckpoint,
-    optimizer: Mapping[str, Any],
+    optimizer: State,
     flats: Sequence[Tensor],
     names: Sequence[str],
 ) -> list[list[str]]:
@@ -762,7 +764,7 @@ def _add_flat_masters(
 
 
 def _scaler(
-    first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
+    first: State, optimizers: Sequence[State]
 ) -> dict[str, Any] | None:
     """Convert DeepSpeed's loss scaler to our state dict; None if there is no scaler."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None

@@ -50,6 +50,8 @@ from .reader import (
     partition_spans,
 )
 
+Groups = Sequence[Sequence[str]]  # names of the parameters in each group of the optimizer
+
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout is written
 # DeepSpeed's default: stage 3 starts a new flat tensor when a rank's part has this many elements.
 SUB_GROUP_NUMEL = 1_000_000_000
@@ -238,7 +240,7 @@ def convert_to_deepspeed(
 
 
 def _model_state(
-    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
+    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Groups
 ) -> dict[str, Any]:
     """Return one rank's model file as a dictionary with DeepSpeed's keys."""
     manifest = source.manifest
@@ -394,7 +396,7 @@ def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, 
 
 
 def _flat(
-    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
+    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Groups
 ) -> dict[str, Any]:
     """Return the optimizer state of stages 1 and 2.
 
@@ -491,7 +493,7 @@ def _sub_groups(
 
 
 def _partitioned(
-    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
+    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Groups
 ) -> dict[str, Any]:
     """Return the optimizer state of stage 3.
 
@@ -519,7 +521,7 @@ def _partitioned(
 
 
 def _replicated(
-    source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequence[Sequence[str]]
+    source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups
 ) -> dict[str, Any]:
     """Return the optimizer entry of stage 0, which is the inner optimizer's state.
 
