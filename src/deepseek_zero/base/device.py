@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch._functorch.pyfunctorch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,8 +32,8 @@ WeakStorage = StorageWeakRef  # a weak reference to a storage
 DEVICE_VARIABLES = ("DEEPSEEK_ZERO_DEVICE", "DS_ACCELERATOR")
 
 Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -69,7 +69,7 @@ def next_node_number() -> int:
 
 # Called with the tensors that a backward differentiates. Returns the tensors to differentiate
 # instead, and a function to call after a successful backward, or None.
-BackwardHook = Callable[[list[torch.Tensor]], tuple[list[torch.Tensor], Callable[[], None] | None]]
+BackwardHook = Callable[[list[Tensor]], tuple[list[Tensor], Callable[[], None] | None]]
 _of_every_backward: list[BackwardHook] = []
 
 
@@ -95,10 +95,10 @@ def _with_hooks(differentiate: Callable[..., Any]) -> Callable[..., Any]:
             return differentiate(*args, **kwargs)
         name = "outputs" if "outputs" in kwargs else "tensors"
         given = args[0] if args else kwargs.get(name)
-        roots = [given] if isinstance(given, torch.Tensor) else given
+        roots = [given] if isinstance(given, Tensor) else given
         if not isinstance(roots, list | tuple) or not roots:
             return differentiate(*args, **kwargs)
-        if not all(isinstance(root, torch.Tensor) for root in roots):
+        if not all(isinstance(root, Tensor) for root in roots):
             return differentiate(*args, **kwargs)
         roots = list(roots)
         afterwards = []
@@ -118,7 +118,7 @@ def _with_hooks(differentiate: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def count_reached(tensors: Iterable[torch.Tensor]) -> int:
+def count_reached(tensors: Iterable[Tensor]) -> int:
     """Return for how many of these tensors the current backward computes a gradient.
 
     Tensors that do not require a gradient are not counted. May only be called inside a backward.
@@ -160,7 +160,7 @@ def clear_hooks(module: nn.Module) -> None:
         hooks.clear()
 
 
-def has_gradient_hooks(tensor: torch.Tensor, *, besides: tuple[type, ...] = ()) -> bool:
+def has_gradient_hooks(tensor: Tensor, *, besides: tuple[type, ...] = ()) -> bool:
     """Return whether a tensor has a hook on its gradient.
 
     Args:
@@ -199,14 +199,14 @@ def outside_torch_func() -> AbstractContextManager[Any]:
     return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
 
 
-def storage_users(tensor: torch.Tensor) -> int:
+def storage_users(tensor: Tensor) -> int:
     """Return how many tensors use this tensor's storage, including itself."""
     storage = tensor.untyped_storage()
     # The Python storage object counts itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Return a tensor's version: how many in-place operations autograd has counted."""
     return tensor._version
 
@@ -234,7 +234,7 @@ def fake_tensors() -> Any:
     return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def has_no_values(tensor: torch.Tensor) -> bool:
+def has_no_values(tensor: Tensor) -> bool:
     """Return whether a tensor has only a shape and a dtype.
 
     True on the meta device and for results of `fake_tensors`.
@@ -252,7 +252,7 @@ FUSED_UPDATES: dict[
 }
 
 
-def double_norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def double_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the norm of each tensor, summed in float64.
 
     On a GPU this is one pass over memory.
@@ -331,7 +331,7 @@ class _Dispatch(TorchDispatchMode):
         return self.call(operator, args, kwargs or {})
 
 
-def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+def detached_below_autograd(tensor: Tensor) -> Tensor:
     """Return an alias of a tensor that has the same version counter.
 
     For use in a dispatch mode, where `detach` returns an alias with its own counter.

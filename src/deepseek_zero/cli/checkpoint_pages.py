@@ -45,6 +45,7 @@ CONVERTERS: dict[str, Callable[..., Any]] = {
     "safetensors": convert_to_safetensors,
     "pth": convert_to_pth,
 }
+Facts = dict[str, Any]  # about a checkpoint, or about a tensor of one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
@@ -134,10 +135,10 @@ def _inspect_directory(where: Path, *, as_json: bool) -> None:
         console.print(Text(f"latest names {latest}, which does not exist", "red"))
 
 
-def _facts(entry: CheckpointInfo) -> dict[str, Any]:
+def _facts(entry: CheckpointInfo) -> Facts:
     """Return the description of a checkpoint as JSON values."""
     manifest = entry.manifest
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "tag": entry.tag,
         "folder": str(entry.folder),
         "step": entry.step if entry.step >= 0 else None,
@@ -169,7 +170,7 @@ def _facts(entry: CheckpointInfo) -> dict[str, Any]:
     return facts
 
 
-def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
+def _tensors(entry: CheckpointInfo) -> dict[str, Facts]:
     """Map parameters and buffers to shape, dtype, optimizer states and bytes."""
     manifest = entry.manifest
     assert manifest is not None
@@ -196,8 +197,8 @@ def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
 
 
 def _foreign_tensors(
-    entry: CheckpointInfo, found: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
+    entry: CheckpointInfo, found: dict[str, Facts]
+) -> dict[str, Facts]:
     """Complete the entries of a checkpoint that has no manifest of this library."""
     with ExitStack() as stack:
         source = open_checkpoint(entry.folder, None, stack, checks=False)
@@ -208,7 +209,7 @@ def _foreign_tensors(
     return found
 
 
-def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
+def _facts_table(entry: CheckpointInfo, facts: Facts) -> Table:
     table = _table(f"checkpoint {entry.tag}", "what", "")
     table.show_header = False
     table.add_row("folder", str(entry.folder))
@@ -238,7 +239,7 @@ def _format_mesh(sizes: dict[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one rank"
 
 
-def _tensors_table(tensors: dict[str, dict[str, Any]]) -> Table:
+def _tensors_table(tensors: dict[str, Facts]) -> Table:
     table = _table("tensors", "name", "shape", "dtype", "optimizer states", "size")
     for name, facts in tensors.items():
         shape = " x ".join(map(str, facts["shape"])) or "scalar"
@@ -295,7 +296,7 @@ def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
     return not any(found.values())
 
 
-def _verdict(entry: CheckpointInfo, faults: Sequence[Fault]) -> dict[str, Any]:
+def _verdict(entry: CheckpointInfo, faults: Sequence[Fault]) -> Facts:
     unknown = num_without_checksum(entry.manifest) if entry.manifest is not None else None
     listed = [_fault(fault) for fault in faults]
     note = "" if faults else checksum_coverage(entry.folder)

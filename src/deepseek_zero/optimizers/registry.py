@@ -28,6 +28,7 @@ from deepseek_zero.base.other_optimizers import OTHER_OPTIMIZERS
 from .plain_steps import raw_step, undecorated
 
 Granularity = Literal["element", "row", "tensor"]
+Options = Mapping[str, Any]  # of an optimizer, or of a parameter group
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class OptimizerSpec:
         )
 
     def parameter_groups(
-        self, model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None
+        self, model: nn.Module, groups: Iterable[Options] | None = None
     ) -> list[dict[str, Any]]:
         """Return the parameter groups, divided further if the class requires it (Muon).
 
@@ -119,7 +120,7 @@ class _Named:
     """
 
     cls: Callable[[], type[Optimizer]]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Options = field(default_factory=dict)
     only: Mapping[str, object] = field(default_factory=dict)
     switches: frozenset[str] = frozenset()
 
@@ -179,7 +180,7 @@ VALID_OPTIMIZERS: tuple[str, ...] = tuple(
 )
 
 
-def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
+def resolve_optimizer(name: str, params: Options) -> OptimizerSpec:
     """Return the optimizer that a configuration names, with checked parameters.
 
     Adam has decoupled weight decay unless `adam_w_mode` is false,
@@ -226,7 +227,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
 
 
 def granularity_of(
-    optimizer: Optimizer | type[Optimizer], group: Mapping[str, Any] | None = None
+    optimizer: Optimizer | type[Optimizer], group: Options | None = None
 ) -> Granularity:
     """Return where the state of an optimizer may be cut between ranks.
 
@@ -282,7 +283,7 @@ def _note_unknown(name: str) -> None:
     )
 
 
-def _refuse_max_grad_norm(params: Mapping[str, Any]) -> None:
+def _refuse_max_grad_norm(params: Options) -> None:
     if "max_grad_norm" in params:
         raise ConfigError(
             "'max_grad_norm' is not supported as an optimizer parameter, please switch to using "
@@ -293,14 +294,14 @@ def _refuse_max_grad_norm(params: Mapping[str, Any]) -> None:
         )
 
 
-def _adam_class(key: str, params: Mapping[str, Any]) -> type[Optimizer]:
+def _adam_class(key: str, params: Options) -> type[Optimizer]:
     """Return AdamW for the name AdamW or if the mode, which is on by default, is set."""
     decoupled = params.get("adam_w_mode", params.get("adamw_mode", True))
     return torch.optim.AdamW if key == "adamw" or decoupled in (True, "auto") else torch.optim.Adam
 
 
 def _without_deepspeed_names(
-    owner: str, named: _Named, params: Mapping[str, Any]
+    owner: str, named: _Named, params: Options
 ) -> dict[str, Any]:
     """Return the parameters that are passed to the class.
 
@@ -345,7 +346,7 @@ def known_arguments(cls: type) -> dict[str, Any]:
 
 
 def checked_arguments(
-    owner: str, cls: type, params: Mapping[str, Any], also_valid: Collection[str] = ()
+    owner: str, cls: type, params: Options, also_valid: Collection[str] = ()
 ) -> dict[str, Any]:
     """Check the parameters of a configuration for the constructor of a class.
 

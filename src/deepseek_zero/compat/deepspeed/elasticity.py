@@ -27,6 +27,8 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
     """Raised if the elastic batch size is not valid for this number of ranks."""
 
 
+Section = Mapping[str, Any]
+
 DEFAULTS: dict[str, Any] = {
     "enabled": False,
     "max_train_batch_size": None,
@@ -43,13 +45,13 @@ DEFAULTS: dict[str, Any] = {
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+def elasticity_enabled(ds_config: Section) -> bool:
     """Return whether a configuration enables elastic batches."""
     return bool(ds_config.get("elasticity", {}).get("enabled", False))
 
 
 def compute_elastic_config(
-    ds_config: Mapping[str, Any],
+    ds_config: Section,
     target_deepspeed_version: str = "",
     world_size: int = 0,
     return_microbatch: bool = False,
@@ -84,7 +86,7 @@ def compute_elastic_config(
     return batch, ranks, max(fitting, default=None)
 
 
-def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+def _section(ds_config: Section) -> dict[str, Any]:
     """Return the validated section with its defaults."""
     given = ds_config.get("elasticity")
     if not isinstance(given, Mapping):
@@ -109,7 +111,7 @@ def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return section
 
 
-def _refuse(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+def _refuse(ds_config: Section, section: Section) -> None:
     if section["max_train_batch_size"] < max(section["micro_batch_sizes"]):
         raise ElasticityConfigError(
             f"elasticity.micro_batch_sizes has {max(section['micro_batch_sizes'])}, which exceeds "
@@ -149,7 +151,7 @@ HIGHLY_COMPOSITE = tuple(
 )
 
 
-def _elastic_batch(section: Mapping[str, Any]) -> tuple[int, list[int]]:
+def _elastic_batch(section: Section) -> tuple[int, list[int]]:
     """Return the batch that fits the largest number of rank counts, and these counts.
 
     `prefer_larger_batch` decides between batches that fit equally many.
@@ -166,7 +168,7 @@ def _elastic_batch(section: Mapping[str, Any]) -> tuple[int, list[int]]:
     return max(found, key=lambda row: (len(row[1]), sign * row[0]))
 
 
-def _ranks_of(batch: int, section: Mapping[str, Any]) -> list[int]:
+def _ranks_of(batch: int, section: Section) -> list[int]:
     """Return the numbers of ranks that divide a batch into micro-batches of a possible size."""
     shares = [batch // size for size in section["micro_batch_sizes"] if batch % size == 0]
     most = min(section["max_gpus"], max(shares, default=0))

@@ -13,9 +13,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from ...api.leaves import get_z3_leaf_modules
+from ...engine.optimizer import Make
 from ...extensions.param_states import full_grad, safe_get_local_grad
 from ...optim.inner_states import load_inner
 from ...optim.sharded import ShardedOptimizer
@@ -87,7 +89,8 @@ class _NoScale:
 
 # Parameter of the inner optimizer, its offset in the flat tensors of its group, its number of
 # elements
-_Span = tuple[torch.nn.Parameter, int, int]
+_Span = tuple[nn.Parameter, int, int]
+State = dict[str, Any]  # of an optimizer, or of one parameter of it
 
 
 class NamedOptimizer(ShardedOptimizer):
@@ -101,7 +104,7 @@ class NamedOptimizer(ShardedOptimizer):
         self,
         runtime: Runtime,
         groups: Sequence[dict[str, Any]],
-        make_inner: Callable[[list[dict[str, Any]]], Optimizer],
+        make_inner: Make,
         *args: Any,
         **kwargs: Any,
     ) -> None:
@@ -136,7 +139,7 @@ class NamedOptimizer(ShardedOptimizer):
         return self.scaler is not None
 
     @property
-    def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
         """Return the updated parameters of each group, whatever their dtype."""
         return [list(params) for params in self.params_by_group]
 
@@ -157,7 +160,7 @@ class NamedOptimizer(ShardedOptimizer):
         return self.settings.max_norm
 
     @property
-    def fp32_groups(self) -> list[list[torch.Tensor]]:
+    def fp32_groups(self) -> list[list[Tensor]]:
         """Return fp32 copies of this rank's main weights by group, one flat tensor per tile."""
         self.finish()
         return [
@@ -166,7 +169,7 @@ class NamedOptimizer(ShardedOptimizer):
         ]
 
     @property
-    def fp32_groups_flat(self) -> list[torch.Tensor]:
+    def fp32_groups_flat(self) -> list[Tensor]:
         """Return `fp32_groups`, concatenated to one flat tensor per group."""
         return [_flat(each) for each in self.fp32_groups]
 
@@ -175,7 +178,7 @@ class NamedOptimizer(ShardedOptimizer):
     # -- gradients between backward and step
 
     @property
-    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
         """Return this rank's flat shards of the reduced gradients by group number.
 
         Groups without gradients are left out.
@@ -187,7 +190,7 @@ class NamedOptimizer(ShardedOptimizer):
         return {number: grads for number, grads in found.items() if grads}
 
     @property
-    def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
+    def fp32_groups_gradients_flat(self) -> list[Tensor]:
         """Return the whole reduced gradients of each group, flat and in fp32.
 
         Parameters without a gradient are left out.
@@ -198,7 +201,7 @@ class NamedOptimizer(ShardedOptimizer):
         found = [[full_grad(param) for param in params] for params in self.params_by_group]
         return [_flat(grad for grad in grads if grad is not None) for grads in found]
 
-    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         """Return `averaged_gradients` in fp32, by group number and position."""
         return {
             number: {place: part.float() for place, part in enumerate(each)}
@@ -206,13 +209,13 @@ class NamedOptimizer(ShardedOptimizer):
         }
 
     @property
-    def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
+    def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
         """Return `averaged_gradients` on the CPU, numbered over all groups."""
         return dict(
             enumerate(part.cpu() for each in self.averaged_gradients.values() for part in each)
         )
 
-    def _get_norm_groups(self) -> list[torch.Tensor]:
+    def _get_norm_groups(self) -> list[Tensor]:
         """Return the norm of each group's reduced gradients over all ranks.
 
         Note:
@@ -235,7 +238,7 @@ class NamedOptimizer(ShardedOptimizer):
         return list(squares.sqrt().float())
 
     @property
-    def leaf_parameters(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """Return the parameters of each module that `set_z3_leaf_modules` selected."""
         return {
             module: list(module.parameters()) for module in get_z3_leaf_modules(self.runtime.model)
@@ -246,7 +249,7 @@ class NamedOptimizer(ShardedOptimizer):
     nccl_start_alignment_factor = 2
 
     @property
-    def bit16_groups_flat(self) -> list[torch.Tensor]:
+    def bit16_groups_flat(self) -> list[Tensor]:
         """Return copies of the whole weights, one flat tensor per group. Stages 0 to 2 only."""
         return [
             torch.cat([param.detach().reshape(-1) for param in params]) if params else _flat(())
@@ -254,7 +257,7 @@ class NamedOptimizer(ShardedOptimizer):
         ]
 
     @property
-    def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
+    def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
         """Return `bit16_groups_flat`, split evenly into one part per rank.
 
         Main weights may be split differently.
@@ -263,7 +266,7 @@ class NamedOptimizer(ShardedOptimizer):
             list(flat.chunk(self.runtime.comm_ctx.comm.size)) for flat in self.bit16_groups_flat
         ]
 
-    def get_param_id(self, param: torch.nn.Parameter) -> int:
+    def get_param_id(self, param: nn.Parameter) -> int:
         """Return the index of a parameter among the updated ones of all groups."""
         every = (each for params in self.params_by_group for each in params)
         return next(number for number, each in enumerate(every) if each is param)
@@ -292,13 +295,13 @@ class NamedOptimizer(ShardedOptimizer):
     _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
 
 
-def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
     """Concatenate the elements of fp32 tensors, of which there may be none."""
     return torch.cat([torch.zeros(0), *(each.reshape(-1) for each in tensors)])
 
 
 def _make_named(
-    make_inner: Callable[[list[dict[str, Any]]], Optimizer], groups: list[dict[str, Any]]
+    make_inner: Make, groups: list[dict[str, Any]]
 ) -> Optimizer:
     """Create the inner optimizer, and set `adam_w_mode` on one of Adam's classes."""
     made = make_inner(groups)
@@ -342,11 +345,11 @@ class FlatStates:
     def __repr__(self) -> str:
         return repr(self._inner)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return this rank's optimizer states in DeepSpeed's format, one flat tensor per kind."""
         return _flat_states(self._owner())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load the states of this rank, in the flat or torch's format."""
         _load_flat_states(self._owner(), state_dict)
 
@@ -369,7 +372,7 @@ class DropInOptimizer(NamedOptimizer):
         return self._flat
 
 
-def _flat_states(optimizer: ShardedOptimizer) -> dict[str, Any]:
+def _flat_states(optimizer: ShardedOptimizer) -> State:
     states = optimizer.load_states()
     inner = optimizer.inner
     tensors = (
@@ -380,7 +383,7 @@ def _flat_states(optimizer: ShardedOptimizer) -> dict[str, Any]:
     )
     if any(value.numel() != param.numel() for param, value in tensors):
         return dict(type(inner).state_dict(inner))
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, State] = {}
     groups = []
     for number, group in enumerate(inner.param_groups):
         groups.append(
@@ -396,19 +399,19 @@ def _flat_states(optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 
 def _flat_state(
-    states: Mapping[Any, dict[str, Any]],
+    states: Mapping[Any, State],
     spans: Sequence[_Span],
     length: int,
     like: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> State:
     """Return one state with flat tensors.
 
     `like` is the state of any parameter of the group.
     """
-    found: dict[str, Any] = {}
+    found: State = {}
     for kind, value in like.items():
         if not _is_moment(value):
-            found[kind] = value.clone() if isinstance(value, torch.Tensor) else value
+            found[kind] = value.clone() if isinstance(value, Tensor) else value
             continue
         found[kind] = flat = torch.zeros(length, dtype=value.dtype, device=value.device)
         for param, start, numel in spans:
@@ -417,7 +420,7 @@ def _flat_state(
     return found
 
 
-def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
+def _load_flat_states(optimizer: ShardedOptimizer, state: State) -> None:
     flat = {number: _spans(optimizer, number) for number in range(len(optimizer.shards_by_group))}
     lengths = {number: (length,) for number, (_, length) in flat.items()}
     moments = [
@@ -428,7 +431,7 @@ def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> Non
     ):
         load_inner(optimizer.shard_set, state)
         return
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, State] = {}
     groups = []
     for number, group in enumerate(state["param_groups"]):
         spans, _ = flat[number]
@@ -448,7 +451,7 @@ def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> Non
 
 def _is_moment(value: Any) -> bool:
     """Return whether a state's value is per element. Step counts are not."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _spans(optimizer: ShardedOptimizer, number: int) -> tuple[list[_Span], int]:
@@ -471,7 +474,7 @@ def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> 
 
     It is created by one step of a copy of the optimizer with a single element.
     """
-    one = torch.nn.Parameter(torch.zeros(1))
+    one = nn.Parameter(torch.zeros(1))
     one.grad = torch.zeros(1)
     kind: Any = type(optimizer.inner)
     try:
@@ -484,7 +487,7 @@ def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> 
         updates = optimizer.updater.updates
         step = state["step"]
         state["step"] = (
-            torch.full_like(step, updates) if isinstance(step, torch.Tensor) else updates
+            torch.full_like(step, updates) if isinstance(step, Tensor) else updates
         )
     return state
 

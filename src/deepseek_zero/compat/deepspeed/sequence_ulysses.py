@@ -29,6 +29,8 @@ from ...engine.data import to_device
 from ...parallel.sequence_model import IGNORED, SequenceSettings, heads_of, own_tokens
 from . import comm, groups
 
+Batch = dict[str, Any]
+
 
 class SequenceMpu:
     """An mpu that requests sequence parallelism from `initialize`.
@@ -156,15 +158,15 @@ class UlyssesSPDataLoaderAdapter:
 
     def __post_init__(self) -> None:
         self.iter = iter(self.dl)
-        self.micro_batches: deque[dict[str, Any]] = deque()
+        self.micro_batches: deque[Batch] = deque()
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         """Return this rank's tokens of the next batch.
 
         Note:
@@ -173,7 +175,7 @@ class UlyssesSPDataLoaderAdapter:
         """
         if not self.micro_batches:
             self.refill()
-        found: dict[str, Any] = to_device(self.micro_batches.popleft(), torch.device(self.device))
+        found: Batch = to_device(self.micro_batches.popleft(), torch.device(self.device))
         return found
 
     def refill(self) -> None:
@@ -201,7 +203,7 @@ class UlyssesSPDataLoaderAdapter:
                 own_tokens(self._padded(_from_bytes(row)), self.sp_rank, self.sp_world_size)
             )
 
-    def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _padded(self, batch: Batch) -> Batch:
         """Pad a batch to a number of tokens that is a multiple of the ranks."""
         length = batch["input_ids"].shape[1]
         missing = math.ceil(length / self.sp_world_size) * self.sp_world_size - length
@@ -225,7 +227,7 @@ class UlyssesSPDataLoaderAdapter:
         return found
 
 
-def _as_bytes(batch: dict[str, Any]) -> bytes:
+def _as_bytes(batch: Batch) -> bytes:
     """Serialize a batch of tensors and plain values.
 
     The format is the length of a JSON header, the header, and the elements of the tensors.
@@ -250,7 +252,7 @@ def _as_bytes(batch: dict[str, Any]) -> bytes:
     return b"".join([len(header).to_bytes(8, "little"), header, *elements])
 
 
-def _from_bytes(row: bytes) -> dict[str, Any]:
+def _from_bytes(row: bytes) -> Batch:
     """Deserialize a batch that `_as_bytes` wrote."""
     place = 8 + int.from_bytes(row[:8], "little")
     values, shapes = json.loads(row[8:place])
@@ -262,5 +264,5 @@ def _from_bytes(row: bytes) -> dict[str, Any]:
                 torch.frombuffer(bytearray(row[place : place + empty.nbytes]), dtype=torch.uint8)
             )
         tensors[name], place = empty, place + empty.nbytes
-    found: dict[str, Any] = decode(values, tensors)
+    found: Batch = decode(values, tensors)
     return found
