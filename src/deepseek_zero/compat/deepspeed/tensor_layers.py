@@ -27,10 +27,14 @@ from ...base.errors import NotBuiltError, UsageError
 from ...engine.engine import Engine
 from ...parallel.cuts import join, put_together, taken
 from ...parallel.layers import Column, Layer, Row
+from ...planner.layout import Shape
 from ...planner.split import Split, laid_out, set_own_cut, split_of
 from . import groups
 from .autotp import AutoTPMeta, get_shard_size_list
 from .tensor_checkpoint_info import INFO, collect_autotp_universal_checkpoint_info, mark
+
+Parts = Sequence[Sequence[int]]  # for each part of a dimension, its width on each rank
+Spec = tuple[Any, ...]  # shape of a fused parameter, in which a dimension may be a tuple of sizes
 
 DS_IS_REPLACED_MODULE = "ds_is_replaced_module"
 DS_TENSOR_MODEL_PARALLEL = "tensor_model_parallel"
@@ -206,7 +210,7 @@ def _side_by_side(own: Tensor, widths: Sequence[int], group: Any) -> Tensor:
     return torch.cat(parts, 1).view(*own.shape[:-1], -1)
 
 
-def _gathered(own: Tensor, shapes: Sequence[tuple[int, ...]], group: Any) -> list[Tensor]:
+def _gathered(own: Tensor, shapes: Sequence[Shape], group: Any) -> list[Tensor]:
     """Return the tensors of all ranks. Every rank must call this.
 
     They are padded, because torch's all-gather requires equal sizes.
@@ -257,7 +261,7 @@ def cut_part(param: Tensor, split: Split, index: int) -> None:
     param.data = own
 
 
-def split_by(shape: Sequence[int], dim: int, parts: Sequence[Sequence[int]]) -> Split:
+def split_by(shape: Sequence[int], dim: int, parts: Parts) -> Split:
     """Return the split of a dimension that consists of several parts.
 
     Args:
@@ -334,7 +338,7 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
         return self._partition_sizes
 
     @property
-    def _parts(self) -> Sequence[Sequence[int]]:
+    def _parts(self) -> Parts:
         """For each part of the split dimension, its width on each rank."""
         return [self._partition_sizes]
 
@@ -370,7 +374,7 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
                 dim = split.dim if split is not None else None
                 mark(param, kind, whole, outputs, dim, self._parts, self._spec_of(whole))
 
-    def _spec_of(self, whole: tuple[int, ...]) -> tuple[Any, ...] | None:
+    def _spec_of(self, whole: Shape) -> Spec | None:
         """Return the shape that describes a fused parameter; None for a single part."""
         return None
 
@@ -414,7 +418,7 @@ def _name(param: Any, gather_params: Any, tp_partition: Any) -> None:
     param._tp_partition = tp_partition
 
 
-def _whole_shape(param: Tensor) -> tuple[int, ...]:
+def _whole_shape(param: Tensor) -> Shape:
     """Return a parameter's shape, or that of the whole if ZeRO-3 has sharded it."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
@@ -592,7 +596,7 @@ class _OfParts(TensorParallel_Layer):
     parts, or the width of each part. Other entries are -1.
     """
 
-    shape: tuple[Any, ...]
+    shape: Spec
     _subparam_sizes: tuple[int, ...]
     # Name that determines the split, instead of the layer's own
     counts_as: ClassVar[str | None] = None
@@ -622,10 +626,10 @@ class _OfParts(TensorParallel_Layer):
         return self._partition_sizes
 
     @property
-    def _parts(self) -> Sequence[Sequence[int]]:
+    def _parts(self) -> Parts:
         return self._subparam_shard_widths
 
-    def _spec_of(self, whole: tuple[int, ...]) -> tuple[Any, ...] | None:
+    def _spec_of(self, whole: Shape) -> Spec | None:
         return self.shape if len(whole) > 1 else (self._subparam_sizes,)
 
 
@@ -639,7 +643,7 @@ def _subparam_shard_widths(
     return [get_shard_size_list(size, tp_world_size, tp_meta, name) for size in subparam_sizes]
 
 
-def subparam_sizes(whole: Sequence[int], shape: tuple[Any, ...], dim: int) -> tuple[int, ...]:
+def subparam_sizes(whole: Sequence[int], shape: Spec, dim: int) -> tuple[int, ...]:
     """Return the widths of the parts of a dimension.
 
     Args:
@@ -793,7 +797,7 @@ def show_names(engine: Engine) -> None:
         vars(engine.module)[INFO] = collect_autotp_universal_checkpoint_info(engine.module)
 
 
-def _parts_of(split: Split | None) -> tuple[list[list[int]], tuple[Any, ...] | None]:
+def _parts_of(split: Split | None) -> tuple[list[list[int]], Spec | None]:
     """Return the widths of the parts of a split dimension on each rank.
 
     If there are several parts, the shape that describes them is returned, too.
