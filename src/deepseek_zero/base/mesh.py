@@ -233,9 +233,7 @@ class Mesh:
         """Return `ranks_along` of every rank: disjoint groups, ordered by first rank."""
         return self._grouped(lambda here: tuple(here[axis] for axis in AXES if axis not in axes))
 
-    def _grouped(
-        self, place_of: Callable[[dict[str, int]], tuple[int, ...]]
-    ) -> Groups:
+    def _grouped(self, place_of: Callable[[dict[str, int]], tuple[int, ...]]) -> Groups:
         """Return the groups of ranks whose coordinates have the same place."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -255,9 +253,7 @@ class Mesh:
             for start in runs
         )
 
-    def host_groups(
-        self, per_host: int
-    ) -> tuple[Groups, Groups]:
+    def host_groups(self, per_host: int) -> tuple[Groups, Groups]:
         """Return the two partitions of the world for reductions by host.
 
         The first contains the ranks of each host that shard one state. The second contains the

@@ -286,9 +286,7 @@ def _read(environ: Environment, launcher: Launcher) -> World:
 _MOST_NUMBER = 999_999_999
 
 
-def _number(
-    environ: Environment, name: str, least: int, most: int = _MOST_NUMBER
-) -> int | None:
+def _number(environ: Environment, name: str, least: int, most: int = _MOST_NUMBER) -> int | None:
     """Return a variable as a number, or None if it is not set."""
     text = environ.get(name)
     if text is None:

@@ -196,9 +196,7 @@ def _tensors(entry: CheckpointInfo) -> dict[str, Facts]:
     return found
 
 
-def _foreign_tensors(
-    entry: CheckpointInfo, found: dict[str, Facts]
-) -> dict[str, Facts]:
+def _foreign_tensors(entry: CheckpointInfo, found: dict[str, Facts]) -> dict[str, Facts]:
     """Complete the entries of a checkpoint that has no manifest of this library."""
     with ExitStack() as stack:
         source = open_checkpoint(entry.folder, None, stack, checks=False)

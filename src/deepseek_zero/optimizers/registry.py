@@ -300,9 +300,7 @@ def _adam_class(key: str, params: Options) -> type[Optimizer]:
     return torch.optim.AdamW if key == "adamw" or decoupled in (True, "auto") else torch.optim.Adam
 
 
-def _without_deepspeed_names(
-    owner: str, named: _Named, params: Options
-) -> dict[str, Any]:
+def _without_deepspeed_names(owner: str, named: _Named, params: Options) -> dict[str, Any]:
     """Return the parameters that are passed to the class.
 
     Raise NotBuiltError if a parameter in `named.only` has another value.

@@ -161,5 +161,3 @@ class Adam(_CpuSteps, optim.Adam):
 
 class AdamW(_CpuSteps, optim.AdamW):
     """Adam with decoupled weight decay."""
-
-

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...precision.loss_scale import LossScaleSettings
 from ...precision.loss_scale import LossScaler as Rule
+from ...precision.loss_scale import LossScaleSettings
 
 INITIAL_LOSS_SCALE = "init_scale"
 SCALE_WINDOW = "scale_window"

@@ -71,16 +71,20 @@ def _best(mask: Tensor, scores: Tensor, capacity: int) -> Tensor:
 
 
 def _of_chosen(table: Tensor, chosen: Tensor) -> Tensor:
-    return table.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    """Return the entries of the chosen experts.
+
+    Shapes: ``(tokens, experts)`` and ``(k, tokens)``, which is that of the result.
+    """
+    return table.gather(1, chosen.mT).mT
 
 
 def _gated(
     l_aux: Tensor,
     capacity: int,
-    chosen: list[Tensor],
-    slots: list[Tensor],
-    weights: list[Tensor],
-    kept: list[Tensor],
+    chosen: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    kept: Tensor,
     counts: Tensor,
     sparse_routes: bool,
 ) -> Gated:
@@ -91,7 +95,7 @@ def _gated(
     Args:
         l_aux: Load-balancing loss.
         capacity: Slots per expert.
-        chosen: Experts, one tensor of shape ``(tokens,)`` for each of the k choices.
+        chosen: Experts, shape ``(k, tokens)``.
         slots: Slots, in the same form.
         weights: Weights, in the same form.
         kept: Whether a route is kept, in the same form.
@@ -99,30 +103,27 @@ def _gated(
         sparse_routes: Return the routes in sparse form.
 
     Returns:
-        In sparse form: the loss, the capacity, the number of experts, and the lists of experts,
-        slots and weights. In dense form: the loss, weights of shape ``(tokens, experts, slots)``,
-        and the mask of nonzero weights. The counts are the last element of both.
+        In sparse form: the loss, the capacity, the number of experts, and experts, slots and
+        weights of shape ``(k, tokens)``. In dense form: the loss, weights of shape
+        ``(tokens, experts, slots)``, and the mask of nonzero weights. The counts are the last
+        element of both.
     """
     counts = counts.detach()
-    experts = [each.where(keep, -1) for each, keep in zip(chosen, kept, strict=True)]
-    slots = [each.where(keep, 0) for each, keep in zip(slots, kept, strict=True)]
-    weights = [each * keep for each, keep in zip(weights, kept, strict=True)]
+    slots = slots.where(kept, 0)
+    weights = weights * kept
     if sparse_routes:
-        return l_aux, capacity, len(counts), experts, slots, weights, counts
-    whole = weights[0].new_zeros(len(experts[0]), len(counts), capacity)
-    for expert, slot, weight, keep in zip(experts, slots, weights, kept, strict=True):
-        tokens = torch.nonzero(keep).squeeze(1)
-        index = tokens, expert[tokens], slot[tokens]
-        whole = whole.index_put(index, weight[tokens], accumulate=True)
+        return l_aux, capacity, len(counts), chosen.where(kept, -1), slots, weights, counts
+    _, tokens = kept.nonzero(as_tuple=True)
+    whole = weights.new_zeros(kept.shape[1], len(counts), capacity)
+    index = tokens, chosen[kept], slots[kept]
+    whole = whole.index_put(index, weights[kept], accumulate=True)
     return l_aux, whole, whole.bool(), counts
 
 
-def _shared_out(weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+def _shared_out(weights: Tensor, kept: Tensor) -> Tensor:
     """Normalize the weights so that the sum over the kept choices of a token is 1."""
-    held = [each * keep for each, keep in zip(weights, kept, strict=True)]
-    total = torch.stack(held).sum(0)
-    total = total.clamp(min=torch.finfo(total.dtype).eps)
-    return [each / total for each in held]
+    held = weights * kept
+    return held / held.sum(0).clamp(min=torch.finfo(held.dtype).eps)
 
 
 def multiplicative_jitter(x: Tensor, device: Any = None, epsilon: float = 1e-2) -> Tensor:
@@ -182,8 +183,8 @@ def top1gating(
     Returns:
         In dense form: the load-balancing loss, weights of shape ``(tokens, experts, slots)``, the
         mask of nonzero weights, and the number of tokens that chose each expert. In sparse form:
-        the loss, the capacity, the number of experts, lists of experts, slots and weights with one
-        tensor of shape ``(tokens,)`` for each choice, and the counts.
+        the loss, the capacity, the number of experts, the experts, slots and weights, each of shape
+        ``(k, tokens)``, and the counts.
 
     Note:
         Collective if `drop_tokens` is false: every rank of `ep_group` must call it.
@@ -194,8 +195,8 @@ def top1gating(
         if noisy_gate_policy == "RSample"
         else gates
     )
-    chosen = noisy.argmax(1)
-    mask = F.one_hot(chosen, logits.shape[1])
+    chosen = noisy.argmax(1)[None]
+    mask = F.one_hot(chosen[0], logits.shape[1])
     if used_token is not None:
         mask = mask * used_token.reshape(-1, 1).to(mask.dtype)
     counts = mask.sum(0)
@@ -208,8 +209,8 @@ def top1gating(
         mask = _best(mask, torch.rand(mask.shape, device=mask.device).clamp(min=1e-6), capacity)
     slots = _of_chosen(_queued(mask), chosen)
     kept = _of_chosen(mask, chosen).bool() & (slots < capacity)
-    weights = [_of_chosen(gates, chosen)]
-    return _gated(l_aux, capacity, [chosen], [slots], weights, [kept], counts, sparse_routes)
+    weights = _of_chosen(gates, chosen)
+    return _gated(l_aux, capacity, chosen, slots, weights, kept, counts, sparse_routes)
 
 
 def top2gating(
@@ -238,8 +239,8 @@ def top2gating(
     Returns:
         In dense form: the load-balancing loss, weights of shape ``(tokens, experts, slots)``, the
         mask of nonzero weights, and the number of tokens that chose each expert. In sparse form:
-        the loss, the capacity, the number of experts, lists of experts, slots and weights with one
-        tensor of shape ``(tokens,)`` for each choice, and the counts.
+        the loss, the capacity, the number of experts, the experts, slots and weights, each of shape
+        ``(k, tokens)``, and the counts.
 
     Note:
         Collective if `drop_tokens` is false: every rank of `ep_group` must call it.
@@ -256,11 +257,13 @@ def top2gating(
         capacity = _capacity(gates, capacity_factor * 2, min_capacity)
     else:
         capacity = _largest(counts, ep_group)
-    slots = [_of_chosen(_queued(mask), first), _of_chosen(_queued(other) + mask.sum(0), second)]
-    kept = [each < capacity for each in slots]
-    weights = _shared_out([_of_chosen(gates, first), _of_chosen(gates, second)], kept)
+    chosen = torch.stack((first, second))
+    queued = _queued(torch.cat((mask, other)))  # first choices first
+    slots = _of_chosen(queued, chosen.reshape(1, -1)).reshape(2, -1)
+    kept = slots < capacity
+    weights = _shared_out(_of_chosen(gates, chosen), kept)
     l_aux = _unevenness(gates, mask)
-    return _gated(l_aux, capacity, [first, second], slots, weights, kept, counts, sparse_routes)
+    return _gated(l_aux, capacity, chosen, slots, weights, kept, counts, sparse_routes)
 
 
 def topkgating(
@@ -290,8 +293,8 @@ def topkgating(
     Returns:
         In dense form: the load-balancing loss, weights of shape ``(tokens, experts, slots)``, the
         mask of nonzero weights, and the number of tokens that chose each expert. In sparse form:
-        the loss, the capacity, the number of experts, lists of experts, slots and weights with one
-        tensor of shape ``(tokens,)`` for each choice, and the counts.
+        the loss, the capacity, the number of experts, the experts, slots and weights, each of shape
+        ``(k, tokens)``, and the counts.
 
     Raises:
         ValueError: `drop_policy` is unknown.
@@ -312,29 +315,19 @@ def topkgating(
             mask = _best(mask, gates, capacity)
         elif drop_policy != "position":
             raise ValueError(f"Invalid drop_policy: {drop_policy}")
-    queued = _queued(mask)
-    chosen = list(places.unbind(1))
-    slots = [_of_chosen(queued, each) for each in chosen]
-    kept = [
-        _of_chosen(mask, each).bool() & (slot < capacity)
-        for each, slot in zip(chosen, slots, strict=True)
-    ]
-    weights = _shared_out([_of_chosen(gates, each) for each in chosen], kept)
+    chosen = places.mT
+    slots = _of_chosen(_queued(mask), chosen)
+    kept = _of_chosen(mask, chosen).bool() & (slots < capacity)
+    weights = _shared_out(_of_chosen(gates, chosen), kept)
     return _gated(l_aux, capacity, chosen, slots, weights, kept, counts, sparse_routes)
 
 
-def _route_slots(
-    experts: list[Tensor], slots: list[Tensor], num_experts: int, capacity: int
-) -> Tensor:
+def _route_slots(experts: Tensor, slots: Tensor, num_experts: int, capacity: int) -> Tensor:
     """Return each route's row among the slots of all experts, shape ``(k, tokens)``.
 
     Dropped routes have the row after the last slot.
     """
-    rows = [each * capacity + slot for each, slot in zip(experts, slots, strict=True)]
-    dropped = num_experts * capacity
-    return torch.stack(
-        [row.where(each >= 0, dropped) for row, each in zip(rows, experts, strict=True)]
-    )
+    return (experts * capacity + slots).where(experts >= 0, num_experts * capacity)
 
 
 def _sparse_encode(hidden: Tensor, slots: Tensor, num_experts: int, capacity: int) -> Tensor:
@@ -349,14 +342,13 @@ def _sparse_encode(hidden: Tensor, slots: Tensor, num_experts: int, capacity: in
     return rows[:-1].reshape(num_experts, capacity, width)
 
 
-def _sparse_decode(rows: Tensor, slots: Tensor, weights: list[Tensor], num_tokens: int) -> Tensor:
+def _sparse_decode(rows: Tensor, slots: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
     """Return the weighted sum of each token's rows, shape ``(tokens, width)``.
 
-    `rows` has shape ``(experts * slots, width)``.
+    `rows` has shape ``(experts * slots, width)``. `num_tokens` is ignored.
     """
     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])])
-    taken = rows[slots.reshape(-1)].reshape(len(slots), num_tokens, -1)
-    return (taken * torch.stack(weights).unsqueeze(-1).to(taken.dtype)).sum(0)
+    return (rows[slots] * weights.unsqueeze(-1).to(rows.dtype)).sum(0)
 
 
 def _exchanged(values: Tensor, group: Any) -> Tensor:

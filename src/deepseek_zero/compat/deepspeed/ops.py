@@ -197,5 +197,3 @@ BUILDERS: dict[str, Any] = {
 globals().update(BUILDERS)
 ALL_OPS = {builder.NAME: builder for builder in BUILDERS.values()}
 __compatible_ops__ = {name: builder().is_compatible() for name, builder in ALL_OPS.items()}
-
-

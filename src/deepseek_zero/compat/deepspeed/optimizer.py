@@ -300,9 +300,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(0), *(each.reshape(-1) for each in tensors)])
 
 
-def _make_named(
-    make_inner: Make, groups: list[dict[str, Any]]
-) -> Optimizer:
+def _make_named(make_inner: Make, groups: list[dict[str, Any]]) -> Optimizer:
     """Create the inner optimizer, and set `adam_w_mode` on one of Adam's classes."""
     made = make_inner(groups)
     if isinstance(made, Adam) and not hasattr(type(made), "adam_w_mode"):
@@ -486,9 +484,7 @@ def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> 
     if "step" in state:
         updates = optimizer.updater.updates
         step = state["step"]
-        state["step"] = (
-            torch.full_like(step, updates) if isinstance(step, Tensor) else updates
-        )
+        state["step"] = torch.full_like(step, updates) if isinstance(step, Tensor) else updates
     return state
 
 

@@ -472,9 +472,7 @@ def partition_spans(numels: Mapping[str, int], rank: int, ranks: int) -> tuple[S
     return found, offset
 
 
-def _add_spans(
-    found: DeepSpeedCheckpoint, spans: Spans, flat: Tensor, states: State
-) -> None:
+def _add_spans(found: DeepSpeedCheckpoint, spans: Spans, flat: Tensor, states: State) -> None:
     """Add parts of main weights and their states from flat tensors."""
     for name, (cut, offset) in spans.items():
         here = slice(offset, offset + cut.stop - cut.start)
@@ -692,9 +690,7 @@ def partition_slice(numel: int, rank: int, ranks: int) -> slice:
 # -- stage 0: the optimizer's state has no names
 
 
-def _add_replicated(
-    found: DeepSpeedCheckpoint, optimizer: State, trained: frozenset[str]
-) -> None:
+def _add_replicated(found: DeepSpeedCheckpoint, optimizer: State, trained: frozenset[str]) -> None:
     """Add optimizer states that are numbered in the order of the model's parameters.
 
     The numbers cover either all parameters or the trained ones, whichever has matching shapes.
@@ -763,9 +759,7 @@ def _add_flat_masters(
     return groups
 
 
-def _scaler(
-    first: State, optimizers: Sequence[State]
-) -> dict[str, Any] | None:
+def _scaler(first: State, optimizers: Sequence[State]) -> dict[str, Any] | None:
     """Convert DeepSpeed's loss scaler to our state dict; None if there is no scaler."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
     saved_scaler = vars(saved) if isinstance(saved, PickledObject) else first.get("optimizer") or {}

@@ -520,9 +520,7 @@ def _partitioned(
     }
 
 
-def _replicated(
-    source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups
-) -> dict[str, Any]:
+def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups) -> dict[str, Any]:
     """Return the optimizer entry of stage 0, which is the inner optimizer's state.
 
     Below fp32 it includes the main weights of the trained parameters.
