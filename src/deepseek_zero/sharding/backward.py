@@ -324,8 +324,7 @@ class Backward:
         if interrupted is Phase.IDLE:
             return
         self.step.enter(Phase.IDLE)
-        self.step.active.clear()
-        self.step.parts.clear()
+        self.step.leave_forwards()
         with torch.no_grad():
             self.executor.gathers.end()
             for unit in self.units:

@@ -21,7 +21,7 @@ from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, tensors_in
 from ..precision.policy import Policy
 from .backward import Backward
-from .hooks import weak_hook
+from .hooks import calls_under_way, weak_hook
 from .model_changes import Structure, frozen_or_unfrozen
 from .param_group import ParamGroup
 from .regroup import Regrouped, follow_requires_grad
@@ -144,6 +144,8 @@ class Forward:
     def _begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard the unit, and return the arguments of its forward."""
         step = self.step
+        if unit is self.root and step.active and not self._is_nested(step.active[0].unit):
+            step.leave_forwards()
         begins = unit is self.root and not step.active and not step.is_in_backward
         if begins:
             self.backward.recover()
@@ -175,6 +177,15 @@ class Forward:
             context.__enter__()
             frame.contexts.append(context)
         return args, kwargs
+
+    def _is_nested(self, outermost: Unit) -> bool:
+        """Return whether a forward of the root that begins now is inside another forward.
+
+        The outermost unit may have ended without a call of `_after`, because torch calls no hook
+        after a KeyboardInterrupt.
+        """
+        calls = calls_under_way(outermost.module)
+        return calls > 1 if outermost is self.root else calls > 0
 
     def _begin_pass(self) -> None:
         """Begin the forward of the whole model."""

@@ -132,6 +132,14 @@ class StepState:
             )
         self._phase = phase
 
+    def leave_forwards(self) -> None:
+        """Forget forwards that an exception ended, and exit the context managers they entered."""
+        for frame in reversed(self.active):
+            for context in reversed(frame.contexts):
+                context.__exit__(None, None, None)
+        self.active.clear()
+        self.parts.clear()
+
     @property
     def is_in_backward(self) -> bool:
         """Return whether a backward of the model is running.

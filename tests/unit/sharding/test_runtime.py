@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepseek_zero.base.device import outer_saved_tensor_hooks
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.precision.policy import Policy
@@ -258,3 +259,43 @@ def test_a_gradient_is_not_changed_while_each_replica_has_its_own_sum(stage: int
         param.grad.mul_(2)  # the sum is everybody's now
 
     run_ranks(4, step)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def train_after_an_interrupt(
+    rank: Rank, stage: int, place: str, *, is_recorded: bool
+) -> tuple[float, Any]:
+    """The gradient norm of one step, and the saved-tensor hooks that are in force after it."""
+    model = small()
+    runtime = sharded(rank, model, stage=stage, accumulation=2)
+    optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
+    batch = batch_of(0, 0, rank.index)
+    handle = model.get_submodule(place).register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(is_recorded):
+        model(batch.tokens, batch.targets)
+    handle.remove()
+    for micro in range(2):
+        runtime.step.is_boundary = micro == 1
+        batch = batch_of(0, micro, rank.index)
+        model(batch.tokens, batch.targets).backward()
+    hooks = outer_saved_tensor_hooks()
+    optimizer.step()
+    return optimizer.last.norm, hooks
+
+
+@on_stages
+@pytest.mark.parametrize("place", ["head", "blocks.0.up", "blocks.1.down"])
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["training", "evaluation"])
+def test_a_forward_after_an_interrupted_one_is_an_ordinary_forward(
+    stage: int, place: str, is_recorded: bool
+) -> None:
+    def run(rank: Rank) -> tuple[float, Any]:
+        return train_after_an_interrupt(rank, stage, place, is_recorded=is_recorded)
+
+    expected = run_ranks(2, lambda rank: train(rank, stage, torch.float32, 2))[0].norms[0]
+    for norm, hooks in run_ranks(2, run):
+        assert norm == expected
+        assert hooks is None
