@@ -429,7 +429,9 @@ def test_mixed_dtypes_train(setting: Setting) -> None:
 
 
 class Buffers(nn.Module):
-    """Batch norms inside and outside units; integer, boolean, scalar, empty and unsaved buffers."""
+    """Batch norms inside and outside units; integer, boolean, scalar, empty, expanded, sparse and
+    unsaved buffers.
+    """
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -440,10 +442,13 @@ class Buffers(nn.Module):
             self.register_buffer("scratch", torch.ones(WIDTH), persistent=False)
             self.register_buffer("nothing", torch.empty(0))
             self.register_buffer("absent", None)
+            self.register_buffer("rows", torch.arange(1.0, WIDTH + 1).expand(6, WIDTH))
+            self.register_buffer("links", torch.eye(6).to_sparse(), persistent=False)
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return x + self.norm(self.linear(x)) * self.mask * self.scratch
+            x = x + self.norm(self.linear(x)) * self.mask * self.scratch
+            return torch.sparse.mm(self.links, x / self.rows)
 
     def __init__(self) -> None:
         super().__init__()

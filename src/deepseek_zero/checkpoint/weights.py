@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..base.device import default_device
 from ..base.errors import CheckpointError
+from ..base.expanded import copy_into
 from ..base.progress import LongWork
 from ..extensions.param_states import optimizer_of
 from ..extensions.zero_init import Init, take_slice
@@ -225,7 +226,7 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
             work.advance(group.layout.numel)
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in found:
-            buffer.data.copy_(files.tensor(found[name]))
+            copy_into(buffer.data, files.tensor(found[name]))
 
 
 def _read_exact(

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..base.expanded import copy_into
 from ..base.progress import LongWork
 from ..comm.collectives import Comm, scatter
 from ..planner.plan import Plan
@@ -160,12 +161,13 @@ def _as_they_get_values(
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
     """Move buffers (running statistics, masks) to the device, with rank 0's values.
 
-    Every rank keeps them whole.
+    Every rank keeps them whole. A sparse buffer keeps the values of its own rank, because the number
+    of its elements may differ between ranks.
     """
     for name, buffer in model.named_buffers():
         if buffer.device != device:
             buffer.data = buffer.data.to(device)
-        if comm.size > 1 and buffer.numel():
+        if comm.size > 1 and buffer.numel() and buffer.layout is torch.strided:
             flat = buffer.detach().reshape(-1).contiguous().clone()
             scatter(comm, [flat] * comm.size, flat, f"buffer {name}")
-            buffer.data.copy_(flat.view(buffer.shape))
+            copy_into(buffer.data, flat.view(buffer.shape))
