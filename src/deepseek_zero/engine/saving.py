@@ -38,6 +38,7 @@ from ..checkpoint.contents import (
     LoadSettings,
     SaveSettings,
 )
+from ..checkpoint.extra_state import extra_states, restore_extra_states
 from ..checkpoint.format import LATEST, NEWEST, checked_tag, tag_to_save
 from ..checkpoint.layouts import EngineLayout, is_checkpoint, layout_named, layout_of
 from ..checkpoint.lockstep import run_and_gather, run_and_gather_values, run_on_first_rank
@@ -252,6 +253,7 @@ def save_checkpoint(
         engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     )
     trainer["owed"] = None
+    trainer["extra_state"] = extra_states(engine.runtime.model)
     for policy in engine.optimizer.policies if engine.optimizer is not None else ():
         if policy.checkpoint_key:
             trainer[policy.checkpoint_key] = policy.state_dict()
@@ -377,6 +379,7 @@ def load_checkpoint(
     settings = LoadSettings(restore.strict, moments, not restore.module_only, verify)
     read = layout.load if isinstance(layout, EngineLayout) else checkpoint.load_slices
     loaded = read(folder, chosen, contents, settings)
+    restore_extra_states(engine.runtime.model, loaded.trainer.get("extra_state") or {})
     if not restore.module_only:
         _restore_counters(
             engine, loaded, has_moments=restore.moments, has_schedule=restore.schedule

@@ -109,6 +109,8 @@ class DeepSpeedLayout(EngineLayout):
             return f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout"
         if contents.trainer.get("owed") is not None:
             return "an update is owed (delayed_update_after), which DeepSpeed's layout cannot store"
+        if stateful := sorted(contents.trainer.get("extra_state", ())):
+            return f"the module '{stateful[0]}' has an extra state, which this layout cannot store"
         optimizer = contents.optimizer
         states = optimizer.inner.state if optimizer is not None else {}
         for shard in optimizer.shards() if optimizer is not None else ():
