@@ -270,6 +270,68 @@ def test_checkpoints_that_do_not_fit_are_refused_before_anything_changes(tmp_pat
     assert (fresh.global_steps, moments_of(fresh)) == (0, {})
 
 
+class Remembering(nn.Sequential):
+    """A model with an expanded buffer and an extra state."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.register_buffer("rows", torch.full((4,), float(width)).expand(3, 4))
+        self.register_buffer("bank", torch.zeros(width))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.bank += 1.0
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def remembering(stage: int, model: nn.Module) -> Any:
+    return deepseek_zero.initialize(model=model, config=config(stage))[0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_expanded_buffers_and_extra_states_are_restored(tmp_path: Path, stage: int) -> None:
+    engine = remembering(stage, Remembering())
+    engine.backward(engine(torch.ones(4, 4)).square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    model = Remembering()
+    model.rows = torch.zeros(4).expand(3, 4)
+    fresh = remembering(4 - stage, model)
+    fresh.load_checkpoint(tmp_path)
+    assert model.calls == 1
+    assert torch.equal(model.rows, torch.full((3, 4), 4.0))
+    assert torch.equal(model.bank, torch.ones(4))
+
+
+@pytest.mark.ranks(2)
+def test_buffers_that_do_not_fit_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    remembering(3, Remembering()).save_checkpoint(tmp_path)
+    wider = remembering(3, Remembering(5))
+    more = Remembering()
+    more.register_buffer("extra", torch.zeros(2))
+    other = remembering(3, more)
+    for engine, reason in ((wider, r"'bank' is \[4\] in .* \[5\] in"), (other, "buffers extra")):
+        before = engine.module_state_dict()
+        with pytest.raises(CheckpointError, match=reason):
+            engine.load_checkpoint(tmp_path)
+        after = engine.module_state_dict()
+        assert all(
+            torch.equal(value, after[name])
+            for name, value in before.items()
+            if isinstance(value, Tensor)
+        )
+    other.load_checkpoint(tmp_path, load_module_strict=False)
+    assert torch.equal(more.bank, torch.zeros(4))
+
+
 @pytest.mark.ranks(2)
 def test_no_checkpoint_is_none_and_a_missing_tag_an_error_that_lists_the_others(
     tmp_path: Path,

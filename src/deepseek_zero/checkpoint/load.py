@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import extensions
 from ..base.errors import CheckpointError
+from ..base.expanded import copy_into
 from ..base.log import log_first
 from ..base.memory import trim_heap
 from ..base.mesh import AXES
@@ -94,6 +95,7 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
         folder = existing_folder(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
         check(manifest, contents, settings, names)
+        _check_buffers(manifest, contents, settings)
         if not settings.moments or contents.optimizer is None:
             return folder, manifest, False
         keys: dict[str, set[str]] = {}
@@ -307,6 +309,33 @@ def check(
         )
     if settings.moments and contents.optimizer is not None:
         _check_optimizer(manifest, contents.optimizer)
+
+
+def _check_buffers(manifest: Manifest, contents: Contents, settings: LoadSettings) -> None:
+    """Raise CheckpointError if buffers of the model are missing or have other shapes.
+
+    Tensor parallelism splits some buffers, so shapes are compared only without it.
+    """
+    buffers = persistent_buffers(contents.runtime.model)
+    missing = [name for name in buffers if name not in manifest.buffers]
+    if missing and settings.strict:
+        raise CheckpointError(
+            f"the checkpoint lacks the buffers {first_few(missing)}.",
+            "load_module_strict wants the same names on both sides.",
+            "load into the model that was saved, or pass load_module_strict=False.",
+        )
+    if contents.runtime.plan.mesh.tp > 1 or (manifest.mesh or {}).get("tp", 1) > 1:
+        return
+    for name, buffer in buffers.items():
+        saved = manifest.buffers.get(name)
+        if saved is not None and saved["shape"] != list(buffer.shape):
+            raise CheckpointError(
+                f"the buffer '{name}' is {saved['shape']} in the checkpoint and "
+                f"{list(buffer.shape)} in the model.",
+                "A buffer is restored in place.",
+                "give the buffer its saved shape before load_checkpoint, or register it with "
+                "persistent=False.",
+            )
 
 
 def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
@@ -544,7 +573,7 @@ def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents)
     rank = predecessor(manifest, contents.runtime.plan.mesh) or 0
     for name, buffer in persistent_buffers(contents.runtime.model).items():
         if reader.has(BUFFER, name) and manifest.buffers[name]["shape"] == list(buffer.shape):
-            buffer.data.copy_(reader.of_rank(name, rank).view(buffer.shape))
+            copy_into(buffer.data, reader.of_rank(name, rank).view(buffer.shape))
 
 
 def read_states(
