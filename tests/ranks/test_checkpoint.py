@@ -333,6 +333,18 @@ def test_buffers_that_do_not_fit_are_refused_before_anything_changes(tmp_path: P
 
 
 @pytest.mark.ranks(2)
+def test_a_sparse_buffer_is_named_on_every_rank_and_leaves_no_file(tmp_path: Path) -> None:
+    model = Remembering()
+    model.register_buffer("links", torch.eye(4).to_sparse())
+    engine = remembering(3, model)
+    with pytest.raises(
+        CheckpointError, match=r"'links' is a sparse tensor (.|\n)*persistent=False"
+    ):
+        engine.save_checkpoint(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+@pytest.mark.ranks(2)
 def test_no_checkpoint_is_none_and_a_missing_tag_an_error_that_lists_the_others(
     tmp_path: Path,
 ) -> None:

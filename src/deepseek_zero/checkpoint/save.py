@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,7 @@ class PendingSave:
         """
         runtime = self.contents.runtime
         buffers = persistent_buffers(runtime.model)
+        _refuse_sparse(buffers)
         digest = hashlib.sha256(json.dumps(self._plain["client"]).encode())
         for name, tensor in self._tensors.items():
             if name.startswith(CLIENT):
@@ -396,6 +398,19 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
             )
         log_once(f"{message}; rank 0's is used.")
     return tag_to_save(tags[0])
+
+
+def _refuse_sparse(buffers: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if a buffer is sparse, because the files hold dense tensors."""
+    for name, buffer in buffers.items():
+        if buffer.layout is not torch.strided:
+            raise CheckpointError(
+                f"the buffer '{name}' is a sparse tensor ({buffer.layout}), which a checkpoint "
+                "cannot hold.",
+                "Checkpoints hold dense tensors.",
+                "register it with persistent=False and build it with the model, or register its "
+                "indices and values as dense buffers.",
+            )
 
 
 def _digest(buffer: Tensor) -> str:

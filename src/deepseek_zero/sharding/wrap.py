@@ -161,8 +161,8 @@ def _as_they_get_values(
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
     """Move buffers (running statistics, masks) to the device, with rank 0's values.
 
-    Every rank keeps them whole. A sparse buffer keeps the values of its own rank, because the number
-    of its elements may differ between ranks.
+    Every rank keeps them whole. Sparse buffers are not copied, because the number of their elements
+    may differ between ranks.
     """
     for name, buffer in model.named_buffers():
         if buffer.device != device:
