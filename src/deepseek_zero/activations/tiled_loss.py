@@ -600,8 +600,8 @@ def tile_loss(model: nn.Module, rows: int) -> None:
         rows: Number of tokens per tile.
 
     Raises:
-        NotBuiltError: The model is of another kind, or its output layer cannot be computed in
-            tiles.
+        NotBuiltError: The model is not a causal transformers model, or its output layer cannot be
+            computed in tiles.
     """
     owner = next((each for each in model.modules() if loss_name(each) == CAUSAL), None)
     head: Any = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]

@@ -110,6 +110,9 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Set whether tensor-parallel ranks each keep only a part of the checkpointed inputs.
 
     This is the same as `configure(partition_activations=...)`.
+
+    Args:
+        partition_activation: Whether to partition the inputs of checkpoints.
     """
     configure(partition_activations=partition_activation)
 

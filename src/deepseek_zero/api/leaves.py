@@ -165,8 +165,9 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Make one module a ZeRO-3 leaf module, or undo it.
 
     Args:
-        model: Module to change. The attribute of its children is not changed.
-        flag: Whether the module is gathered and released as one unit.
+        model: Module to change. Its submodules are not changed.
+        flag: If True, the module is gathered and released as one unit. If False, an earlier call
+            is undone.
     """
     if any(isinstance(owner_of(param), ParamGroup) for param in model.parameters()):
         log_once(

@@ -128,14 +128,16 @@ _CALL = "DeepSeekZeRO3"
 class DeepSeekZeRO3(Exports, StandsForModule):
     """Shard a model in place over the ranks with ZeRO.
 
-    The stage may be 0 to 3, in spite of the name. This object has the outputs and the attribute
-    names of the wrapped model (`module`), without a prefix. The model itself can be used as well,
-    and this object can be dropped.
+    The ZeRO stage may be 0, 1, 2 or 3. A call of this object returns the output of the model.
+    Parameters, buffers and submodules have the names that they have in the model, without a prefix.
+    After this object is constructed, the model itself can be used for training instead, and no
+    reference to this object is needed.
 
     Args:
         model: The module to shard.
-        **zero_config: Any key of the configuration, `stage`, and `optimizer` and `lr` as a check of
-            the optimizer that follows.
+        **zero_config: Any top-level key of the configuration, and `stage` as a short form of
+            ``zero_optimization={"stage": ...}``. `optimizer` and `lr` do not create an optimizer.
+            They are compared with the optimizer that the program creates.
 
     Raises:
         ConfigError: A key is unknown or has a value that cannot be used.
@@ -184,14 +186,14 @@ class DeepSeekZeRO3(Exports, StandsForModule):
         _parts[parts.runtime] = weakref.ref(parts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward on this rank's micro-batch.
+        """Run the model's forward on this rank's micro-batch, and return its output.
 
         With pipeline stages, a forward in training mode also runs the backward.
         """
         return self.module(*args, **kwargs) if self._loop is None else self._loop(args, kwargs)
 
     def explain(self) -> str:
-        """Return the schedule of all-gathers, uses, releases and reductions as text."""
+        """Return a text with the order in which units are gathered, used, released and reduced."""
         return str(self.runtime.executor.schedule)
 
     # -- without this override nn.Module would add a "module." prefix
@@ -243,10 +245,10 @@ def _keep(parts: Parts, module: nn.Module, args: Any) -> None:
 
 
 class ZeroOptimizer(ScalesItself, Optimizer):
-    """An optimizer for a model that `DeepSeekZeRO3` shards before or after its creation.
+    """An optimizer for the parameters of a model that `DeepSeekZeRO3` shards.
 
-    It updates this rank's shards. Gradients are kept until `zero_grad`, as with the optimizers of
-    torch.
+    It may be created before or after the model is wrapped. It updates this rank's shards. Gradients
+    are kept until `zero_grad`, as with the optimizers of torch.
 
     Args:
         params: Parameters or parameter groups to update.
@@ -355,7 +357,9 @@ class ZeroOptimizer(ScalesItself, Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the optimizer.
 
-        If a model has been wrapped, the parameters must be those of that model.
+        Args:
+            param_group: The parameters and the options of the group. If a model has been wrapped,
+                the parameters must be those of that model.
 
         Note:
             Every rank must make the same call.

@@ -46,16 +46,17 @@ def _both(cls: Any, chosen: Any) -> Any:
 
 
 class Init(zero_init.Init):
-    """Context in which modules are built sharded, each when its parent module receives it.
+    """Context manager that shards each module when it is assigned to its parent module.
 
-    Without a launcher (one rank) each shard is the whole parameter and the same code runs. With the
-    name `deepspeed`, parameters have the `ds_*` attributes before there is an engine.
+    A rank therefore never holds the whole model. With one rank, each shard is the whole parameter.
+    In a program that imports `deepspeed`, the parameters have the `ds_*` attributes.
 
     Args:
         module: An existing module to shard.
         dtype: Cast the values when they are sharded.
         enabled: If False, the context does nothing.
-        config_dict_or_path: A configuration, of which the dialect may read the dtype.
+        config_dict_or_path: A configuration. In a program that imports `deepspeed`, the values are
+            cast to its dtype.
         **deepspeed_options: DeepSpeed's other arguments, which are accepted and have no effect.
 
     Raises:
@@ -110,9 +111,9 @@ class Init(zero_init.Init):
 
 
 class GatheredParameters(gathered_parameters.GatheredParameters):
-    """Context in which parameters have their full values.
+    """Context manager that gathers sharded parameters, so that they have their full values.
 
-    Parameters that are not sharded are passed through unchanged.
+    Parameters that are not sharded are not changed.
 
     Args:
         params: A parameter, several parameters, or a module.
@@ -139,9 +140,9 @@ class GatheredParameters(gathered_parameters.GatheredParameters):
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
     """Load weights from a safetensors folder or file into a model.
 
-    A wrapped model receives them in its shards and main weights. A model that will be wrapped may
-    be on the meta device or constructed under `zero.Init`; each rank reads only its shards, and
-    `initialize` uses them.
+    In a wrapped model, the shards and the main weights are replaced. A model that is not wrapped
+    yet may be on the meta device or constructed under `zero.Init`. In this case, each rank reads
+    only its shards, and `initialize` uses them.
 
     Args:
         model: Model to load into, before or after `initialize`.

@@ -79,7 +79,7 @@ class BlockLayout:
         return 0
 
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
-        """Return which blocks of keys some rows of the layout see.
+        """Return the blocks of keys to which some rows of the layout attend.
 
         A row is a block of queries.
 

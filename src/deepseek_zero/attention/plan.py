@@ -33,7 +33,8 @@ _KEPT_BYTES = 32 << 20  # Bytes of cached masks; a mask of a quarter of this is 
 class Pattern:
     """The keys that each query attends to: a block layout, combined with limits of distance.
 
-    A key is seen if its block is seen in the layout and its distance is within both limits.
+    A query attends to a key if the layout contains the pair of their blocks and the distance
+    between them is within both limits.
 
     Attributes:
         layout: The blocks of keys that each block of queries attends to; None for all keys.

@@ -30,11 +30,11 @@ def attend_selected(
     chosen_by: Literal["head", "group"] = "head",
     scale: float | None = None,
 ) -> Tensor:
-    """Compute causal attention in which queries see only the blocks of keys with the best scores.
+    """Compute causal attention in which queries attend only to the blocks with the best scores.
 
-    Keys are divided into blocks, and queries into tiles of consecutive tokens that see the same
-    blocks. The score of a block is the dot product of the mean of its keys with the mean of the
-    tile's queries, as in MoBA. The selection is not differentiated.
+    Keys are divided into blocks, and queries into tiles of consecutive tokens that attend to the
+    same blocks. The score of a block is the dot product of the mean of its keys with the mean of
+    the tile's queries, as in MoBA. The selection is not differentiated.
 
     Args:
         query: Shape ``(samples, heads, tokens, width)``.
@@ -42,7 +42,7 @@ def attend_selected(
         value: Shape ``(samples, key_heads, tokens, value_width)``.
         block: The number of keys per block.
         blocks: Number of blocks that a tile attends to, including its own.
-        tile: The number of consecutive queries that see the same blocks; must divide `block`.
+        tile: The number of consecutive queries that attend to the same blocks; must divide `block`.
         chosen_by: "head": each head selects separately (MoBA). "group": heads that read the same
             keys select together, by the sum of their scores (NSA).
         scale: Factor of the scores; None for 1 / sqrt(width).
@@ -78,8 +78,8 @@ def select_blocks(
 ) -> Tensor:
     """Select the blocks of keys that each tile of queries attends to in `attend_selected`.
 
-    A tile is a number of consecutive queries that see the same blocks. Of blocks with equal scores,
-    the earlier one is selected.
+    A tile is a number of consecutive queries that attend to the same blocks. Of blocks with equal
+    scores, the earlier one is selected.
 
     Args:
         query: Shape ``(samples, heads, tokens, width)``.

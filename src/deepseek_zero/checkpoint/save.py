@@ -130,7 +130,8 @@ class PendingSave:
     def commit(self) -> Path:
         """Wait for the files of all ranks, publish the checkpoint and return its folder.
 
-        Everything is on the disk when this returns. After an error, what was written is removed.
+        All data is on the disk when this returns. If an error occurs, the written files are
+        removed.
 
         Raises:
             CheckpointError: A rank could not write. It is raised on every rank.

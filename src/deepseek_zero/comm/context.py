@@ -361,8 +361,8 @@ def ranks_of_this_host() -> int:
 def local_rank() -> int:
     """Return this rank's index among the ranks of its host.
 
-    It is the launcher's value if there is one. Otherwise it is counted after the first engine was
-    created.
+    It is the value that the launcher sets, if there is one. Otherwise it is computed from the host
+    names of all ranks after the first engine has been created.
     """
     connected = _connected()
     if connected is None or world.stated_local_rank() is not None:

@@ -36,9 +36,9 @@ class Facts:
 
     Attributes:
         world_size: Number of ranks.
-        data_size: Ranks that see different batches; None means all.
-        stages: Pipeline stages of the mesh.
-        tensor_size: Tensor-parallel ranks of the mesh.
+        data_size: Number of ranks that read different batches; None means all ranks.
+        stages: Number of pipeline stages of the mesh.
+        tensor_size: Number of tensor-parallel ranks of the mesh.
         counts_model_ranks: Whether the author of the configuration may have counted all ranks of a
             copy of the model as data-parallel ranks.
         device_type: Type of the ranks' device.

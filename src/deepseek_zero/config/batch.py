@@ -27,7 +27,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """The known values; None if a key is missing or "auto".
+    """The batch sizes that a configuration sets; None if a key is missing or "auto".
 
     Attributes:
         data_size: Number of data-parallel ranks.

@@ -161,7 +161,7 @@ def section(model: type[Section], sentence: str) -> Any:
 
 @dataclass(frozen=True)
 class FieldRow:
-    """One key as a row of a table.
+    """The description of one configuration key, for the generated reference.
 
     Attributes:
         path: The dotted key.
@@ -171,8 +171,8 @@ class FieldRow:
         status: Whether the key is effective or accepted.
         reason: Why an accepted key has no effect.
         unit: The unit of the value.
-        example: A valid value other than the default. A bool has the only one.
-        auto: How the value is found if the key is missing, null or "auto".
+        example: A valid value other than the default. It is not needed for a bool.
+        auto: How the value is chosen if the key is missing, null or "auto".
         means_auto: Numbers that mean "auto".
         auto_is_value: Whether "auto" is a value of the key.
         inf: The value that replaces an infinite number; `NO_INF` rejects infinity.

@@ -91,7 +91,7 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
         args: Value of the argument `args`, whose `deepspeed_config` is read.
 
     Returns:
-        The configuration, and its name for messages or None.
+        The configuration, and its name in error messages or None.
 
     Raises:
         ConfigError: There are several configurations or none.

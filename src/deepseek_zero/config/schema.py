@@ -1555,6 +1555,6 @@ class Config(Section):
         return self._decisions
 
     def with_decisions(self, decisions: tuple[AutoDecision, ...]) -> Config:
-        """Return the configuration, after recording how unset values were chosen."""
+        """Store how the values of unset keys were chosen, and return this configuration."""
         self._decisions = decisions
         return self

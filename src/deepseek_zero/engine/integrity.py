@@ -153,7 +153,7 @@ class Integrity:
     def add_to(self, message: StepMessage, step: int) -> None:
         """Add digests of shared states to the message of a step that checks.
 
-        A third field contains the number of states at rest that have changed.
+        Another field contains the number of states that have changed although nothing wrote them.
 
         Args:
             message: The fields that this rank sends with the norm of the gradients.

@@ -82,7 +82,8 @@ class Preemption:
     def release(self) -> None:
         """Restore the previous signal handlers.
 
-        A handler is not restored if a later handler was installed over ours and still calls it.
+        If another handler was installed later, it may call the handler of this object. In this
+        case, nothing is restored.
         """
         self._process = 0
         with suppress(ValueError):  # raised outside the main thread; finalizers run in any thread

@@ -221,11 +221,10 @@ def plan(
     leaf_modules: Sequence[str] = (),
     example: Any = None,
 ) -> Plan:
-    """Return the plan of one rank: units, specs, layouts, schedule, update and bytes.
+    """Return the plan of one rank: units, layouts, schedule, updates and bytes.
 
-    It is the plan that `initialize` builds for the same model and configuration. Nothing is built,
-    and no process group is needed, so every rank of every world can be planned on any machine.
-    Printing the result shows a table.
+    `initialize` makes the same plan for the same model and configuration. This function allocates
+    no states and needs no process group, so any machine can compute the plan of any rank.
 
     Args:
         model: The model; only shapes and dtypes are read, so it may be on the meta device.

@@ -16,12 +16,12 @@ from .micro_batches import arguments_of, loss_of, mean_of_ranks
 
 
 def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tensor:
-    """Take a whole step: all its micro-batches forward and backward, then the update.
+    """Run a whole step: forward and backward of all its micro-batches, then the update.
 
     Args:
-        engine: The engine, whose forward is run in evaluation mode. A subclass may refuse its own
-            forward, backward and step, so those of `Engine` are called.
-        data_iter: Yields micro-batches; None takes them from the engine's own loader.
+        engine: The engine. The forward, backward and step of `Engine` are called, because those of
+            a subclass may raise an error.
+        data_iter: Iterator over micro-batches; None reads them from the engine's own loader.
 
     Returns:
         The mean loss of all ranks' micro-batches, the same on every rank.
@@ -74,8 +74,8 @@ def evaluate(
 
     Args:
         engine: The engine, whose forward is run in evaluation mode.
-        data_iter: Yields micro-batches.
-        many: The number of micro-batches; None takes as many as a step has.
+        data_iter: Iterator over micro-batches.
+        many: The number of micro-batches; None means the number of a training step.
         keeps_outputs: Keep the outputs of all micro-batches and return them.
         has_loss: Compute the mean loss; if false, None is returned for it.
 

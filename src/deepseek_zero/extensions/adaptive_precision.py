@@ -134,7 +134,7 @@ class AdaptivePrecision(UpdatePolicy):
         runtime: The runtime of the wrapped model.
         window: The number of steps after which the gradients are examined.
         decisions: All changes of precision so far.
-        changed: The last step changed the precision of a unit.
+        changed: Whether the last step changed the precision of a unit.
     """
 
     watches_overflows = True

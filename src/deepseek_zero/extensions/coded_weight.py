@@ -113,7 +113,7 @@ class CodedWeight(WeightGather):
         return buffer.counted(group.comm_ctx, what)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to all-gather the quantized slices of all ranks and dequantize them.
+        """Start an all-gather of the quantized slices of all ranks, and dequantize the result.
 
         Args:
             whole: The output, which receives the dequantized weight.

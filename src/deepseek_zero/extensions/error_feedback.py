@@ -140,8 +140,8 @@ class ErrorFeedback(GradReduction):
 class ErrorFeedbackSteps(UpdatePolicy):
     """An update policy that keeps the compression errors of error feedback valid between steps.
 
-    Errors are set to zero after a skipped step, and every `reset_every` steps. They are multiplied
-    like the loss scale, because they are errors of scaled gradients.
+    Errors are set to zero after a skipped step, and every `reset_every` steps. If the loss scale
+    changes, errors are multiplied by the same factor, because they are errors of scaled gradients.
     """
 
     keeps_own_states = True

@@ -266,7 +266,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         UsageError: The parameter has no sharded main weight, or `value` has another size.
 
     Note:
-        Collective: the other ranks update their copies of the weight.
+        Collective: every rank must call it, so that ranks with a copy of the weight update it.
     """
     owner = _owner(param)
     slot = _slot(owner, param)

@@ -45,7 +45,7 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to wait until every rank has written its slice of the shared memory.
+        """Start a synchronization of the ranks, after which all slices are in shared memory.
 
         Args:
             whole: A view of all slices in the shared memory. Nothing is copied to it.

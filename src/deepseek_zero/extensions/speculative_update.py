@@ -109,9 +109,9 @@ class SpeculativeUpdate(UpdatePolicy):
         self.tiles_changed(optimizer.tiles)
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """Choose again which units may be updated during backward, after the shards have changed.
+        """Select the units that may be updated during backward, after the shards have changed.
 
-        All units may be except the root, whose gradient is reduced last.
+        These are all units except the root, whose gradient is reduced last.
 
         Args:
             tiles: The new lists of shards that are updated together.

@@ -20,7 +20,7 @@ from ..base.errors import UsageError
 
 
 class TiledLinear(nn.Module):
-    """nn.Linear as a grid of smaller layers, for inputs ``(..., in_features)``.
+    """A linear layer that consists of a grid of smaller linear layers (tiles).
 
     The grid has `out_splits` rows of `in_splits` tiles of nearly equal size. Each output tile is
     the sum of its row, in the order of the input tiles. The last tile of a row adds the bias.

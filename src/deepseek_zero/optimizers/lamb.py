@@ -63,7 +63,7 @@ class LambSettings:
 
 
 class Lamb(Optimizer):
-    """Layer-wise adapted Adam for large batches.
+    """LAMB, a variant of Adam with one trust ratio per parameter, for large batches.
 
     For a parameter p with the moments m and v of Adam (corrected for their bias if
     `bias_correction` is true), the update is ``r = m / (sqrt(v) + eps) + weight_decay * p`` and ``p
@@ -74,7 +74,7 @@ class Lamb(Optimizer):
     Args:
         params: Parameters or parameter groups.
         lr: The learning rate, which also multiplies the trust ratio.
-        settings: The other fields of `LambSettings`.
+        settings: The other fields of `LambSettings`, as keyword arguments.
 
     Raises:
         ConfigError: A value is out of range.

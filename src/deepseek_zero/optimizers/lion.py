@@ -26,7 +26,7 @@ _TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 23)
 
 
 class Lion(Optimizer):
-    """Steps in the direction of the sign of an interpolated momentum.
+    """Lion, an optimizer whose update is the sign of an interpolated momentum.
 
     For a parameter p with gradient g and momentum m, the update is ``c = beta1 * m + (1 - beta1) *
     g``, ``p = p * (1 - lr * weight_decay) - lr * sign(c)`` and ``m = beta2 * m + (1 - beta2) * g``.

@@ -93,7 +93,7 @@ class LRSchedule(ABC):
         """Advance the schedule and write the new rate into every parameter group.
 
         Args:
-            iteration: The iteration to go to; None advances by one.
+            iteration: The iteration to set; None advances the schedule by one iteration.
         """
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if iteration is None else iteration

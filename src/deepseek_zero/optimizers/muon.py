@@ -104,7 +104,7 @@ class MuonSettings:
 
 
 class Muon(Optimizer):
-    """Orthogonalized momentum for hidden matrices, AdamW for the other parameters.
+    """Muon, which orthogonalizes the momentum of hidden matrices, and AdamW for other parameters.
 
     For a matrix p with gradient g, the momentum is ``m = momentum * m + (1 - momentum) * g``. The
     direction u is ``momentum * m + (1 - momentum) * g`` with `nesterov`, otherwise m. The update is
@@ -112,15 +112,16 @@ class Muon(Optimizer):
     orthogonalizes u by Newton-Schulz iterations. The state is `momentum_buffer` for a matrix, and
     `step`, `exp_avg` and `exp_avg_sq` for AdamW.
 
-    A tensor with three dimensions is a stack of matrices (experts). One with four or more, as in a
-    convolution, is the matrix of its first dimension and all others. The key `use_muon` of a
-    parameter group selects Muon or AdamW. A group without the key is divided by the number of
-    dimensions, which does not recognize embeddings and heads; prefer `parameter_groups`.
+    A tensor with three dimensions is treated as a stack of matrices (experts). A tensor with four
+    or more dimensions, as in a convolution, is treated as a matrix whose rows are its first
+    dimension. The key `use_muon` of a parameter group selects Muon or AdamW. In a group without the
+    key, parameters with two or more dimensions use Muon, even embeddings and heads. Use
+    `parameter_groups` to create groups with the key.
 
     Args:
         params: Parameters or parameter groups.
         lr: The learning rate of all groups. None means 0.02 for Muon and 0.0003 for AdamW.
-        settings: The other fields of `MuonSettings`.
+        settings: The other fields of `MuonSettings`, as keyword arguments.
 
     Raises:
         ConfigError: A value is out of range.
@@ -199,7 +200,12 @@ class Muon(Optimizer):
         return divided
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, which is divided into up to two if it has no key `use_muon`.
+        """Add a parameter group.
+
+        A group without the key `use_muon` is divided into one for Muon and one for AdamW.
+
+        Args:
+            param_group: The parameters and the options of the group.
 
         Raises:
             ConfigError: A group of Muon has a parameter that is not a matrix.

@@ -338,7 +338,7 @@ class TensorAxis:
         return read
 
     def enter_tokens(self) -> None:
-        """Draw random numbers from this rank's own stream, because it now has other tokens."""
+        """Switch to this rank's own random stream, because ranks now compute different tokens."""
         if self.streams is not None:
             self.streams.forget()  # state of a recomputation that stopped early
             self.streams.enter()
@@ -370,7 +370,7 @@ class TensorAxis:
         return found
 
     def leave(self) -> None:
-        """Draw from the common random stream again, and free the inputs of column layers."""
+        """Switch to the common random stream again, and free the inputs of column layers."""
         self._forget()
         if self.streams is not None:
             self.streams.leave()

@@ -48,8 +48,8 @@ def traffic_of(
     Args:
         model: The whole model, before it is split.
         plan: The result of `choose` for this model.
-        settings: The settings with which the plan was made; they say whether the loss reads split
-            logits.
+        settings: The settings with which the plan was made. They determine whether the loss reads
+            split logits.
         coordinate: The rank's index on the tensor-parallel axis; shards may differ in size.
         compute: The dtype of activations, if it differs from the model's.
 

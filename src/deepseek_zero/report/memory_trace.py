@@ -48,10 +48,10 @@ class MemoryTrace:
     """Bytes by kind, sampled after each operator that creates or frees memory.
 
     Attributes:
-        held: Returns the tensors that are currently held under a name, by kind.
-        phase: Returns the current phase, "forward" or another name.
-        samples: Bytes by kind.
-        marks: For each phase, the first sample and the name.
+        held: A function that returns the tensors that the engine currently holds, by kind.
+        phase: A function that returns the name of the current phase, for example "forward".
+        samples: Bytes by kind, after each operator.
+        marks: For each phase, the index of its first sample, and its name.
     """
 
     held: Held
@@ -74,7 +74,7 @@ class MemoryTrace:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Trace the operators of a block."""
+        """Context manager that records the memory after each operator of its block."""
         with dispatch_mode(self._run):
             yield
         self._forget_gone()

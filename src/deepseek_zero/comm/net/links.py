@@ -111,7 +111,7 @@ class Links:
         """Connect to all ranks of other hosts.
 
         Returns:
-            Why a connection failed, or "".
+            The reason why a connection failed, or "" if all connections were established.
 
         Note:
             Collective: every rank must call it, after all listeners are open.
@@ -170,7 +170,7 @@ class Links:
         return exchange.wait
 
     def end_engine(self, engine: str) -> None:
-        """Drop the messages that lanes of an engine that no longer exists still wait for."""
+        """Discard the pending messages of an engine that no longer exists."""
         with self._lock:
             names = [lane for lane in self._lanes if engine_of(lane) == engine]
             lanes = {self._lanes.pop(name) for name in names}

@@ -45,7 +45,10 @@ __all__ = [
 
 @wraps(distributed.init_distributed)
 def init_distributed(*args: Any, **kwargs: Any) -> None:
-    """Initialize torch.distributed, and set a missing backend in accelerate's state."""
+    """Join the process group, with the arguments of `deepseek_zero.init_distributed`.
+
+    If accelerate's state has no backend, it is set, so that accelerate counts all CPU ranks.
+    """
     distributed.init_distributed(*args, **kwargs)
     let_accelerate_count()
 

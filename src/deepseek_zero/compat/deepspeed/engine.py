@@ -395,8 +395,8 @@ class DeepSpeedEngine(ZeroEngine):
         lr_scheduler: Learning-rate scheduler.
         training_dataloader: Loader of the training data.
         request: Arguments of `initialize`.
-        is_dropin: Whether the program has imported `deepspeed`. The engine then refuses what
-            DeepSpeed's engine refuses.
+        is_dropin: Whether the program has imported `deepspeed`. The engine then raises the errors
+            that DeepSpeed's engine raises.
     """
 
     pipeline_parallelism = False  # True for pipeline engines
@@ -479,11 +479,11 @@ class DeepSpeedEngine(ZeroEngine):
     ) -> ShardedLoader:
         """Create a loader of this rank's samples.
 
-        The loader shuffles for the route "train", and keeps the order for "eval" and "predict".
-        Unlike with `training_data` of `initialize`, samples are dealt to ranks in turn and every
-        rank gets the same number, as in DeepSpeed. The end of an epoch therefore depends on the
-        number of ranks. If the configuration has a curriculum, it chooses the samples of the route
-        "train".
+        The loader shuffles the samples for the route "train", and keeps their order for "eval" and
+        "predict". As in DeepSpeed, samples are distributed to ranks round-robin, and every rank
+        gets the same number. The end of an epoch therefore depends on the number of ranks, unlike
+        that of the loader for `training_data`. If the configuration has a curriculum, it selects
+        the samples of the route "train".
 
         Args:
             dataset: Dataset from which the loader reads this rank's samples.
@@ -558,11 +558,10 @@ class DeepSpeedEngine(ZeroEngine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Enclose several backward passes of one step. Call step() after the block.
+        """Context manager for several backward passes of one step.
 
-        DeepSpeed reduces the gradients once, after the last backward pass. This library reduces a
-        unit's gradients together in any case. The values are the same, and sharded gradients are
-        reduced in each backward pass.
+        Call `step` after the block. DeepSpeed reduces the gradients once, after the last backward
+        pass. This library reduces sharded gradients in each backward pass. The values are the same.
 
         Raises:
             NotBuiltError: The stage is 0, or the engine has pipeline parallelism.
@@ -585,7 +584,11 @@ class DeepSpeedEngine(ZeroEngine):
             yield
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Do nothing: gradients are reduced when backward ends. `bucket_size` is ignored."""
+        """Do nothing, because gradients are reduced when backward ends.
+
+        Args:
+            bucket_size: Accepted and ignored.
+        """
 
     def _backward_epilogue(self) -> None:
         """Do nothing: the last gradient's reduction ends a backward pass of the program."""

@@ -130,9 +130,9 @@ class PipelineEngine(DeepSpeedEngine):
         return layers.activation_checkpoint_interval > 0 and is_named
 
     def reset_activation_shape(self) -> None:
-        """Reset the shapes of messages between stages, for a next batch with other shapes.
+        """Discard the known shapes of messages between stages.
 
-        All ranks must call it.
+        Call it on all ranks if the next batch has other shapes.
         """
         if self.parts.pipeline is not None:
             self.parts.pipeline.reset_shapes()

@@ -212,8 +212,8 @@ def convert_to_deepspeed(
         path: The checkpoint, or the directory of checkpoints.
         out: Folder to write.
         tag: Name of the checkpoint in `path`; None for the latest.
-        stage: ZeRO stage with which DeepSpeed will run; None for the checkpoint's.
-        ranks: Number of ranks with which DeepSpeed will run; None for the checkpoint's.
+        stage: ZeRO stage with which DeepSpeed will run; None for that of the checkpoint.
+        ranks: Number of ranks with which DeepSpeed will run; None for that of the checkpoint.
 
     Raises:
         CheckpointError: The source is damaged or has no optimizer states.
