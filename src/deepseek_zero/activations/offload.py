@@ -91,7 +91,8 @@ class ActivationOffload:
 
         Args:
             tensors: The input tensors of the checkpoint.
-            cut: Returns the part of a tensor that is copied; by default the whole tensor.
+            cut: A function that returns the part of a tensor that is copied; by default the whole
+                tensor.
 
         Returns:
             An object whose `restore()` returns copies of the tensors.
@@ -658,7 +659,7 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
 
     Args:
         value: Nested containers, or a single leaf.
-        change: Returns the replacement of a leaf, or the leaf itself.
+        change: A function that returns the replacement of a leaf, or the leaf itself.
     """
     if type(value) is dict:
         items = {key: replaced(item, change) for key, item in value.items()}

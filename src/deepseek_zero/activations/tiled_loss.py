@@ -294,7 +294,7 @@ def sum_at_once(
     - A tensor is in fp16, because the loss scale would be applied too late.
 
     Args:
-        function: Returns one number for a part of each tensor.
+        function: A function that returns one number for a part of each tensor.
         tiles: Number of parts. The last parts may be shorter, and there are fewer for fewer rows.
         weights: The weights that the function reads.
         x: The tensor with a gradient, divided along its first dimension.

@@ -55,8 +55,8 @@ class SparseAttention:
             key: Shape ``(samples, key_heads, keys, width)``; `key_heads` divides `heads`. The
                 queries belong to the last positions of the keys.
             value: Shape ``(samples, key_heads, keys, value_width)``.
-            is_causal: A query does not attend to later keys. A unidirectional layout is always
-                causal.
+            is_causal: Whether a query does not attend to later keys. A unidirectional layout is
+                always causal.
             window: A query attends only to the last `window` keys, including its own; None for no
                 limit.
             reach: A query attends only to keys at most this many tokens away; None for no limit.

@@ -59,8 +59,8 @@ class Pattern:
 
         Args:
             layout: The blocks of keys that each block of queries attends to; None for all keys.
-            is_causal: A query does not attend to later keys. A unidirectional layout is always
-                causal.
+            is_causal: Whether a query does not attend to later keys. A unidirectional layout is
+                always causal.
             window: A query attends only to the last `window` keys, including its own; None for no
                 limit.
             reach: A query attends only to keys at most this many tokens away; None for no limit.
@@ -210,8 +210,8 @@ class AttentionTile:
         stop: The query after the last one.
         spans: The ranges (start, stop) of keys.
         mask: Which of these keys each query attends to; None if all pairs are seen or `is_square`.
-        is_square: The keys are the tile's own positions, and each query attends to those up to its
-            own. The kernel calls this causal and needs no mask.
+        is_square: Whether the keys are the tile's own positions, and each query attends to those up
+            to its own. The kernel calls this causal and needs no mask.
         count: Number of tiles that this object represents. Each begins one tile of queries after
             the previous one, and its keys are shifted by the same number.
     """

@@ -443,7 +443,7 @@ def replace_rendezvous(scheme: str, wrap: Callable[[Any], Any]) -> None:
 
     Args:
         scheme: The scheme, such as "env".
-        wrap: Returns the new handler from the old one. It is applied once.
+        wrap: A function that returns the new handler from the old one. It is applied once.
     """
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     if getattr(handlers[scheme], "wrapped_by", None) is not wrap:

@@ -103,7 +103,7 @@ class NoSuchNameError(AttributeError):
     Args:
         owner: Name of the object, for the message.
         name: The name of the attribute.
-        choices: Returns the existing names.
+        choices: A function that returns the existing names.
     """
 
     def __init__(self, owner: str, name: str, choices: Callable[[], Iterable[str]]) -> None:
@@ -128,7 +128,7 @@ def with_suggestion(
         error: The error of the failed lookup; returned unchanged if it is an `UnknownNameError`.
         owner: Name of the object, for the message.
         name: The name of the attribute.
-        choices: Returns the existing names.
+        choices: A function that returns the existing names.
     """
     if isinstance(error, UnknownNameError):
         return error

@@ -430,7 +430,7 @@ def init_distributed(
         backend: Backend of torch.distributed. By default it depends on the device.
         timeout: Timeout of collectives of torch.distributed.
         port: Port of the rendezvous if the launcher does not set one.
-        store_of: Returns the launcher's key-value store of torch, or None
+        store_of: A function that returns the launcher's key-value store of torch, or None
             (`comm.net.store.launchers_store`).
 
     Returns:
@@ -521,7 +521,7 @@ def current_mesh(
     Args:
         device: The device of this rank; by default `default_device`.
         wish: The axes that the caller states (`mesh_of`). By default all ranks are along dp_shard.
-        store_of: Returns the launcher's key-value store of torch, or None.
+        store_of: A function that returns the launcher's key-value store of torch, or None.
 
     Raises:
         UsageError: The axes do not fit the world.

@@ -27,7 +27,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
     Args:
         value: A tensor, or containers and objects with tensors.
-        change: Returns the replacement of a tensor.
+        change: A function that returns the replacement of a tensor.
 
     Returns:
         `value`, or a new sequence or tensor if that is what changed.
@@ -155,7 +155,7 @@ def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
     Args:
         value: A tensor, or usual containers of tensors. Other objects are returned unchanged.
-        change: Returns the replacement of a tensor.
+        change: A function that returns the replacement of a tensor.
 
     Returns:
         The same nested structure with the replaced tensors.

@@ -533,8 +533,8 @@ def write_weight(
     Args:
         group: Parameter group that contains the parameter.
         member: Parameter to write.
-        read: Yields (position, flat values) for elements [start, stop) of the parameter, on any
-            device. They are cast with the rounding of an update.
+        read: A function that yields (position, flat values) for elements [start, stop) of the
+            parameter, on any device. They are cast with the rounding of an update.
     """
     device = group.comm_ctx.pool.device
     master = group.master
@@ -698,7 +698,7 @@ def split_as_saved(
 
     Args:
         manifest: Manifest of the checkpoint.
-        keys: Returns the names of a parameter's moments.
+        keys: A function that returns the names of a parameter's moments.
         optimizer: Sharded optimizer whose states are restored.
     """
     piece = ModelPiece.of(optimizer.runtime)

@@ -70,7 +70,8 @@ class WriteItem:
         chunk: Describes the elements.
         dtype: Their dtype.
         shape: Their shape in the file.
-        read: Returns the flat elements [low, high) of the chunk, valid until the next call.
+        read: A function that returns the flat elements [low, high) of the chunk, valid until the
+            next call.
         group: The parameter group whose update changes them; None if no update does.
     """
 

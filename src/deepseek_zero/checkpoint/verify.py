@@ -108,7 +108,7 @@ def verify(
         folder: Folder of the checkpoint.
         subset: The files to read.
         on_bytes: Called with the number of bytes that were just read.
-        read_again: The files will be read again soon, so the page cache may keep them.
+        read_again: Whether the files will be read again soon, so the page cache may keep them.
         except_kind: Kind of chunk that is skipped, because the caller verifies it while reading.
 
     Returns:

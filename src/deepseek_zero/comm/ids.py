@@ -20,8 +20,8 @@ class CollectiveId(NamedTuple):
         check: 32-bit checksum of the name. A rank that calls a different collective has the same
             sequence number but another check.
         arrived: Receives the time of arrival.
-        poll_interval: Returns the seconds after which a wait times out, so that its caller can
-            check for failures. None: the transports' default (`transports/base.py`).
+        poll_interval: A function that returns the seconds after which a wait times out, so that its
+            caller can check for failures. None: the transports' default (`transports/base.py`).
     """
 
     lane: str

@@ -17,8 +17,8 @@ class Pending:
     """Handle of a collective that was issued.
 
     Attributes:
-        is_here: Returns whether the data has arrived; None if `wait()` does not wait for other
-            ranks.
+        is_here: A function that returns whether the data has arrived; None if `wait()` does not
+            wait for other ranks.
     """
 
     _wait: Wait

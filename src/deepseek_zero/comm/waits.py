@@ -68,8 +68,8 @@ class Waits:
     Attributes:
         world: The connections of this rank; None in a world of one rank.
         name: The name of the engine, part of the topic of its errors in the flight recorder.
-        has_given_up: A wait ended in an error that another rank caused.
-        has_raised: An error of this rank was posted.
+        has_given_up: Whether a wait ended in an error that another rank caused.
+        has_raised: Whether an error of this rank was posted.
     """
 
     world: WorldContext | None = None

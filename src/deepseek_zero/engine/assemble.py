@@ -83,8 +83,8 @@ def assemble(
         params: The parameters or parameter groups to train; None for all that require gradients.
         leaf_modules: The full names of modules that are not divided into units, in addition to
             those of the configuration.
-        example: Returns a micro-batch. A pipeline runs the model on its shapes to find the sequence
-            of blocks.
+        example: A function that returns a micro-batch. A pipeline runs the model on its shapes to
+            find the sequence of blocks.
         sequence: The settings of sequence parallelism; None without it.
         rules: The classes and defaults that the calling API chooses for the parts.
 

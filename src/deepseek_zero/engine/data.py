@@ -147,8 +147,9 @@ class ShardedLoader:
         mesh: The device mesh; ranks along its data axes get different samples.
         collate_fn: Combines a list of samples to a batch; None for PyTorch's default.
         drop_last: Drop the last incomplete step of an epoch instead of filling it.
-        sampler: Yields the indices of this rank; None to distribute samples by steps.
-        take: Returns the part of a batch that this rank uses; None for all of it.
+        sampler: An iterator that yields the indices of this rank; None to distribute samples by
+            steps.
+        take: A function that returns the part of a batch that this rank uses; None for all of it.
         step_samples: The samples of a step over all ranks; None for one micro-batch of each rank.
         shuffles: Shuffle each epoch. Not used with a sampler.
     """

@@ -31,10 +31,10 @@ class BuildRules:
 
     Attributes:
         model: How the wrapped model behaves, for example whether its state dict is gathered.
-        optimizer_class: Returns the class of the sharded optimizer, from the class of the inner
-            optimizer and the settings of the plan.
-        loss_scale: Returns the settings of the loss scale that are used instead of the configured
-            ones.
+        optimizer_class: A function that returns the class of the sharded optimizer, from the class
+            of the inner optimizer and the settings of the plan.
+        loss_scale: A function that returns the settings of the loss scale that are used instead of
+            the configured ones.
     """
 
     model: ModelRules = field(default_factory=ModelRules)

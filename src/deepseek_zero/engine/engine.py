@@ -138,7 +138,7 @@ class Engine(StandsForModule):
         training_dataloader: The loader of the training data, or None.
 
     Attributes:
-        client_state: Returns the client state of checkpoints that a signal starts
+        client_state: A function that returns the client state of checkpoints that a signal starts
             (checkpoint.save_on_signal); None saves none.
     """
 

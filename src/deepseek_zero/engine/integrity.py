@@ -69,8 +69,9 @@ class State:
 
     Attributes:
         low: The position of its first element in the layout.
-        is_whole: All ranks with this piece of the model hold the same values, not only replicas.
-        is_guarded: It is only written after a call of the group's guard.
+        is_whole: Whether all ranks with this piece of the model hold the same values, not only
+            replicas.
+        is_guarded: Whether it is only written after a call of the group's guard.
         what: The name of the state, for example "weight".
         group: The parameter group to which the state belongs.
         dtype: The dtype of the elements.

@@ -22,7 +22,8 @@ class Losses:
     """Records the losses that a program differentiates through one engine's model.
 
     Args:
-        reached: Returns a value that changes with each backward through the engine's model.
+        reached: A function that returns a value that changes with each backward through the
+            engine's model.
         found: Called with each loss, a scalar without a gradient.
     """
 

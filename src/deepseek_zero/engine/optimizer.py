@@ -65,8 +65,8 @@ def optimizer_parts(
         model: The model whose parameters are trained.
         client: The client's optimizer, or a callable that makes one.
         params: The parameters or parameter groups to train; None for all that require gradients.
-        is_part: The model has only some stages of a pipeline; parameters of other stages are left
-            out.
+        is_part: Whether the model has only some stages of a pipeline; parameters of other stages
+            are left out.
         coordinate: The coordinate of this rank along "tp".
 
     Returns:

@@ -180,7 +180,8 @@ def cut_along_axes(
         model: The whole model, before it is cut.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
         comm: The communicator of the world.
-        example: Returns a micro-batch, on whose shapes the model is run to find its blocks.
+        example: A function that returns a micro-batch, on whose shapes the model is run to find its
+            blocks.
         sequence: The settings of sequence parallelism; None without it.
         layers: How layers are split along "tp", as `plan_layers` returns it.
 
@@ -484,7 +485,7 @@ def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool)
     Args:
         model: The whole model, before it is cut.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
-        is_optimized_by_caller: The caller's optimizer or parameters are those of the stage.
+        is_optimized_by_caller: Whether the caller's optimizer or parameters are those of the stage.
 
     Returns:
         A copy of the rank's stage on the meta device if `model` is a list of layers that has built

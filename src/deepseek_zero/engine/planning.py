@@ -222,7 +222,7 @@ def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
 
     Args:
         plan: The plan whose specs are inspected.
-        among_hosts: There are several hosts; also log if no codes are sent between them.
+        among_hosts: Whether there are several hosts; also log if no codes are sent between them.
     """
     asked = plan.settings.compression
     groups = [group.plan for unit in plan.units for group in unit.groups]
@@ -317,7 +317,7 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
     Args:
         settings: The settings of the plan.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
-        in_place: The ranks of the shard group read each other's memory.
+        in_place: Whether the ranks of the shard group read each other's memory.
 
     Returns:
         The settings, changed only if the second copy is dropped.

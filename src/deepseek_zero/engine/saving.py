@@ -61,7 +61,7 @@ class Restore:
     """The parts of a checkpoint that a load restores.
 
     Attributes:
-        strict: The names of parameters must match.
+        strict: Whether the names of parameters must match.
         moments: Restore the states of the optimizer.
         schedule: Restore the learning-rate schedule.
         module_only: Restore only weights and buffers.
@@ -430,8 +430,8 @@ def _warn_of_nothing(folder: Path, *, is_expected: bool) -> None:
 
     Args:
         folder: The folder.
-        is_expected: The program asks for the newest checkpoint at each start, so it finds none at
-            first.
+        is_expected: Whether the program asks for the newest checkpoint at each start, so it finds
+            none at first.
     """
     near = near_directories(folder)
     where = (

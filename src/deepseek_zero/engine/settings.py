@@ -53,7 +53,7 @@ class PipelineSettings:
             ("breadth_first"); None for all.
         micro_batches: The micro-batches of a step.
         parts: The number of parts into which `engine(batch)` cuts a batch; None if it is not set.
-        has_own_rows: Each rank of a pipeline loads different rows of a batch.
+        has_own_rows: Whether each rank of a pipeline loads different rows of a batch.
         recomputed: Recompute this many layers of a list at a time; 0 leaves it to the list.
     """
 
@@ -326,7 +326,8 @@ def scaler_of(
 
     Args:
         config: The run's configuration, from which the settings are read.
-        adjusted: Returns the settings of the loss scale with the changes of the API.
+        adjusted: A function that returns the settings of the loss scale with the changes of the
+            API.
     """
     fp16 = config.fp16
     if not fp16.enabled:

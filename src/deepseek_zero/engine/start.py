@@ -66,7 +66,7 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
     Args:
         request: The checked arguments that the user passed to the API.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
-        has_bf16: The device computes in bf16; None to check this machine's device.
+        has_bf16: Whether the device computes in bf16; None to check this machine's device.
 
     Returns:
         The facts that `config.auto.resolve` reads.

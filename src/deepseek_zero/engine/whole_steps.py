@@ -123,7 +123,7 @@ def taken(engine: Engine, batches: Iterator[Any], many: int) -> list[Any]:
 
     Args:
         engine: The engine, whose mesh decides which part this rank uses.
-        batches: Yields micro-batches.
+        batches: An iterator that yields micro-batches.
         many: The number of micro-batches to take.
 
     Returns:

@@ -108,7 +108,7 @@ class PrecisionChange:
     Attributes:
         step: The number of the step.
         unit: The name of the unit.
-        is_promoted: The unit now computes in fp32; False if it computes in 16 bits again.
+        is_promoted: Whether the unit now computes in fp32; False if it computes in 16 bits again.
         why: The reason for the change, as text for logs.
     """
 

@@ -97,7 +97,7 @@ def choose_cuts(
     Args:
         model: The model whose layers are examined.
         limit: The largest size of a parameter in bytes; tiles are at most this large.
-        dtype_of: Returns the dtype in which a parameter computes, given its own.
+        dtype_of: A function that returns the dtype in which a parameter computes, given its own.
 
     Returns:
         The weights to cut, and the names of large parameters that stay whole.

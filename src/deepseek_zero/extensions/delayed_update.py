@@ -84,7 +84,7 @@ class DelayedGradient(GradSum):
         """Set whether `buffer` holds a gradient, for example after a checkpoint was loaded.
 
         Args:
-            is_full: The buffer holds the gradient of the previous step.
+            is_full: Whether the buffer holds the gradient of the previous step.
         """
         self.become(GradState.HELD if is_full else GradState.EMPTY)
 

@@ -68,8 +68,8 @@ class ErrorFeedback(GradReduction):
         Args:
             partial: This rank's partial gradient, which the sum overwrites.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: An earlier backward of the step was summed already. The caller adds
-                both.
+            has_earlier_sum: Whether an earlier backward of the step was summed already. The caller
+                adds both.
 
         Returns:
             A handle. The sum may be read after its `wait()` has returned.

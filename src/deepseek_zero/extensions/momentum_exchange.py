@@ -61,7 +61,7 @@ class MomentumExchange(GradReduction):
             beta1: The decay rate of the momentum.
             own: This rank's slice of the momentum so far.
             saved: The error-feedback buffers of this rank from a checkpoint; may be empty.
-            loss_scale: Returns the current loss scale.
+            loss_scale: A function that returns the current loss scale.
             before: The gradient reduction that is used again when the exchange ends.
             plan_before: The dtypes and placements of the group's states while `before` is used.
 
@@ -115,8 +115,8 @@ class MomentumExchange(GradReduction):
         Args:
             partial: This rank's gradient of all elements of the group.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: An earlier backward of the step was reduced already, which is not
-                supported.
+            has_earlier_sum: Whether an earlier backward of the step was reduced already, which is
+                not supported.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.
@@ -262,7 +262,7 @@ def exchange_momenta(
         beta1: The decay rate of the momentum.
         own: This rank's slice of the momentum so far.
         saved: The error-feedback buffers of this rank from a checkpoint; may be empty.
-        loss_scale: Returns the current loss scale.
+        loss_scale: A function that returns the current loss scale.
 
     Note:
         Collective: every rank of the shard group must call it, between two steps.

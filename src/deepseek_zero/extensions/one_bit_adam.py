@@ -35,9 +35,9 @@ class MomentumSteps(UpdatePolicy):
         """Store the settings that `attach` checks.
 
         Args:
-            clips: The norm of gradients is clipped.
-            keeps_grads: Gradients are kept until `zero_grad()`.
-            adapts_precision: Units may change their precision.
+            clips: Whether the norm of gradients is clipped.
+            keeps_grads: Whether gradients are kept until `zero_grad()`.
+            adapts_precision: Whether units may change their precision.
         """
         self._clips = clips
         self._keeps_grads = keeps_grads

@@ -49,7 +49,7 @@ class SumOverReplicas(GradReduction):
         Args:
             partial: This rank's gradient of all elements of the group.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: An earlier backward of the step was reduced already; not used.
+            has_earlier_sum: Whether an earlier backward of the step was reduced already; not used.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.

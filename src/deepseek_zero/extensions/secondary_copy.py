@@ -26,7 +26,8 @@ class SecondaryCopy(WeightGather):
         comm_ctx: The context of the ranks over which the second copy is sharded, usually one host.
         first: Gathers the weight from all ranks.
         buffer: This rank's slice of the second copy.
-        is_current: The second copy equals the weight. The flag has the same value on all ranks.
+        is_current: Whether the second copy equals the weight. The flag has the same value on all
+            ranks.
     """
 
     def __init__(self, group: Group, inner: CommContext, first: WeightGather) -> None:

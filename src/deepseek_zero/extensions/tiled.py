@@ -35,7 +35,7 @@ class TiledLinear(nn.Module):
         bias: Add a bias.
         in_splits: Number of tiles along the input features.
         out_splits: Number of tiles along the output features.
-        input_is_already_split: The input is a sequence of `in_splits` tensors.
+        input_is_already_split: Whether the input is a sequence of `in_splits` tensors.
         combine_out_splits: Return one tensor; if false, return the list of output tiles.
         linear_cls: The class of a tile. It is called with ``(in_features, out_features, bias=...,
             **kwargs)``, and its forward returns one tensor.

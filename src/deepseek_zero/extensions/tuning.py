@@ -37,7 +37,7 @@ class Knob:
         floor: The smallest size after the first change.
         ceiling: The largest size that is tried.
         before: The size, and the fraction of a step that ranks waited, before the last change.
-        is_done: The size is not changed any more.
+        is_done: Whether the size is not changed any more.
     """
 
     name: str

@@ -44,8 +44,8 @@ class WeightDifferences(WeightGather):
 
         Args:
             what: The name of the unit, used in error messages.
-            is_update: An optimizer step has changed the main weights. False if a program wrote
-                values.
+            is_update: Whether an optimizer step has changed the main weights. False if a program
+                wrote values.
 
         Returns:
             A handle. The weight may be read after its `wait()` has returned.

@@ -54,7 +54,7 @@ class InitShard(ModelBuilder):
         session: The `Init` context in which the parameter was sharded.
         number: The index of the parameter in the order of construction, the same on every rank.
         unsharded: The whole elements, while an initialization uses them.
-        is_pinned: The parameter is whole inside GatheredParameters.
+        is_pinned: Whether the parameter is whole inside GatheredParameters.
         mark: A fingerprint of the values at the start of GatheredParameters, to detect changes.
         modifier: The rank that last gave it values inside GatheredParameters.
     """

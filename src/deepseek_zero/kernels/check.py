@@ -254,7 +254,7 @@ def fused_update(
         hypers: All hyper-parameters of the rule.
         arrays: Gradient, weight and states; they are not changed.
         step: The number of the update, from 1 on.
-        first: The states of SGD have no values yet.
+        first: Whether the states of SGD have no values yet.
     """
     param, gradient, *states = (
         torch.from_numpy(each.copy()) for each in (arrays.main, arrays.gradient, *arrays.states)

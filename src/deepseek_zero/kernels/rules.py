@@ -53,11 +53,11 @@ class Variant:
     Attributes:
         rule: The name of the rule.
         states: The names of the element-wise states, at most two.
-        maximizes: The objective is maximized.
+        maximizes: Whether the objective is maximized.
         decays: Weight decay is not zero, and is added to the gradient.
         decoupled: Weight decay shrinks the weight instead.
-        near: The weight of the new gradient in the first moment is at least one half.
-        first: There is no momentum yet.
+        near: Whether the weight of the new gradient in the first moment is at least one half.
+        first: Whether there is no momentum yet.
         nesterov: Momentum is Nesterov's.
     """
 
@@ -77,12 +77,13 @@ class Layout:
 
     Attributes:
         gradient: The dtype of the gradient: fp32, bf16 or fp16.
-        is_split: The main weight is a bf16 weight and its remainder (`precision/policy.py`). If
-            not, it is fp32.
+        is_split: Whether the main weight is a bf16 weight and its remainder
+            (`precision/policy.py`). If not, it is fp32.
         published: The dtype, bf16 or fp16, of a weight that is written next to an fp32 main weight.
-        is_rounded: There is no main weight, and the bf16 weight is rounded stochastically
+        is_rounded: Whether there is no main weight, and the bf16 weight is rounded stochastically
             (`precision/compact.py`).
-        states_rounded: The states are bf16 and rounded stochastically. If not, they are fp32.
+        states_rounded: Whether the states are bf16 and rounded stochastically. If not, they are
+            fp32.
     """
 
     gradient: torch.dtype
@@ -102,11 +103,11 @@ class Rule:
     """The states, scalars and formula of one optimizer class.
 
     Attributes:
-        variant: Returns the variant for hyper-parameters. The second argument is whether the
-            parameter has its states already.
-        scalars: Returns the scalars of a formula. The second argument is the number of the update,
-            from 1 on.
-        formula: Returns the formula of a variant.
+        variant: A function that returns the variant for hyper-parameters. The second argument is
+            whether the parameter has its states already.
+        scalars: A function that returns the scalars of a formula. The second argument is the number
+            of the update, from 1 on.
+        formula: A function that returns the formula of a variant.
         counts: Whether the optimizer keeps the number of its updates in a state named `step`.
         hides_nan: Whether a state may be NaN while the weight is not.
     """

@@ -52,8 +52,8 @@ class MasterShard:
         names: Names of the parameters that the range covers.
         at: Offset of the shard, in elements, in the scratch buffers of the shards that are updated
             together (its tile).
-        has_kernel: A fused kernel can update the shard. It is used if it supports the current
-            hyper-parameters.
+        has_kernel: Whether a fused kernel can update the shard. It is used if it supports the
+            current hyper-parameters.
     """
 
     group: ParamGroup
@@ -91,8 +91,8 @@ class MasterShard:
         """Return the gradient of the shard in the shape of `param`, or None if there is none.
 
         Args:
-            source: Returns the reduced gradient of a parameter group: that of the current step, or
-                a delayed one.
+            source: A function that returns the reduced gradient of a parameter group: that of the
+                current step, or a delayed one.
         """
         if self.is_absent(source):
             return None
@@ -105,7 +105,7 @@ class MasterShard:
         They belong to main weights, weights and gradients outside the training device.
 
         Args:
-            source: Returns the reduced gradient of a parameter group.
+            source: A function that returns the reduced gradient of a parameter group.
         """
         for storage in self.master.offloaded():
             yield StorageRange(storage, self.start, self.stop)
@@ -119,7 +119,7 @@ class MasterShard:
         """Yield the ranges on the training device that the host updates or reads.
 
         Args:
-            source: Returns the reduced gradient of a parameter group.
+            source: A function that returns the reduced gradient of a parameter group.
             after: Event of the device after which it does not change the ranges.
         """
         if self.master.staged is not None:
@@ -146,7 +146,7 @@ class MasterShard:
         """Return whether no parameter of the shard has a gradient, so the shard is not updated.
 
         Args:
-            source: Returns the reduced gradient of a parameter group.
+            source: A function that returns the reduced gradient of a parameter group.
         """
         absent = source(self.group).absent or set()
         return bool(absent) and all(cover.number in absent for cover in self.overlaps())

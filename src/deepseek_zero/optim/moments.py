@@ -33,8 +33,8 @@ class Moment:
         kept: Storage format; None if the elements are stored in `dtype`.
         powers: Scales of the blocks of 8-bit moments, by id of the shard. They stay on the device
             of the update.
-        is_fresh: No moments were discarded since the storage was allocated, so elements that were
-            not written are zero.
+        is_fresh: Whether no moments were discarded since the storage was allocated, so elements
+            that were not written are zero.
     """
 
     storage: Storage

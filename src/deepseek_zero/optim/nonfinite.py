@@ -52,8 +52,8 @@ class NonFiniteReport:
 
         Args:
             squares: The sum of squares of each trained group's gradient.
-            is_finite: The gradient norm of the step was finite.
-            skipped: The step changed no state.
+            is_finite: Whether the gradient norm of the step was finite.
+            skipped: Whether the step changed no state.
             step: The number of the step, for the log.
 
         Returns:

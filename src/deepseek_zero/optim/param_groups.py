@@ -67,7 +67,8 @@ def prefer_fused(optimizer: Optimizer, *, on_cpu: bool) -> None:
 
     Args:
         optimizer: The inner optimizer, whose parameter groups are changed in place.
-        on_cpu: All shards of all ranks are updated on a CPU. PyTorch has no fused Adagrad on CUDA.
+        on_cpu: Whether all shards of all ranks are updated on a CPU. PyTorch has no fused Adagrad
+            on CUDA.
     """
     if type(optimizer) not in FUSED or (type(optimizer) is torch.optim.Adagrad and not on_cpu):
         return

@@ -298,8 +298,8 @@ class ShardSet:
         their bits.
 
         Args:
-            apart: Returns the property for a parameter's part of a shard. A shard is cut where it
-                changes.
+            apart: A function that returns the property for a parameter's part of a shard. A shard
+                is cut where it changes.
         """
         cuts = {shard: spans for shard in self.all() if len(spans := cuts_of(shard, apart)) > 1}
         if not cuts:
@@ -375,7 +375,7 @@ def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[Sh
 
     Args:
         shard: The shard to divide.
-        apart: Returns the key of a parameter's range.
+        apart: A function that returns the key of a parameter's range.
     """
     covers = list(shard.overlaps())
     runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]

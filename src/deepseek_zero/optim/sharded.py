@@ -230,8 +230,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
         Args:
             closure: Must be None, because a closure would run a forward during the update.
-            message: Returns values to send to all ranks together with the gradient norm, as in
-                `update`.
+            message: A function that returns values to send to all ranks together with the gradient
+                norm, as in `update`.
             number: The number of this step in log messages, as in `update`.
 
         Note:
@@ -258,9 +258,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         false.
 
         Args:
-            message: Returns values to send to all ranks together with the gradient norm; every rank
-                must use the same field names. The received values are in `last.verdict.fields`. It
-                is called once, after gradients are reduced and before any state has changed.
+            message: A function that returns values to send to all ranks together with the gradient
+                norm; every rank must use the same field names. The received values are in
+                `last.verdict.fields`. It is called once, after gradients are reduced and before any
+                state has changed.
             number: The number of this step in log messages and errors. None uses the number of
                 steps of this optimizer.
 

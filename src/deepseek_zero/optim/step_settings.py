@@ -35,9 +35,9 @@ class StepSettings:
         keep_grads: Keep the gradients after the step.
         flow: How many tiles (lists of shards that are updated together) are fetched before their
             update, or are still being stored after it.
-        can_defer: A policy may run updates of offloaded weights after the step.
+        can_defer: Whether a policy may run updates of offloaded weights after the step.
         by_unit: Tiles end at unit boundaries, because a policy updates some units in backward.
-        on_accelerator: The training device is not a CPU.
+        on_accelerator: Whether the training device is not a CPU.
         undo_bytes: The size in bytes of the log that undoes updates made in backward.
         kernels: The implementation of updates that have a kernel: "auto", "numba" or "torch".
     """
@@ -76,8 +76,8 @@ def update_settings_of(
         settings: The settings of the optimizer step.
         optimizer: The name of the optimizer's class.
         groups: The optimizer's parameter groups, by names of parameters.
-        scales_grads: Gradients may be clipped or unscaled.
-        undoes: A log can undo the updates that run in backward.
+        scales_grads: Whether gradients may be clipped or unscaled.
+        undoes: Whether a log can undo the updates that run in backward.
     """
     undo_bytes = settings.undo_bytes if undoes else 0
     return UpdateSettings(

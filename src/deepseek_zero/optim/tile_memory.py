@@ -124,7 +124,7 @@ class StorageRange:
             host for the update, and back.
         low: The first element of the range.
         high: The end of the range.
-        changes: The update writes the elements.
+        changes: Whether the update writes the elements.
         after: Event of the training device that must have happened before the elements are read.
     """
 
@@ -198,7 +198,8 @@ class TilePrefetcher(Generic[T]):
 
     Args:
         tiles: The tiles, in the order of their updates.
-        touched: Returns the states in other memory that the update of a tile reads or writes.
+        touched: A function that returns the states in other memory that the update of a tile reads
+            or writes.
         settings: How many tiles may be in transfer at the same time.
     """
 

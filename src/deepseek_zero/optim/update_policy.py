@@ -48,7 +48,8 @@ class UpdatePolicy:
     docstring says that it is collective.
 
     Attributes:
-        keeps_decisions: The hyper-parameters of a step are used after it, so they are copied.
+        keeps_decisions: Whether the hyper-parameters of a step are used after it, so they are
+            copied.
         watches_overflows: Search for the unit with non-finite numbers even if a dynamic loss scale
             makes overflows usual.
         undoes: Some updates run during backward and may have to be undone from a log.

@@ -44,7 +44,7 @@ class Decision:
         factor: Factor by which gradients are multiplied.
         number: Number of the update, which seeds stochastic rounding.
         hypers: Hyper-parameters of the update; None for the current ones.
-        source: Returns the reduced gradient of a parameter group.
+        source: A function that returns the reduced gradient of a parameter group.
         groups: How kernels update the shards of each parameter group, by its index.
     """
 
@@ -147,7 +147,7 @@ class Updater:
 
         Args:
             tiles: The tiles, in the order of their updates.
-            source: Returns the reduced gradient of a parameter group.
+            source: A function that returns the reduced gradient of a parameter group.
         """
         after: CopyEvent = COMPLETED
         if tiles:

@@ -29,8 +29,8 @@ class Verdict:
         norm: The norm of the gradient, still multiplied by the loss scale.
         by_group: The sum of squares of each trained group.
         any_late: On some rank, gradients arrived after their unit had been reduced.
-        any_edited: The program changed gradients on a rank.
-        is_idle: No rank has a gradient, so nothing can be updated.
+        any_edited: Whether the program changed gradients on a rank.
+        is_idle: Whether no rank has a gradient, so nothing can be updated.
         any_graphless: On some rank, `backward` was called with a loss that requires no gradient.
         absences: For each rank, a checksum of the names of parameters without a gradient.
         fields: The fields sent with the norm, by name; each has one entry per rank of the world.
@@ -62,9 +62,9 @@ class StepResult:
 
     Attributes:
         norm: The global gradient norm, unscaled.
-        skipped: No state has changed, because gradients were not finite or there were none.
+        skipped: Whether no state has changed, because gradients were not finite or there were none.
         verdict: The facts that the ranks agreed on.
-        overflow: No state has changed because gradients were not finite.
+        overflow: Whether no state has changed because gradients were not finite.
         number: The number of the step.
     """
 

@@ -113,7 +113,7 @@ class _Named:
     """One of DeepSpeed's names: its class, and how DeepSpeed's parameters differ.
 
     Attributes:
-        cls: Returns the class; the first call may import it.
+        cls: A function that returns the class; the first call may import it.
         defaults: DeepSpeed's defaults that differ from the class.
         only: Parameters that are accepted with one value only, the implemented one.
         switches: Parameters that are evaluated here and not passed to the class.

@@ -84,7 +84,7 @@ class Entry:
     have added theirs, `start` is called with the buffer.
 
     Args:
-        new: Returns an uninitialized buffer of a shape and a dtype.
+        new: A function that returns an uninitialized buffer of a shape and a dtype.
         start: Called with the accumulated gradient, for example to start its all-reduce.
     """
 

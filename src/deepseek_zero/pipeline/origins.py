@@ -53,7 +53,8 @@ class Origins:
     memory have the sources of all of them.
 
     Args:
-        own: Returns the part of the model that is running, as the source of new tensors.
+        own: A function that returns the part of the model that is running, as the source of new
+            tensors.
         used: Called with the sources of each operator's inputs before its results get a source.
     """
 

@@ -32,10 +32,10 @@ class ParamShape:
     Attributes:
         shape: The shape; of this rank's part if the parameter is split along "tp".
         dtype: The dtype with which the parameter was built.
-        trainable: The parameter requires a gradient.
-        full_precision: The parameter stays in fp32 if the run computes in 16 bits.
+        trainable: Whether the parameter requires a gradient.
+        full_precision: Whether the parameter stays in fp32 if the run computes in 16 bits.
         split: How it is split along "tp"; None if it is not.
-        is_copy: The parameter is tied to one of an earlier pipeline stage.
+        is_copy: Whether the parameter is tied to one of an earlier pipeline stage.
         whole: For a tile of rows, the name of the whole parameter; else empty.
     """
 
@@ -59,7 +59,7 @@ class UnitShape:
 
     Attributes:
         name: The name of its module; empty for the model.
-        is_tile: The unit is a part of a large layer, which is cut to save memory.
+        is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
         params: The unit's parameters, by full name.
     """
 

@@ -29,9 +29,10 @@ def hop_buffer_sizes(
         wires: The codecs within a host and between hosts (`hop_wires`).
         ranks: The number of ranks that exchange messages.
         near: The number of ranks per host.
-        near_in_place: The ranks of one host read each other's memory, so they need no receive
-            buffer.
-        far_in_place: The ranks with the same local rank read each other's memory across hosts.
+        near_in_place: Whether the ranks of one host read each other's memory, so they need no
+            receive buffer.
+        far_in_place: Whether the ranks with the same local rank read each other's memory across
+            hosts.
 
     Returns:
         The dtype and the number of elements of each buffer.

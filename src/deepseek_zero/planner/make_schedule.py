@@ -107,8 +107,8 @@ def plan_schedule(
         updates_in_forward: The numbers of units whose optimizer update may run in the next forward.
         ahead: The numbers of units that may be updated during backward, before the step.
         cut: Units that take the micro-batches of the settings one after the other.
-        reduces_each_backward: Gradients are sharded, so every backward reduces them, not only the
-            one that ends a step.
+        reduces_each_backward: Whether gradients are sharded, so every backward reduces them, not
+            only the one that ends a step.
         all_reduced: Units whose reduced gradients are also summed over replicas.
     """
     around = around or {}

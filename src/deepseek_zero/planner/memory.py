@@ -65,7 +65,7 @@ def host_pieces(
     Args:
         group: The plan of the parameter group.
         moments_per_element: The number of moments for each element.
-        is_weight_shared: The weight is in memory that all ranks of the host share, which is
+        is_weight_shared: Whether the weight is in memory that all ranks of the host share, which is
             reserved in another way.
     """
     found: list[HostPiece] = []

@@ -85,7 +85,7 @@ def inbox_sizes(
         numel: The number of elements that each rank sends to each other rank.
         wire: The codec in which the elements are sent.
         ranks: The number of ranks that exchange messages.
-        in_place: All ranks read each other's memory, so they need no receive buffer.
+        in_place: Whether all ranks read each other's memory, so they need no receive buffer.
 
     Returns:
         The dtype and the number of elements of each buffer.

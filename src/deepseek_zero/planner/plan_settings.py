@@ -86,7 +86,7 @@ class PlanSettings:
         state_tier: The memory of moments, gradient shards, and main weights with their own storage.
         unit_tiers: The memories of units for which they differ.
         device_bytes: The largest number of bytes of states and buffers on the training device.
-        delayed_update: Each update runs one step late.
+        delayed_update: Whether each update runs one step late.
         reduces_once: Accumulate the gradients of micro-batches locally, and reduce them once per
             step, also at ZeRO stages 2 and 3. Pipelines need this, because their stages would
             otherwise wait for each other.
@@ -174,15 +174,16 @@ class Machine:
     """The assumptions of a plan about the machine.
 
     Attributes:
-        reads_in_place: The ranks of the shard group are on one host and read each other's memory,
-            so a gather needs no buffer.
-        replicas_read_in_place: The same for the ranks that hold the same slices.
-        near_read_in_place: The same for the ranks of one host, if gradients are summed within each
-            host first.
-        far_read_in_place: The same for the ranks with the same position on different hosts.
+        reads_in_place: Whether the ranks of the shard group are on one host and read each other's
+            memory, so a gather needs no buffer.
+        replicas_read_in_place: As `reads_in_place`, for the ranks that hold the same slices.
+        near_read_in_place: As `reads_in_place`, for the ranks of one host, if gradients are summed
+            within each host first.
+        far_read_in_place: As `reads_in_place`, for the ranks with the same position on different
+            hosts.
         budgets: For each memory, the bytes for states and buffers of one rank; used if the settings
             leave the choice of memory open.
-        spans_hosts: The ranks of the shard group are on several hosts.
+        spans_hosts: Whether the ranks of the shard group are on several hosts.
     """
 
     reads_in_place: bool = False

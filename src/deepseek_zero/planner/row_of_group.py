@@ -36,7 +36,7 @@ def gradient_wires(
 
     Args:
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
-        is_coded: The configured compression applies to the parameters.
+        is_coded: Whether the configured compression applies to the parameters.
         near: The number of ranks per host if gradients are summed within each host first, else 1.
     """
     compression = settings.compression if is_coded else Compression()
@@ -64,10 +64,11 @@ def plan_for(
     Args:
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
         dtype: The dtype with which the parameters were built.
-        trainable: The parameters require gradients, so there are a gradient and optimizer states.
-        persistent: The parameters stay gathered at stage 3, because they are small.
+        trainable: Whether the parameters require gradients, so there are a gradient and optimizer
+            states.
+        persistent: Whether the parameters stay gathered at stage 3, because they are small.
         ranks: The number of ranks over which states are sharded.
-        is_coded: The configured compression applies to the parameters.
+        is_coded: Whether the configured compression applies to the parameters.
         near: The number of ranks per host if gradients are summed within each host first, else 1.
 
     Returns:

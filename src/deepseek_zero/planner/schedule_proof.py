@@ -29,7 +29,7 @@ def verify(
     Args:
         schedule: The schedule to check.
         around: For each unit inside another, the number of the innermost unit around it.
-        reduces_each_backward: Every backward reduces gradients.
+        reduces_each_backward: Whether every backward reduces gradients.
         all_reduced: The units whose gradients are also summed over replicas.
 
     Raises:

@@ -162,8 +162,8 @@ class ShardPlan:
         grad: The gradient, between backward and update.
         master: The main weight, which the optimizer updates.
         moments: The element-wise states of the optimizer.
-        master_is_weight: The main weight is the storage of the weight (its slice at stages 1 and
-            2), as in fp32 training.
+        master_is_weight: Whether the main weight is the storage of the weight (its slice at stages
+            1 and 2), as in fp32 training.
         moments_format: The format in which moments are kept (precision/compact.py).
         extras: The additional states that extensions keep for the group (planner/extras.py).
     """

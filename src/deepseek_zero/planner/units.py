@@ -68,14 +68,14 @@ class GroupKey:
 
     Attributes:
         dtype: The dtype with which the parameters were built.
-        trainable: The parameters require gradients.
-        persistent: The parameters stay gathered at stage 3, because they are small.
-        full_precision: The parameters stay in fp32 if the run computes in 16 bits.
+        trainable: Whether the parameters require gradients.
+        persistent: Whether the parameters stay gathered at stage 3, because they are small.
+        full_precision: Whether the parameters stay in fp32 if the run computes in 16 bits.
         split: How the parameters are split along "tp"; empty without that axis.
-        is_counted: This rank contributes the parameters to norms and checkpoints. It does not if
-            another rank along "tp" holds the same elements and contributes them.
+        is_counted: Whether this rank contributes the parameters to norms and checkpoints. It does
+            not if another rank along "tp" holds the same elements and contributes them.
         sharers: The coordinates along "tp" whose partial gradients are added.
-        is_coded: The parameters are compressed in messages between ranks.
+        is_coded: Whether the parameters are compressed in messages between ranks.
     """
 
     dtype: torch.dtype
@@ -281,7 +281,7 @@ class UnitPlan:
     Attributes:
         name: The name of its module; "root" for the first unit, which is the model.
         groups: The parameter groups of the unit.
-        is_tile: The unit is a part of a large layer, which is cut to save memory.
+        is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
     """
 
     name: str

@@ -41,7 +41,7 @@ class ParamGroupPlan:
     Attributes:
         options: The hyper-parameters of the group, by name.
         names: The names of its parameters.
-        is_uncut: Its update needs whole tensors.
+        is_uncut: Whether its update needs whole tensors.
     """
 
     options: Mapping[str, Any]
@@ -57,13 +57,13 @@ class UpdateSettings:
         optimizer: The name of its class (`moments_for` has its states).
         groups: The optimizer's parameter groups.
         tile_numel: The elements of one optimizer call on the training device.
-        scales_grads: Gradients may be clipped or unscaled.
+        scales_grads: Whether gradients may be clipped or unscaled.
         can_defer: Updates may run in the next forward.
-        by_unit: No tile (list of shards that are updated together) contains parts of two units,
-            because some units are updated in backward.
-        on_accelerator: The training device is not a CPU.
+        by_unit: Whether no tile (list of shards that are updated together) contains parts of two
+            units, because some units are updated in backward.
+        on_accelerator: Whether the training device is not a CPU.
         undo_bytes: The size in bytes of the log that undoes updates made in backward.
-        crosses_hosts: The ranks of the shard group are on several hosts.
+        crosses_hosts: Whether the ranks of the shard group are on several hosts.
         kernels: The implementation of updates on a CPU: "auto", "numba" or "torch".
         host_tile_numel: The elements of one call if the host updates.
         kernel_tile_numel: The elements of one call if a kernel updates states in memory.
@@ -188,7 +188,7 @@ def shard_ranges(
         rank: The rank whose shards are returned.
         names: The full names of the parameters whose shards are returned.
         tile_numel: The largest number of elements of a shard.
-        uncut: The optimizer needs whole tensors.
+        uncut: Whether the optimizer needs whole tensors.
     """
     runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
     found: list[ShardRange] = []

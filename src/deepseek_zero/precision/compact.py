@@ -129,7 +129,7 @@ class Float8Block:
     """Values stored as 8-bit floats in blocks, with one power of two per block.
 
     Attributes:
-        is_signed: There is a sign bit; otherwise values are magnitudes.
+        is_signed: Whether there is a sign bit; otherwise values are magnitudes.
         least: The exponent of the smallest normal number, relative to the block's power of two.
         dtype: The dtype of the codes.
         has_scales: True.

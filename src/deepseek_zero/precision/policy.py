@@ -172,9 +172,9 @@ def join(
         remainder: Flat int16 tensor: the remainder that `split` wrote.
         out: Output, fp32.
         scratch: Scratch of `scratch_numel` elements; None allocates it.
-        is_exposed: The program may have changed the weight without the remainder, for example by a
-            mask. The sum can then be NaN although the weight is not; in that case the main weight
-            is the weight.
+        is_exposed: Whether the program may have changed the weight without the remainder, for
+            example by a mask. The sum can then be NaN although the weight is not; in that case the
+            main weight is the weight.
     """
     tile = scratch_numel(out.device, out.numel())
     if scratch is None:

@@ -24,12 +24,12 @@ from .unit import Unit
 class Driver(Protocol):
     """Interface of an object that runs forwards and backwards of parts of a model.
 
-    The training loop of a pipeline implements it, because it calls the stages of the model one by
-    one.
+    The training loop of a pipeline implements it, because the loop calls the stages of the model
+    separately.
     """
 
     def before_step(self) -> None:
-        """Complete the gradients before a step, or raise.
+        """Complete the gradients before a step, or raise an error.
 
         Note:
             Collective: every rank must call it.
@@ -56,7 +56,8 @@ class Backward:
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
         step: The phase of the model and the progress of the current step.
-        driver: Returns the pipeline loop that drives the model, or None. A weak reference.
+        driver: A function that returns the pipeline loop that drives the model, or None. A weak
+            reference.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class Backward:
         Args:
             unit: The number of the unit.
             output: A tensor that the unit's forward returned.
-            is_first: The output is of the unit's first use in this forward, which backward reaches
-                last.
+            is_first: Whether the output is of the unit's first use in this forward, which backward
+                reaches last.
         """
         output.register_hook(weak_hook(self, Backward.on_output_grad, unit, is_first))
 
@@ -115,7 +116,7 @@ class Backward:
 
         Args:
             number: The number of the unit.
-            is_first: The output is of the unit's first use in its forward.
+            is_first: Whether the output is of the unit's first use in its forward.
             grad: The gradient of the output; it is not changed.
         """
         unit = self.units[number]
@@ -193,7 +194,7 @@ class Backward:
         """Complete a backward after this rank has computed every gradient.
 
         Args:
-            joined: This rank has run the backward; False if it skipped it.
+            joined: Whether this rank has run the backward; False if it skipped it.
         """
         gathers = self.executor.gathers
         reductions = self.executor.reductions
@@ -230,15 +231,15 @@ class Backward:
     def is_in_step(self) -> bool:
         """Return whether the current forward or backward belongs to a training step of this model.
 
-        It does not if all parameters are frozen and no backward came before, for example while
-        another model is trained through this one.
+        It does not belong to one if all parameters are frozen and there was no backward before, for
+        example if another model is trained through this one.
         """
         return bool(self.step.backwards) or any(unit.expected for unit in self.units)
 
     # -- without a backward
 
     def join_skipped_passes(self) -> None:
-        """Take part in the collectives of a forward and a backward that this rank skipped.
+        """Run the collectives of a forward and a backward that this rank skipped.
 
         The rank gathers the same units as the others, and contributes zeros as gradients.
 
@@ -255,8 +256,8 @@ class Backward:
     def reduce_step(self) -> None:
         """Reduce the gradients of all backwards since the last step.
 
-        It is called if no backward of the step was known to be the last one, so that nothing was
-        reduced.
+        It is called before a step if no backward reduced gradients, because none of them was known
+        to be the last one.
 
         Note:
             Collective: every rank must call it.
@@ -270,8 +271,8 @@ class Backward:
     def before_step(self) -> None:
         """Complete the gradients of a step, including values that the program assigned to `.grad`.
 
-        If this rank skipped a forward and backward, it takes part in their collectives. Gradients
-        that arrived after their unit had been reduced are reduced now.
+        If this rank skipped a forward and backward, it runs their collectives. Gradients that
+        arrived after the reduction of their unit are reduced now.
 
         Note:
             Collective: every rank must call it.

@@ -18,20 +18,20 @@ from .comm_context import CommContext
 
 
 class PendingUpdate(Protocol):
-    """Interface of optimizer updates that are not final.
+    """Interface of optimizer updates that do not run in the step.
 
-    They either run later than their step, or ran early during backward and may have to be undone.
+    They either run after their step, or ran during backward and may have to be undone.
     """
 
     def flush_group(self, group: Any) -> None:
-        """Bring the states of one parameter group to their values after the last step.
+        """Run or undo updates, so that a parameter group has its values after the last step.
 
         Args:
             group: The `ParamGroup`. Other groups are updated only if necessary.
         """
 
     def flush(self) -> None:
-        """Bring the states of every group to their values after the last step.
+        """Run or undo updates, so that every group has its values after the last step.
 
         Raises:
             StorageError: A disk failed.
@@ -48,7 +48,7 @@ class StateGuard:
     values. It also raises if `engine.offload_states` has moved a state away.
 
     Attributes:
-        is_offloaded: The state was moved away, and every access raises.
+        is_offloaded: Whether the state was moved away, and every access raises.
         pending: A deferred update, which runs before a read. The optimizer sets and clears it.
         reader: Called before a write; a background save copies the old values in it.
         writes: The number of writes so far, by which a reader detects that states have changed.
@@ -93,8 +93,8 @@ class FlatBuffer:
         layout: The positions of the parameters in the buffer.
         spec: The placement, dtype and memory of the state.
         memory: The elements on this rank, flat.
-        storage: Where the elements are kept between uses (offloaded, encoded); None if they are in
-            `memory`.
+        storage: The storage that holds the elements between uses if they are offloaded or encoded;
+            None if they are in `memory`.
         guard: Called before every access; None for a new one.
         coded_as: The codec of slices that are gathered into this buffer; None for exact slices.
 
@@ -240,8 +240,8 @@ class FlatBuffer:
             spec: The placement, dtype and memory of the state.
             comm_ctx: The context that has the pool and the tiers.
             what: The name of the state, used in error messages.
-            is_copied: The training device copies the state from or to its memory, if that is
-                another one.
+            is_copied: Whether the training device copies the state from or to its memory, if that
+                is another one.
         """
         if spec.tier is Tier.DEVICE:
             return cls.empty(layout, spec, comm_ctx.pool.device).counted(comm_ctx, what)
@@ -274,7 +274,9 @@ class FlatBuffer:
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Count this buffer against the memory budget of the device while it lives, and return it.
+        """Count the bytes of this buffer in the memory budget of the device until it is freed.
+
+        Return the buffer itself.
 
         Args:
             comm_ctx: The context that has the budget.

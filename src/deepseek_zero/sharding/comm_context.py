@@ -24,10 +24,11 @@ class CommContext:
         comm: The communicator of the shard group: the ranks over which states are sharded.
         pool: The pool of scratch buffers.
         bucket_numel: The largest message, in elements.
-        divisor: The number that sums are divided by.
+        divisor: The number by which sums are divided.
         tiers: The memories for offloaded states.
-        issue_queue: The gathers whose slices are still fetched from an offload memory. It issues
-            them in the order in which they were added, which is the same on every rank.
+        issue_queue: A queue of gathers whose slices are still being fetched from the host or a
+            disk. It issues the gathers in the order in which they were added, which is the same on
+            every rank.
         copy_engine: Copies between `tiers` and the device, on streams of its own. The device waits
             for a copy by its event (`wait_stream`). On a CPU there is nothing to copy.
         outer: The context of the ranks that hold the same slices, over which sums are added up as
@@ -135,8 +136,8 @@ class Route:
     Extensions derive from this class. All ranks use the same class.
 
     Attributes:
-        near: The number of nearby ranks whose gradients are summed first; only the sums are sent
-            on. With 1, every gradient goes to the owner of its slice.
+        near: The number of ranks of a host whose gradients are summed first, so that only the sums
+            are sent to other hosts. With 1, every gradient is sent to the owner of its slice.
     """
 
     near = 1
@@ -179,7 +180,8 @@ class Route:
         Args:
             comm_ctx: The communicator of the shard group, with buffer pool and settings.
             message: The encoding of the gradients that a rank sends.
-            arriving: The encoding of what a rank receives last: gradients, or sums of hosts.
+            arriving: The encoding of the data that a rank receives last: gradients, or the sums of
+                hosts.
             numel: The largest number of elements that a rank sends to another one.
             slice_numel: The number of elements of a slice.
         """

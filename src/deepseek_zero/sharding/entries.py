@@ -68,13 +68,13 @@ _FORWARDS = _Forwards()
 
 
 def record_forward(begin: int, end: int, stop: int, factor: Factor) -> None:
-    """Record which autograd nodes a forward of the model has created, for `scale_entries`.
+    """Record the autograd nodes that a forward of the model has created, for `scale_entries`.
 
     Args:
         begin: Autograd's sequence number of the forward's first node.
         end: The number after its last node.
         stop: The number after the aliases of its outputs.
-        factor: Returns the factor of gradients that enter the forward.
+        factor: A function that returns the factor of gradients that enter the forward.
     """
     _FORWARDS.add(_Recorded(begin, end, stop, factor))
 
@@ -90,8 +90,8 @@ def scale_entries(
 
     Args:
         roots: The tensors that are differentiated.
-        factor_of_leaf: Returns the function that computes the factor for a parameter of an engine;
-            None for other leaves.
+        factor_of_leaf: A function that returns the function that computes the factor for a
+            parameter of an engine; None for other leaves.
 
     Returns:
         The tensors to differentiate instead. A root inside an engine is replaced by an alias with a

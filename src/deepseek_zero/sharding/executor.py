@@ -84,7 +84,7 @@ class Executor:
         self._plan(order)
 
     def replan(self, settings: PlanSettings | None = None) -> None:
-        """Plan the schedule again in the same order, between two steps.
+        """Make a new schedule with the same order of units, between two steps.
 
         Call it after sizes, groups or updates of the units changed.
 
@@ -118,7 +118,7 @@ class Executor:
         """Prepare the gathers and gradient reductions of a new backward.
 
         Args:
-            ends_step: This is the last backward before the optimizer step.
+            ends_step: Whether this is the last backward before the optimizer step.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

@@ -60,8 +60,8 @@ class Forward:
         policy: The dtypes of the model.
         root_parts: Hooks for modules of the root unit that a program calls directly, outside the
             forward of the model.
-        any_promoted: Some units compute in fp32 and others in 16 bits (precision "auto"), so values
-            passed between them are cast.
+        any_promoted: Whether some units compute in fp32 and others in 16 bits (precision "auto"),
+            so values passed between them are cast.
     """
 
     def __init__(

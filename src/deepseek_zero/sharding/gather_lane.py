@@ -36,7 +36,8 @@ class GatherLane:
         units: The units of the model, the root first.
         comm: The communicator of all ranks of the job.
         issue_queue: The gathers whose slices are still fetched from an offload memory.
-        order_is_agreed: All ranks have agreed on the order of units; until then it is recorded.
+        order_is_agreed: Whether all ranks have agreed on the order of units; until then it is
+            recorded.
         recorded: The numbers of units in the order of their first use.
     """
 
@@ -149,7 +150,7 @@ class GatherLane:
                 self.unshard(other)
 
     def unshard_apart(self, unit: Unit) -> None:
-        """Unshard a part of a large layer (tile) out of order, until `end_apart`.
+        """Unshard a tile (a part of a large layer) outside of the schedule, until `end_apart`.
 
         If several layers share a tile, the schedule contains only the backward of its first use.
         Backward needs the tile for later uses too.
@@ -205,10 +206,11 @@ class GatherLane:
 
         Args:
             unit: The unit whose forward has ended.
-            training: The outputs of the forward need gradients.
-            recomputes: The forward belongs to a checkpoint, so backward recomputes it. Backward
-                releases units itself, except a tile that was gathered only for this forward.
-            was_unsharded: Its weights were unsharded before the forward.
+            training: Whether the outputs of the forward need gradients.
+            recomputes: Whether the forward belongs to a checkpoint, so backward recomputes it.
+                Backward releases units itself, except a tile that was gathered only for this
+                forward.
+            was_unsharded: Whether its weights were unsharded before the forward.
         """
         if recomputes:
             if unit.is_tile and not was_unsharded:
@@ -221,8 +223,8 @@ class GatherLane:
     def gather_for_others(self, before: Unit | None = None) -> None:
         """Start the gathers of units that this rank skipped but other ranks may use.
 
-        It also waits for their fetches. A reduction may be next, and ranks that are behind join it
-        only after these gathers.
+        The call also waits until their slices have been fetched from other memories. A reduction
+        may follow, and slower ranks issue it only after these gathers.
 
         Args:
             before: Gather the units before this one; None for all units of the current forward or

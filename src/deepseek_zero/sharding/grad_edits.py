@@ -41,10 +41,10 @@ class GradEdits:
         self.handles = handles
 
     def part_of(self, number: int) -> Part:
-        """Return this rank's writable part of a parameter's gradient; zeros if it has none.
+        """Return this rank's writable part of a parameter's gradient.
 
-        Between the micro-batches of a step it is this rank's own gradient if that is not yet
-        reduced.
+        A gradient of zeros is created if the parameter has none. Between the micro-batches of a
+        step, the result is the gradient that this rank has computed, if that is not reduced yet.
         """
         summand = self.gradient.summand
         if summand.buffer is not None and summand.buffer is self.gradient.sum.buffer:
@@ -70,7 +70,7 @@ class GradEdits:
 
         Args:
             number: The index of the parameter in the group.
-            value: A whole tensor, of which each rank takes its part, or a sharded gradient of the
+            value: A whole tensor, of which each rank copies its part, or a sharded gradient of the
                 same parameter.
 
         Raises:
@@ -155,7 +155,7 @@ class GradEdits:
 
         Args:
             param: The parameter whose gradient has changed.
-            alike: The change is the same on all ranks.
+            alike: Whether the change is the same on all ranks.
         """
         number = self.group.index[id(param)]
         self._refuse_partial_sum(self.group.members[number].name)

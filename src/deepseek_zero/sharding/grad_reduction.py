@@ -27,12 +27,12 @@ class GradReduction:
 
     @property
     def sums_all(self) -> bool:
-        """Whether `reduce` sums over all ranks. If not, `complete` adds the rest once per step."""
+        """Whether `reduce` sums over all ranks. If not, `complete` then sums over replicas."""
         return True
 
     @property
     def is_local(self) -> bool:
-        """Whether no other rank takes part in the sum."""
+        """Whether the sum has only one summand, so that nothing is sent."""
         return self.group.comm_ctx.comm.size == 1
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
@@ -61,8 +61,8 @@ class GradReduction:
         Args:
             partial: This rank's gradient of all elements of the group.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: An earlier backward of the step was reduced already. The caller adds
-                both.
+            has_earlier_sum: Whether an earlier backward of the step was reduced already. The caller
+                adds both.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.
@@ -129,7 +129,7 @@ class GradReduction:
         Every rank must call it; it does not communicate.
 
         Args:
-            keep: The step used the sum; False if the step was skipped.
+            keep: Whether the step used the sum; False if the step was skipped.
         """
 
     def scale(self, factor: float) -> None:

@@ -178,7 +178,7 @@ class GradSum:
     def discard_values(self) -> None:
         """Discard the values of a sharded gradient, but keep its buffer for the next reduction.
 
-        On a CPU the system may take back the pages of the buffer until then.
+        On a CPU the system may reclaim the pages of the buffer before the next reduction.
         """
         buffer = self.buffer
         if buffer is None or buffer.spec.placement is not S:
@@ -191,7 +191,7 @@ class GradSum:
             offer_pages(buffer.memory)
 
     def follow_wires(self) -> None:
-        """Use the codecs of the current plan for the next reductions."""
+        """Use the codecs of the current plan in all following reductions."""
         planned = self.group.plan.grad
         if self.buffer is not None and planned is not None:
             self.buffer.spec = replace(

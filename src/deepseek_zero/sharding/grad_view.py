@@ -34,7 +34,7 @@ class GradView:
         As in PyTorch, a frozen parameter has a gradient only if one arrived before it was frozen.
 
         Args:
-            joined: This rank has run the backward; False if it skipped it.
+            joined: Whether this rank has run the backward; False if it skipped it.
         """
         gradient = self.gradient
         members = self.group.members
@@ -60,7 +60,7 @@ class GradView:
         self.gradient.clear_shown()
 
     def take_assigned(self) -> None:
-        """Copy the values that the program assigned to `.grad`."""
+        """Copy values that the program assigned to `.grad` into the reduced gradient."""
         members = self.group.members
         shown = self._handles if self.gradient.is_shown else [None] * len(members)
         assigned: list[tuple[int, Tensor | None]] = []

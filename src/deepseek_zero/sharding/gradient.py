@@ -35,7 +35,8 @@ class Summand:
 
         Args:
             group: The parameter group to which the gradient belongs.
-            allocate: Returns the uninitialized buffer in which gradients are collected.
+            allocate: A function that returns the uninitialized buffer in which gradients are
+                collected.
         """
         self.group = group
         self.buffer: FlatBuffer | None = None
@@ -96,7 +97,7 @@ class Summand:
             self.values(number).mul_(factor)
 
     def close(self) -> FlatBuffer:
-        """Return the buffer for the reduction, and start without a buffer again.
+        """Return the buffer for the reduction, and drop the reference to it.
 
         Elements of parameters without a gradient, and padding, are set to zeros.
         """
@@ -132,8 +133,8 @@ class Gradient:
         summand: The gradient that this rank has computed and not yet reduced.
         sum: The reduced gradient.
         kept: Reduced gradients that extensions keep after their step, by name.
-        is_edited: The program has set values that may differ between ranks.
-        is_shown: The `.grad` of the parameters is set to the reduced gradient (`GradView`).
+        is_edited: Whether the program has set values that may differ between ranks.
+        is_shown: Whether the `.grad` of the parameters is set to the reduced gradient (`GradView`).
     """
 
     def __init__(self, group: Group, reduction: GradReduction) -> None:
@@ -198,7 +199,7 @@ class Gradient:
         return buffer
 
     def flush_held(self) -> None:
-        """Run the deferred update that still needs the gradient, before its buffer is reused."""
+        """Run the deferred update that reads the gradient, before its buffer is reused."""
         pending = self.sum.guard.pending
         if self.sum.state is GradState.HELD and pending is not None:
             pending.flush_group(self.group)
@@ -210,8 +211,8 @@ class Gradient:
 
         Args:
             what: The name of the unit, used in error messages.
-            is_last: No other sum is expected before the step, so that an accelerator can compute
-                the norm while backward goes on.
+            is_last: Whether no other sum is expected before the step, so that an accelerator can
+                compute the norm while backward goes on.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.

@@ -54,7 +54,7 @@ def build_group(
 def build_states(group: ParamGroup) -> None:
     """Build the states of a group as planned, and shard its parameters.
 
-    Parameters move to their places in the current layout, with rank 0's values.
+    The values of rank 0 are copied to the positions of the parameters in the current layout.
 
     Note:
         Collective: every rank of the shard group must call it.

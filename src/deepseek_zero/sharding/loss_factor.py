@@ -90,21 +90,21 @@ class LossFactor:
     """Multiplies the gradients of one engine by loss scale / accumulation steps, exactly once.
 
     Attributes:
-        accumulation: Returns the current number of micro-batches per step.
-        is_recorded: A backward since the last step ran with `create_graph=True`, so that it may be
-            differentiated.
+        accumulation: A function that returns the current number of micro-batches per step.
+        is_recorded: Whether a backward since the last step ran with `create_graph=True`, so that it
+            may be differentiated.
         is_carried: Incoming gradients were already multiplied by the factor (`carried`).
-        at_entry: Returns the factor of gradients that reach the model other than through its
-            outputs.
+        at_entry: A function that returns the factor of gradients that reach the model other than
+            through its outputs.
     """
 
     def __init__(self, accumulation: Callable[[], int], *, is_strict: bool = False) -> None:
         """Create the factor of an engine that does not scale losses yet.
 
         Args:
-            accumulation: Returns the current number of micro-batches per step; must hold the
-                runtime weakly.
-            is_strict: A loss of the engine's own forward must be scaled.
+            accumulation: A function that returns the current number of micro-batches per step; must
+                hold the runtime weakly.
+            is_strict: Whether a loss of the engine's own forward must be scaled.
         """
         self.accumulation = accumulation
         self._scaler: LossScaler | None = None

@@ -33,8 +33,9 @@ class MasterWeight:
         dtype: The dtype of the values.
         weight: This rank's part of the weight that the model computes with; None if the main weight
             is that weight, or if the weight follows the main weight by differences.
-        is_split: The values are split into two halves.
-        is_exposed: The weight is a plain parameter between steps, so a program may change it.
+        is_split: Whether the values are split into two halves.
+        is_exposed: Whether the weight is a plain parameter between steps, so a program may change
+            it.
         update_device: The device that updates the main weight.
         copy_engine: Copies between the host and the device.
         staged: Copies tiles from the training device to the host for their update, and back; None
@@ -300,7 +301,7 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
 def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
     """Return whether a program can read and change a group's weight between steps.
 
-    They may then change it without calling its guard.
+    The program may then change the weight without calling its guard.
 
     Args:
         plan: The placement, dtype and memory of each state of the group.
@@ -312,8 +313,8 @@ def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
 def staging_like(target: Tensor, values: Tensor) -> Tensor:
     """Return the buffer through which a tensor is written.
 
-    This is the tensor itself, or a buffer on the device of the values, so that data crosses devices
-    once.
+    The buffer is the tensor itself, or a tensor on the device of the values, so that data is copied
+    between devices only once.
 
     Args:
         target: The tensor that will receive the values.

@@ -74,7 +74,8 @@ class Pool:
     def give(self, tensor: Tensor) -> None:
         """Return a tensor to the pool.
 
-        A tensor with a view that is still alive leaves the pool, so that it is never overwritten.
+        If a view of the tensor still exists, the pool drops the tensor, so that it is never
+        overwritten.
         """
         if storage_users(tensor) > 1:
             self._uncount(tensor.nbytes)
@@ -88,7 +89,7 @@ class Pool:
     def return_pages(self) -> None:
         """Return the pages of large idle CPU tensors to the system after a step.
 
-        The first `KEPT_BYTES` are kept, so that the next step need not fault them in again.
+        The pages of the first `KEPT_BYTES` are kept, so that the next step has fewer page faults.
         """
         kept = 0
         for tensor in filter(has_pages_to_return, self.idle()):
@@ -115,8 +116,8 @@ class Message:
         wire: The encoding of the elements.
         memory: The encoded elements, flat.
         pool: The pool of scratch buffers.
-        is_lent: The memory is taken from the pool, so `write` must copy the elements to it before
-            they are sent.
+        is_lent: Whether the memory is taken from the pool, so `write` must copy the elements to it
+            before they are sent.
     """
 
     wire: Codec
@@ -159,6 +160,6 @@ class Message:
         self.pool.give(scratch)
 
     def arrived(self) -> None:
-        """Return the memory to the pool after this rank has used the message."""
+        """Return the memory of the message to the pool, after this rank has read it."""
         if self.is_lent:
             self.pool.give(self.memory)

@@ -34,7 +34,8 @@ class ModelRules:
     Attributes:
         allows_unmanaged_params: Ignore parameters that are added after wrapping, with a warning;
             otherwise they are an error.
-        requires_scaled_loss: A loss of the engine's own forward must be scaled before its backward.
+        requires_scaled_loss: Whether a loss of the engine's own forward must be scaled before its
+            backward.
         gathers_state_dict: `state_dict()` of the model gathers sharded parameters, which is a
             collective. Otherwise it is local, and sharded parameters are empty tensors.
     """

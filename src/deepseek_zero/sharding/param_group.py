@@ -39,11 +39,11 @@ class GroupParts:
     """Functions that create the objects with which parameter groups communicate.
 
     Attributes:
-        weight_gather: Returns the `WeightGather` of a group, from the group and the name of its
-            weight. Collective: every rank must call it.
-        reduction: Returns the `GradReduction` of a group.
-        kept_gradients: Returns the gradients that are kept in addition to a group's gradient, by
-            name.
+        weight_gather: A function that returns the `WeightGather` of a group, from the group and the
+            name of its weight. Collective: every rank must call it.
+        reduction: A function that returns the `GradReduction` of a group.
+        kept_gradients: A function that returns the gradients that are kept in addition to a group's
+            gradient, by name.
         route: How messages are sent: directly, or within hosts first.
     """
 
@@ -79,12 +79,14 @@ class ParamGroup:
         guard: Callbacks before each access to the weight, main weight, moments and a kept gradient.
         placeholder: One element, which is expanded to the shape of each sharded parameter as its
             data.
-        is_idle: Every parameter was frozen after wrapping, so that nothing is reduced.
-        is_pinned: The weight stays unsharded until a `GatheredParameters` block ends.
+        is_idle: Whether every parameter was frozen after wrapping, so that nothing is reduced.
+        is_pinned: Whether the weight stays unsharded until a `GatheredParameters` block ends.
         not_updated: The indices of parameters that no optimizer updates; the gradient norm ignores
             them.
-        runtime: Returns the runtime that drives the group, or None. A weak reference.
-        optimizer: Returns the optimizer that updates the group, or None. A weak reference.
+        runtime: A function that returns the runtime that drives the group, or None. A weak
+            reference.
+        optimizer: A function that returns the optimizer that updates the group, or None. A weak
+            reference.
     """
 
     def __init__(
@@ -174,8 +176,8 @@ class ParamGroup:
     def gather(self, what: str) -> Pending:
         """Start to all-gather the weight into `unsharded`, in the weight's dtype.
 
-        A pending update runs first. The executor gathers units with such an update only when it is
-        their turn, so that their states are fetched meanwhile.
+        A pending update runs first. The executor does not gather units with a pending update ahead
+        of their use, so that their states can be fetched in the meantime.
 
         Args:
             what: The name of the unit, used in error messages.
@@ -245,7 +247,8 @@ class ParamGroup:
 
         Args:
             what: The name of the unit, used in error messages.
-            is_update: An optimizer step has changed the main weight; False if a program wrote it.
+            is_update: Whether an optimizer step has changed the main weight; False if a program
+                wrote it.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.

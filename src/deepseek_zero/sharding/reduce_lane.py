@@ -58,7 +58,7 @@ class ReduceLane:
         comm: The communicator of all ranks of the job.
         late: The numbers of units with gradients that arrived after the unit's reduction.
         most_reductions: The number of units that may be reduced at the same time.
-        updates: Returns the optimizer, or None. A weak reference.
+        updates: A function that returns the optimizer, or None. A weak reference.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ReduceLane:
         """Prepare for the gradient reductions of a new backward.
 
         Args:
-            ends_step: This is the last backward before the optimizer step.
+            ends_step: Whether this is the last backward before the optimizer step.
         """
         self._ends_step = ends_step
         self._reduced = 0
@@ -130,9 +130,9 @@ class ReduceLane:
     def reduce_passed(self, unit: Unit) -> None:
         """Reduce the units that backward should have completed before `unit`, complete or not.
 
-        A rank that skips a parameter would otherwise deadlock with the others. They wait for its
-        reduction, which it starts only at the end, and it waits for their next gather. A gradient
-        that arrives after this reduction is reduced by `reduce_late`.
+        A rank that skips a parameter would otherwise deadlock with the other ranks: they would wait
+        for its reduction, and it would wait for their next gather. A gradient that arrives after
+        this reduction is reduced by `reduce_late`.
 
         Args:
             unit: The unit that backward has reached.

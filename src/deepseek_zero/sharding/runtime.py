@@ -117,7 +117,7 @@ class Runtime:
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether the hooks were removed; the slices stay until another engine takes them."""
+        """Whether the hooks were removed. The slices are kept until another engine uses them."""
         return not self.hooks
 
     def remove_hooks(self) -> None:
@@ -164,7 +164,7 @@ class Runtime:
 
     @property
     def comm_of_units(self) -> Comm:
-        """The ranks that have the same units, whatever part of them each rank holds.
+        """The communicator of the ranks that hold parts of the same units.
 
         These are all ranks except those of other pipeline stages.
         """

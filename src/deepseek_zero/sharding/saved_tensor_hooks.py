@@ -51,7 +51,7 @@ class SavedWeight:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A saved tensor that is no view of a gathered weight, with its version.
+    """A saved tensor that is not a view of a gathered weight, with its version.
 
     The version is needed because hooks disable autograd's own check for in-place changes.
 
@@ -139,7 +139,7 @@ class WeightHooks:
         return SavedTensor(kept, version_of(kept), self.unit)
 
     def unpack(self, saved: Saved) -> Tensor:
-        """Return the tensor of a saved form; gather the weight again if necessary.
+        """Return the tensor that `pack` replaced; gather the weight again if necessary.
 
         Raises:
             UsageError: The tensor was changed in place after it was saved.

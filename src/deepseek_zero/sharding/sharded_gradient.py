@@ -38,7 +38,7 @@ class Part:
     Attributes:
         values: The elements, flat.
         start: The index of the first element in the parameter.
-        is_whole: Every rank has all elements, so that norms need no communication.
+        is_whole: Whether every rank has all elements, so that norms need no communication.
     """
 
     values: Tensor
@@ -72,7 +72,7 @@ class ShownGradients(Protocol):
 
         Args:
             param: The parameter whose gradient is meant.
-            alike: The change is the same on all ranks.
+            alike: Whether the change is the same on all ranks.
         """
 
     def norm(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
@@ -118,7 +118,9 @@ NUMBER = (bool, int, float)
 
 
 class ShardedGradient(Tensor):
-    """The `.grad` of a sharded parameter: a tensor of its shape of which each rank holds a part.
+    """The `.grad` of a sharded parameter, of which each rank holds only a part.
+
+    It has the shape of the parameter.
 
     Element-wise operations act on this rank's part, and norms are computed over all ranks.
 

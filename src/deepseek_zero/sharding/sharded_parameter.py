@@ -58,7 +58,7 @@ class ModelBuilder:
     """Interface between a sharded parameter and `zero.Init` while the model is built."""
 
     def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-        """Release the parameter, so that a group can take it over.
+        """Release the parameter, so that a parameter group can hold its values.
 
         Returns:
             The values, flat, and the class of the parameter while unsharded.
@@ -217,7 +217,7 @@ def set_owner(param: Tensor, owner: Owner) -> None:
 
 
 def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-    """Return a parameter's values, flat, and its class, to a group that will hold the values.
+    """Return a parameter's flat values and its class, for a parameter group that will hold them.
 
     Args:
         param: A plain parameter, or one that is sharded under `zero.Init`.
@@ -277,7 +277,7 @@ class ShardedParameter(nn.Parameter):
         return function(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Call torch's `set_` while the model is under construction, otherwise raise.
+        """Call torch's `set_` while the model is under construction; otherwise raise an error.
 
         Torch does not call `__torch_function__` for this method.
         """

@@ -37,17 +37,17 @@ class ForwardFrame:
 
     Args:
         unit: The unit whose forward is running.
-        is_first: This is its first use in this forward.
+        is_first: Whether this is its first use in this forward.
         begin: The number of autograd's first node inside the forward, or None.
 
     Attributes:
         unit: The unit whose forward is running.
-        was_unsharded: Its weights were already unsharded before.
-        is_first: This is its first use in this forward. Only a tile can be used again.
+        was_unsharded: Whether its weights were already unsharded before.
+        is_first: Whether this is its first use in this forward. Only a tile can be used again.
         begin: The number of autograd's first node inside the forward; None if gradients need no
             scaling at its borders.
         contexts: The context managers to exit after the forward (saved-tensor hooks, autocast).
-        has_returned: The forward returned without an exception.
+        has_returned: Whether the forward returned without an exception.
     """
 
     def __init__(self, unit: Unit, *, is_first: bool, begin: int | None) -> None:
@@ -96,9 +96,9 @@ class StepState:
             outermost first.
         forwards: The number of forwards with gradients since the last backward.
         backwards: The number of backwards since the last step.
-        is_boundary: The next backward is the last one of gradient accumulation, so replicated
-            gradients are reduced.
-        has_gradients: A gradient has arrived since gradients were dropped.
+        is_boundary: Whether the next backward is the last one of gradient accumulation, so
+            replicated gradients are reduced.
+        has_gradients: Whether a gradient has arrived since gradients were dropped.
         is_graphless: `backward` was called since the last step with a loss that requires no
             gradient.
         nonfinite: Records of non-finite values; None if they are not tracked.

@@ -41,7 +41,7 @@ class Unit:
         module: The module whose forward needs the parameters.
         groups: The parameter groups of the unit.
         number: The index of the unit in the model; 0 for the root.
-        is_tile: The unit is a part of a large layer, which is cut to save memory.
+        is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
 
     Attributes:
         name: The name of the module.
@@ -53,11 +53,12 @@ class Unit:
         sharded: The groups whose weight must be gathered.
         trained: The groups that have a gradient.
         group_of: The group of each trained parameter, by the parameter's id.
-        reduced_in_backward: The current backward has started the unit's reduction.
-        is_pinned: The unit stays unsharded until the step, because many forwards and backwards of a
-            pipeline use it.
-        is_promoted: The unit computes in fp32 although the run uses 16 bits (precision "auto").
-        is_tile: The unit is a part of a large layer, which is cut to save memory.
+        reduced_in_backward: Whether the current backward has started the unit's reduction.
+        is_pinned: Whether the unit stays unsharded until the step, because many forwards and
+            backwards of a pipeline use it.
+        is_promoted: Whether the unit computes in fp32 although the run uses 16 bits (precision
+            "auto").
+        is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
         watch: Called with the unit after its weights were gathered; may be None.
     """
 
@@ -97,7 +98,7 @@ class Unit:
 
     @property
     def has_frozen_shards(self) -> bool:
-        """Return whether a sharded group is never reduced, because it is frozen."""
+        """Return whether a sharded group of the unit is frozen and therefore never reduced."""
         return any(group.is_idle or not group.trainable for group in self.sharded)
 
     @property
@@ -139,7 +140,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Return the elements of all groups with padding: the unit's largest message."""
+        """Return the number of elements of all groups with padding, the unit's largest message."""
         return sum(group.layout.padded_numel for group in self.groups)
 
     def explain(self) -> list[str]:
@@ -183,7 +184,8 @@ class Unit:
     def reshard(self) -> None:
         """Shard the parameters again, and free the gathered weights.
 
-        A gather in flight is waited for first, because the transport still writes its buffer.
+        If a gather is in flight, the call waits for it, because the transport still writes to the
+        buffer.
         """
         self.wait_for_unshard()
         if self._state is UnitState.UNSHARDED and not self.is_pinned:
@@ -214,7 +216,7 @@ class Unit:
         """Start to reduce the gradients of the unit's groups.
 
         Args:
-            is_last: No other reduction is expected before the step.
+            is_last: Whether no other reduction is expected before the step.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

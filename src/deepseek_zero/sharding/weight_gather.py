@@ -86,7 +86,8 @@ class WeightGather:
 
         Args:
             what: The name of the unit, used in error messages.
-            is_update: An optimizer step has changed the slices; False if a program wrote them.
+            is_update: Whether an optimizer step has changed the slices; False if a program wrote
+                them.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.

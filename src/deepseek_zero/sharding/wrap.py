@@ -63,7 +63,8 @@ def wrap_model(
         plan: The plan by which the model is sharded.
         comm: The communicator of all ranks, with the groups of ranks of the mesh.
         tiers: The memories that the plan uses in addition to the training device.
-        make_parts: Returns the functions that create the objects for gathering and reducing.
+        make_parts: A function that returns the functions that create the objects for gathering and
+            reducing.
             Collective: every rank calls it.
         rules: The behavior that the calling API chooses.
         materialise: Gives a model on the meta device its values; None if it has values.

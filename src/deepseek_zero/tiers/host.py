@@ -33,7 +33,7 @@ class HostPiece:
 
     Attributes:
         nbytes: Size in bytes, in whole pages.
-        is_copied: The training device copies the memory, in either direction.
+        is_copied: Whether the training device copies the memory, in either direction.
     """
 
     nbytes: int
@@ -91,7 +91,7 @@ class HostMemory(TierMemory):
             dtype: Data type.
             chunk_numel: Not used here.
             what: Not used here.
-            is_copied: The training device copies the storage, in either direction.
+            is_copied: Whether the training device copies the storage, in either direction.
 
         Raises:
             OutOfMemoryError: The system or CUDA cannot provide the pages.

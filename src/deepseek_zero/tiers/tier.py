@@ -89,7 +89,7 @@ class TransferEvent:
     Attributes:
         what: Name of the state.
         nbytes: Number of bytes.
-        is_read: The transfer reads from the tier; otherwise it writes to it.
+        is_read: Whether the transfer reads from the tier; otherwise it writes to it.
         issued: Time of the request.
         began: Time when the bytes began to move.
         ended: Time when all bytes had moved.
@@ -145,7 +145,7 @@ class TransferMeter:
         Args:
             what: Name of the state.
             nbytes: Number of bytes.
-            is_read: The transfer reads from the tier; otherwise it writes to it.
+            is_read: Whether the transfer reads from the tier; otherwise it writes to it.
 
         Returns:
             The event, whose other times are filled in when the bytes move.
@@ -473,7 +473,7 @@ class TierMemory:
             dtype: Data type.
             chunk_numel: Elements that are transferred together.
             what: Name of the state for error messages.
-            is_copied: The training device copies the storage, in either direction.
+            is_copied: Whether the training device copies the storage, in either direction.
         """
         raise NotImplementedError
 
@@ -526,7 +526,7 @@ class Tiers:
             numel: Number of elements.
             dtype: Data type.
             what: Name of the state for error messages.
-            is_copied: The training device copies the storage, in either direction.
+            is_copied: Whether the training device copies the storage, in either direction.
         """
         return self.memories[tier].reserve(
             numel, dtype, self.chunk_numel, what, is_copied=is_copied
@@ -577,7 +577,7 @@ class CopyEngine:
 
         Args:
             there: Tensor on the device.
-            is_read: The host also reads the tensor.
+            is_read: Whether the host also reads the tensor.
 
         Returns:
             The staged tile; None if the host can access the tensor directly.
@@ -667,7 +667,7 @@ class StreamCopyEngine(CopyEngine):
         """Run a block whose copies use the stream of their direction.
 
         Args:
-            is_inward: The copies go to the device.
+            is_inward: Whether the copies go to the device.
             after: Event of the device for which the copies wait; by default all work that the
                 device has been given so far.
 

@@ -192,10 +192,10 @@ class Link:
         scratch: Receives pieces that no exchange waits for any more.
         connection: The current connection.
         generation: Number of connections so far.
-        resumed: The other end has sent RESUME over this connection.
-        recovering: A thread looks for a new connection.
+        resumed: Whether the other end has sent RESUME over this connection.
+        recovering: Whether a thread looks for a new connection.
         gone: Why the rank is lost; "" if it is not lost.
-        is_silent: The reason is that its host does not answer.
+        is_silent: Whether the reason is that its host does not answer.
         heard: The time of the last received data.
         spoke: The time of the last sent data.
         silence_logged_at: The time of the last received data before a logged silence.

@@ -30,7 +30,7 @@ class ConnectionLost(Exception):
     Args:
         text: The message.
         rank: World rank whose process has ended; None if the transport cannot determine it.
-        is_silence: The host of that rank does not answer.
+        is_silence: Whether the host of that rank does not answer.
     """
 
     def __init__(self, text: str, rank: int | None = None, *, is_silence: bool = False) -> None:

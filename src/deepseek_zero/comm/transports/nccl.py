@@ -75,7 +75,7 @@ class NcclGroups:
 
         Args:
             user: The name of the user.
-            trains: The user is an engine that trains.
+            trains: Whether the user is an engine that trains.
             free: The pairs that are free on every rank.
             idle: The pairs that are idle on every rank.
 
