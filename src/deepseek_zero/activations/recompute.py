@@ -258,8 +258,8 @@ def configure_for(
     Args:
         settings: The settings of the run. Default settings mean none.
         comm: The communicator of the world, whose ranks along "tp" may shard inputs.
-        shards_tokens: Activations between layers are sharded over tokens along "tp", so inputs are
-            not sharded again.
+        shards_tokens: Whether activations between layers are sharded over tokens along "tp", so
+            inputs are not sharded again.
 
     Returns:
         The new configuration, or None without settings.

@@ -340,7 +340,8 @@ class ZeroEngine(Exports, Engine):
             load_dir: The folder of all checkpoints.
             tag: Name of the checkpoint. None selects the checkpoint that the file `latest` names.
                 "newest" selects the newest checkpoint in which every byte is valid.
-            load_module_strict: Raise if the checkpoint and the model have different parameters.
+            load_module_strict: Raise an error if the checkpoint and the model have different
+                parameters.
             load_optimizer_states: Restore the optimizer states.
             load_lr_scheduler_states: Restore the learning-rate schedule.
             load_module_only: Restore only the weights.
@@ -412,7 +413,7 @@ class ZeroEngine(Exports, Engine):
 
         Args:
             checkpoint: A full state dict, or `{"module": state_dict}`; the same on every rank.
-            strict: Raise if names are missing or unexpected.
+            strict: Raise an error if names are missing or unexpected.
             custom_load_fn: Not implemented; must be None.
             fetch_z3_params: Accepted and ignored.
 

@@ -15,7 +15,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Capability:
-    """Which method a run uses for one task, and what a faster method would need.
+    """The method that a run uses for one task, and the requirements of a faster method.
 
     Attributes:
         name: Name of the task.

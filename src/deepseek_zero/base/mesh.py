@@ -71,7 +71,7 @@ class Mesh:
         rank = (((pp * R + dp_replicate) * S + dp_shard) * C + sp) * T + tp
 
     The sizes of the axes are pp, R, S, C and T. Three products of them have different meanings:
-    `data_size` ranks see different batches, `shard_size` ranks hold the shards of one state, and
+    `data_size` ranks read different batches, `shard_size` ranks hold the shards of one state, and
     the gradients of `reduce_size` ranks are summed.
 
     Attributes:
@@ -109,7 +109,7 @@ class Mesh:
                 )
 
     def on_world(self, world_size: int, rank: int = 0, device: torch.device | None = None) -> Mesh:
-        """Return this mesh over a world, seen by one of its ranks.
+        """Return this mesh over a world, with the coordinates of one of its ranks.
 
         Args:
             world_size: Number of ranks of the world.
@@ -155,7 +155,7 @@ class Mesh:
 
     @cached_property
     def data_size(self) -> int:
-        """Return the number of ranks that see different batches.
+        """Return the number of ranks that read different batches.
 
         The batch size of a step is micro-batch x accumulation x `data_size`.
         """

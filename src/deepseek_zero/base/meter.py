@@ -114,7 +114,8 @@ class Meter:
         """Add to the waiting time of a lane.
 
         Args:
-            lane: Sequence of collectives in which the rank waited: "gather", "reduce" or "rows".
+            lane: The sequence of collectives in which the rank waited: "gather", "reduce" or
+                "rows".
             seconds: Duration of the wait.
         """
         self.wait_seconds[lane] = self.wait_seconds.get(lane, 0.0) + seconds

@@ -21,7 +21,7 @@ MOST_KEYS = 8  # Number of differing keys that an error lists
 
 
 def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> None:
-    """Raise on every rank if the lines differ between ranks.
+    """Raise an error on every rank if the lines differ between ranks.
 
     The error names the first line that differs.
 
@@ -48,7 +48,7 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
 
 
 def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: str) -> None:
-    """Raise on every rank if values differ between ranks.
+    """Raise an error on every rank if values differ between ranks.
 
     The error names every key whose values differ, up to `MOST_KEYS`.
 

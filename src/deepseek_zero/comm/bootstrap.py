@@ -17,7 +17,7 @@ from ..base.device import CPU, default_device
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which ranks run on which host.
+    """The assignment of ranks to hosts.
 
     Attributes:
         rank: This rank.

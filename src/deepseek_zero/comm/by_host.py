@@ -32,7 +32,7 @@ class ByHost:
 
     Attributes:
         intra_node: The ranks on this rank's host.
-    inter_node: The ranks with this rank's index on their hosts.
+        inter_node: The ranks with this rank's index on their hosts.
     """
 
     intra_node: Comm

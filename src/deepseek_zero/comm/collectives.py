@@ -501,7 +501,7 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
     The source's own piece is not copied.
 
     Args:
-        comm: The ranks that take part.
+        comm: The communicator of the ranks that take part.
         pieces: One tensor per rank; read on the source only.
         into: One-dimensional output, as long as the piece.
         what: The name of the collective, the same on all ranks.

@@ -1,4 +1,4 @@
-"""State that all engines of one process and world use together.
+"""State that all engines of one process share.
 
 It holds gloo's connections, the flight recorder and the lanes. There is one instance per process
 and world, so connections and their threads are created once. A rank that waits in one engine can
@@ -65,7 +65,7 @@ class Lane:
 
 
 class WorldContext:
-    """One rank's connections to the world, which all engines of the process use.
+    """One rank's connections to the world, which all engines of the process share.
 
     `of_this_world` returns the instance of this process. The constructor does not communicate.
 

@@ -76,7 +76,7 @@ class TriedTransport:
 
     Attributes:
         name: The chosen transport.
-        tried: The measured rates, for people; "" if nothing was compared.
+        tried: The measured rates, as text; "" if nothing was compared.
         lacks: Why a transport could not be tried, or "".
         rate: The measured rate of the chosen one, in bytes per second (`Meter.inter_node_rate`).
     """

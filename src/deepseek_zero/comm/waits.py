@@ -32,7 +32,7 @@ class IssuedCollective:
     """One collective and its place in its lane.
 
     Attributes:
-    lane: Lane in which it was issued.
+        lane: Lane in which it was issued.
         kind: The last part of the lane's name ("gather", "reduce" or "rows").
         sequence: Its number in the lane.
         what: Its name, the same on all ranks.

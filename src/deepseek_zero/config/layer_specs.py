@@ -38,7 +38,7 @@ def check_layer_specs(found: Mapping[str, Any], problems: Problems) -> None:
 
     Args:
         found: Value of the key `partition_config`.
-        problems: The problems that are found are added to it.
+        problems: The object to which found problems are added.
     """
     key = "tensor_parallel.partition_config"
     for name in found.keys() - set(_PARTITION_KEYS):

@@ -125,7 +125,7 @@ def validate(values: dict[str, Any], problems: Problems) -> Config:
 
     Args:
         values: Nested dicts with the right types.
-        problems: The problems that are found are added to it.
+        problems: The object to which found problems are added.
 
     Returns:
         The configuration, in which rejected keys have their defaults.
@@ -175,7 +175,7 @@ def check(config: Config, autos: Set[str], problems: Problems) -> Config:
     Args:
         config: Configuration with valid types and bounds.
         autos: The keys that are "auto".
-        problems: The problems that are found are added to it.
+        problems: The object to which found problems are added.
 
     Returns:
         The configuration, without tiers that DeepSpeed ignores at its stage.

@@ -94,7 +94,7 @@ class Normaliser:
     `not_built`.
 
     Args:
-        problems: The problems that are found are added to it.
+        problems: The object to which found problems are added.
         unknown_is_error: Whether unknown keys are errors or warnings.
     """
 

@@ -1,4 +1,4 @@
-"""Known keys of DeepSpeed's configuration that are not built.
+"""Known keys of DeepSpeed's configuration that are not implemented.
 
 A key with its default value is accepted. Any other value raises `NotBuiltError`. If the row has an
 alternative, programs that import `deepspeed` get a warning instead, and the run continues.

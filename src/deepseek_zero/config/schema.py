@@ -1,4 +1,4 @@
-"""`Config`: the keys of DeepSpeed's configuration that are built, and our own.
+"""`Config`: the keys of DeepSpeed's configuration that are implemented, and this library's own.
 
 It is one typed, frozen model, which `auto.resolve` builds from a `RawConfig`. Each key has a unit,
 a sentence and a status (fields.py). docs/reference/config.md and keywords.pyi are generated from

@@ -72,7 +72,7 @@ class Exports:
 
         Args:
             path: A folder in the layout of Hugging Face, or one file.
-            strict: Raise if the names of parameters in the files and in the model differ.
+            strict: Raise an error if the names of parameters in the files and in the model differ.
 
         Note:
             Collective: every rank must call it.

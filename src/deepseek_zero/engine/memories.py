@@ -58,7 +58,7 @@ def open_tiers(plan: Plan, config: Config, comm: Comm, chunk_numel: int) -> Tier
 
 
 def check_space(plan: Plan, tiers: Tiers, comm: Comm) -> None:
-    """Raise on every rank if a memory is too small for the plan.
+    """Raise an error on every rank if a memory is too small for the plan.
 
     Args:
         plan: The plan, which assigns each state to a memory.

@@ -214,7 +214,7 @@ def cut_along_axes(
 
 
 def refuse_auto_on(config: Config, mesh: Mesh) -> None:
-    """Raise if precision "auto" is used with pipeline stages.
+    """Raise an error if precision "auto" is used with pipeline stages.
 
     One stage might then change to fp32 while the next one expects 16-bit activations.
 
@@ -236,7 +236,7 @@ def refuse_auto_on(config: Config, mesh: Mesh) -> None:
 
 
 def refuse_shared_loader(config: Config, mesh: Mesh, what: str) -> None:
-    """Raise if each rank of a pipeline needs different rows of a batch but all get the same.
+    """Raise an error if ranks of a pipeline need different rows of a batch but get the same ones.
 
     Args:
         config: The run's configuration, from which the settings are read.

@@ -58,7 +58,7 @@ class Request:
     mpu: Any = None  # an object with the sizes of groups
 
     def __post_init__(self) -> None:
-        """Raise if no engine can be built from the arguments."""
+        """Raise an error if no engine can be built from the arguments."""
         if not isinstance(self.model, nn.Module):
             raise UsageError(
                 f"a model of type {type(self.model).__name__} cannot be wrapped.",

@@ -47,7 +47,7 @@ class Place:
 
 
 def refuse_owned(model: nn.Module, split: str | None = None) -> None:
-    """Raise if a parameter belongs to an engine or, with `split`, to `zero.Init`.
+    """Raise an error if a parameter belongs to an engine or, with `split`, to `zero.Init`.
 
     Args:
         model: The model whose parameters are checked, before it is sharded.

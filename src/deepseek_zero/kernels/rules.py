@@ -1,4 +1,4 @@
-"""The optimizers with one-pass updates: their states, scalars and formulas.
+"""Optimizers whose updates need one pass over memory: their states, scalars and formulas.
 
 This file is the definition of the bits of an update (docs/design/updates.md). A formula is written
 once, over operations that the caller passes in. numba compiles it with its own operations
@@ -54,11 +54,11 @@ class Variant:
         rule: The name of the rule.
         states: The names of the element-wise states, at most two.
         maximizes: Whether the objective is maximized.
-        decays: Weight decay is not zero, and is added to the gradient.
-        decoupled: Weight decay shrinks the weight instead.
+        decays: Whether weight decay is not zero, and is added to the gradient.
+        decoupled: Whether weight decay shrinks the weight instead.
         near: Whether the weight of the new gradient in the first moment is at least one half.
         first: Whether there is no momentum yet.
-        nesterov: Momentum is Nesterov's.
+        nesterov: Whether Nesterov momentum is used.
     """
 
     rule: str

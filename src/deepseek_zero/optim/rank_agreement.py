@@ -14,7 +14,7 @@ from .verdict import Verdict, absent_among
 
 
 def compare_optimizers(shards: ShardSet, initial_states: InitialStates | None) -> None:
-    """Raise on every rank if the optimizers of the ranks differ.
+    """Raise an error on every rank if the optimizers of the ranks differ.
 
     The number of shards may differ between ranks.
 
@@ -75,7 +75,7 @@ def report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int) 
 
 
 def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
-    """Raise on every rank because the ranks made contradictory changes to `.grad`.
+    """Raise an error on every rank because the ranks made contradictory changes to `.grad`.
 
     Call it before any state changes.
 

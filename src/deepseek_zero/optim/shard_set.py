@@ -424,7 +424,7 @@ def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
 
 
 def refuse_parts(optimizer: str, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if tensor parallelism split a parameter that the optimizer needs whole.
+    """Raise an error if tensor parallelism split a parameter that the optimizer needs whole.
 
     Args:
         optimizer: The name of the optimizer's class, for the message.

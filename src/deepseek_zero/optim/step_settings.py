@@ -36,7 +36,8 @@ class StepSettings:
         flow: How many tiles (lists of shards that are updated together) are fetched before their
             update, or are still being stored after it.
         can_defer: Whether a policy may run updates of offloaded weights after the step.
-        by_unit: Tiles end at unit boundaries, because a policy updates some units in backward.
+        by_unit: Whether tiles end at unit boundaries, because a policy updates some units in
+            backward.
         on_accelerator: Whether the training device is not a CPU.
         undo_bytes: The size in bytes of the log that undoes updates made in backward.
         kernels: The implementation of updates that have a kernel: "auto", "numba" or "torch".

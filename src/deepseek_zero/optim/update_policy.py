@@ -55,7 +55,7 @@ class UpdatePolicy:
         undoes: Some updates run during backward and may have to be undone from a log.
         checkpoint_key: The key under which a checkpoint stores `state_dict`; empty if there is
             none.
-        needs_moments: `state_dict` is restored only together with the optimizer's states.
+        needs_moments: Whether `state_dict` is restored only together with the optimizer's states.
     """
 
     keeps_decisions = False

@@ -37,7 +37,7 @@ def split_cross_entropy(
     As in torch, the mean over no token is NaN.
 
     Args:
-        logits: This rank's columns, shape (..., own words), of any floating-point dtype; all
+        logits: This rank's columns, shape (..., local_vocab_size), of any floating-point dtype; all
             columns if `axis` is a `VirtualAxis`.
         targets: Indices into the whole vocabulary or `ignore_index`, shape (...).
         axis: The tensor-parallel axis of the output layer, which combines the ranks' values.
@@ -111,8 +111,8 @@ def places(targets: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
 
     Args:
         targets: Indices into the whole vocabulary.
-        start: The index of the rank's first word.
-        words: The number of the rank's words.
+        start: The index of the rank's first column.
+        words: The number of the rank's columns.
 
     Returns:
         A boolean tensor that is True for these targets, and their indices among the rank's columns

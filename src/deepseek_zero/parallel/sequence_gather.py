@@ -88,7 +88,7 @@ def attend_gathered(
 def block_of(
     place: int, chunk: int, tokens: int, is_causal: bool, window: int | None, device: torch.device
 ) -> tuple[slice, Tensor | None]:
-    """Return the keys that the queries of a chunk see, and the mask between them.
+    """Return the keys to which the queries of a chunk attend, and the mask between them.
 
     Args:
         place: The index of the chunk in the sequence.
@@ -100,8 +100,8 @@ def block_of(
         device: The device of the mask.
 
     Returns:
-        A slice of the keys, and a mask (query tokens, key tokens) or None if every query sees every
-        key.
+        A slice of the keys, and a mask (query tokens, key tokens) or None if every query attends to
+        every key.
     """
     if not is_causal:
         return slice(0, tokens), None

@@ -481,7 +481,7 @@ class _Shared:
             )
 
     def _look_at_mask(self, mask: Any) -> None:
-        """Raise unless a mask only marks padding at the end of sequences."""
+        """Raise an error unless a mask only marks padding at the end of sequences."""
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             raise _masked(
                 "is not (samples, tokens) is not built for sequence-parallel ranks", "leave it out."
@@ -558,7 +558,7 @@ class _Shared:
     # -- attention
 
     def look_at_scores(self, module: Any, mask: Any, options: Mapping[str, Any]) -> None:
-        """Raise if a layer's mask hides more than the attention that ranks compute.
+        """Raise an error if a layer's mask hides more than the attention that ranks compute.
 
         Args:
             module: The attention layer.

@@ -147,7 +147,8 @@ class VirtualAxis:
             part: How the output layer that computed them is split.
 
         Returns:
-            One tuple for each rank: the index of its first word in the vocabulary, and its columns.
+            One tuple for each rank: the index of its first column in the vocabulary, and its
+            columns.
         """
         starts = [ranges[0][0] for ranges in part.outputs.ranges]
         return list(zip(starts, blocks(logits, part.outputs), strict=True))

@@ -83,7 +83,7 @@ def gather_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffi
 def reduce_traffic(ranks: int, here: int, near: int, plain_bytes: int) -> Traffic:
     """Return how often a rank sends and encodes each element in a reduction of gradients.
 
-    If gradients are summed within each host first, uncoded sums travel between hosts in fp32.
+    If gradients are summed within each host first, unquantized sums are sent between hosts in fp32.
 
     Args:
         ranks: The number of ranks over which states are sharded.

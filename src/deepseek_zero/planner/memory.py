@@ -189,7 +189,7 @@ MUON = {True: StateCounts(1), False: StateCounts(2, 1)}  # by `use_muon` of the 
 
 
 def is_known(optimizer: str) -> bool:
-    """Return whether the planner knows the number and sizes of an optimizer class's states.
+    """Return whether the number and sizes of an optimizer class's states are known.
 
     An unknown class is counted like Adam.
     """

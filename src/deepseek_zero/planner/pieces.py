@@ -38,7 +38,7 @@ class PipelinePlan:
         gathers: For each stage of this rank, how often its weights are gathered in a step.
         of_all: How often weights that several stages use are gathered in a step.
         outputs: For each pair of consecutive stages, the bytes of one micro-batch's activations;
-            empty while unknown.
+            empty if they are unknown.
         grads: For each pair of consecutive stages, the bytes of the gradients of these activations.
         sample: A description of the micro-batch with which `outputs` and `grads` were measured.
         ties: For each shared parameter, the stages that share it.
@@ -212,7 +212,7 @@ class TensorPlan:
         ranks: The number of ranks along the axis.
         share_bytes: The bytes that this rank sends for every `ranks` tokens, in forward and
             backward.
-        tokens: The number of tokens of a micro-batch; None while unknown.
+        tokens: The number of tokens of a micro-batch; None if it is unknown.
         micro_batches: The number of micro-batches of a step.
         scratch_bytes: The bytes of the scratch buffer in which sums over ranks are computed.
         stages: The number of pipeline stages of this rank, each with a separate forward.
@@ -251,9 +251,9 @@ class SequencePlan:
         attention: How attention reads other ranks' tokens; empty if the model exchanges them
             itself.
         token_bytes: The bytes that this rank sends for each of its tokens, forward and backward;
-            None if the configuration of the model does not say.
+            None if the configuration of the model does not define them.
         row_bytes: The bytes that this rank sends for the loss of a micro-batch.
-        tokens: The number of this rank's tokens of a micro-batch; None while unknown.
+        tokens: The number of this rank's tokens of a micro-batch; None if it is unknown.
         micro_batches: The number of micro-batches of a step.
         scratch_bytes: The bytes of the scratch buffer in which sums over ranks are computed.
     """

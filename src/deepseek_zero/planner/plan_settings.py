@@ -106,7 +106,7 @@ class PlanSettings:
         prescale: Divide gradients before they are summed, not after it.
         predivide: The part of the divisor of the mean that is applied before the sum.
         transport: The name of the transport between ranks.
-        unused_is_error: Raise if a trainable parameter gets no gradient.
+        unused_is_error: Raise an error if a trainable parameter gets no gradient.
         unit_names: The classes or names of the modules that are units; empty to search for them.
         leaf_classes: The classes of modules that are not divided into units.
         leaf_names: The full names of modules that are not divided into units.

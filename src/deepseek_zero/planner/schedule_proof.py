@@ -17,7 +17,7 @@ def verify(
     reduces_each_backward: bool = True,
     all_reduced: Collection[int] = (),
 ) -> None:
-    """Raise if a schedule breaks a rule, for example uses a weight that is not gathered.
+    """Raise an error if a schedule breaks a rule, for example uses a weight that is not gathered.
 
     A unit computes only while it and all units around it are gathered. It is gathered once in each
     forward or backward, and nothing stays gathered after the step. Each micro-batch runs forward
@@ -79,7 +79,7 @@ class _Proof:
                 raise AssertionError(f"{action} {broken}, in ... {before} {action} ...")
 
     def conclude(self, *, reduces: bool, ends_step: bool) -> None:
-        """Raise if a micro-batch is incomplete."""
+        """Raise an error if a micro-batch is incomplete."""
         units = set(self.open)
         totals = units & self.all_reduced if ends_step else set[int]()
         left = [

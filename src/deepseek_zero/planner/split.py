@@ -197,7 +197,7 @@ def came_cut(model: nn.Module) -> dict[str, Split]:
 
 
 def refuse_other_cuts(cuts: Mapping[str, Split], tp: int) -> None:
-    """Raise if a parameter is split into a number of parts other than `tp`.
+    """Raise an error if a parameter is split into a number of parts other than `tp`.
 
     Args:
         cuts: The splits by name of the parameter.

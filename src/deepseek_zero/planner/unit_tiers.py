@@ -32,8 +32,8 @@ class PlacementSettings:
     Attributes:
         device: The bytes of the device for one rank; None for the free bytes, divided by the ranks
             of a host.
-        host: The same for host memory.
-        disk: The same for the disk.
+        host: The bytes of host memory for one rank; None for the free bytes.
+        disk: The bytes of the disk for one rank; None for the free bytes.
         ratio: The fraction of the states that `offload_optimizer` moves.
         undo_bytes: The size in bytes of the log that undoes updates made in backward.
         chooses_weights: Choose the memory of sharded weights.

@@ -58,7 +58,7 @@ class UpdateSettings:
         groups: The optimizer's parameter groups.
         tile_numel: The elements of one optimizer call on the training device.
         scales_grads: Whether gradients may be clipped or unscaled.
-        can_defer: Updates may run in the next forward.
+        can_defer: Whether updates may run in the next forward.
         by_unit: Whether no tile (list of shards that are updated together) contains parts of two
             units, because some units are updated in backward.
         on_accelerator: Whether the training device is not a CPU.
@@ -67,7 +67,7 @@ class UpdateSettings:
         kernels: The implementation of updates on a CPU: "auto", "numba" or "torch".
         host_tile_numel: The elements of one call if the host updates.
         kernel_tile_numel: The elements of one call if a kernel updates states in memory.
-        gpu_kernels: Kernels that NVRTC compiles update on NVIDIA GPUs.
+        gpu_kernels: Whether kernels that NVRTC compiles update on NVIDIA GPUs.
     """
 
     optimizer: str
@@ -426,7 +426,7 @@ class UpdatePlan:
         return found
 
     def staging_bytes(self, tiles: int) -> int:
-        """Return the bytes of the buffers through which shards move between device and host.
+        """Return the bytes of the buffers through which shards are copied between device and host.
 
         Args:
             tiles: The number of tiles that may be in transfer at the same time.

@@ -26,7 +26,7 @@ class ParamInfo:
         slot: The position of the parameter in the flat layout.
         param_class: The class of the parameter before wrapping and while unsharded.
         placeholder: The data of the parameter while it is sharded.
-        is_frozen: `requires_grad` was off when the ranks last compared it (regroup.py).
+        is_frozen: Whether `requires_grad` was off when the ranks last compared it (regroup.py).
     """
 
     param: nn.Parameter

@@ -193,7 +193,7 @@ class LossFactor:
         self._is_of_engine = self._is_entered
 
     def refuse_unscaled(self) -> None:
-        """Raise if the loss of the engine's own forward was not scaled in fp16.
+        """Raise an error if the loss of the engine's own forward was not scaled in fp16.
 
         Only a strict engine raises: programs that use the DeepSpeed API must scale such a loss.
         After `engine.module(...)` they need not, because several engines cannot all scale one loss.
@@ -211,7 +211,7 @@ class LossFactor:
             )
 
     def refuse_gradient_of_gradient(self) -> None:
-        """Raise if this backward may differentiate an earlier one without the factor.
+        """Raise an error if this backward may differentiate an earlier one without the factor.
 
         It is called when a backward begins, and records whether that ran with `create_graph=True`.
         Gradients of gradients reach the parameters without passing an output, so they would lack

@@ -87,7 +87,7 @@ class Structure:
         self.groups = list(groups)
 
     def check(self) -> None:
-        """Raise if a program has added parameters to the model or replaced their memory.
+        """Raise an error if a program has added parameters to the model or replaced their memory.
 
         Raises:
             UsageError: The program has added a parameter or replaced one's memory.
@@ -105,7 +105,7 @@ class Structure:
 
 
 def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
-    """Raise on every rank if ranks differ in their model or settings.
+    """Raise an error on every rank if ranks differ in their model or settings.
 
     The comparison covers parameters (names, shapes, dtypes, order), buffers, units and settings.
 
@@ -158,7 +158,7 @@ def _params_added_to(
 
 
 def _refuse_trained(new_params: Sequence[tuple[str, nn.Parameter]], *, only_warn: bool) -> None:
-    """Raise if a parameter that was added after wrapping requires a gradient."""
+    """Raise an error if a parameter that was added after wrapping requires a gradient."""
     new = next((name for name, param in new_params if param.requires_grad), None)
     if new is None:
         return
@@ -242,7 +242,7 @@ def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> Usag
 
 
 def refuse_unused(groups: Iterable[WrappedGroup], arrived: Collection[int]) -> None:
-    """Raise if a trainable parameter got no gradient in a backward.
+    """Raise an error if a trainable parameter got no gradient in a backward.
 
     Called if `ignore_unused_parameters` is false.
 

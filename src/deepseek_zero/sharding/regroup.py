@@ -96,7 +96,7 @@ def follow_requires_grad(runtime: Regrouped) -> None:
 
 
 def _refuse_late(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
-    """Raise if a parameter without memory for its gradient was unfrozen in a step."""
+    """Raise an error if a parameter without memory for its gradient was unfrozen in a step."""
     ready = {
         id(member)
         for group in runtime.trained_groups

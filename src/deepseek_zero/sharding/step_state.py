@@ -99,7 +99,7 @@ class StepState:
         is_boundary: Whether the next backward is the last one of gradient accumulation, so
             replicated gradients are reduced.
         has_gradients: Whether a gradient has arrived since gradients were dropped.
-        is_graphless: `backward` was called since the last step with a loss that requires no
+        is_graphless: Whether `backward` was called since the last step with a loss that requires no
             gradient.
         nonfinite: Records of non-finite values; None if they are not tracked.
     """

@@ -16,7 +16,7 @@ NO_LIMIT = 2**63 - 1
 
 
 class DeviceBudget:
-    """Count the bytes in use on the training device, and raise at a limit."""
+    """Counts the bytes in use on the training device, and raises an error at a limit."""
 
     def __init__(self, limit_bytes: int = NO_LIMIT) -> None:
         self.limit_bytes = limit_bytes

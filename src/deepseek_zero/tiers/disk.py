@@ -123,7 +123,7 @@ class Disk(TierMemory):
     def free_bytes(directory: Path) -> int:
         """Return the bytes that this user can write to the disk of a directory.
 
-        The directory need not exist. The result is 0 if the disk cannot be queried.
+        The directory does not have to exist. The result is 0 if the disk cannot be queried.
         """
         try:
             parents = (directory, *directory.absolute().parents)

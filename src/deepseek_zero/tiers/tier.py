@@ -60,7 +60,7 @@ class CopyEvent(Work, Protocol):
     """A copy to or from the training device."""
 
     def wait_stream(self) -> None:
-        """Make later work of the device wait for this copy, without blocking the host."""
+        """Make later work of the device wait for this copy; the host does not wait."""
 
 
 class CompletedWork:
@@ -157,7 +157,7 @@ class TransferMeter:
 
     @contextmanager
     def transfer(self, event: TransferEvent) -> Iterator[None]:
-        """Count a transfer whose bytes move in this block. Safe in every thread."""
+        """Context manager that counts a transfer whose bytes are moved in its block."""
         with self._lock:
             event.began = self._pass()
             self._active += 1
@@ -173,7 +173,7 @@ class TransferMeter:
 
     @contextmanager
     def waiting(self, event: TransferEvent) -> Iterator[None]:
-        """Count a block in which this rank only waits for the transfer."""
+        """Context manager that counts the time in which this rank only waits for the transfer."""
         before = self.clock.enter(AWAY)
         began = time.perf_counter()
         try:
@@ -210,10 +210,11 @@ class Storage:
 
     Attributes:
         memory: The elements, flat. The address never changes.
-        on_device: The elements are on the device that computes, so no fetch or copy is needed.
-        has_elements: `memory` has the elements themselves. Otherwise `read` and `write` return
-            copies, and only `writing` changes the elements.
-        is_offloaded: `memory` has no values between `store` and `fetch`.
+        on_device: Whether the elements are on the device that computes, so no fetch or copy is
+            needed.
+        has_elements: Whether `memory` has the elements themselves. Otherwise `read` and `write`
+            return copies, and only `writing` changes the elements.
+        is_offloaded: Whether `memory` has no values between `store` and `fetch`.
         copy_event: The copy in progress between `memory` and the training device.
     """
 
@@ -293,7 +294,7 @@ class Storage:
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Yield a tensor through which the block writes elements.
+        """Context manager that yields a tensor through which elements are written.
 
         Args:
             low: Index of the first element.
@@ -455,7 +456,7 @@ class TierMemory:
         raise NotImplementedError
 
     def check_space(self, nbytes: int, sharers: int) -> None:
-        """Raise if the memory cannot hold the states of all ranks of this host; reserve nothing.
+        """Raise an error if the memory cannot hold the states of all ranks of this host.
 
         Args:
             nbytes: Bytes for each rank.
@@ -485,7 +486,7 @@ class TierMemory:
         """
 
     def close(self) -> None:
-        """Release all memory. Its storages must not be used any more."""
+        """Release all memory. Its storages must not be used afterwards."""
 
 
 @dataclass(frozen=True)
@@ -544,7 +545,7 @@ class CopyEngine:
 
     @contextmanager
     def h2d(self, storage: Storage) -> Iterator[CopyEvent]:
-        """Run a block whose non_blocking copies read a storage.
+        """Context manager for non_blocking copies that read a storage.
 
         Args:
             storage: Storage that the copies read.
@@ -556,7 +557,7 @@ class CopyEngine:
 
     @contextmanager
     def d2h(self, storage: Storage, finish: Callable[[], None]) -> Iterator[None]:
-        """Run a block whose non_blocking copies write a storage.
+        """Context manager for non_blocking copies that write a storage.
 
         Args:
             storage: Storage that the copies write.
@@ -608,7 +609,7 @@ class RecordedEvent:
         return bool(self.event.query())
 
     def wait_stream(self) -> None:
-        """Make later work of the device wait for this work, without blocking the host."""
+        """Make later work of the device wait for this work; the host does not wait."""
         torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
@@ -632,7 +633,7 @@ class StreamCopyEngine(CopyEngine):
 
     @contextmanager
     def d2h(self, storage: Storage, finish: Callable[[], None]) -> Iterator[None]:
-        """Run a block whose non_blocking copies write a storage, on the stream for copies out.
+        """Context manager for non_blocking copies that write a storage, on their own stream.
 
         The source is released when the next copy begins. An immediate wait for this copy would
         block the device.
@@ -664,7 +665,7 @@ class StreamCopyEngine(CopyEngine):
     def on_side_stream(
         self, *, is_inward: bool, after: CopyEvent | None = None
     ) -> Iterator[CopyEvent]:
-        """Run a block whose copies use the stream of their direction.
+        """Context manager for copies on the stream of their direction.
 
         Args:
             is_inward: Whether the copies go to the device.

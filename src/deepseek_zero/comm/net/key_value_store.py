@@ -1,4 +1,4 @@
-"""The key-value store in which ranks leave lines for each other, and its client.
+"""The key-value store in which ranks write lines for each other, and its client.
 
 Rank 0 holds the table and serves it over its listener (`channel.py`), only to holders of the job's
 secret. A request is one operation with a key and a value, and an answer is a text. The sizes of
@@ -285,8 +285,8 @@ class StoreClient:
         address: The address of rank 0's listener.
         secret: The job's secret.
         rank: The world rank of this process.
-        watches: Rank 0 is on another host. The kernels of both ends probe each other, which reveals
-            a silent host and an exited process.
+        watches: Whether rank 0 is on another host. The kernels of both ends probe each other, which
+            reveals a silent host and an exited process.
         dead_after: Seconds of silence after which rank 0's host is lost.
         role: Role of the connection, which selects the service at rank 0's listener.
     """

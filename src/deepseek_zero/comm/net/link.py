@@ -110,7 +110,7 @@ class Frame:
 
 
 class Header(NamedTuple):
-    """What is sent before the payload of a message.
+    """The header of a message, which is sent before its payload.
 
     Attributes:
         kind: The kind of the message.

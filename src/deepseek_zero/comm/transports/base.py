@@ -85,15 +85,15 @@ class Transport:
     called again. The operations themselves raise `TimeoutError` if too many messages are in
     flight; then nothing has begun.
 
-    The defaults describe a transport that copies: a sent buffer is free at once, and nothing needs
-    `progress`.
+    The defaults describe a transport that copies: a sent buffer may be written immediately, and
+    nothing needs `progress`.
 
     Attributes:
-        description: A description of the transport, for people.
+        description: A description of the transport, for reports.
         limitation: Why no faster transport is used; empty if there is nothing to report.
-        shares_pages: `symmetric_memory` and `barrier` are implemented.
-        reads_in_place: Pieces are read in other ranks' memory, without an inbox.
-        reports_arrival: A collective records that its data is here before it is waited for.
+        shares_pages: Whether `symmetric_memory` and `barrier` are implemented.
+        reads_in_place: Whether pieces are read in other ranks' memory, without an inbox.
+        reports_arrival: Whether a collective records that its data is here before it is waited for.
         device: The device of the tensors.
     """
 
@@ -200,7 +200,7 @@ class Transport:
 
 @dataclass(eq=False)
 class SymmetricMemory:
-    """One state with a slice per rank, in memory where this rank sees every slice.
+    """One state with a slice per rank, in memory that every rank of the host maps.
 
     Attributes:
         own: Shape ``(slice,)``, which this rank writes.
@@ -215,7 +215,7 @@ class SymmetricMemory:
     def release(self) -> None:
         """End the use of `whole`.
 
-        In-place writes to `whole`, which no other rank sees, are discarded.
+        In-place writes to `whole`, which change only private pages of this rank, are discarded.
         """
         if self.mapping is not None and self.mapping.was_written():
             self.mapping.clear_written()

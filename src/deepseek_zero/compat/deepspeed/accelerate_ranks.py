@@ -38,7 +38,7 @@ def let_accelerate_count() -> None:
 
 
 def refuse_miscount() -> None:
-    """Raise if accelerate uses DeepSpeed and counted a different world size.
+    """Raise an error if accelerate uses DeepSpeed and counted a different world size.
 
     accelerate counts before DeepSpeed creates the process group, and counts each CPU rank as one
     process unless a backend is configured. Its batch sizes are then those of one process, and its

@@ -149,7 +149,7 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Raise unless `accel_obj` is the object that `get_accelerator` returns.
+    """Raise an error unless `accel_obj` is the object that `get_accelerator` returns.
 
     Raises:
         NotBuiltError: Another accelerator was passed. Ranks use a GPU if there is one, else the

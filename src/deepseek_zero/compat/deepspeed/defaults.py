@@ -97,7 +97,7 @@ def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:
 
 
 def refuse_other_sums(raw: RawConfig) -> None:
-    """Raise if stage 0 would accumulate gradients in another dtype than the weights'.
+    """Raise an error if stage 0 would accumulate gradients in another dtype than the weights'.
 
     Raises:
         NotBuiltError: DeepSpeed does not support it, either.
@@ -115,7 +115,7 @@ def refuse_other_sums(raw: RawConfig) -> None:
 
 
 def refuse_odd_bucket(raw: RawConfig) -> None:
-    """Raise if allgather_bucket_size is odd at stage 1 or 2, as DeepSpeed does.
+    """Raise an error if allgather_bucket_size is odd at stage 1 or 2, as DeepSpeed does.
 
     Raises:
         UsageError: A gathered bucket would not start at an even element.
@@ -131,7 +131,7 @@ def refuse_odd_bucket(raw: RawConfig) -> None:
 
 
 def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
-    """Raise if `zero_force_ds_cpu_optimizer` is set and the optimizer is not one of DeepSpeed's.
+    """Raise an error if `zero_force_ds_cpu_optimizer` is set and the optimizer is not DeepSpeed's.
 
     Only offloaded optimizers are checked.
 
@@ -164,7 +164,7 @@ def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
 
 
 def refuse_untested_optimizer(raw: RawConfig, optimizer: Any) -> None:
-    """Raise if untested optimizers are disallowed and the optimizer is untested.
+    """Raise an error if untested optimizers are disallowed and the optimizer is untested.
 
     An optimizer is tested if its class is one of torch's or of this library's. Unlike in DeepSpeed,
     the check requires that zero_allow_untested_optimizer is set to false explicitly.

@@ -171,7 +171,7 @@ class MultiNodeRunner:
         self.exports[key.strip()] = var.strip()
 
     def validate_args(self) -> None:
-        """Raise if an option is not supported by the launcher program.
+        """Raise an error if an option is not supported by the launcher program.
 
         Raises:
             ValueError: --include, --exclude, --num_nodes or --num_gpus is given.

@@ -331,7 +331,7 @@ class DeepSpeedDataSampler:
             yield current[first:last]
 
     def _refuse_too_few(self, least: int) -> None:
-        """Raise if neither this step nor any later one can fill a micro-batch.
+        """Raise an error if neither this step nor any later one can fill a micro-batch.
 
         That is so if all difficulties are at their maximum and the clusters are still too small.
         """
