@@ -50,7 +50,8 @@ class ActivationOffload:
     Args:
         open_memory: Opens the memory. It is called again whenever the size of the arena changes, so
             that nothing of the old one is kept.
-        checkpoints: Number of checkpoints to reserve memory for; None learns it in the first step.
+        checkpoints: Number of checkpoints to reserve memory for; None determines it in the first
+            step.
     """
 
     def __init__(
@@ -584,7 +585,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Takes the place of a tensor that `extract_tensors` has removed.
+    """The placeholder of a tensor that `extract_tensors` has removed.
 
     Attributes:
         number: The index of the tensor among the removed ones.

@@ -44,7 +44,8 @@ class RecomputeSettings:
         tier: The memory to which inputs of checkpoints are offloaded; None keeps them in place.
         directory: The directory for offloaded inputs, if the tier is a disk.
         disk: How the disk is accessed.
-        checkpoints: Number of checkpoints for which memory is reserved; None learns it.
+        checkpoints: Number of checkpoints for which memory is reserved; None determines it in the
+            first step.
         profile: Measure and log the times of each checkpoint in one step.
         policy: The operators whose results are kept instead of being recomputed (`operators_of`);
             None if not set.

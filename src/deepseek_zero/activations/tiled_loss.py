@@ -80,7 +80,7 @@ def tiled_cross_entropy(
         x: Inputs of the output layer, shape ``(..., width)``.
         weight: Shape ``(vocabulary, width)``.
         bias: Shape ``(vocabulary,)``, or None.
-        targets: Shape ``(...)``, word numbers or ``settings.ignored``.
+        targets: Shape ``(...)``, vocabulary indices or ``settings.ignored``.
         settings: Number of tokens per tile, and the target of tokens that do not count.
         layer: The tensor-parallel layer of which `weight` is this rank's shard; None if the weight
             is whole.

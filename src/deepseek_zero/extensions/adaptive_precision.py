@@ -79,7 +79,7 @@ class Evidence:
 
 @dataclass
 class History:
-    """The record of one unit from which its next change of precision follows.
+    """The record of one unit, which determines its next change of precision.
 
     A window is a range of steps at whose end the unit's gradient is examined. It is bad if fp16
     would lose too much of the gradient, or if a skipped step was attributed to the unit. In a unit
@@ -90,7 +90,7 @@ class History:
         bad: The number of bad windows in a row.
         good: The number of good windows in a row.
         patience: The number of good windows in a row after which the unit returns to 16 bits.
-        is_named: In the current window, a skipped step was attributed to the unit.
+        is_named: Whether a skipped step of the current window was attributed to the unit.
         times: The number of times that the unit was switched to fp32.
     """
 

@@ -115,7 +115,7 @@ def join_split(values: Tensor, split: Split, comm: Comm, what: str) -> Tensor:
 
 
 class GatheredParameters:
-    """A context inside which parameters of an engine or of `zero.Init` are whole.
+    """Context manager that gathers parameters of an engine or of `zero.Init`.
 
     Args:
         params: A parameter, several parameters, or a module. Parameters that are not sharded are

@@ -50,8 +50,8 @@ class StateDicts:
     `state_dict()` gathers them, and `load_state_dict()` stores this rank's slices of them.
 
     Attributes:
-        gathers: `state_dict()` gathers sharded parameters, so every rank must call it. If false, it
-            does not communicate, and sharded parameters are empty tensors.
+        gathers: Whether `state_dict()` gathers sharded parameters, so that every rank must call it.
+            If false, it does not communicate, and sharded parameters are empty tensors.
     """
 
     def __init__(self, runtime: Runtime, *, gathers: bool = True) -> None:

@@ -115,7 +115,7 @@ class InitShard(ModelBuilder):
         )
 
     def lend_scratch(self, param: nn.Parameter) -> bool:
-        """Give a sharded parameter temporary memory, so that an initialization has no effect on it.
+        """Give a sharded parameter temporary memory, so that an initialization does not change its values.
 
         This concerns a parameter that rank r has initialized inside
         GatheredParameters(modifier_rank=r). Another initialization must have no effect on the other
@@ -270,14 +270,14 @@ class InitShard(ModelBuilder):
 
 
 class Init:
-    """A context in which the parameters of new modules are sharded over all ranks.
+    """Context manager that shards the parameters of new modules over all ranks.
 
     After a module is built, each rank keeps an equal slice of each of its parameters, with the
     values of rank 0. Without a launcher there is one rank, whose slices are whole parameters.
 
     Args:
-        module: A module that was built before, whose parameters are sharded at once; None for no
-            such module.
+        module: A module that was built before, whose parameters are sharded immediately; None for
+            no such module.
         dtype: The dtype to which values are cast when they are sharded. If a module declares
             parameters that stay fp32 (`full_precision_names`), all other values are cast when the
             context ends, because their names are known only then.
@@ -471,7 +471,7 @@ class Init:
     def reshard_pinned(self) -> None:
         """Reshard the parameters that an initialization has gathered.
 
-        A parameter stays whole while a view of it is alive.
+        A parameter stays whole as long as a view of it exists.
         """
         self.end_scratch()
         busy = []

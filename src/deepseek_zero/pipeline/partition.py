@@ -19,7 +19,7 @@ SLACK = 1.02  # tolerance in the balance of work that "best" accepts for a bette
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs, by which `partition` balances the stages.
+    """The costs of one layer, by which `partition` balances the stages.
 
     Attributes:
         kind: Name of the layer's class.

@@ -355,7 +355,7 @@ def _with_messages(action: StageAction, placement: Sequence[int]) -> list[StageA
 
 
 def crosses_ranks(message: StageAction, placement: Sequence[int]) -> bool:
-    """Return whether a message goes from one rank to another.
+    """Return whether a message is sent between two ranks.
 
     Args:
         message: The send or receive.
