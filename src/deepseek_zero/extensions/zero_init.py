@@ -115,7 +115,7 @@ class InitShard(ModelBuilder):
         )
 
     def lend_scratch(self, param: nn.Parameter) -> bool:
-        """Give a sharded parameter temporary memory, so that an initialization does not change its values.
+        """Give a sharded parameter temporary memory for an initialization that must not change it.
 
         This concerns a parameter that rank r has initialized inside
         GatheredParameters(modifier_rank=r). Another initialization must have no effect on the other

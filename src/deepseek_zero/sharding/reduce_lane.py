@@ -189,7 +189,7 @@ class ReduceLane:
         self._update(unit)
 
     def update_expected(self) -> None:
-        """Record which gradients have arrived in this backward, to expect the same ones in the next.
+        """Record which gradients have arrived in this backward, to expect them in the next.
 
         The record of a unit without gradients does not change.
         """
