@@ -4,6 +4,7 @@ it on a rank.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -88,6 +89,42 @@ def test_a_model_built_under_init_is_the_plain_one_bit_for_bit(world: int, later
     engine.backward(loss)
     engine.step()
     assert engine.get_global_grad_norm() > 0
+
+
+class Copies(nn.Module):
+    """Blocks that are copies of one block, as in `nn.TransformerEncoder`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = Block(33)
+        self.embed = nn.Embedding(19, 33)
+        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(3))
+        nn.init.zeros_(self.blocks[1].down.bias)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.ranks("world")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_copies_under_init_are_sharded_and_have_values_of_their_own(
+    world: int, dtype: torch.dtype | None
+) -> None:
+    torch.manual_seed(5)
+    plain = Copies().to(dtype or torch.float32)
+    torch.manual_seed(5)
+    with dz.zero.Init(dtype=dtype):
+        model = Copies()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    for built in (model, teacher):
+        assert all(type(param) is ShardedParameter for param in built.parameters())
+        engine = dz.initialize(model=built, config=config() | {"optimizer": {}})[0]
+        assert_same(full(engine.module), full(plain))
+        assert engine(torch.arange(12).view(2, 6)).shape == (2, 6, 33)
 
 
 @pytest.mark.ranks("world")

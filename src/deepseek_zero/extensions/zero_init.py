@@ -253,6 +253,17 @@ class InitShard(ModelBuilder):
                 raise self.at_rest(param, name)
         return found
 
+    def copied(self, param: nn.Parameter) -> nn.Parameter:
+        with without_torch_function():
+            mine = self.slice.to(param.dtype, copy=True)
+            nothing = _nothing(mine.dtype, mine.device).expand(self.shape)
+            copy = nn.Parameter(nothing, requires_grad=param.requires_grad)
+            shard = self.session.own(copy, self.param_class, mine)
+        shard.modifier = self.modifier
+        if any(each() is param for each in self.session._uncast):
+            self.session._uncast.append(weakref.ref(copy))
+        return copy
+
     def at_rest(self, param: nn.Parameter, operation: str) -> AtRestError:
         return AtRestError(
             f"{self.name_of(param)} is sharded, and no engine holds it yet; '{operation}' cannot "

@@ -100,6 +100,14 @@ class ModelBuilder:
         """
         raise NotImplementedError
 
+    def copied(self, param: nn.Parameter) -> nn.Parameter:
+        """Return a copy of the parameter that is sharded as well, without communication.
+
+        Args:
+            param: The sharded parameter.
+        """
+        raise NotImplementedError
+
     def at_rest(self, param: nn.Parameter, operation: str) -> AtRestError:
         """Create the error for an operation that needs elements.
 
@@ -294,6 +302,9 @@ class ShardedParameter(nn.Parameter):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        owner = owner_of(self)
+        if isinstance(owner, ModelBuilder):
+            return owner.copied(self)
         raise _at_rest(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
