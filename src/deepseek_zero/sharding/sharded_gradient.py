@@ -23,6 +23,7 @@ from .sharded_parameter import (
     CONVERSIONS,
     NEEDS_ELEMENTS,
     ShardedParameter,
+    advice_for_optimizers,
     answer_without_elements,
     function_name,
     name_of,
@@ -333,11 +334,14 @@ def _unreadable(grad: ShardedGradient, name: str) -> AtRestError:
             'leave the scaler out: "fp16": {"enabled": true} scales losses and skips steps by '
             "itself.",
         )
+    advice = advice_for_optimizers() or (
+        "take the whole one on all ranks, `param.grad.full_tensor()` (or "
+        "deepseek_zero.utils.safe_get_full_grad), and assign what is made of it to `param.grad`."
+    )
     return AtRestError(
         f"the gradient of '{named}' is sharded; '{name}' cannot use it.",
         "Each rank holds only its slice of the reduced gradient.  What works element by element "
         "(mul_, add, clamp_, where, ...) acts on the slices, and norm() on all of them; views "
         "would be lost.",
-        "take the whole one on all ranks, `param.grad.full_tensor()` (or "
-        "deepseek_zero.utils.safe_get_full_grad), and assign what is made of it to `param.grad`.",
+        advice,
     )

@@ -128,7 +128,7 @@ SAFE = frozenset(
     get_device register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous
     is_same_size is_inference is_neg is_conj is_shared _is_view has_names is_pinned storage_offset
     __len__ type _has_compatible_shallow_copy_type new_empty new_zeros new_ones new_full new_tensor
-    empty_like
+    empty_like zeros_like ones_like full_like rand_like randn_like
     """.split()
 )
 
@@ -447,12 +447,8 @@ GATHERED = "`with deepseek_zero.zero.GatheredParameters(param{}):` on all ranks"
 
 def _advice_at_rest(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return what to do instead of an operation on a sharded parameter."""
-    if (optimizer := _optimizer_that_steps()) is not None:
-        return (
-            f"do not step torch's {optimizer} on these parameters; pass it to "
-            "initialize(model=..., optimizer=...) and call engine.step(), or use "
-            "deepseek_zero.ZeroOptimizer with DeepSeekZeRO3."
-        )
+    if (advice := advice_for_optimizers()) is not None:
+        return advice
     if args and dtype_of_conversion(operation, args, kwargs) is not None:
         return (
             "cast the model before initialize() or DeepSeekZeRO3, or state the dtype in the "
@@ -487,12 +483,16 @@ def _advice_at_rest(operation: str, args: Sequence[Any], kwargs: Mapping[str, An
     )
 
 
-def _optimizer_that_steps() -> str | None:
-    """Return the class name of the torch optimizer whose `step` is running, or None."""
+def advice_for_optimizers() -> str | None:
+    """Return what to do instead of a step of torch's optimizer if one is running, else None."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.optim.Optimizer):
-            return type(owner).__name__
+            return (
+                f"do not step torch's {type(owner).__name__} on these parameters; pass it to "
+                "initialize(model=..., optimizer=...) and call engine.step(), or use "
+                "deepseek_zero.ZeroOptimizer with DeepSeekZeRO3."
+            )
     return None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import deepseek_zero
+from deepseek_zero import DeepSeekZeRO3, ZeroOptimizer
 from deepseek_zero.base.errors import DeepSeekZeroError
 
 SETTINGS = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
@@ -124,3 +125,21 @@ def test_a_wrapper_is_not_wrapped_again(door: str) -> None:
             deepseek_zero.DeepSeekZeRO3(model, **SETTINGS)
         else:
             deepseek_zero.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "adamw", "sgd", "lion"])
+def test_an_optimizer_may_be_created_before_or_after_wrapping(kind: str) -> None:
+    found = []
+    for is_first in (True, False):
+        torch.manual_seed(3)
+        model = nn.Linear(8, 8)
+        optimizer = ZeroOptimizer(model.parameters(), 0.1, kind) if is_first else None
+        DeepSeekZeRO3(model, zero_optimization={"stage3_param_persistence_threshold": 0})
+        if optimizer is None:
+            optimizer = ZeroOptimizer(model.parameters(), 0.1, kind)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        found.append(model.state_dict()["weight"])
+    assert torch.equal(*found)

@@ -60,12 +60,26 @@ def test_each_operation_is_refused_with_advice_of_its_own(engine: Any, case: str
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_torch_optimizer_on_sharded_parameters_raises_an_error_with_advice(
-    engine: Any, kind: Any
+    stage: int, kind: Any
 ) -> None:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    engine = deepseek_zero.initialize(
+        model=nn.Linear(64, 64), config=CONFIG | {"zero_optimization": zero}
+    )[0]
     with pytest.raises(
         AtRestError, match=rf"do not step torch's {kind.__name__} .*initialize\(model="
     ):
         optimizer = kind(engine.module.parameters(), lr=0.1)
         engine.backward(engine(torch.ones(1, 64)).sum())
         optimizer.step()
+
+
+def test_tensors_like_a_sharded_parameter_have_its_shape_and_own_memory(engine: Any) -> None:
+    weight = engine.module.weight
+    for like in (torch.zeros_like, torch.ones_like, torch.rand_like, torch.empty_like):
+        found = like(weight)
+        found.fill_(3.0)
+        assert torch.equal(found, torch.full((64, 64), 3.0))
+    assert torch.equal(torch.full_like(weight, 2.0), torch.full((64, 64), 2.0))
