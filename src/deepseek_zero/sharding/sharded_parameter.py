@@ -274,6 +274,8 @@ class ShardedParameter(nn.Parameter):
         if name == "data" and len(args) == 2 and (_is_placeholder(args[1]) or args[1] is args[0]):
             with without_torch_function():
                 return function(*args, **kwargs)
+        if name == "backward" and type(args[0]) is not ShardedParameter:
+            return _backward(*args, **kwargs)
         for param in resting:
             owner = owner_of(param)
             if owner is None or not owner.fetch_for(param):
@@ -309,6 +311,17 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _at_rest(self, "pickle")
+
+
+def _backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Run `loss.backward(inputs=...)`, which reads no element of the parameters in `inputs`."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:

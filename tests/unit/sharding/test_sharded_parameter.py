@@ -83,3 +83,13 @@ def test_tensors_like_a_sharded_parameter_have_its_shape_and_own_memory(engine: 
         found.fill_(3.0)
         assert torch.equal(found, torch.full((64, 64), 3.0))
     assert torch.equal(torch.full_like(weight, 2.0), torch.full((64, 64), 2.0))
+
+
+def test_a_backward_may_name_sharded_parameters_as_its_inputs(engine: Any) -> None:
+    weight, bias = engine.module.parameters()
+    loss = engine(torch.ones(1, 64)).square().sum()
+    with deepseek_zero.zero.GatheredParameters([weight, bias]):
+        expected = 2 * (weight.sum(dim=1) + bias).detach()
+    loss.backward(inputs=[bias])
+    torch.testing.assert_close(bias.grad.full_tensor(), expected)
+    assert weight.grad is None or weight.grad.norm() == 0
