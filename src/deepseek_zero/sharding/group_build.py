@@ -8,18 +8,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ..base.device import CPU
 from ..base.memory import trim_heap
 from ..comm.collectives import Comm, scatter
-from ..planner.spec import R
+from ..planner.spec import R, ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
+from ..tiers.tier import Tier
 from .buffer import FlatBuffer
 from .comm_context import CommContext
 from .group import ParamInfo
-from .main_weight import build_master
+from .main_weight import MasterWeight, is_exposed, weight_shard
 from .move import move
 from .param_group import GroupParts, ParamGroup
 from .sharded_parameter import clear_owner, owner_of, set_owner, take_values
+from .split_main_weight import SplitMasterWeight
 
 
 def build_group(
@@ -181,3 +184,40 @@ def whole_values(group: ParamGroup) -> FlatBuffer:
     full = FlatBuffer(group.layout, source.spec.gathered(), memory)
     move(source, full, group.comm_ctx, group.members[0].name).wait()
     return full
+
+
+def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
+    """Allocate the main weight that belongs to a weight; None if nothing is trained.
+
+    Args:
+        weight: This rank's part of the weight that the model computes with.
+        plan: The placement, dtype and memory of each state of the group.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+
+    Returns:
+        The main weight, whose values are not initialized.
+    """
+    if plan.master is None or plan.moments is None:
+        return None
+    layout = weight.layout
+    shard = weight_shard(weight, plan, comm_ctx.comm.rank)
+    if plan.master_is_weight:
+        buffer = FlatBuffer(layout, plan.master, shard.memory, shard.storage, guard=weight.guard)
+    else:
+        what = f"the master of {layout.slots[0].name}"
+        buffer = FlatBuffer.allocate(
+            layout, plan.master, comm_ctx, what, is_copied=plan.weight_is_independent
+        )
+        buffer.guard = weight.guard
+    has_weight = not plan.master_is_weight and not plan.weight_is_independent
+    home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
+    kind = SplitMasterWeight if plan.master_is_split and has_weight else MasterWeight
+    return kind(
+        buffer,
+        comm_ctx.comm.rank,
+        plan.moments.dtype,
+        shard if has_weight else None,
+        is_exposed=is_exposed(plan, comm_ctx),
+        update_device=home,
+        copy_engine=comm_ctx.copy_engine,
+    )

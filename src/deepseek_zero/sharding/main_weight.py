@@ -1,12 +1,13 @@
 """The main weight of one group: the values that the optimizer updates.
 
-A main weight has its own buffer, or shares the weight's storage (fp32 training), or is split into
-the bf16 weight and a buffer with the lower 16 bits (precision/policy.py).
+A main weight has its own buffer, or shares the weight's storage (fp32 training). In bf16 training
+it is split into the weight and a buffer with the lower 16 bits (split_main_weight.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,12 +15,10 @@ from torch import Tensor
 from ..base.device import CPU
 from ..planner.spec import Placement, S, ShardPlan
 from ..precision.compact import round_to_bf16
-from ..precision.policy import LOW_PRECISION, cast_master, join, split
-from ..tiers.tier import CopyEngine, StagedTile, Storage, Tier
+from ..precision.policy import LOW_PRECISION, cast_master
+from ..tiers.tier import CopyEngine, StagedTile, Storage
 from .buffer import FlatBuffer
 from .comm_context import CommContext
-
-_WRITE_NUMEL = 1 << 20  # elements of one copy before they are split
 
 
 @dataclass(eq=False)
@@ -27,13 +26,11 @@ class MasterWeight:
     """This rank's part of the main weight of one group, which the optimizer updates.
 
     Attributes:
-        buffer: The fp32 values, or the int16 remainders if the main weight `is_split`; `weight`
-            then has the upper halves.
+        buffer: The values; the int16 remainders if the main weight `is_split`.
         rank: This rank's index in the shard group.
         dtype: The dtype of the values.
         weight: This rank's part of the weight that the model computes with; None if the main weight
             is that weight, or if the weight follows the main weight by differences.
-        is_split: Whether the values are split into two halves.
         is_exposed: Whether the weight is a plain parameter between steps, so a program may change
             it.
         update_device: The device that updates the main weight.
@@ -46,11 +43,12 @@ class MasterWeight:
     rank: int
     dtype: torch.dtype
     weight: FlatBuffer | None = None
-    is_split: bool = False
     is_exposed: bool = True
     update_device: torch.device = CPU
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
     staged: StagedTile | None = field(init=False, default=None)
+    #: The values are split into the bf16 weight and a remainder.
+    is_split: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.update_device == CPU:
@@ -66,7 +64,7 @@ class MasterWeight:
     @property
     def is_rounded(self) -> bool:
         """Return whether the values are stored only in a narrower dtype than `dtype`."""
-        return not self.is_split and self.buffer.spec.dtype != self.dtype
+        return self.buffer.spec.dtype != self.dtype
 
     @property
     def is_copied_for_update(self) -> bool:
@@ -76,11 +74,7 @@ class MasterWeight:
     @property
     def is_updated_in_place(self) -> bool:
         """Return whether the optimizer works on the values themselves, not on a copy."""
-        return (
-            not self.is_split
-            and not self.is_rounded
-            and self.buffer.memory.device == self.update_device
-        )
+        return not self.is_rounded and self.buffer.memory.device == self.update_device
 
     @property
     def placement(self) -> Placement:
@@ -112,14 +106,8 @@ class MasterWeight:
         Returns:
             A view if the values are in one buffer, else a copy.
         """
-        lower = self._at_update_device(self.buffer, place, end)
-        if not self.is_split or self.weight is None:
-            return lower.to(self.dtype) if out is None else out.copy_(lower)
-        if out is None:
-            out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
-        upper = self._at_update_device(self.weight, place, end).to(lower.device)
-        join(upper, lower, out, scratch, is_exposed=self.is_exposed)
-        return out
+        values = self.at_update_device(self.buffer, place, end)
+        return values.to(self.dtype) if out is None else out.copy_(values)
 
     def read_now(self, place: int, end: int) -> Tensor:
         """Return the current values as `read` does; a pending update does not run.
@@ -130,17 +118,7 @@ class MasterWeight:
             place: The first element of the range, counted in this rank's main weight.
             end: The end of the range, counted in the same way.
         """
-        lower = self.buffer.read_now(place, end)
-        if not self.is_split or self.weight is None:
-            return lower.to(self.dtype)
-        out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
-        join(
-            self.weight.read_now(place, end).to(lower.device),
-            lower,
-            out,
-            is_exposed=self.is_exposed,
-        )
-        return out
+        return self.buffer.read_now(place, end).to(self.dtype)
 
     def write(self, place: int, end: int, values: Tensor) -> None:
         """Write new values into the main weight and this rank's part of the weight.
@@ -150,13 +128,8 @@ class MasterWeight:
             end: The end of the range, counted in the same way.
             values: The new values, flat.
         """
-        if not self.is_split:
-            cast_master(values, self.buffer.write(place, end))
-            self.copy_to_weight(place, end)
-            return
-        for start in range(place, end, _WRITE_NUMEL):
-            part = values[start - place : start - place + _WRITE_NUMEL]
-            self.write_consuming(start, start + part.numel(), part.to(self.dtype, copy=True))
+        cast_master(values, self.buffer.write(place, end))
+        self.copy_to_weight(place, end)
 
     def write_consuming(
         self, place: int, end: int, values: Tensor, chance: Tensor | None = None
@@ -170,19 +143,11 @@ class MasterWeight:
             chance: Random bits for stochastic rounding, if the main weight `is_rounded`.
         """
         self.buffer.guard.before_write()
-        lower = self._at_update_device(self.buffer, place, end)
+        own = self.at_update_device(self.buffer, place, end)
         if chance is not None:
-            round_to_bf16(values, lower, chance)
-            return
-        if not self.is_split or self.weight is None:
-            cast_master(values, lower)
-            return
-        upper = self._at_update_device(self.weight, place, end)
-        halves = staging_like(upper, values), staging_like(lower, values)
-        split(values, *halves)
-        for half, own in zip(halves, (upper, lower), strict=True):
-            if half is not own:
-                own.copy_(half)
+            round_to_bf16(values, own, chance)
+        else:
+            cast_master(values, own)
 
     def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
         """Return the one or two flat tensors that an update kernel writes, on its device.
@@ -192,18 +157,15 @@ class MasterWeight:
             end: The end of the range, counted in the same way.
 
         Returns:
-            ``(main, other)``. If the main weight is split, ``main`` is the bf16 weight and
-            ``other`` has the remainders. Otherwise ``main`` is fp32 and ``other`` is the weight in
-            its own dtype. It is None if the kernel cannot write the weight (on another device, or
-            in fp32); `copy_to_weight` then does.
+            ``(main, other)``: the values, and the weight in its own dtype. ``other`` is None if the
+            kernel cannot write the weight (on another device, or in fp32); `copy_to_weight` then
+            does. Of a split main weight they are the bf16 weight and the remainders.
         """
         self.buffer.guard.before_write()
-        own = self._at_update_device(self.buffer, place, end)
+        own = self.at_update_device(self.buffer, place, end)
         if self.weight is None:
             return own, None
-        other = self._at_update_device(self.weight, place, end)
-        if self.is_split:
-            return other, own
+        other = self.at_update_device(self.weight, place, end)
         is_published = other.device == own.device and other.dtype in LOW_PRECISION
         return own, other if is_published else None
 
@@ -216,17 +178,26 @@ class MasterWeight:
             place: The first element of the range, counted in this rank's main weight.
             end: The end of the range, counted in the same way.
         """
-        if self.weight is not None and not self.is_split:
+        if self.weight is not None:
             self.buffer.guard.before_write()
             values = self.buffer.elements(place, end)
-            upper = self._at_update_device(self.weight, place, end)
-            staging = staging_like(upper, values)
+            weight = self.at_update_device(self.weight, place, end)
+            staging = staging_like(weight, values)
             cast_master(values, staging)
-            if staging is not upper:
-                upper.copy_(staging)
+            if staging is not weight:
+                weight.copy_(staging)
 
-    def _at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
-        """Return the staged copy of these elements, or the buffer's if none is staged."""
+    def at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
+        """Return elements of a buffer on the device that updates them, where they can be written.
+
+        Args:
+            buffer: `buffer` or `weight`.
+            place: The first element of the range, counted in this rank's main weight.
+            end: The end of the range, counted in the same way.
+
+        Returns:
+            The staged copy of the elements, or a view of the buffer if none is staged.
+        """
         if self.staged is not None and buffer is self._on_device:
             copy = self.staged.view(place, end)
             if copy is not None:
@@ -240,7 +211,7 @@ class MasterWeight:
 
     def values(self) -> FlatBuffer:
         """Return all values of this rank, flat: the buffer itself, or a copy."""
-        if not self.is_split and not self.is_rounded:
+        if self.buffer.spec.dtype == self.dtype:
             return self.buffer
         spec = replace(self.buffer.spec, dtype=self.dtype)
         return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.memory.numel()))
@@ -258,43 +229,6 @@ def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
         return weight
     return FlatBuffer(
         weight.layout, replace(plan.weight, placement=S), weight.shard(rank), guard=weight.guard
-    )
-
-
-def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
-    """Allocate the main weight that belongs to a weight; None if nothing is trained.
-
-    Args:
-        weight: This rank's part of the weight that the model computes with.
-        plan: The placement, dtype and memory of each state of the group.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
-
-    Returns:
-        The main weight, whose values are not initialized.
-    """
-    if plan.master is None or plan.moments is None:
-        return None
-    layout = weight.layout
-    shard = weight_shard(weight, plan, comm_ctx.comm.rank)
-    if plan.master_is_weight:
-        buffer = FlatBuffer(layout, plan.master, shard.memory, shard.storage, guard=weight.guard)
-    else:
-        what = f"the master of {layout.slots[0].name}"
-        buffer = FlatBuffer.allocate(
-            layout, plan.master, comm_ctx, what, is_copied=plan.weight_is_independent
-        )
-        buffer.guard = weight.guard
-    has_weight = not plan.master_is_weight and not plan.weight_is_independent
-    home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
-    return MasterWeight(
-        buffer,
-        comm_ctx.comm.rank,
-        plan.moments.dtype,
-        shard if has_weight else None,
-        is_split=plan.master_is_split and has_weight,
-        is_exposed=is_exposed(plan, comm_ctx),
-        update_device=home,
-        copy_engine=comm_ctx.copy_engine,
     )
 
 

@@ -33,12 +33,13 @@ from .group import ParamInfo
 from .group_build import (
     allocate_weight,
     build_group,
+    build_master,
     build_states,
     restore_params,
     set_placeholders,
     whole_values,
 )
-from .main_weight import build_master, weight_shard
+from .main_weight import MasterWeight, weight_shard
 from .model_changes import frozen_or_unfrozen
 from .param_group import ParamGroup
 from .reduce_lane import Updates
@@ -241,7 +242,15 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
         beneath = None
         if not group.plan.weight_is_independent:
             beneath = weight_shard(group.weight, group.plan, group.master.rank)
-        group.master = replace(group.master, buffer=values, weight=beneath, is_split=False)
+        group.master = MasterWeight(
+            values,
+            group.master.rank,
+            group.master.dtype,
+            beneath,
+            is_exposed=group.master.is_exposed,
+            update_device=group.master.update_device,
+            copy_engine=group.master.copy_engine,
+        )
         group.master.copy_to_weight(0, values.memory.numel())
     group.placeholder = group.placeholder.to(group.plan.weight.dtype)
     set_placeholders(group.members, group.placeholder)

@@ -12,6 +12,7 @@ from deepseek_zero.planner.spec import Placement, R, S, Spec
 from deepseek_zero.precision.policy import cast_master
 from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.main_weight import MasterWeight
+from deepseek_zero.sharding.split_main_weight import SplitMasterWeight
 
 LAYOUT = even_layout(["a", "b", "c"], [(700,), (900,), (300, 2)], 2)  # b lies on both ranks
 RANK = 1
@@ -20,12 +21,10 @@ RANK = 1
 def master_of(kind: str, placement: Placement, values: Tensor) -> MasterWeight:
     dtype = torch.int16 if kind == "split" else torch.float32
     buffer = FlatBuffer.empty(LAYOUT, Spec(placement, dtype), torch.device("cpu"))
-    weight = (
-        FlatBuffer.empty(LAYOUT, Spec(placement, torch.bfloat16), torch.device("cpu"))
-        if kind == "split"
-        else None
-    )
-    master = MasterWeight(buffer, RANK, torch.float32, weight, is_split=kind == "split")
+    master = MasterWeight(buffer, RANK, torch.float32)
+    if kind == "split":
+        weight = FlatBuffer.empty(LAYOUT, Spec(placement, torch.bfloat16), torch.device("cpu"))
+        master = SplitMasterWeight(buffer, RANK, torch.float32, weight)
     master.write(0, values.numel(), values)
     return master
 
