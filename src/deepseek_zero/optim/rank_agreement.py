@@ -57,7 +57,7 @@ def report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int) 
     Raises:
         UsageError: A rank's loss had no graph; raised on all ranks.
     """
-    if verdict.any_graphless:
+    if verdict.flags.any_graphless:
         runtime.backward.discard_step()
         raise UsageError(
             f"step {step}: no rank's loss required a gradient, so there is nothing to update with.",
@@ -99,7 +99,7 @@ def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
             "decide it from what all ranks know (the step, an all-reduced loss), the same "
             "everywhere.",
         )
-    if verdict.any_edited and verdict.any_late:
+    if verdict.flags.any_edited and verdict.flags.any_late:
         raise UsageError(
             "gradients were changed in a step in which some came after their sum.",
             "They are added now, behind what the program saw when it changed them.",

@@ -278,7 +278,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._count_updated()
         self.steps = number if number is not None else self.steps + 1
         verdict = self._agree(message)
-        is_idle = verdict.is_idle and bool(self.runtime.trained_groups)
+        is_idle = verdict.flags.is_idle and bool(self.runtime.trained_groups)
         if is_idle:
             self._idle_steps += 1
             report_idle(self.runtime, verdict, self.steps, self._idle_steps)
@@ -314,7 +314,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             verdict = agree_on_norm(runtime, extra)
             if verdict.is_contradictory:
                 refuse_disagreement(runtime, verdict)
-            if verdict.any_late:
+            if verdict.flags.any_late:
                 runtime.executor.reductions.reduce_late()
                 verdict = agree_on_norm(runtime, extra)
         return verdict
@@ -325,7 +325,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         Every rank must call it.
         """
         groups = self.runtime.trained_groups
-        if verdict.any_edited:
+        if verdict.flags.any_edited:
             for each in [group.grad_view.edits.equalise(group.members[0].name) for group in groups]:
                 each.wait()
         if any(group.gradient.sum.absent for group in groups):

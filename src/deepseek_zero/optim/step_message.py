@@ -65,21 +65,3 @@ class StepMessage:
             found[name] = [tuple(row[start:stop]) for row in rows]
             start = stop
         return found
-
-
-def any_set(flags: Sequence[Sequence[float]]) -> bool:
-    """Return whether a flag is set on any rank.
-
-    Args:
-        flags: The values of one field on each rank, as `StepMessage.unpack` returns them.
-    """
-    return any(value for (value,) in flags)
-
-
-def all_set(flags: Sequence[Sequence[float]]) -> bool:
-    """Return whether a flag is set on every rank.
-
-    Args:
-        flags: The values of one field on each rank, as `StepMessage.unpack` returns them.
-    """
-    return all(value for (value,) in flags)

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -18,7 +19,36 @@ from ..comm.collectives import Comm
 from ..sharding.grad_sum import squares_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
-from .step_message import Fields, StepMessage, all_set, any_set
+from .step_message import Fields, StepMessage
+
+
+class StepFlags(NamedTuple):
+    """Facts about a step that each rank knows of itself, and then of all ranks.
+
+    Attributes:
+        any_late: On some rank, gradients arrived after their unit had been reduced.
+        any_edited: The program changed gradients on a rank.
+        is_idle: No rank has a gradient, so nothing can be updated.
+        any_graphless: On some rank, `backward` was called with a loss that requires no gradient.
+    """
+
+    any_late: bool
+    any_edited: bool
+    is_idle: bool
+    any_graphless: bool
+
+    @classmethod
+    def of_ranks(cls, rows: Sequence[Sequence[float]]) -> StepFlags:
+        """Return the flags of all ranks together.
+
+        Args:
+            rows: The flags of each rank, as numbers.
+        """
+        late, edited, idle, graphless = zip(*rows, strict=True)
+        return cls(any(late), any(edited), all(idle), any(graphless))
+
+
+NO_FLAGS = StepFlags(any_late=False, any_edited=False, is_idle=False, any_graphless=False)
 
 
 @dataclass(frozen=True)
@@ -28,20 +58,14 @@ class Verdict:
     Attributes:
         norm: The norm of the gradient, still multiplied by the loss scale.
         by_group: The sum of squares of each trained group.
-        any_late: On some rank, gradients arrived after their unit had been reduced.
-        any_edited: Whether the program changed gradients on a rank.
-        is_idle: Whether no rank has a gradient, so nothing can be updated.
-        any_graphless: On some rank, `backward` was called with a loss that requires no gradient.
+        flags: What happened on any rank.
         absences: For each rank, a checksum of the names of parameters without a gradient.
         fields: The fields sent with the norm, by name; each has one entry per rank of the world.
     """
 
     norm: float
     by_group: tuple[float, ...]
-    any_late: bool = False
-    any_edited: bool = False
-    is_idle: bool = False
-    any_graphless: bool = False
+    flags: StepFlags = NO_FLAGS
     absences: tuple[int, ...] = ()
     fields: Fields = field(default_factory=dict)
 
@@ -53,7 +77,7 @@ class Verdict:
     @property
     def is_contradictory(self) -> bool:
         """Whether the ranks changed their gradients in contradictory ways."""
-        return len(set(self.absences)) > 1 or (self.any_edited and self.any_late)
+        return len(set(self.absences)) > 1 or (self.flags.any_edited and self.flags.any_late)
 
 
 @dataclass(frozen=True)
@@ -98,10 +122,7 @@ def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict
         return verdict
     counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
     message = StepMessage()
-    message.add("late", [verdict.any_late])
-    message.add("edited", [verdict.any_edited])
-    message.add("idle", [verdict.is_idle])
-    message.add("graphless", [verdict.any_graphless])
+    message.add("flags", verdict.flags)
     message.add("square", [sum(square for group, square in counted if group.planned.is_counted)])
     message.add_all(extra)
     fields = _exchange(comm.whole, message, "gradient norm of all pieces")
@@ -110,10 +131,7 @@ def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict
     return replace(
         verdict,
         norm=_root(total),
-        any_late=any_set(fields["late"]),
-        any_edited=any_set(fields["edited"]),
-        is_idle=all_set(fields["idle"]),
-        any_graphless=any_set(fields["graphless"]),
+        flags=StepFlags.of_ranks(fields["flags"]),
         fields={name: fields[name] for name in extra.names},
     )
 
@@ -124,13 +142,15 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
     comm = runtime.comm
     absent = crc32("\n".join(absent_among(groups)).encode())
     is_edited = any(group.gradient.is_edited for group in groups)
-    # No backward has produced a gradient, and the program has set none.
-    is_idle = not runtime.step.has_gradients and not is_edited
+    own_flags = StepFlags(
+        any_late=bool(runtime.executor.reductions.late),
+        any_edited=is_edited,
+        # No backward has produced a gradient, and the program has set none.
+        is_idle=not runtime.step.has_gradients and not is_edited,
+        any_graphless=runtime.step.is_graphless,
+    )
     message = StepMessage()
-    message.add("late", [bool(runtime.executor.reductions.late)])
-    message.add("edited", [is_edited])
-    message.add("idle", [is_idle])
-    message.add("graphless", [runtime.step.is_graphless])
+    message.add("flags", own_flags)
     message.add("absent parameters", [absent])
     own_squares = squares_of([group.gradient.sum for group in groups])
     message.add("squares", itertools.chain.from_iterable(own_squares))
@@ -148,16 +168,14 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
         sum(squares[ranks[0]][place] for place, ranks in enumerate(owners))
         for squares in squares_by_group
     ]
-    any_late = any_set(fields["late"])
+    flags = StepFlags.of_ranks(fields["flags"])
+    # Late gradients are in no sum until they are reduced; the ranks agree again after that.
+    if not flags.any_late and _differs_on_owners(groups, squares_by_group, comm):
+        flags = flags._replace(any_edited=True)
     return Verdict(
         _root(sum(sums)),
         tuple(sums),
-        any_late=any_late,
-        # Late gradients are in no sum until they are reduced; the ranks agree again after that.
-        any_edited=any_set(fields["edited"])
-        or (not any_late and _differs_on_owners(groups, squares_by_group, comm)),
-        is_idle=all_set(fields["idle"]),
-        any_graphless=any_set(fields["graphless"]),
+        flags,
         absences=tuple(int(value) for (value,) in fields["absent parameters"]),
         fields={name: fields[name] for name in extra.names},
     )

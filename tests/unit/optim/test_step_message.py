@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepseek_zero.optim.step_message import StepMessage, all_set, any_set
+from deepseek_zero.optim.step_message import StepMessage
 
 
 def message_of(rank: int) -> StepMessage:
@@ -39,11 +39,3 @@ def test_fields_of_another_message_come_after_its_own() -> None:
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="already has a field 'late'"):
         message_of(0).add("late", [0])
-
-
-def test_flags_are_set_on_any_rank_or_on_all() -> None:
-    flags = [[0.0], [1.0]]
-    assert any_set(flags)
-    assert not all_set(flags)
-    assert all_set(flags[1:])
-    assert not any_set(flags[:1])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import deepseek_zero as dz
 from deepseek_zero.api.wrap import ZeroOptimizer
 from deepseek_zero.compat.deepspeed.engine import DeepSpeedEngine
+from deepseek_zero.optim.verdict import StepFlags
 from tests.compositions import Here, config_of, engines_of_threads
 from tests.in_process import Rank, run_ranks
 
@@ -178,3 +179,9 @@ def test_zero_optimizer_clips_by_the_norm_of_what_it_updates(stage: int) -> None
         norms.append(optimizer.sharded.last.norm)
         optimizer.zero_grad()
     assert_alike(({name: value.clone() for name, value in model.state_dict().items()}, norms), 1)
+
+
+def test_flags_are_set_if_any_rank_sets_them_but_a_step_is_idle_only_if_every_rank_is() -> None:
+    found = StepFlags.of_ranks([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    assert found == StepFlags(any_late=True, any_edited=True, is_idle=False, any_graphless=False)
+    assert StepFlags.of_ranks([[0.0, 0.0, 1.0, 0.0]] * 2).is_idle
