@@ -11,7 +11,8 @@ The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains
 weights on the same batches as plain communication, once for each seed; what is compared is the mean
 loss of the last 50 steps.  Two kinds of noise stand beside it: that of the seeds (other weights and
 batches), and that of rounding: the plain run with its sums in another order.  Losses depend on
-neither the load of the machine nor the link.  Leaves a table and a picture.
+neither the load of the machine nor the link.  Leaves a table and a picture; `--draw FILE.md` draws
+the picture of a table again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 from datetime import date
 from pathlib import Path
@@ -31,7 +33,7 @@ from matplotlib.figure import Figure
 import deepseek_zero as dz
 from benchmarks.plot import PICTURE_WIDTH, titled
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.report.plots import save_figure, style_axes
+from deepseek_zero.report.plots import BLUE, INK, ORANGE, save_figure, style_axes
 from examples.gpt import GPT, SIZES, GPTConfig
 from examples.text import Sampler, load_corpus
 from tests.hosts import hosts, run_ranks
@@ -70,6 +72,10 @@ CODECS: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"stage": 1},
 }
 UNCLIPPED = ("AdamW without clipping", "OneBitAdam")  # what the last is compared with, and itself
+LABELS = {
+    "AdamW without clipping": "AdamW at stage 1, without clipping",
+    "OneBitAdam": "OneBitAdam (above AdamW without clipping)",
+}
 BOUND = 0.01  # nats per byte, of the seeds' mean
 ONE_BIT_BOUND = 0.02
 
@@ -197,22 +203,28 @@ def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def draw(found: dict[str, list[list[float]]], path: Path) -> None:
-    """Losses over steps, of all codecs, the first seed's, each smoothed over 20 steps."""
-    figure = Figure(figsize=(PICTURE_WIDTH, 3.6), dpi=160, layout="constrained")
+def draw(page: Path) -> None:
+    """Draw the table of a page: for each codec, a dot per seed and a bar at their mean."""
+    rows = re.findall(r"^\| (.+?) \| [\d.]+ \| (.+?) \|", page.read_text("utf-8"), re.MULTILINE)
+    above = {codec: list(map(float, told.split(", "))) for codec, told in rows}
+    above.pop("plain", None)
+    figure = Figure(figsize=(PICTURE_WIDTH, 1.3 + 0.32 * len(above)), dpi=160, layout="constrained")
     axes = figure.subplots()
-    for codec, runs in found.items():
-        losses, width = runs[0], min(20, len(runs[0]))
-        smooth = [
-            statistics.fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)
-        ]
-        axes.plot(range(1, len(smooth) + 1), smooth, label=codec, linewidth=1.2)
-    axes.set_xlabel("step", fontsize=8.5)
-    axes.set_ylabel("loss of the first seed, nats per byte", fontsize=8.5)
-    titled(figure, "Loss with coded messages")
-    axes.legend(fontsize=8, frameon=False)
+    for place, values in enumerate(above.values()):
+        axes.plot(values, [place] * len(values), "o", color=BLUE, alpha=0.5, markersize=4)
+        axes.plot([statistics.fmean(values)], [place], "|", color=ORANGE, markersize=14, mew=2.5)
+    axes.axvline(0, color=INK, linewidth=0.8)
+    labels = [LABELS.get(codec, codec) for codec in above]
+    axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlabel(
+        "final loss above that of plain messages, nats per byte\n"
+        "(a dot: one seed; a bar: the mean)",
+        fontsize=8.5,
+    )
+    titled(figure, "What coded messages change in the final loss")
     style_axes(axes, along="x")
-    save_figure(figure, path)
+    save_figure(figure, page.with_suffix(".png"))
 
 
 def main() -> None:
@@ -233,13 +245,19 @@ def main() -> None:
         help="a codec; all if none is named",
     )
     parser.add_argument("--as-rank", action="store_true", help="be one of the ranks")
+    parser.add_argument("--draw", type=Path, help="only draw the table of this page again")
     given = parser.parse_args()
+    if given.draw is not None:
+        draw(given.draw)
+        return
     if given.as_rank:
         be_a_rank(given)
         return
     found = run(given)
-    given.out.write_text(table(found, given.steps, given.size), encoding="utf-8")
-    draw(found, given.out.with_suffix(".png"))
+    page = table(found, given.steps, given.size)
+    page += f"\n![loss above that of plain messages]({given.out.with_suffix('.png').name})\n"
+    given.out.write_text(page, encoding="utf-8")
+    draw(given.out)
     print(given.out.read_text(encoding="utf-8"))
 
 

@@ -25,16 +25,18 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
 
 import deepseek_zero as dz
 from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell
 from benchmarks.model import Batches, build_model
+from benchmarks.plot import PICTURE_WIDTH, titled
 from benchmarks.systems.common import take_a_core
 from deepseek_zero.base.meter import Event
 from deepseek_zero.report.explain import exposed_seconds, overlap_share, under_way_seconds
-from deepseek_zero.report.plots import BLUE, INK, ORANGE, save_figure, style_axes
+from deepseek_zero.report.plots import BLUE, ORANGE, save_figure, style_axes
 
 RESULTS = Path(__file__).parent / "results" / "overlap.md"
 
@@ -114,7 +116,9 @@ def draw(settings: list[Setting], path: Path) -> None:
     """One line per lane and setting: when collectives were under way, and where their rank stood
     and waited.
     """
-    figure = Figure(figsize=(9.6, 0.62 * len(settings) + 1.2), dpi=160, layout="constrained")
+    figure = Figure(
+        figsize=(PICTURE_WIDTH, 0.45 * len(settings) + 1.2), dpi=160, layout="constrained"
+    )
     axes = figure.add_subplot()
     for place, setting in enumerate(settings):
         for event in setting.events:
@@ -137,17 +141,15 @@ def draw(settings: list[Setting], path: Path) -> None:
                         (since - setting.began) * 1e3,
                         color=ORANGE,
                     )
-    axes.set_yticks(range(len(settings)), [setting.name for setting in settings])
+    axes.set_yticks(range(len(settings)), [setting.name for setting in settings], fontsize=8.5)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds of one step", color=INK)
-    axes.set_title(
-        "Collectives under way (above: gathers, below: reductions); orange: the rank waits for "
-        "them",
-        loc="left",
-        color=INK,
-        fontsize=10.5,
-        fontweight="bold",
+    axes.set_xlabel(
+        "milliseconds of one step (upper row: gathers, lower row: reductions)", fontsize=8.5
     )
+    titled(figure, "When collectives are in flight, and when a rank waits for them")
+    parts = [Patch(color=BLUE, alpha=0.55), Patch(color=ORANGE)]
+    labels = ["in flight while the rank computes", "the rank waits"]
+    figure.legend(parts, labels, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     style_axes(axes, along="y", ticks=0)
     save_figure(figure, path)
 
