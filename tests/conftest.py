@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 from deepseek_zero.base import log
 from deepseek_zero.base.launch import GLOO_INTERFACE, INTERFACE, PORTS
-from deepseek_zero.compat.deepspeed import dropin
 from tests.rank_pool import Outcome, RankPool, Task, seed_everything
 
 log.install()  # pytest has configured logging, so a door would leave it at that
@@ -133,6 +132,7 @@ def _seed() -> Iterator[None]:
 @pytest.fixture
 def as_deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The drop-in in this very process, as if no client were imported; taken back afterwards."""
+    dropin = pytest.importorskip("deepseek_zero.compat.deepspeed.dropin")
     for name in dropin.CLIENTS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))

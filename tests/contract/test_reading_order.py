@@ -119,6 +119,13 @@ def test_a_plain_step_runs_only_files_that_the_page_lists(entered: set[str]) -> 
     assert entered - reading_order() - SKIPPED.keys() == set()
 
 
+@pytest.mark.ranks(2)
+def test_a_plain_step_of_two_ranks_runs_only_files_that_the_page_lists() -> None:
+    entered = files_of_plain_steps()
+    assert {"sharding/move.py", "optim/verdict.py"} <= entered
+    assert entered - reading_order() - SKIPPED.keys() == set()
+
+
 def test_every_reason_belongs_to_a_file_that_a_plain_step_enters(entered: set[str]) -> None:
     assert SKIPPED.keys() - entered == set()
     assert SKIPPED.keys() & reading_order() == set()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -119,8 +120,8 @@ def test_an_import_of_compat_is_noticed(line: str) -> None:
     assert not list(references('"""compatible with compat/deepspeed"""\nx = "compatible"'))
 
 
-def references(text: str) -> Iterator[int]:
-    """Yield the lines of a file that import `compat` or have it in a string with a dotted name."""
+def references(text: str, packages: Sequence[str] = ("compat",)) -> Iterator[int]:
+    """Yield the lines that import one of some packages, or have it in a string with a dot."""
     tree = ast.parse(text)
     prose = {
         id(node.value)
@@ -136,7 +137,7 @@ def references(text: str) -> Iterator[int]:
         elif isinstance(node, ast.Constant) and id(node) not in prose:
             text_of = node.value if isinstance(node.value, str) else ""
             names = [text_of] if "." in text_of else []
-        if any("compat" in name.split(".") for name in names):
+        if any(package in name.split(".") for name in names for package in packages):
             yield node.lineno
 
 
@@ -153,15 +154,40 @@ def test_a_copy_without_it_trains_on_two_ranks(copy: Path) -> None:
     assert said.count("trained 2") == 2
 
 
-def python(copy: Path, *arguments: str) -> str:
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_most_unit_and_rank_tests_pass_with_a_copy_without_it(copy: Path) -> None:
+    """At least 80 % of the tests import nothing of `compat`, and pass in the copy."""
+    folders = [ROOT / "tests" / "unit", ROOT / "tests" / "ranks"]
+    files = [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
+    chosen = [path for path in files if not needs_compat(path.read_text())]
+    pytest_of_copy = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    everything = python(copy, *pytest_of_copy, "--collect-only", *map(str, folders), cwd=ROOT)
+    workers = ["-n", "2", "--dist", "loadscope"]
+    said = python(copy, *pytest_of_copy, *workers, *map(str, chosen), cwd=ROOT, seconds=3500)
+    passed = number_before("passed", said) + number_before("skipped", said)
+    assert passed >= 0.8 * number_before("tests? collected|/", everything)
+
+
+def needs_compat(text: str) -> bool:
+    """Whether a test imports `compat`, or the name `deepspeed`."""
+    return "as_deepspeed" in text or any(references(text, ("compat", "deepspeed")))
+
+
+def number_before(word: str, said: str) -> int:
+    """The number before a word in the last line of pytest's output."""
+    return int(re.findall(rf"(\d+) ?(?:{word})", said.strip().splitlines()[-1])[0])
+
+
+def python(copy: Path, *arguments: str, cwd: Path | None = None, seconds: int = 120) -> str:
     """Run Python with the copy of the package, and return its standard output."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=copy,
+        cwd=cwd or copy,
         env=os.environ | {"PYTHONPATH": str(copy)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

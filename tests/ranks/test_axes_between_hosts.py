@@ -1,5 +1,5 @@
-"""Tensor, pipeline and sequence parallelism between two hosts (tests/hosts.py): each trains as one
-process does.
+"""Tensor, pipeline and sequence parallelism, and sparse attention, between two hosts
+(tests/hosts.py): each trains as one process does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 
 import deepseek_zero
+from deepseek_zero.attention.layouts import LocalSlidingWindow
+from deepseek_zero.attention.plan import Pattern
 from tests.compositions import MANY, batch, config_of, llama
+from tests.unit.attention.dense import seen_of
+from tests.unit.parallel.tiny import tiny
 
 LR = 0.01
 
@@ -55,3 +59,35 @@ def test_an_axis_between_two_hosts_trains_as_one_process(
         batches = iter([batch(step, micro, 0) for micro in range(MANY)])
         losses.append(float(engine.train_batch(batches)))
     assert losses == pytest.approx(plain_losses(3), rel=1e-5)
+
+
+@pytest.mark.ranks(2, hosts=2)
+def test_sparse_attention_between_two_hosts_trains_as_one_process() -> None:
+    window = {"block": 4, "num_sliding_window_blocks": 3, "attention": "unidirectional"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "sparse_attention": {"mode": "localslidingwindow", **window},
+    }
+    engine = deepseek_zero.initialize(model=tiny("llama"), config=config)[0]
+    assert engine.sparse_attention is not None
+    plain: Any = tiny("llama")
+    plain.set_attn_implementation("eager")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    pattern = Pattern.of(LocalSlidingWindow(**window), is_causal=True)
+    length = 24
+    seen = seen_of(pattern, plain.config.num_attention_heads, length, length)[None]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(2, plain.config.vocab_size, (2, 2, length), generator=generator)
+        expected = [plain(input_ids=ids, attention_mask=mask, labels=ids).loss for ids in tokens]
+        ids = tokens[dist.get_rank()]
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        assert loss.item() == pytest.approx(expected[dist.get_rank()].item(), rel=1e-5)
+        torch.stack(expected).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
