@@ -1,4 +1,4 @@
-"""Time sums over rows and sums of squares, per element, with the loops of numba and without.
+"""Time sums over rows and sums of squares, per element, with compiled loops and without.
 
     python -m benchmarks.sum_kernels --threads 1
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deepseek_zero.kernels.compiler import VARIABLE
+from deepseek_zero.kernels.choice import VARIABLE
 from deepseek_zero.kernels.sums import add_rows, sum_of_squares
 
 REPETITIONS = 40
@@ -27,7 +27,7 @@ MAX_NUMBERS = 1 << 27  # of all rows together
 
 @contextmanager
 def kernels(which: str) -> Iterator[None]:
-    """Let "numba" or "torch" compute in this block."""
+    """Let "compiled" or "torch" loops compute in this block."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = which
     try:
@@ -51,7 +51,7 @@ def fastest(run: Callable[[], object], repetitions: int = REPETITIONS) -> float:
 
 
 def time_sums(numel: int, threads: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield what is computed, and its nanoseconds per element by "numba" and by "torch"."""
+    """Yield what is computed, and its nanoseconds per element by "compiled" and by "torch"."""
     scratch = torch.empty(SCRATCH)
     torch.set_num_threads(threads)
     for name, dtype in DTYPES.items():
@@ -61,7 +61,7 @@ def time_sums(numel: int, threads: int) -> Iterator[tuple[str, dict[str, float]]
             rows = [torch.randn(numel).to(dtype) for _ in range(count)]
             out = torch.empty(numel, dtype=dtype)
             found = {}
-            for which in ("numba", "torch"):
+            for which in ("compiled", "torch"):
                 with kernels(which):
                     seconds = fastest(
                         lambda: add_rows(rows, out, scratch, divisor=float(count), threads=threads)  # noqa: B023
@@ -70,7 +70,7 @@ def time_sums(numel: int, threads: int) -> Iterator[tuple[str, dict[str, float]]
             yield f"sum of {count} rows, {name}", found
         values = torch.randn(numel).to(dtype)
         found = {}
-        for which in ("numba", "torch"):
+        for which in ("compiled", "torch"):
             with kernels(which):
                 seconds = fastest(lambda: sum_of_squares(values, 0, threads))  # noqa: B023
             found[which] = seconds / numel * 1e9
@@ -87,8 +87,8 @@ def main() -> None:
     for numel in args.numel:
         for what, found in time_sums(numel, args.threads):
             print(
-                f"2^{numel.bit_length() - 1:<3} {what:<22} numba {found['numba']:6.3f}  torch "
-                f"{found['torch']:6.3f} ns"
+                f"2^{numel.bit_length() - 1:<3} {what:<22} compiled {found['compiled']:6.3f}  "
+                f"torch {found['torch']:6.3f} ns"
             )
 
 

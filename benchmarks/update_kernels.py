@@ -97,7 +97,7 @@ def main() -> None:
     )
     parser.add_argument("--millions", type=int, default=200, help="parameters")
     parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--kernels", default="numba,torch")
+    parser.add_argument("--kernels", default="compiled,torch")
     parser.add_argument(
         "--masters", default="split,fp32", help="split: bf16 with remainders; fp32: fp32 training"
     )

@@ -10,7 +10,7 @@ import torch
 
 from deepseek_zero.base import host
 from deepseek_zero.base.host import HostFiles
-from deepseek_zero.kernels import compiler
+from deepseek_zero.kernels import threads
 
 GPU = "0000:3b:00.0"  # the first GPU, on node 1 of `two_nodes`
 NODES = "sys/devices/system/node"
@@ -60,5 +60,5 @@ def install(monkeypatch: pytest.MonkeyPatch, files: HostFiles, *, gpu: bool = Tr
     """
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     monkeypatch.setattr(host, "THIS_HOST", files)
-    monkeypatch.setattr(compiler, "default_device", lambda: device)
-    monkeypatch.setattr(compiler, "pci_address", lambda gpu: GPU)
+    monkeypatch.setattr(threads, "default_device", lambda: device)
+    monkeypatch.setattr(threads, "pci_address", lambda gpu: GPU)

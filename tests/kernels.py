@@ -111,3 +111,12 @@ def emulated_on(kind: str) -> Iterator[None]:
     with mock.patch.object(cuda, "_kernel", kernel), mock.patch.object(cuda, "why_not", why_not):
         yield
     cuda.is_exact.cache_clear()
+
+
+def on_processor(name: str) -> str:
+    """Return lines of a program that make LLVM compile for a processor without extensions."""
+    return (
+        "import llvmlite.binding as llvm\n"
+        f"llvm.get_host_cpu_name = lambda: {name!r}\n"
+        "llvm.get_host_cpu_features = llvm.FeatureMap\n"
+    )

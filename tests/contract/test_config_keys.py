@@ -340,9 +340,9 @@ def tells_where_to_listen() -> None:
 
 
 def chooses_what_updates() -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     chosen = []
-    for kernels in ("numba", "torch"):
+    for kernels in ("compiled", "torch"):
         engine = engine_with(optimizer={"type": "AdamW", "params": {}, "kernels": kernels})
         chosen.append({shard.has_kernel for shard in engine.optimizer.shards()})
         engine.destroy()

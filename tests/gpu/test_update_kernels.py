@@ -80,7 +80,7 @@ def test_arrays_may_begin_anywhere(offset: int) -> None:
 @pytest.mark.parametrize("layout", ["split", "fp32 and fp16", "rounded, bf16 states"])
 @pytest.mark.parametrize("variant", ["adamw", "sgd nesterov", "adagrad", "lion"])
 def test_a_gpu_and_a_cpu_have_the_same_bits(variant: str, layout: str) -> None:
-    cpu = pytest.importorskip("deepseek_zero.kernels.cpu", reason="numba is not installed")
+    cpu = pytest.importorskip("deepseek_zero.kernels.cpu", reason="llvmlite is not installed")
     rule = RULES[VARIANTS[variant].rule]
     hypers = {"momentum": 0.9, "dampening": 0.0, "lr_decay": 0.0} | ADAMW
     arrays = check.sample(VARIANTS[variant], LAYOUTS[layout], "normal", MANY)

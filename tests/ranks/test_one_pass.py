@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import deepseek_zero as dz
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
@@ -77,7 +77,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("kernels", ["numba", "torch"])
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_odd_lengths_have_the_bits_of_a_plain_loop_at_every_stage(
     optimizer: str, kernels: str
@@ -91,7 +91,7 @@ def test_odd_lengths_have_the_bits_of_a_plain_loop_at_every_stage(
         stepper.step()
         stepper.zero_grad()
     for stage in range(4):
-        found = trained(config(kernels, optimizer, {"stage": stage}), expects=kernels == "numba")
+        found = trained(config(kernels, optimizer, {"stage": stage}), expects=kernels == "compiled")
         for name, value in plain.state_dict().items():
             assert torch.equal(found[name], value), (stage, name)
 
@@ -145,7 +145,7 @@ def test_kernels_change_no_bit_in_any_stage_or_memory(dtype: str, tmp_path: Path
             settings["optimizer"]["moments"] = "bf16"
         by_torch = trained(settings, width, expects=False)
         wanted = wanted or by_torch
-        settings["optimizer"]["kernels"] = "numba"
+        settings["optimizer"]["kernels"] = "compiled"
         assert same(by_torch, wanted), place
         assert same(trained(settings, width, expects=True), wanted), place
 
@@ -153,7 +153,7 @@ def test_kernels_change_no_bit_in_any_stage_or_memory(dtype: str, tmp_path: Path
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"foreach": True}, {"amsgrad": True}])
 def test_a_plan_without_ranks_reports_options_without_a_kernel(options: dict[str, Any]) -> None:
-    settings = config("numba", "AdamW", {"stage": 1}) | {"gradient_clipping": 0.1}
+    settings = config("compiled", "AdamW", {"stage": 1}) | {"gradient_clipping": 0.1}
     settings["bf16"] = {"enabled": True}
     settings["optimizer"] = settings["optimizer"] | {"params": {"lr": 1e-2, **options}}
     planned = dz.plan(model(131), settings, ranks=1).bytes_by_state()

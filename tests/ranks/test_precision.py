@@ -13,7 +13,7 @@ from torch import nn
 
 import deepseek_zero as dz
 from deepseek_zero.extensions.adaptive_precision import AdaptivePrecision
-from deepseek_zero.kernels.compiler import VARIABLE
+from deepseek_zero.kernels.choice import VARIABLE
 
 
 class Block(nn.Module):
@@ -179,12 +179,12 @@ def test_batch_norms_keep_fp32_statistics_under_16_bits(kind: str, stage: int) -
 @pytest.mark.ranks("world")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("kernels", ["torch", "numba"])
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
 def test_precision_auto_promotes_the_unit_that_overflows_and_continues(
     world: int, stage: int, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kernels == "numba":
-        pytest.importorskip("numba")
+    if kernels == "compiled":
+        pytest.importorskip("llvmlite")
     monkeypatch.setenv(VARIABLE, kernels)
     config = {
         "precision": "auto",

@@ -253,7 +253,7 @@ def kernels_on_the_device(path: Path) -> None:
             free = top | {"gradient_clipping": 0.0}
             with emulated_on(toy.NAME):
                 found = trained(stage, {}, optimizer=optimizer, **free)
-            kernels = "numba" if find_spec("numba") is not None else "torch"
+            kernels = "compiled" if find_spec("llvmlite") is not None else "torch"
             on_host = trained(stage, host, optimizer=optimizer | {"kernels": kernels}, **free)
             assert_same(found, on_host, (top, optimizer, stage, "on the host"))
 

@@ -39,13 +39,9 @@ from deepseek_zero.base.world import (
 from deepseek_zero.cli.agent import gpus_of_this_machine
 from deepseek_zero.cli.nodes import THREAD_VARIABLES, NodeMachine
 from deepseek_zero.kernels import cuda
-from deepseek_zero.kernels.compiler import (
-    available,
-    bind_update_thread,
-    threads_for,
-    update_cpus,
-)
+from deepseek_zero.kernels.choice import available
 from deepseek_zero.kernels.nvidia import nvrtc_version
+from deepseek_zero.kernels.threads import bind_update_thread, threads_for, update_cpus
 from deepseek_zero.tiers.disk import Disk
 from deepseek_zero.tiers.host import MOST_THREADS, free_host_bytes
 
@@ -169,11 +165,11 @@ def _update_kernels() -> Finding:
     except UsageError as error:
         return Finding("updates on the CPU", "unclear", str(error), Severity.BAD)
     if chosen == "torch":
-        meaning = "by PyTorch's operations, slower; the extra `fast` installs numba"
+        meaning = "by PyTorch's operations, slower; the extra `fast` installs llvmlite"
         return Finding("updates on the CPU", "PyTorch", meaning, Severity.NOTE)
     return Finding(
         "updates on the CPU",
-        f"numba {version('numba')}",
+        f"LLVM, by llvmlite {version('llvmlite')}",
         "in one pass over memory, with the same bits",
     )
 

@@ -25,8 +25,8 @@ from ..base.errors import ModelMismatchError, UsageError
 from ..base.launch import TLS, uses_tls
 from ..base.mesh import REDUCE_AXES, SHARD_AXES, Mesh, shares_gpu
 from ..base.meter import Meter
-from ..kernels.compiler import threads_for
 from ..kernels.sums import add_rows, scale_and_store
+from ..kernels.threads import threads_for
 from .bootstrap import Hosts, padded
 from .context import Partition, WorldContext, ranks_of_this_host
 from .ids import WORLD_LANE, CollectiveId

@@ -25,10 +25,11 @@ class OptimizerKeywords(TypedDict, total=False):
     """Ours. Format in which fp32 moments are stored between steps; bf16 and 8bit use stochastic rounding and are not
     exact.
     """
-    kernels: Literal["auto", "numba", "torch"] | Auto | None
-    """Ours. Implementation of updates. On a CPU, numba: one pass over memory, if the optimizer has a kernel; torch:
-    PyTorch's operations, with bitwise equal results; auto: numba, if a rank updates a million elements or more. On
-    NVIDIA GPUs, kernels are compiled with NVRTC, unless it is torch.
+    kernels: Literal["auto", "compiled", "numba", "torch"] | Auto | None
+    """Ours. Implementation of updates. On a CPU, compiled: kernels that llvmlite compiles, in one pass over memory, if
+    the optimizer has one; torch: PyTorch's operations, with bitwise equal results; auto: compiled, if a rank updates
+    a million elements or more. On NVIDIA GPUs, kernels are compiled with NVRTC, unless it is torch. numba is the old
+    name of compiled.
     """
     legacy_fusion: bool | Auto | None
     """Use the old fusion of DeepSpeed's LAMB."""

@@ -519,12 +519,13 @@ class Optimizer(Section):
         "stochastic rounding and are not exact.",
         example="bf16",
     )
-    kernels: Literal["auto", "numba", "torch"] = effective(
+    kernels: Literal["auto", "compiled", "numba", "torch"] = effective(
         "auto",
-        "Ours. Implementation of updates. On a CPU, numba: one pass over memory, if the "
-        "optimizer has a kernel; torch: PyTorch's operations, with bitwise equal results; auto: "
-        "numba, if a rank updates a million elements or more. On NVIDIA GPUs, kernels are "
-        "compiled with NVRTC, unless it is torch.",
+        "Ours. Implementation of updates. On a CPU, compiled: kernels that llvmlite compiles, in "
+        "one pass over memory, if the optimizer has one; torch: PyTorch's operations, with bitwise "
+        "equal results; auto: compiled, if a rank updates a million elements or more. On NVIDIA "
+        "GPUs, kernels are compiled with NVRTC, unless it is torch. numba is the old name of "
+        "compiled.",
         example="torch",
     )
     legacy_fusion: bool = accepted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..base.device import CPU
 from ..kernels import cuda
-from ..kernels.compiler import available
+from ..kernels.choice import available
 from ..optim.sharded import ShardedOptimizer
 
 
@@ -34,7 +34,7 @@ def explain_updates(optimizer: ShardedOptimizer) -> list[str]:
     elif plan.device != CPU and plan.settings.gpu_kernels and cuda.why_not(plan.device) is not None:
         why = f"no kernel can be compiled for {plan.device}, because {cuda.why_not(plan.device)}"
     elif plan.settings.kernels == "torch" and available(optimizer.settings.kernels) == "torch":
-        why = "numba is not installed, or kernels are disabled"
+        why = "llvmlite is not installed, or kernels are disabled"
     elif plan.settings.kernels == "torch":
         why = "PyTorch's fused update and the kernels differ in rounding on this CPU"
     elif plan.kernels == "torch":

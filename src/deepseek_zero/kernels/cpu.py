@@ -1,186 +1,186 @@
-"""Updates in one pass over memory on a CPU, compiled by numba.
+"""Updates in one pass over memory on a CPU, compiled by LLVM.
 
-Importing this module imports numba.
+The formula is not written a second time. The function in `rules.py` is evaluated with vectors
+instead of numbers, and each operation emits an instruction. Importing this module imports llvmlite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import float32, int16, njit
 
 from ..base.log import log_once
-from .chance import fill
+from .chance import PER_COUNT, emit_fill
 from .check import Arrays, Chance, is_definition
-from .compiler import compiled, converts_fp16, in_slices
-from .primitives import (
-    fma,
-    from_bf16,
-    from_fp16,
+from .jit import F32, I16, I64, address_of, compile_function, converts_fp16, counting
+from .rules import RULES, VECTOR, Layout, Scalars, Variant
+from .threads import in_slices
+from .vectors import (
+    FORMATS,
+    OPERATIONS,
+    Floats,
+    filled,
     joined,
-    low_half,
-    round_by,
-    settled,
-    to_bf16,
-    to_fp16,
+    load,
+    lower_half,
+    rounded_by,
+    spread,
+    upper_half,
 )
-from .rules import RULES, VECTOR, Layout, Operations, Scalars, Variant
 
-
-@njit
-def _sign(value: Any) -> Any:
-    return float32(value > 0) - float32(value < 0)
-
-
-@njit
-def _sqrt(value: Any) -> Any:
-    return np.sqrt(value)
-
-
-@njit
-def _itself(value: Any) -> Any:
-    return value
-
-
-_OPERATIONS = Operations(fma, _sqrt, _sign)
-_READ = {torch.float32: _itself, torch.bfloat16: from_bf16, torch.float16: from_fp16}
-_WRITE = {None: _itself, torch.bfloat16: to_bf16, torch.float16: to_fp16}
+WIDTH = 16  # Elements of a vector
 _BLOCK = 2048  # Elements whose random bits are drawn at a time; they fit into a core's L1 cache
+_STREAM = _BLOCK + 2 * PER_COUNT  # Room for the random bits of one state
+_FP32 = FORMATS[torch.float32]
+_BF16 = FORMATS[torch.bfloat16]
 
 
-def _element_of(variant: Variant, layout: Layout) -> Any:
-    """Return the function that updates element i of the arrays.
+class _Columns(NamedTuple):
+    """The addresses of a shard's arrays, int64.
 
-    Its argument `random` has three arrays of random bits, and `k` is the index in them.
+    `random` has the addresses of the random bits of the weight and of two states.
     """
-    formula = njit(RULES[variant.rule].formula(variant, _OPERATIONS))
-    read = _READ[layout.gradient]
-    publish = _WRITE[layout.published]
-    is_split = layout.is_split
-    is_rounded = layout.is_rounded
-    states_rounded = layout.states_rounded
-    publishes = layout.published is not None
-    has_first = len(variant.states) > 0
-    has_second = len(variant.states) > 1
-    reads_first = has_first and not variant.first
 
-    @njit
-    def weight_of(i: Any, main: Any, other: Any) -> Any:
-        if is_split:
-            return joined(main[i], other[i])
-        if is_rounded:
-            return from_bf16(main[i])
-        return main[i]
+    gradient: Any
+    main: Any
+    other: Any
+    first: Any
+    second: Any
+    random: tuple[Any, ...] = ()
 
-    @njit
-    def read_state(i: Any, state: Any) -> Any:
-        return from_bf16(state[i]) if states_rounded else state[i]
 
-    @njit
-    def write_state(i: Any, state: Any, value: Any, random: Any) -> None:
-        state[i] = round_by(settled(value), random) if states_rounded else settled(value)
+class _Kernel:
+    """Emits the update of a variant and layout."""
 
-    @njit
-    def element(
-        i: Any,
-        is_tail: Any,
-        gradient: Any,
-        main: Any,
-        other: Any,
-        first: Any,
-        second: Any,
-        scalars: Any,
-        factor: Any,
-        random: Any,
-        k: Any,
+    def __init__(self, variant: Variant, layout: Layout, builder: Any, scalars: Any) -> None:
+        self.variant = variant
+        self.layout = layout
+        self.builder = builder
+        self.formula = RULES[variant.rule].formula(variant, OPERATIONS)
+        self.state_format = _BF16 if layout.states_rounded else _FP32
+        self._scalars = scalars  # numbers; the last one is the factor of the gradient
+
+    def emit_range(self, columns: _Columns, start: Any, body: Any, stop: Any) -> None:
+        """Emit the update of elements [start, stop), of which those from `body` on are a tail."""
+        builder = self.builder
+        whole = builder.and_(builder.sub(body, start), I64(-WIDTH))
+        for first, last, width, is_tail in (
+            (start, builder.add(start, whole), WIDTH, False),
+            (builder.add(start, whole), body, 1, False),
+            (body, stop, 1, True),
+        ):
+            scalars = tuple(spread(builder, number, width) for number in self._scalars)
+            with counting(builder, first, last, width) as index:
+                self._emit_vector(columns, index, builder.sub(index, start), scalars, is_tail)
+
+    def _emit_vector(
+        self, columns: _Columns, index: Any, place: Any, scalars: Sequence[Floats], is_tail: bool
     ) -> None:
-        p = weight_of(i, main, other)
-        a = read_state(i, first) if reads_first else float32(0)
-        b = read_state(i, second) if has_second else float32(0)
-        p, a, b = formula(p, read(gradient[i]) * factor, a, b, scalars, is_tail)
-        p = settled(p)
-        if is_split:
-            main[i] = to_bf16(p)
-            other[i] = low_half(p)
-        elif is_rounded:
-            main[i] = round_by(p, random[0, k])
-        else:
-            main[i] = p
-        if publishes:
-            other[i] = publish(p)
-        if has_first:
-            first_random = random[1, k] if states_rounded else int16(0)
-            write_state(i, first, a, first_random)
-        if has_second:
-            second_random = random[2, k] if states_rounded else int16(0)
-            write_state(i, second, b, second_random)
+        """Emit the update of the elements at `index`, whose random bits are at `place`."""
+        builder = self.builder
+        layout = self.layout
+        width = scalars[0].width
+        *hypers, factor = scalars
+        gradient = FORMATS[layout.gradient].load(builder, columns.gradient, index, width)
+        zeros = Floats(builder, filled(F32, 0.0, width))
+        addresses = (columns.first, columns.second)[: len(self.variant.states)]
+        states = [zeros, zeros]
+        if not self.variant.first:
+            for number, address in enumerate(addresses):
+                states[number] = self.state_format.load(builder, address, index, width)
+        weight = self._weight(columns, index, width)
+        first, second = states
+        weight, *states = self.formula(weight, gradient * factor, first, second, hypers, is_tail)
+        self._store_weight(weight.settled(), columns, index, place)
+        for number, address in enumerate(addresses):
+            state = states[number].settled()
+            if layout.states_rounded:
+                numbers = rounded_by(state, self._random(columns, 1 + number, place, width))
+                _BF16.store_bits(builder, numbers, address, index)
+            else:
+                _FP32.store(state, address, index)
 
-    return element
+    def _weight(self, columns: _Columns, index: Any, width: int) -> Floats:
+        builder = self.builder
+        if self.layout.is_split:
+            addresses = [
+                address_of(builder, start, index, _BF16.nbytes)
+                for start in (columns.main, columns.other)
+            ]
+            upper, lower = (load(builder, each, I16, _BF16.nbytes, width) for each in addresses)
+            return joined(builder, upper, lower)
+        stored = _BF16 if self.layout.is_rounded else _FP32
+        return stored.load(builder, columns.main, index, width)
+
+    def _store_weight(self, weight: Floats, columns: _Columns, index: Any, place: Any) -> None:
+        builder = self.builder
+        layout = self.layout
+        if layout.is_split:
+            _BF16.store_bits(builder, upper_half(weight), columns.main, index)
+            _BF16.store_bits(builder, lower_half(weight), columns.other, index)
+        elif layout.is_rounded:
+            numbers = rounded_by(weight, self._random(columns, 0, place, weight.width))
+            _BF16.store_bits(builder, numbers, columns.main, index)
+        else:
+            _FP32.store(weight, columns.main, index)
+        if layout.published == torch.bfloat16:
+            _BF16.store_bits(builder, upper_half(weight), columns.other, index)
+        elif layout.published is not None:
+            FORMATS[layout.published].store(weight, columns.other, index)
+
+    def _random(self, columns: _Columns, stream: int, place: Any, width: int) -> Any:
+        address = address_of(self.builder, columns.random[stream], place, _BF16.nbytes)
+        return load(self.builder, address, I16, _BF16.nbytes, width)
 
 
 @cache
-def compiled_loop(variant: Variant, layout: Layout) -> Callable[..., None]:
-    """Return the loop over a shard's elements. numba compiles it at its first call.
+def compiled_loop(variant: Variant, layout: Layout, scalar_count: int) -> Callable[..., None]:
+    """Return the compiled loop over a shard's elements.
+
+    Its arguments are the number of elements without a tail, the number of all elements, the
+    addresses of the five columns and of the room for random bits, the first element in the
+    parameter, the number of the update, the seed, three keys, the scalars and the factor.
 
     Args:
         variant: Optimizer rule and options, which select the formula.
         layout: Dtypes and form in which the shard is stored.
+        scalar_count: Number of scalars of the formula.
     """
-    element = _element_of(variant, layout)
-    draws_weight = layout.is_rounded
-    draws_states = len(variant.states) if layout.states_rounded else 0
 
-    def loop(
-        body: Any,
-        gradient: Any,
-        main: Any,
-        other: Any,
-        first: Any,
-        second: Any,
-        scalars: Any,
-        factor: Any,
-        chance: Any,
-        random: Any,
-    ) -> None:
-        for i in range(body):
-            element(i, False, gradient, main, other, first, second, scalars, factor, random, 0)
-        for i in range(body, len(gradient)):
-            element(i, True, gradient, main, other, first, second, scalars, factor, random, 0)
+    def emit(builder: Any, arguments: Sequence[Any]) -> None:
+        body, numel, *rest = arguments
+        columns = _Columns(*rest[:5])
+        room, element, step, seed, *keys = rest[5:12]
+        kernel = _Kernel(variant, layout, builder, rest[12:])
+        if not layout.is_random:
+            kernel.emit_range(columns, I64(0), body, numel)
+            return
+        streams = [0] if layout.is_rounded else []
+        streams += range(1, 1 + len(variant.states)) if layout.states_rounded else []
+        with counting(builder, I64(0), numel, _BLOCK) as low:
+            high = _least(builder, builder.add(low, I64(_BLOCK)), numel)
+            first = builder.add(element, low)
+            random = [room] * 3
+            for stream in streams:
+                out = builder.add(room, I64(stream * _STREAM * _BF16.nbytes))
+                count = builder.sub(high, low)
+                random[stream] = emit_fill(builder, out, first, count, step, seed, keys[stream])
+            end = _most(builder, low, _least(builder, body, high))
+            kernel.emit_range(columns._replace(random=tuple(random)), low, end, high)
 
-    def loop_in_blocks(
-        body: Any,
-        gradient: Any,
-        main: Any,
-        other: Any,
-        first: Any,
-        second: Any,
-        scalars: Any,
-        factor: Any,
-        chance: Any,
-        random: Any,
-    ) -> None:
-        start, step, seed, keys = chance
-        for low in range(0, len(gradient), _BLOCK):
-            high = min(low + _BLOCK, len(gradient))
-            if draws_weight:
-                fill(random[0, : high - low], start + low, step, seed, keys[0])
-            for number in range(1, 1 + draws_states):
-                fill(random[number, : high - low], start + low, step, seed, keys[number])
-            for i in range(low, min(high, body)):
-                element(
-                    i, False, gradient, main, other, first, second, scalars, factor, random, i - low
-                )
-            for i in range(max(low, body), high):
-                element(
-                    i, True, gradient, main, other, first, second, scalars, factor, random, i - low
-                )
+    return compile_function([I64] * 14 + [F32] * (scalar_count + 1), emit)
 
-    chosen = loop_in_blocks if layout.is_random else loop
-    return compiled(chosen)
+
+def _least(builder: Any, left: Any, right: Any) -> Any:
+    return builder.select(builder.icmp_signed("<", left, right), left, right)
+
+
+def _most(builder: Any, left: Any, right: Any) -> Any:
+    return builder.select(builder.icmp_signed(">", left, right), left, right)
 
 
 def run(
@@ -205,17 +205,18 @@ def run(
         chance: The random bits, if the layout needs any.
         threads: The largest number of threads.
     """
-    loop = compiled_loop(variant, layout)
+    loop = compiled_loop(variant, layout, len(scalars))
     numel = len(arrays.gradient)
     body = numel // VECTOR * VECTOR
     columns = arrays.columns()
-    rounded = np.float32(factor)
+    numbers = [*map(float, scalars), factor]
 
     def part(low: int, high: int) -> None:
-        own = [column[low:high] for column in columns]
-        random = np.empty((3, _BLOCK if layout.is_random else 0), np.int16)
-        begin = (chance.element + low, *chance[1:])
-        loop(max(0, min(body, high) - low), *own, scalars, rounded, begin, random)
+        own = [column.ctypes.data + low * column.itemsize for column in columns]
+        random = np.empty(3 * _STREAM if layout.is_random else 0, np.int16)
+        draws = (chance.element + low, chance.step, chance.seed, *chance.keys)
+        inner = max(0, min(body, high) - low)
+        loop(inner, high - low, *own, random.ctypes.data, *draws, *numbers)
 
     in_slices(numel, threads, part)
 
@@ -234,4 +235,4 @@ def is_exact(variant: Variant, layout: Layout) -> bool:
             "slowly."
         )
         return False
-    return is_definition(variant, layout, run, "numba", "this machine")
+    return is_definition(variant, layout, run, "LLVM", "this machine")

@@ -1,7 +1,7 @@
 """Optimizers whose updates need one pass over memory: their states, scalars and formulas.
 
 This file is the definition of the bits of an update (docs/design/updates.md). A formula is written
-once, over operations that the caller passes in. numba compiles it with its own operations
+once, over operations that the caller passes in. LLVM compiles it with its own operations
 (`cpu.py`), and NumPy evaluates it with exact ones (`definition.py`). The rules of the definition:
 
 - Each operation is rounded once, to the nearest fp32 number. `fma(a, b, c)` is one operation.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-Value = Any  # an fp32 number in numba, an array of fp32 in NumPy
+Value = Any  # a vector of fp32 in LLVM or an array of fp32 in NumPy
 Scalars = tuple[np.float32, ...]
 Hypers = Mapping[str, Any]
 VECTOR = 8  # Elements. The remaining elements of a parameter are its tail.

@@ -1,7 +1,7 @@
 """Sums over rows and sums of squares, in one fixed order, in one pass over memory.
 
 Each function has two implementations with the same bits. Operations of torch and NumPy work
-everywhere. Loops that numba compiles (`lanes.py`) are used for large tensors in CPU memory and
+everywhere. Loops that LLVM compiles (`lanes.py`) are used for large tensors in CPU memory and
 compiled at first use.
 
 The sum of squares is a sum over blocks of 1,024 elements. The first block begins at the start of
@@ -19,7 +19,6 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,8 @@ from torch import Tensor
 
 from ..base.log import log_once
 from .check import values as sample
-from .compiler import VARIABLE, available, converts_fp16, in_slices
+from .choice import VARIABLE, available
+from .threads import in_slices
 
 BLOCK = 1024  # Elements per block of a sum of squares
 COLUMNS = 32
@@ -63,7 +63,11 @@ def add_rows(
         threads: The largest number of threads of a compiled loop.
     """
     is_uniform = len({row.dtype for row in rows}) == 1
-    if is_uniform and _fits_loop(out, *rows) and _has_sum_loop(rows[0].dtype, out.dtype):
+    if (
+        is_uniform
+        and _fits_loop(out, *rows)
+        and _has_sum_loop(rows[0].dtype, out.dtype, len(rows), divisor, add)
+    ):
         _add_by_loop(rows, out, divisor, add=add, threads=threads)
     else:
         _add_by_torch(rows, out, scratch, divisor, add=add)
@@ -129,7 +133,7 @@ def _fits_loop(*tensors: Tensor) -> bool:
 
 @cache
 def _may_compile(variable: str | None) -> bool:
-    """Return whether numba is installed and may be used.
+    """Return whether llvmlite is installed and may be used.
 
     Args:
         variable: The value of DEEPSEEK_ZERO_KERNELS.
@@ -138,7 +142,7 @@ def _may_compile(variable: str | None) -> bool:
 
 
 def _loops() -> Any:
-    return import_module("deepseek_zero.kernels.lanes")  # imports numba
+    return import_module("deepseek_zero.kernels.lanes")  # imports llvmlite
 
 
 def _is_plain_pair(rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool) -> bool:
@@ -177,17 +181,21 @@ def _add_by_torch(
 def _add_by_loop(
     rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool, threads: int
 ) -> None:
-    loop = _loops().sum_loop(rows[0].dtype, out.dtype)
-    addresses = np.array([row.data_ptr() for row in rows], np.int64)
-    into = out.data_ptr()
     divides = not is_power_of_two(divisor)
-    multiplier = divisor if divides else 1.0 / divisor
-    factor = np.float32(multiplier)
     is_pair = _is_plain_pair(rows, out, divisor, add=add)
-    rounds = is_pair and divisor != 1.0 and out.dtype == torch.bfloat16
+    loop = _loops().sum_loop(
+        rows[0].dtype,
+        out.dtype,
+        len(rows),
+        divides=divides,
+        adds=add,
+        rounds=is_pair and divisor != 1.0 and out.dtype == torch.bfloat16,
+    )
+    addresses = [out.data_ptr(), *(row.data_ptr() for row in rows)]
+    factor = divisor if divides else 1.0 / divisor
 
     def part(start: int, stop: int) -> None:
-        loop(addresses, into, start, stop, factor, divides, add, rounds)
+        loop(start, stop, factor, *addresses)
 
     in_slices(out.numel(), threads, part)
 
@@ -223,19 +231,22 @@ def _squares_by_arrays(values: Tensor, sums: NDArray[np.float64]) -> None:
 
 def _squares_by_loop(values: Tensor, sums: NDArray[np.float64], threads: int) -> None:
     loop = _loops().square_loop(values.dtype)
-    address = values.data_ptr()
+    addresses = values.data_ptr(), sums.ctypes.data
 
     def part(start: int, stop: int) -> None:
-        loop(address, sums, -(-start // BLOCK), -(-stop // BLOCK))
+        loop(*addresses, -(-start // BLOCK), -(-stop // BLOCK))
 
     in_slices(values.numel(), threads, part)
 
 
 @cache
-def _has_sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
-    """Compile the sum loop, and return whether it has torch's bits on this machine."""
+def _has_sum_loop(
+    row_dtype: torch.dtype, out_dtype: torch.dtype, count: int, divisor: float, add: bool
+) -> bool:
+    """Compile the loop of such a sum, and return whether it has torch's bits on this machine."""
     what = f"the sum of {row_dtype} in {out_dtype}"
-    return _is_exact(what, (row_dtype, out_dtype), lambda: _sums_differ(row_dtype, out_dtype))
+    dtypes = row_dtype, out_dtype
+    return _is_exact(what, dtypes, lambda: _sums_differ(row_dtype, out_dtype, count, divisor, add))
 
 
 @cache
@@ -247,31 +258,33 @@ def _has_square_loop(dtype: torch.dtype) -> bool:
 def _is_exact(what: str, dtypes: Sequence[torch.dtype], differs: Callable[[], bool]) -> bool:
     problem = ""
     try:
-        if torch.float16 in dtypes and not converts_fp16():
+        if (
+            torch.float16 in dtypes
+            and not import_module("deepseek_zero.kernels.jit").converts_fp16()
+        ):
             problem = "cannot be compiled for this processor, which has no instructions for fp16"
         elif differs():
             problem = "differs from PyTorch's in a test on this machine"
-    except Exception as error:  # Any failure of numba or its compiler on this machine
+    except Exception as error:  # any failure of the compiler on this machine
         problem = f"cannot be compiled ({type(error).__name__}: {error})"
     if problem:
         log_once(f"{what} {problem}, so PyTorch computes it, more slowly.", logging.WARNING)
     return not problem
 
 
-def _sums_differ(row_dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
+def _sums_differ(
+    row_dtype: torch.dtype, out_dtype: torch.dtype, count: int, divisor: float, add: bool
+) -> bool:
     random = np.random.default_rng(0)
     numel = 999
-    for count, divisor, add in product((1, 2, 3), (1.0, 2.0, 3.0), (False, True)):
-        for kind in ("normal", "bits", "edges"):
-            rows = [
-                torch.from_numpy(sample(kind, numel, random)).to(row_dtype) for _ in range(count)
-            ]
-            found = torch.from_numpy(sample(kind, numel, random)).to(out_dtype)
-            expected = found.clone()
-            _add_by_loop(rows, found, divisor, add=add, threads=1)
-            _add_by_torch(rows, expected, torch.empty(numel), divisor, add=add)
-            if not same_bits(found, expected):
-                return True
+    for kind in ("normal", "bits", "edges"):
+        rows = [torch.from_numpy(sample(kind, numel, random)).to(row_dtype) for _ in range(count)]
+        found = torch.from_numpy(sample(kind, numel, random)).to(out_dtype)
+        expected = found.clone()
+        _add_by_loop(rows, found, divisor, add=add, threads=1)
+        _add_by_torch(rows, expected, torch.empty(numel), divisor, add=add)
+        if not same_bits(found, expected):
+            return True
     return False
 
 

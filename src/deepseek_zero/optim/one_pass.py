@@ -24,9 +24,9 @@ from ..base.device import CPU, version_of
 from ..comm.context import ranks_of_this_host
 from ..kernels import cuda
 from ..kernels.check import Arrays, Chance
-from ..kernels.compiler import threads_for
 from ..kernels.rules import Layout, Rule, Scalars, Variant, rule_of
 from ..kernels.sums import compile_squares
+from ..kernels.threads import threads_for
 from ..planner.spec import ShardPlan
 from ..precision.compact import StochasticRounding
 from ..precision.policy import LOW_PRECISION, has_nan, settle_nan
@@ -151,7 +151,7 @@ class OnePass:
 
     @cached_property
     def _cpu(self) -> Any:
-        # Imported at the first update, because it imports numba
+        # Imported at the first update, because it imports llvmlite
         return import_module("deepseek_zero.kernels.cpu")
 
     @cached_property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..base.device import PerDevice
 from ..kernels.check import pytorch_differs
-from ..kernels.compiler import available, chosen
+from ..kernels.choice import available, chosen
 from ..kernels.rules import NAMES
 from ..planner.update import ParamGroupPlan, UpdateSettings
 from .tile_memory import PrefetchSettings
@@ -40,7 +40,7 @@ class StepSettings:
             backward.
         on_accelerator: Whether the training device is not a CPU.
         undo_bytes: The size in bytes of the log that undoes updates made in backward.
-        kernels: The implementation of updates that have a kernel: "auto", "numba" or "torch".
+        kernels: The implementation of updates that have a kernel: "auto", "compiled" or "torch".
     """
 
     max_norm: float = 0.0
@@ -98,7 +98,7 @@ def update_settings_of(
 
 
 def _kernels_for(optimizer: str, wanted: str) -> str:
-    """Return the implementation of updates on a CPU: "auto", "numba" or "torch".
+    """Return the implementation of updates on a CPU: "auto", "compiled" or "torch".
 
     With "auto", kernels update only ranks with many elements and PyTorch updates the others, so
     both must compute the same bits.

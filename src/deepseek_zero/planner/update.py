@@ -64,7 +64,7 @@ class UpdateSettings:
         on_accelerator: Whether the training device is not a CPU.
         undo_bytes: The size in bytes of the log that undoes updates made in backward.
         crosses_hosts: Whether the ranks of the shard group are on several hosts.
-        kernels: The implementation of updates on a CPU: "auto", "numba" or "torch".
+        kernels: The implementation of updates on a CPU: "auto", "compiled" or "torch".
         host_tile_numel: The elements of one call if the host updates.
         kernel_tile_numel: The elements of one call if a kernel updates states in memory.
         gpu_kernels: Whether kernels that NVRTC compiles update on NVIDIA GPUs.
@@ -337,11 +337,11 @@ class UpdatePlan:
 
     @cached_property
     def kernels(self) -> str:
-        """The implementation of updates with a kernel on a CPU: "numba" or "torch"."""
+        """The implementation of updates with a kernel on a CPU: "compiled" or "torch"."""
         if self.settings.kernels != "auto":
             return self.settings.kernels
         numel = sum(shard.numel for shards in self.shards for shard in shards)
-        return "numba" if numel >= WORTH_COMPILING else "torch"
+        return "compiled" if numel >= WORTH_COMPILING else "torch"
 
     def has_kernel(self, number: int, shard: ShardRange) -> bool:
         """Return whether a kernel updates a shard in one pass over memory.

@@ -21,7 +21,7 @@ from ..base.errors import OutOfMemoryError
 from ..base.memory import PAGE, Slab, private_pages
 from ..base.progress import LongWork
 from ..base.quantities import format_bytes
-from ..kernels.compiler import bind_update_thread, threads_for
+from ..kernels.threads import bind_update_thread, threads_for
 from .tier import HostStorage, TierMemory
 
 MOST_THREADS = 8  # threads that populate pages; more gain little

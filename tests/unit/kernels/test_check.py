@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.kernels import compiler, definition
+from deepseek_zero.kernels import choice, definition
 from deepseek_zero.kernels.check import (
     Arrays,
     Chance,
@@ -28,8 +28,9 @@ from deepseek_zero.kernels.check import (
 )
 from deepseek_zero.kernels.rules import RULES, Layout, Variant, rule_of
 from deepseek_zero.optimizers.lion import Lion
+from tests.kernels import on_processor
 
-cpu = pytest.importorskip("deepseek_zero.kernels.cpu", reason="needs numba")
+cpu = pytest.importorskip("deepseek_zero.kernels.cpu", reason="needs llvmlite")
 
 ADAM = {
     "lr": 3e-4,
@@ -170,7 +171,7 @@ def test_two_to_the_26_random_elements_have_the_bits_of_the_definition() -> None
 def test_lengths_offsets_and_threads_change_no_bit(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "GRAIN", 64)
+    monkeypatch.setattr(threads, "GRAIN", 64)
     layout, scalars = LAYOUTS[1], RULES["adam"].scalars(ADAM | {"betas": (0.9, 0.999)}, 7)
     for numel, offset in itertools.product((0, 1, 7, 8, 9, 64, 65, 127, 1000, 1031), (0, 1, 3)):
         whole = sample(ADAMW, layout, "bits", numel + offset, numel)
@@ -192,10 +193,8 @@ def test_another_processor_has_the_same_bits_or_torch_is_chosen(name: str) -> No
         f"variant = RULES['adam'].variant({ADAM | {'betas': (0.9, 0.999)}!r}, True)\n"
         "print(cpu.is_exact(variant, Layout(torch.bfloat16, is_split=True)))\n"
     )
-    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    code = on_processor(name) + code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() in ("True", "False")
     assert done.stdout.strip() == "True" or "so PyTorch computes it" in done.stdout + done.stderr
 
@@ -213,7 +212,7 @@ def test_pytorch_computes_every_update_if_kernels_differ_from_it(
         "[line for line in engine.explain().splitlines() if 'updates:' in line]\n"
         "print(pytorch_differs('adam'), kernels, *said)\n"
     )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, compiler.VARIABLE: ""}
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, choice.VARIABLE: ""}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
@@ -262,22 +261,25 @@ def test_options_that_choose_another_implementation_have_no_rule() -> None:
 def test_the_environment_is_stronger_than_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(compiler.VARIABLE, raising=False)
-    assert compiler.available("auto") == "auto"
-    monkeypatch.setenv(compiler.VARIABLE, "torch")
-    assert compiler.available("numba") == "torch"
-    monkeypatch.setenv(compiler.VARIABLE, "cuda")
-    with pytest.raises(UsageError, match="set it to auto, numba or torch"):
-        compiler.available("auto")
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    assert choice.available("auto") == "auto"
+    monkeypatch.setenv(choice.VARIABLE, "torch")
+    assert choice.available("compiled") == "torch"
+    monkeypatch.setenv(choice.VARIABLE, "numba")
+    with pytest.warns(DeprecationWarning, match='is called "compiled" now'):
+        assert choice.available("auto") == "compiled"
+    monkeypatch.setenv(choice.VARIABLE, "cuda")
+    with pytest.raises(UsageError, match="set it to auto, compiled or torch"):
+        choice.available("auto")
 
 
-def test_without_numba_torch_computes_and_only_an_explicit_numba_is_an_error(
+def test_without_llvmlite_torch_computes_and_only_an_explicit_choice_is_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv(compiler.VARIABLE, raising=False)
-    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
     caplog.set_level("INFO")
-    assert compiler.available("auto") == "torch"
+    assert choice.available("auto") == "torch"
     assert "the extra `fast` installs it" in caplog.text
     with pytest.raises(UsageError, match="install the extra"):
-        compiler.available("numba")
+        choice.available("compiled")

@@ -1,9 +1,8 @@
-"""Sums over rows and sums of squares: their definitions, and the loops of numba against torch."""
+"""Sums over rows and sums of squares: their definitions, and the compiled loops against torch."""
 
 from __future__ import annotations
 
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -15,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.kernels import compiler, sums
+from deepseek_zero.kernels import choice, sums, threads
 from deepseek_zero.kernels.check import values
 from deepseek_zero.kernels.sums import BLOCK, add_rows, same_bits, sum_of_squares
 from deepseek_zero.planner import layout
+from tests.kernels import on_processor
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
@@ -32,14 +32,14 @@ def numbers(kind: str, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 @pytest.fixture
 def every_size_has_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
-    monkeypatch.delenv(compiler.VARIABLE, raising=False)
+    pytest.importorskip("llvmlite")
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(sums, "LARGE", 64)
 
 
 @pytest.fixture
 def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compiler.VARIABLE, "torch")
+    monkeypatch.setenv(choice.VARIABLE, "torch")
 
 
 def ways(numel: int) -> Iterator[tuple[int, float, bool]]:
@@ -51,8 +51,8 @@ def ways(numel: int) -> Iterator[tuple[int, float, bool]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtypes", list(product(DTYPES, DTYPES)), ids=str)
 def test_a_compiled_sum_has_torchs_bits(dtypes: tuple[torch.dtype, torch.dtype], kind: str) -> None:
-    assert sums._has_sum_loop(*dtypes), "it is compiled, and not left to torch"
     for count, divisor, add in ways(NUMEL):
+        assert sums._has_sum_loop(*dtypes, count, divisor, add), "it is not left to torch"
         rows = [numbers(kind, NUMEL, dtypes[0], seed) for seed in range(count)]
         found = numbers(kind, NUMEL, dtypes[1], count)
         expected = found.clone()
@@ -98,14 +98,14 @@ def test_a_sum_may_overwrite_any_of_its_rows(numel: int, count: int) -> None:
 def test_a_sum_writes_nothing_outside_and_does_not_depend_on_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiler, "GRAIN", 64)
+    monkeypatch.setattr(threads, "GRAIN", 64)
     memory = [numbers("normal", 1003, BF16, seed) for seed in range(3)]
     rows = [each[1:-1] for each in memory]  # at addresses that are no multiples of anything
     expected = torch.empty(1001, dtype=BF16)
     sums._add_by_torch(rows, expected, torch.empty(1001), 1.0, add=False)
-    for threads in (1, 2, 3, 4):
+    for count in (1, 2, 3, 4):
         target = torch.full((1003,), 7.0, dtype=BF16)
-        add_rows(rows, target[1:-1], torch.empty(0), threads=threads)
+        add_rows(rows, target[1:-1], torch.empty(0), threads=count)
         assert torch.equal(target[1:-1], expected)
         assert target[0] == target[-1] == 7.0
 
@@ -162,14 +162,14 @@ def test_a_compiled_sum_of_squares_has_the_same_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sums._has_square_loop(dtype), "it is compiled, and not left to torch"
-    monkeypatch.setattr(compiler, "GRAIN", 64)
+    monkeypatch.setattr(threads, "GRAIN", 64)
     for numel, first in product((BLOCK, 5 * BLOCK, 200 * BLOCK + 77), (0, 1, 1023)):
         numbers_in = spread(numel, dtype)
         with pytest.MonkeyPatch.context() as alone:
-            alone.setenv(compiler.VARIABLE, "torch")
+            alone.setenv(choice.VARIABLE, "torch")
             expected = sum_of_squares(numbers_in, first, 1)
-        for threads in (1, 2, 3, 4):
-            assert sum_of_squares(numbers_in, first, threads) == expected
+        for count in (1, 2, 3, 4):
+            assert sum_of_squares(numbers_in, first, count) == expected
 
 
 @pytest.mark.parametrize("fixture", ("every_size_has_a_loop", "torch_alone"))
@@ -187,11 +187,11 @@ def test_slices_of_the_layout_begin_with_a_block() -> None:
     assert layout.BLOCK % BLOCK == 0
 
 
-def test_small_sums_import_no_numba() -> None:
+def test_small_sums_import_no_compiler() -> None:
     program = (
         "import sys, torch; from deepseek_zero.kernels import sums; rows = [torch.ones(1000)] * 3;"
         "sums.add_rows(rows, torch.empty(1000), torch.empty(10)); sums.sum_of_squares(rows[0], 0, "
-        "2);assert 'numba' not in sys.modules"
+        "2);assert 'llvmlite' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -203,15 +203,15 @@ def test_a_processor_without_fp16_leaves_it_to_torch() -> None:
         "import torch; from deepseek_zero.kernels import sums; sums.LARGE = 64; rows = "
         "[torch.ones(100).half()] * 3;sums.add_rows(rows, out := torch.empty(100), "
         "torch.empty(100)); assert out.tolist() == [3.0] * 100;assert not "
-        "sums._has_sum_loop(torch.float16, torch.float32);assert "
-        "sums._has_sum_loop(torch.bfloat16, torch.float32)"
+        "sums._has_sum_loop(torch.float16, torch.float32, 3, 1.0, False);assert "
+        "sums._has_sum_loop(torch.bfloat16, torch.float32, 3, 1.0, False)"
     )
-    plain = {**os.environ, "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": ""}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=plain)
+    code = on_processor("x86-64") + program
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_without_numba_torch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compiler.VARIABLE, "torch")
+def test_without_llvmlite_torch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "torch")
     monkeypatch.setattr(sums, "LARGE", 64)
     monkeypatch.setattr(sums, "_loops", lambda: pytest.fail("nothing is to be compiled"))
     rows, found = [torch.ones(1000)] * 3, torch.empty(1000)

@@ -20,7 +20,7 @@ from deepseek_zero.precision.compact import StochasticRounding
 def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     param = torch.nn.Parameter(torch.zeros(3))
     inner = torch.optim.AdamW([param])
     one_pass = OnePass(inner)
@@ -100,7 +100,7 @@ def engine_of(optimizer: str = "AdamW", **top: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": None,
-        "optimizer": {"type": optimizer, "params": {"lr": 1e-2}, "kernels": "numba"},
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-2}, "kernels": "compiled"},
         **top,
     }
     return dz.initialize(model=model, config=config)[0]
@@ -134,7 +134,7 @@ ON_HOST = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 def test_the_first_steps_compile_nothing(
     optimizer: str, top: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     asked: list[tuple[Variant, Layout]] = []
     is_exact = OnePass.is_exact
 
@@ -154,7 +154,7 @@ def test_the_first_steps_compile_nothing(
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
 def test_states_that_were_reset_begin_with_zeros(optimizer: str) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     engine = engine_of(optimizer, zero_optimization=ON_HOST)
     first = {name: value.clone() for name, value in engine.module_state_dict().items()}
     expected = train(engine)

@@ -188,11 +188,11 @@ def test_deferred_updates_have_separate_tiles(by_unit: bool) -> None:
 @pytest.mark.parametrize(
     ("tier", "options", "kernels", "most"),
     [
-        (Tier.DEVICE, {}, "numba", 8192),
-        (Tier.HOST, {}, "numba", 8192),
+        (Tier.DEVICE, {}, "compiled", 8192),
+        (Tier.HOST, {}, "compiled", 8192),
         (Tier.HOST, {}, "torch", 1024),
-        (Tier.HOST, {"amsgrad": True}, "numba", 1024),
-        (Tier.NVME, {}, "numba", 1024),
+        (Tier.HOST, {"amsgrad": True}, "compiled", 1024),
+        (Tier.NVME, {}, "compiled", 1024),
     ],
 )
 def test_a_kernel_gets_larger_tiles_of_states_in_memory(

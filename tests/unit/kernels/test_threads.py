@@ -11,8 +11,8 @@ import pytest
 
 from deepseek_zero.base import host
 from deepseek_zero.base.memory import PAGE, Slab
-from deepseek_zero.kernels import compiler
-from deepseek_zero.kernels.compiler import GRAIN, bind_update_thread, in_slices, threads_for
+from deepseek_zero.kernels import threads
+from deepseek_zero.kernels.threads import GRAIN, bind_update_thread, in_slices, threads_for
 from tests import fake_host
 from tests.fake_host import files_of, two_nodes
 from tests.needs import need
@@ -69,7 +69,7 @@ def test_ranks_share_the_cpus_near_their_gpus(
     for gpu, node in enumerate(nodes):
         files_of(tmp_path, {f"sys/bus/pci/devices/{gpu}/numa_node": str(node)})
     fake_host.install(monkeypatch, two_nodes(tmp_path, ("0-7", "8-15")))
-    monkeypatch.setattr(compiler, "pci_address", str)
+    monkeypatch.setattr(threads, "pci_address", str)
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(nodes))
     assert threads_for(ranks) == threads
 
@@ -77,9 +77,9 @@ def test_ranks_share_the_cpus_near_their_gpus(
 @pytest.fixture
 def own_pool() -> Iterator[None]:
     """Start new threads in this test, and in the tests after it."""
-    compiler._pool.cache_clear()
+    threads._pool.cache_clear()
     yield
-    compiler._pool.cache_clear()
+    threads._pool.cache_clear()
 
 
 def affinities_of_threads(threads: int) -> tuple[set[int], list[set[int]]]:

@@ -1,8 +1,4 @@
-"""Compile loops over flat CPU memory with numba, if it is installed, and run them on threads.
-
-numba is optional (the extra `fast`). It is imported at the first update and not with the package,
-because the import takes 0.3 s and each kernel takes up to 0.7 s to compile.
-"""
+"""The threads that compute updates and sums on a CPU, and the CPUs to which they are bound."""
 
 from __future__ import annotations
 
@@ -12,78 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from ..base import host
 from ..base.device import default_device, pci_address
-from ..base.errors import UsageError
-from ..base.log import log_once
 
-VARIABLE = "DEEPSEEK_ZERO_KERNELS"
 GRAIN = 1 << 18  # For fewer elements per thread, a second thread costs more than it saves
-
-
-def chosen(wanted: str) -> str:
-    """Return the choice of the user: "auto", "numba" or "torch".
-
-    The environment variable DEEPSEEK_ZERO_KERNELS overrides the configuration.
-
-    Args:
-        wanted: Value of the configuration key.
-
-    Raises:
-        UsageError: The environment variable has another value.
-    """
-    wanted = os.environ.get(VARIABLE) or wanted
-    if wanted not in ("auto", "numba", "torch"):
-        raise UsageError(
-            f"{VARIABLE} is {wanted!r}.",
-            "It chooses what computes the optimizer's updates.",
-            "set it to auto, numba or torch, or leave it out.",
-        )
-    return wanted
-
-
-def available(wanted: str) -> str:
-    """Return what computes updates on a CPU: "auto", "numba" or "torch".
-
-    Args:
-        wanted: Value of the configuration key; see `chosen`.
-
-    Raises:
-        UsageError: numba was chosen and is not installed.
-    """
-    wanted = chosen(wanted)
-    if wanted == "torch" or find_spec("numba") is not None:
-        return wanted
-    if wanted == "numba":
-        raise UsageError(
-            "updates are to be computed by numba, which is not installed.",
-            'The configuration says "optimizer": {"kernels": "numba"}, or '
-            f"{VARIABLE} says numba.",
-            "install the extra `fast`: pip install numba; or leave the setting out.",
-        )
-    log_once(
-        "numba is not installed, so PyTorch computes updates on a CPU, more slowly; the extra "
-        "`fast` installs it."
-    )
-    return "torch"
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that numba compiles at its first call.
-
-    The compiled function releases the GIL. There is no cache on disk, because numba raises if it
-    finds no writable folder.
-    """
-    njit = import_module("numba").njit
-    found: Callable[..., Any] = njit(nogil=True, error_model="numpy")(function)
-    return found
 
 
 def threads_for(ranks_here: int) -> int:
@@ -190,26 +122,3 @@ def in_slices(numel: int, threads: int, run: Callable[[int, int], None]) -> None
     finally:
         for other in others:
             other.result()
-
-
-@cache
-def converts_fp16() -> bool:
-    """Return whether the processor that numba compiles for converts fp16 numbers.
-
-    For other processors, LLVM emits calls of functions that do not exist here, and the process
-    aborts.
-    """
-    binding = import_module("llvmlite.binding")
-    target = import_module("numba.core.registry").cpu_target
-    triple, name, features = target.target_context.codegen().magic_tuple()
-    module = binding.parse_assembly(
-        "define half @there_and_back(half %number) {\n"
-        "  %wide = fpext half %number to float\n"
-        "  %sum = fadd float %wide, %wide\n"
-        "  %found = fptrunc float %sum to half\n"
-        "  ret half %found\n"
-        "}\n"
-    )
-    machine = binding.Target.from_triple(triple).create_target_machine(cpu=name, features=features)
-    text = machine.emit_assembly(module)
-    return not any(function in text for function in ("hfsf2", "sfhf2", "_ieee"))
