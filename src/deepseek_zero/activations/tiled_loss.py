@@ -20,8 +20,6 @@ and gx is summed over the ranks once.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +32,9 @@ from torch.autograd.function import once_differentiable
 
 from ..base.device import has_gradient_hooks, keeps_graph
 from ..base.errors import NotBuiltError, UsageError
-from ..parallel.layers import Layer, TensorAxis, cast_for_autocast
-from ..parallel.loss import CAUSAL, joined, loss_name, places
+from ..base.nested import Args, Kwargs
+from ..parallel.layers import Layer, TensorAxis, become, cast_for_autocast
+from ..parallel.loss import CAUSAL, joined, labels_of_calls, loss_name, places, without_logits
 from ..sharding.backward import BeforeGrad
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
@@ -105,49 +104,37 @@ def tiled_cross_entropy(
             "Each token has one target, and its logits exist only while its tile is computed.",
             "pass labels of every token, and leave logits_to_keep out in training.",
         )
-    with torch.autocast(x.device.type, enabled=False):
-        found: Tensor = _AtOnce.apply(rows, weight, bias, flat, settings, layer)  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        loop = _Loop(rows, weight, bias, flat, settings, _Ranks(layer))
+        total = loop.run()
+    found: Tensor = _Known.apply(total, (loop.gx, loop.gw, loop.gb), rows, weight, bias)  # type: ignore[no-untyped-call]
     return found
 
 
-class _AtOnce(torch.autograd.Function):
-    """The loop of the module docstring; `x` has shape (tokens, width)."""
+class _Known(torch.autograd.Function):
+    """A number with known gradients, one for each tensor, or None for no gradient.
+
+    A gradient in fp16 is multiplied by `HALF_FACTOR`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        settings: LossSettings,
-        layer: Layer | None,
+        ctx: Any, found: Tensor, kept: tuple[Tensor | None, ...], *tensors: Tensor | None
     ) -> Tensor:
-        ranks = _Ranks(layer)
-        loop = _Loop(x, weight, bias, targets, settings, ranks, ctx.needs_input_grad[:3])
-        total = loop.run()
-        if loop.gx is not None:
-            loop.gx = ranks.summed(loop.gx)
-        ctx.factor = loop.factor
-        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
-        ctx.save_for_backward(loop.gx, loop.gw, loop.gb)
-        return total
+        ctx.dtypes = [None if each is None else each.dtype for each in tensors]
+        ctx.save_for_backward(*kept)
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gx, gw, gb = ctx.saved_tensors
-        weight, bias = ctx.dtypes
         in_place = not keeps_graph()
         scale = grad.float()
-        return (
-            None if gx is None else _times(gx, scale / ctx.factor, gx.dtype, in_place=in_place),
-            None if gw is None else _times(gw, scale, weight, in_place=in_place),
-            None if gb is None else _times(gb, scale, bias, in_place=in_place),
-            None,
-            None,
-            None,
-        )
+        found = [
+            None if kept is None else _times(kept, scale, dtype, in_place=in_place)
+            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return None, None, *found
 
 
 def _times(kept: Tensor, scale: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
@@ -156,6 +143,8 @@ def _times(kept: Tensor, scale: Tensor, dtype: torch.dtype, *, in_place: bool) -
     `in_place` means that the kept gradient is not needed again.
     """
     found = kept if in_place and kept.dtype == dtype else torch.empty_like(kept, dtype=dtype)
+    if kept.dtype == torch.float16:
+        scale = scale / HALF_FACTOR
     for source, into in zip(
         kept.tensor_split(WORD_BLOCKS), found.tensor_split(WORD_BLOCKS), strict=True
     ):
@@ -202,7 +191,6 @@ class _Loop:
         targets: Tensor,
         settings: LossSettings,
         ranks: _Ranks,
-        wanted: tuple[bool, ...],
     ) -> None:
         self.x = x
         self.weight = weight
@@ -211,11 +199,11 @@ class _Loop:
         self.ranks = ranks
         self.settings = settings
         self.factor = HALF_FACTOR if x.dtype == torch.float16 else 1.0
-        self.gx = torch.empty_like(x) if wanted[0] else None
-        self.gw = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        self.gb = (
-            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
-        )
+        self.gx = torch.empty_like(x) if x.requires_grad else None
+        self.gw = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        self.gb: Tensor | None = None
+        if bias is not None and bias.requires_grad:
+            self.gb = torch.zeros_like(bias, dtype=torch.float32)
         rows = min(settings.rows, len(x))
         self._logits = x.new_empty(rows, len(weight))
         self._values = self._logits
@@ -227,6 +215,8 @@ class _Loop:
         total = torch.zeros((), dtype=torch.float32, device=self.x.device)
         for start in range(0, len(self.x), self.settings.rows):
             total += self._tile(start, min(start + self.settings.rows, len(self.x)))
+        if self.gx is not None:
+            self.gx = self.ranks.summed(self.gx)
         return total
 
     def _tile(self, start: int, stop: int) -> Tensor:
@@ -395,29 +385,6 @@ def _comes_from(loss: Tensor, leaves: Sequence[Tensor]) -> bool:
     return loss.grad_fn is not None
 
 
-class _Known(torch.autograd.Function):
-    """A number with known gradients, one for each tensor, or None for no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, found: Tensor, kept: tuple[Tensor | None, ...], *tensors: Tensor
-    ) -> Tensor:
-        ctx.dtypes = [each.dtype for each in tensors]
-        ctx.save_for_backward(*kept)
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        in_place = not keeps_graph()
-        scale = grad.float()
-        found = [
-            None if kept is None else _times(kept, scale, dtype, in_place=in_place)
-            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return None, None, *found
-
-
 # -- models of transformers
 
 
@@ -470,21 +437,24 @@ class TiledLoss:
         self._found: tuple[_Wanted, Tensor] | None = None
 
     def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int
+        self,
+        labels_in: Callable[[Args, Kwargs], Any],
+        module: nn.Module,
+        args: Args,
+        kwargs: Kwargs,
     ) -> None:
         """Record the labels if this forward needs a loss with gradients.
 
-        It is registered as a forward pre-hook of the model.
+        It is registered as a forward pre-hook of the model, with the first argument bound.
 
         Args:
+            labels_in: Returns the labels among the arguments of the forward.
             module: The model whose forward begins.
             args: Positional arguments of the forward.
             kwargs: Keyword arguments of the forward.
-            place: The position of `labels` in the forward's signature.
         """
         self.wanted = self._found = None
-        by_place = args[place] if len(args) > place else None
-        labels = kwargs.get("labels", by_place)
+        labels = labels_in(args, kwargs)
         if labels is not None and module.training and torch.is_grad_enabled():
             self.wanted = _Wanted(
                 labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
@@ -563,7 +533,7 @@ class TiledLoss:
             )
         return loss
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Return the model's output without logits, because they were not computed.
 
         It is registered as a forward hook of the model.
@@ -579,13 +549,7 @@ class TiledLoss:
         found = self._found
         self.wanted = None
         self._found = None
-        if found is None or output is None:
-            return output
-        if isinstance(output, tuple):
-            return output[0], *(each for each in output[1:] if each is not found[1])
-        if dataclasses.is_dataclass(output) and not isinstance(output, type):
-            return dataclasses.replace(output, logits=None)
-        return output
+        return output if found is None else without_logits(output, found[1])
 
 
 def tile_loss(model: nn.Module, rows: int) -> None:
@@ -621,10 +585,7 @@ def tile_loss(model: nn.Module, rows: int) -> None:
         )
     loss = TiledLoss(LossSettings(rows), owner.loss_function)  # type: ignore[arg-type]
     owner.loss_function = loss  # type: ignore[assignment]
-    base = type(head)
-    head.__class__ = type(f"Tiled{base.__name__}", (TiledHead, base), {"__module__": __name__})
-    head.tiles = loss
-    names = list(inspect.signature(owner.forward).parameters)
-    place = names.index("labels") if "labels" in names else len(names)
-    owner.register_forward_pre_hook(partial(loss.before, place=place), with_kwargs=True)
+    become(head, TiledHead, tiles=loss)
+    before = partial(loss.before, labels_of_calls(owner))
+    owner.register_forward_pre_hook(before, with_kwargs=True)
     owner.register_forward_hook(loss.after, always_call=True)

@@ -257,12 +257,10 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
     whole = owner.loss_function
     loss = SplitLoss(axis, part, whole, is_causal=whole.__name__ == CAUSAL)  # type: ignore[arg-type, union-attr]
     owner.loss_function = loss  # type: ignore[assignment]
-    names = list(inspect.signature(owner.forward).parameters)
-    place = names.index("labels") if "labels" in names else len(names)
+    labels_in = labels_of_calls(owner)
 
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        by_place = args[place] if len(args) > place else None
-        labels = kwargs.get("labels", by_place)
+        labels = labels_in(args, kwargs)
         # Ranks along sp receive only these
         labels = kwargs.get("shift_labels") if labels is None else labels
         axis.splits_loss = module.training and torch.is_grad_enabled() and labels is not None
@@ -283,15 +281,35 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
                 "No rank has whole ones.",
                 'say tensor_parallel.loss: "gathered".',
             )
-        if isinstance(output, tuple):
-            return tuple(each for each in output if each is not logits)
-        if dataclasses.is_dataclass(output) and not isinstance(output, type):
-            return dataclasses.replace(output, logits=None)
-        return output
+        return without_logits(output, logits)
 
     owner.register_forward_pre_hook(before, with_kwargs=True)
     owner.register_forward_hook(after, always_call=True)
     return True
+
+
+def labels_of_calls(model: nn.Module) -> Callable[[Args, Kwargs], Any]:
+    """Return a function that returns the argument `labels` of a call of the model's forward.
+
+    It is called with the positional and the keyword arguments. It returns None without labels.
+    """
+    names = list(inspect.signature(model.forward).parameters)
+    place = names.index("labels") if "labels" in names else len(names)
+    return lambda args, kwargs: args[place] if len(args) > place else kwargs.get("labels")
+
+
+def without_logits(output: Any, logits: Tensor) -> Any:
+    """Return the output of a model without its logits.
+
+    Args:
+        output: A transformers output, or a tuple that begins with the loss.
+        logits: The element of a tuple that is removed.
+    """
+    if isinstance(output, tuple):
+        return *output[:1], *(each for each in output[1:] if each is not logits)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return dataclasses.replace(output, logits=None)
+    return output
 
 
 def loss_owner(model: nn.Module, head: nn.Module) -> nn.Module | None:
