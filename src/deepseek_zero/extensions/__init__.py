@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .cut_layers import CutChoice, choose_cuts
     from .deferred_update import DeferredUpdate
     from .delayed_update import DelayedGradient, DelayedUpdate
-    from .error_feedback import ErrorFeedback, ErrorFeedbackSteps
+    from .error_feedback import ErrorFeedback, ErrorFeedbackSteps, ReplicatedErrorFeedback
     from .one_bit_adam import MomentumSteps
     from .replicas import SumOverReplicas
     from .secondary_copy import SecondaryCopy
@@ -36,6 +36,7 @@ __all__ = [
     "ErrorFeedback",
     "ErrorFeedbackSteps",
     "MomentumSteps",
+    "ReplicatedErrorFeedback",
     "SecondaryCopy",
     "SharedWeight",
     "SpeculativeUpdate",
@@ -57,7 +58,7 @@ if not TYPE_CHECKING:  # otherwise a type checker accepts any name
             "cut_layers": "CutChoice choose_cuts",
             "deferred_update": "DeferredUpdate",
             "delayed_update": "DelayedGradient DelayedUpdate",
-            "error_feedback": "ErrorFeedback ErrorFeedbackSteps",
+            "error_feedback": "ErrorFeedback ErrorFeedbackSteps ReplicatedErrorFeedback",
             "one_bit_adam": "MomentumSteps",
             "replicas": "SumOverReplicas",
             "secondary_copy": "SecondaryCopy",

@@ -14,126 +14,32 @@ from torch import Tensor
 
 from ..comm.by_host import NEAR, ByHost
 from ..comm.collectives import Comm
-from ..comm.context import Partition
 from ..comm.pending import Pending
 from ..comm.transports.base import Use
 from ..planner.by_host import hop_buffer_sizes
 from ..precision.codecs import Blocks
 from ..sharding.comm_context import CommContext, MessageBuffers, Route, boxes_in
-from ..sharding.message import Message
-
-
-class TwoHops(Route):
-    """A route that reduces and gathers in two hops: within each host, and between hosts.
-
-    Between hosts, only ranks with the same local rank exchange messages, so every byte crosses the
-    network once.
-
-    Attributes:
-        hosts: The communicators of this rank: within its host, and across hosts.
-        near: The number of ranks per host.
-    """
-
-    def __init__(self, hosts: ByHost) -> None:
-        self.hosts = hosts
-        self.near = hosts.intra_node.size
-
-    @classmethod
-    def over(cls, comm: Comm, intra_node: Partition, inter_node: Partition) -> TwoHops:
-        """Create a route and its two communicators, from the partition of the ranks into hosts.
-
-        Args:
-            comm: The communicator of the world.
-            intra_node: The ranks of each host.
-            inter_node: The ranks with the same local rank, for each local rank.
-
-        Note:
-            Collective: every rank of the world must call it.
-        """
-        return cls(ByHost.over(comm, intra_node, inter_node))
-
-    def hops(self, comm: Comm) -> tuple[Comm, Comm]:
-        """Return the communicator within this host and the one between hosts.
-
-        Args:
-            comm: The communicator of the base class; not used.
-        """
-        return self.hosts.intra_node, self.hosts.inter_node
-
-    def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-        """All-gather slices between hosts first, then within each host.
-
-        Args:
-            full: The output, with this rank's slice in place.
-            lane: The name of the ordered sequence of collectives to which this one belongs.
-            comm_ctx: The context of the ranks of the shard group.
-            what: The name of the unit, used in error messages.
-
-        Returns:
-            A handle. `full` may be read after its `wait()` has returned.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
-        return self.hosts.all_gather(full, lane, what, comm_ctx.gather_kind)
-
-    def message_buffers(
-        self,
-        comm_ctx: CommContext,
-        message: Message,
-        arriving: Message,
-        numel: int,
-        slice_numel: int,
-    ) -> MessageBuffers:
-        """Take the receive buffers of both hops of a gradient sum from the pool.
-
-        Args:
-            comm_ctx: The context of the ranks of the shard group, with the pool of buffers.
-            message: The encoding of the gradients in the first hop.
-            arriving: The encoding of the sums in the last hop.
-            numel: The largest number of elements that one rank sends to another.
-            slice_numel: The number of elements that each rank owns.
-
-        Returns:
-            The buffers, whose `exchange` runs both hops.
-        """
-        return TwoHopBuffers(comm_ctx, self.hosts, message, arriving, numel, slice_numel)
 
 
 class TwoHopBuffers(MessageBuffers):
-    """Buffers for a reduction that sums gradients within each host, then between hosts.
+    """Buffers for a reduction that sums gradients within each host, then between hosts."""
 
-    Args:
-        comm_ctx: The context of the ranks of the shard group, with the pool of buffers.
-        hosts: The communicators within this host and across hosts.
-        message: The encoding of the gradients in the first hop.
-        arriving: The encoding of the sums in the last hop.
-        numel: The largest number of elements that one rank sends to another.
-        slice_numel: The number of elements that each rank owns.
-    """
+    @property
+    def hosts(self) -> ByHost:
+        """The communicators within this host and across hosts."""
+        route = self.comm_ctx.route
+        assert isinstance(route, TwoHops)
+        return route.hosts
 
-    def __init__(
-        self,
-        comm_ctx: CommContext,
-        hosts: ByHost,
-        message: Message,
-        arriving: Message,
-        numel: int,
-        slice_numel: int,
-    ) -> None:
-        sizes = hop_buffer_sizes(
+    def sizes(self, numel: int) -> Sequence[tuple[torch.dtype, int]]:
+        return hop_buffer_sizes(
             numel,
-            (message.wire, arriving.wire),
-            comm_ctx.comm.size,
-            hosts.intra_node.size,
-            near_in_place=hosts.intra_node.reads_in_place,
-            far_in_place=hosts.inter_node.reads_in_place,
+            (self.message.wire, self.arriving.wire),
+            self.comm_ctx.comm.size,
+            self.hosts.intra_node.size,
+            near_in_place=self.hosts.intra_node.reads_in_place,
+            far_in_place=self.hosts.inter_node.reads_in_place,
         )
-        super().__init__(comm_ctx, sizes)
-        self.hosts = hosts
-        self.message = message
-        self.arriving = arriving
-        self.slice_numel = slice_numel
 
     def exchange(
         self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
@@ -192,3 +98,46 @@ class TwoHopBuffers(MessageBuffers):
             return across.exchange(outgoing, far_boxes, "reduce", what, add_up)
 
         return self.hosts.in_two_hops(inside, between, "reduce")
+
+
+class TwoHops(Route):
+    """A route that reduces and gathers in two hops: within each host, and between hosts.
+
+    Between hosts, only ranks with the same local rank exchange messages, so every byte crosses the
+    network once.
+
+    Attributes:
+        hosts: The communicators of this rank: within its host, and across hosts.
+        near: The number of ranks per host.
+    """
+
+    buffers = TwoHopBuffers
+
+    def __init__(self, hosts: ByHost) -> None:
+        self.hosts = hosts
+        self.near = hosts.intra_node.size
+
+    def hops(self, comm: Comm) -> tuple[Comm, Comm]:
+        """Return the communicator within this host and the one between hosts.
+
+        Args:
+            comm: The communicator of the base class; not used.
+        """
+        return self.hosts.intra_node, self.hosts.inter_node
+
+    def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
+        """All-gather slices between hosts first, then within each host.
+
+        Args:
+            full: The output, with this rank's slice in place.
+            lane: The name of the ordered sequence of collectives to which this one belongs.
+            comm_ctx: The context of the ranks of the shard group.
+            what: The name of the unit, used in error messages.
+
+        Returns:
+            A handle. `full` may be read after its `wait()` has returned.
+
+        Note:
+            Collective: every rank of the shard group must call it in the same order.
+        """
+        return self.hosts.all_gather(full, lane, what, comm_ctx.gather_kind)

@@ -19,30 +19,17 @@ from ..sharding.buffer import FlatBuffer
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
+from .replicas import SumOverReplicas
 
 
 class ErrorFeedback(GradReduction):
     """A gradient reduction with error feedback.
 
-    It adds the compression errors of earlier steps to the gradient before another reduction
-    compresses and sends it.
-
-    Attributes:
-        inner: The reduction that compresses and sends the gradients.
+    It adds the compression errors of earlier steps to the gradient before the gradient is
+    compressed and sent.
     """
 
-    def __init__(self, inner: GradReduction) -> None:
-        super().__init__(inner.group)
-        self.inner = inner
-        self._errors: Errors | None = None
-
-    @property
-    def sums_all(self) -> bool:
-        return self.inner.sums_all
-
-    @property
-    def is_local(self) -> bool:
-        return self.inner.is_local
+    _errors: Errors | None = None
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
         """Add earlier compression errors to a partial gradient, and start to sum it over the ranks.
@@ -60,7 +47,7 @@ class ErrorFeedback(GradReduction):
             Collective: every rank of the shard group must call it in the same order.
         """
         self._attach(partial)
-        return self.inner.reduce(partial, target, what, add=add)
+        return super().reduce(partial, target, what, add=add)
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
         """Add earlier compression errors to a partial gradient, and start to sum it in place.
@@ -78,25 +65,7 @@ class ErrorFeedback(GradReduction):
             Collective: every rank of the shard group must call it in the same order.
         """
         self._attach(partial)
-        return self.inner.reduce_in_place(partial, what, has_earlier_sum=has_earlier_sum)
-
-    def complete(self, buffer: FlatBuffer, what: str) -> Pending:
-        """Start to add the partial sums of several groups of ranks, without error feedback.
-
-        Args:
-            buffer: The sum over some of the ranks, completed in place.
-            what: The name of the unit, used in error messages.
-
-        Returns:
-            A handle. The sum may be read after its `wait()` has returned.
-
-        Note:
-            Collective: every rank that holds the same slices must call it.
-        """
-        return self.inner.complete(buffer, what)
-
-    def copy_from_first(self, values: Tensor, what: str) -> None:
-        self.inner.copy_from_first(values, what)
+        return super().reduce_in_place(partial, what, has_earlier_sum=has_earlier_sum)
 
     def own_states(self) -> dict[str, Tensor]:
         return {} if self._errors is None else {"gradients": self._errors.memory}
@@ -135,6 +104,10 @@ class ErrorFeedback(GradReduction):
     def _attach(self, partial: FlatBuffer) -> None:
         self.group.guard.before_write()
         partial.errors = self.ensure_errors()
+
+
+class ReplicatedErrorFeedback(ErrorFeedback, SumOverReplicas):
+    """Error feedback within each replica. The sums of the replicas are added up without it."""
 
 
 class ErrorFeedbackSteps(UpdatePolicy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from .. import extensions
+from ..comm.by_host import ByHost
 from ..comm.collectives import Comm
 from ..planner.extras import can_be_shared, feedback_of, late_gradient_of, second_copy_of
 from ..planner.plan import Plan
@@ -41,7 +42,7 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
     route = Route()
     per_host = plan.settings.ranks_per_host or 1
     if plan.mesh.near_size(per_host) > 1:
-        route = extensions.TwoHops.over(comm.whole, *plan.mesh.host_groups(per_host))
+        route = extensions.TwoHops(ByHost.over(comm.whole, *plan.mesh.host_groups(per_host)))
     return GroupParts(partial(weight_gather_of, inner), reduction_of, kept_gradients_of, route)
 
 
@@ -84,13 +85,11 @@ def reduction_of(group: Group) -> GradReduction:
     Args:
         group: The parameter group, whose plan selects the class.
     """
-    if group.comm_ctx.outer is not None:
-        reduction: GradReduction = extensions.SumOverReplicas(group)
-    else:
-        reduction = GradReduction(group)
-    if feedback_of(group.plan) is not None:
-        return extensions.ErrorFeedback(reduction)
-    return reduction
+    has_feedback = feedback_of(group.plan) is not None
+    if group.comm_ctx.outer is None:
+        return extensions.ErrorFeedback(group) if has_feedback else GradReduction(group)
+    kind = extensions.ReplicatedErrorFeedback if has_feedback else extensions.SumOverReplicas
+    return kind(group)
 
 
 def kept_gradients_of(gradient: Gradient) -> dict[str, GradSum]:

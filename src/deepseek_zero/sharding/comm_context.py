@@ -89,15 +89,37 @@ class CommContext:
 class MessageBuffers:
     """Pooled buffers that receive the gradients of other ranks, one part at a time, to sum them."""
 
-    def __init__(self, comm_ctx: CommContext, sizes: Sequence[tuple[torch.dtype, int]]) -> None:
+    def __init__(
+        self,
+        comm_ctx: CommContext,
+        message: Message,
+        arriving: Message,
+        numel: int,
+        slice_numel: int,
+    ) -> None:
         """Take the buffers from the pool.
 
         Args:
             comm_ctx: The communicator of the ranks that exchange messages, with the buffer pool.
-            sizes: The dtype and the number of elements of each buffer.
+            message: The encoding of the gradients that a rank sends.
+            arriving: The encoding of what a rank receives last: gradients, or sums of hosts.
+            numel: The largest number of elements that a rank sends to another one.
+            slice_numel: The number of elements of a slice.
         """
         self.comm_ctx = comm_ctx
-        self.lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
+        self.message = message
+        self.arriving = arriving
+        self.slice_numel = slice_numel
+        self.lent = [comm_ctx.pool.take(length, dtype) for dtype, length in self.sizes(numel)]
+
+    def sizes(self, numel: int) -> Sequence[tuple[torch.dtype, int]]:
+        """Return the dtype and the number of elements of each buffer.
+
+        Args:
+            numel: The largest number of elements that a rank sends to another one.
+        """
+        comm = self.comm_ctx.comm
+        return inbox_sizes(numel, self.message.wire, comm.size, in_place=comm.reads_in_place)
 
     def exchange(
         self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
@@ -138,9 +160,11 @@ class Route:
     Attributes:
         near: The number of ranks of a host whose gradients are summed first, so that only the sums
             are sent to other hosts. With 1, every gradient is sent to the owner of its slice.
+        buffers: The class of the buffers that receive a part of a gradient.
     """
 
     near = 1
+    buffers: type[MessageBuffers] = MessageBuffers
 
     def hops(self, comm: Comm) -> tuple[Comm, Comm]:
         """Return the communicators that a gradient sum uses first and last.
@@ -166,28 +190,6 @@ class Route:
             Collective: every rank of the shard group must call it in the same order.
         """
         return comm_ctx.comm.all_gather(full, lane, what, comm_ctx.gather_kind)
-
-    def message_buffers(
-        self,
-        comm_ctx: CommContext,
-        message: Message,
-        arriving: Message,
-        numel: int,
-        slice_numel: int,
-    ) -> MessageBuffers:
-        """Take the buffers that receive a part of a gradient from the pool.
-
-        Args:
-            comm_ctx: The communicator of the shard group, with buffer pool and settings.
-            message: The encoding of the gradients that a rank sends.
-            arriving: The encoding of the data that a rank receives last: gradients, or the sums of
-                hosts.
-            numel: The largest number of elements that a rank sends to another one.
-            slice_numel: The number of elements of a slice.
-        """
-        comm = comm_ctx.comm
-        sizes = inbox_sizes(numel, message.wire, comm.size, in_place=comm.reads_in_place)
-        return MessageBuffers(comm_ctx, sizes)
 
 
 def boxes_in(inbox: Tensor | None, comm: Comm, length: int) -> list[Tensor | None]:

@@ -218,9 +218,7 @@ class _ReduceScatter:
         if is_done or not slice_numel:
             return DONE
         self._buffers = deque(
-            comm_ctx.route.message_buffers(
-                comm_ctx, self._sent, self._received, self._numel, slice_numel
-            )
+            comm_ctx.route.buffers(comm_ctx, self._sent, self._received, self._numel, slice_numel)
             for _ in range(self._depth)
         )
         for _ in range(self._depth):
