@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero
+from deepseek_zero.base.work import Work
 from deepseek_zero.optim.master_shard import Tile
 from deepseek_zero.optim.updater import Decision, Updater
-from deepseek_zero.tiers.tier import CopyEvent, StagedLanding, StagedTile, Work
+from deepseek_zero.tiers.tier import CopyEvent, StagedLanding, StagedTile
 from tests import toy
 
 COMPUTING = "computing"

@@ -28,8 +28,9 @@ from torch import Tensor
 from ..base.device import backward_id, queue_backward_callback, version_of
 from ..base.memory import PAGE, trim_heap
 from ..base.quantities import format_bytes
+from ..base.work import Work
 from ..comm.context import ranks_of_this_host
-from ..tiers.tier import CopyEngine, CopyEvent, Storage, TierMemory, Work, copy_engine_for
+from ..tiers.tier import CopyEngine, CopyEvent, Storage, TierMemory, copy_engine_for
 
 # Number of chunks in which the largest checkpoint's inputs are moved: enough work for all threads
 # of a disk, and little rounding
@@ -122,10 +123,10 @@ class ActivationOffload:
     def _place_of(self, tensor: Tensor) -> tuple[OffloadHandle, int] | None:
         """Return the handle and the index that restore this version, or None."""
         known = self._known.get(id(tensor))
-        handle = (
-            known.handle() if known is not None and known.version == version_of(tensor) else None
-        )
-        return (handle, known.number) if known is not None and handle is not None else None
+        if known is None or known.version != version_of(tensor):
+            return None
+        handle = known.handle()
+        return None if handle is None else (handle, known.number)
 
     def offload(self, tensors: Sequence[Tensor]) -> OffloadHandle:
         """Copy tensors to the arena.
@@ -280,17 +281,17 @@ class ActivationOffload:
         )
 
 
+@dataclass(eq=False)
 class OffloadHandle:
     """Handle of offloaded tensors. Their memory is freed when it is garbage-collected.
 
-    Args:
+    Attributes:
         parking: The offload that holds the tensors.
         number: The number of the offloaded inputs there.
     """
 
-    def __init__(self, parking: ActivationOffload, number: int) -> None:
-        self.parking = parking
-        self.number = number
+    parking: ActivationOffload
+    number: int
 
     def restore(self, wanted: Sequence[int] | None = None) -> list[Tensor]:
         """Return new tensors with the offloaded values.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from ..base.work import Work
 from .transports.base import Wait, no_wait
 
 Finish = Callable[[], None]
@@ -85,20 +85,6 @@ def all_of(pendings: Sequence[Pending]) -> Pending:
     return Pending(wait, is_here=lambda: all(pending.is_done() for pending in pendings))
 
 
-class Precondition(Protocol):
-    """Work, such as a transfer, that must end before a collective is issued.
-
-    It is a transfer between memories or another collective.
-    """
-
-    def wait(self) -> None:
-        """Wait until the work has ended."""
-        ...
-
-    def is_done(self) -> bool:
-        """Return whether `wait` would return immediately."""
-
-
 class OrderedIssueQueue:
     """Issue collectives in order, each after a transfer that it depends on.
 
@@ -114,7 +100,7 @@ class OrderedIssueQueue:
         """Return whether a collective still waits to be issued."""
         return bool(self._waiting)
 
-    def add(self, transfer: Precondition, start: Callable[[], Pending]) -> Pending:
+    def add(self, transfer: Work, start: Callable[[], Pending]) -> Pending:
         """Add a collective that is issued after a transfer.
 
         Args:
@@ -168,7 +154,7 @@ class QueuedCollective:
         pending: The issued collective; None before.
     """
 
-    transfer: Precondition
+    transfer: Work
     start: Callable[[], Pending]
     pending: Pending | None = None
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..base.nested import is_subclass
+from ..base.work import Work
 from ..tiers.budget import DeviceBudget
-from ..tiers.tier import COMPLETED, CopyEvent, StagedTile, Storage, Work
+from ..tiers.tier import COMPLETED, CopyEvent, StagedTile, Storage
 
 T = TypeVar("T")
 

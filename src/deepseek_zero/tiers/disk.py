@@ -30,7 +30,8 @@ from ..base.capabilities import Capability
 from ..base.errors import StorageError
 from ..base.memory import PAGE, private_pages, return_pages
 from ..base.quantities import format_bytes
-from .tier import COMPLETED, HostStorage, TierMemory, TransferEvent, Work
+from ..base.work import Work
+from .tier import COMPLETED, HostStorage, TierMemory, TransferEvent
 
 # Offsets, lengths and addresses are multiples of PAGE, as O_DIRECT requires on common disks
 SECTOR = 512  # bytes of the smallest transfer of a disk

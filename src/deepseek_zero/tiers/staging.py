@@ -6,24 +6,14 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..base.memory import LOCK_BYTES, private_pages
+from ..base.work import Work
 
 ALIGNMENT = 256  # bytes; the ring is divided at multiples of it
-
-
-class Copy(Protocol):
-    """A copy from or to a range of the ring."""
-
-    def wait(self) -> None:
-        """Wait until the copy is complete."""
-
-    def is_done(self) -> bool:
-        """Return whether the copy is complete, so that `wait` returns immediately."""
 
 
 @dataclass(eq=False)
@@ -38,7 +28,7 @@ class _UsedRange:
 
     start: int
     stop: int
-    copy_event: Copy | None = None
+    copy_event: Work | None = None
 
 
 class StagingRing:
@@ -53,7 +43,7 @@ class StagingRing:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used: deque[_UsedRange] = deque()
         self._taken: dict[int, _UsedRange] = {}  # by address
-        self._spare: dict[int, deque[tuple[Copy, Tensor]]] = defaultdict(deque)  # by size
+        self._spare: dict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)  # by size
         weakref.finalize(self, _wait_for_all, self._used, self._spare).atexit = False
 
     @property
@@ -98,7 +88,7 @@ class StagingRing:
         self._taken[found.data_ptr()] = room
         return found
 
-    def give(self, room: Tensor, copy_event: Copy) -> None:
+    def give(self, room: Tensor, copy_event: Work) -> None:
         """Release memory that `take` has returned.
 
         Args:
@@ -136,7 +126,7 @@ class StagingRing:
 
 
 def _wait_for_all(
-    rooms: Iterable[_UsedRange], spare: Mapping[int, Iterable[tuple[Copy, Tensor]]]
+    rooms: Iterable[_UsedRange], spare: Mapping[int, Iterable[tuple[Work, Tensor]]]
 ) -> None:
     """Wait for every copy in progress, because memory must not be freed before."""
     copies = [room.copy_event for room in rooms]

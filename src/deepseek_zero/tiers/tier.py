@@ -29,6 +29,7 @@ from torch import Tensor
 from ..base.capabilities import Capability
 from ..base.memory import parts_in_lock_ranges
 from ..base.meter import AWAY, PhaseClock
+from ..base.work import Work
 from .budget import DeviceBudget
 from .staging import StagingRing
 
@@ -44,16 +45,6 @@ class Tier(Enum):
     DEVICE = "device"  # memory of the device that computes forward and backward
     HOST = "host"
     NVME = "nvme"
-
-
-class Work(Protocol):
-    """A transfer in progress."""
-
-    def wait(self) -> None:
-        """Wait until the transfer is complete; raise `StorageError` if it failed."""
-
-    def is_done(self) -> bool:
-        """Return whether the transfer is complete, so that `wait` returns immediately."""
 
 
 class CopyEvent(Work, Protocol):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepseek_zero.base.capabilities import Capability
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.base.work import Work
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.pending import Pending
 from deepseek_zero.extensions.group_parts import group_parts
@@ -26,7 +27,7 @@ from deepseek_zero.sharding.grad_reduction import GradReduction
 from deepseek_zero.sharding.param_group import GroupParts
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import MakeParts, wrap_model
-from deepseek_zero.tiers.tier import COMPLETED, Storage, Tier, Tiers, TransferMeter, Work
+from deepseek_zero.tiers.tier import COMPLETED, Storage, Tier, Tiers, TransferMeter
 from tests.in_process import Rank, poisoned, run_ranks
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS

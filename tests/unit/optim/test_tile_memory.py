@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from deepseek_zero.base.work import Work
 from deepseek_zero.optim.tile_memory import PrefetchSettings, StorageRange, TilePrefetcher
-from deepseek_zero.tiers.tier import Storage, Work
+from deepseek_zero.tiers.tier import Storage
 
 
 class Transfer:
