@@ -339,10 +339,11 @@ class Context(WorldContext):
         hosts = Hosts(rank, keys, keys)
         super().__init__(hosts, FlightRecorder(hosts, world.store))
 
-    def gloo_over(self, ranks: Sequence[int], far_only: bool = False) -> Transport:  # type: ignore[override]
+    def gloo_over(self, ranks: Sequence[int]) -> Transport:  # type: ignore[override]
         return InProcess(self._in_process, self, ranks)
 
-    fastest_over = gloo_over
+    def transport_over(self, name: str, ranks: Sequence[int]) -> Transport:
+        return self.gloo_over(ranks)
 
 
 @dataclass

@@ -251,18 +251,6 @@ class WorldContext:
         weakref.finalize(self, links.close).atexit = False
         return ""
 
-    def tcp_over(self, ranks: Sequence[int]) -> Transport:
-        """Return shared memory within this host and this library's sockets between hosts."""
-        assert self._links is not None
-        peers = [index for index, rank in enumerate(ranks) if rank in self._links.links]
-        far = transports.Tcp(ranks.index(self.rank), ranks, peers, self._links)
-        return self._with_intra_node(ranks, far)
-
-    def fastest_over(self, ranks: Sequence[int]) -> Transport:
-        """Return shared memory within this host and gloo between hosts."""
-        far = self.gloo_over(ranks, inter_node_only=True)
-        return self._with_intra_node(ranks, far)
-
     def transport_over(self, name: str, ranks: Sequence[int]) -> Transport:
         """Return the transport of that name between these ranks.
 
@@ -273,11 +261,11 @@ class WorldContext:
         Returns:
             The transport, which uses the world's connections.
         """
-        found = {"gloo": self.gloo_over, "tcp": self.tcp_over, "fastest": self.fastest_over}
-        return found[name](ranks)
-
-    def _with_intra_node(self, ranks: Sequence[int], far: PointToPoint) -> Transport:
-        """Combine a transport to ranks of other hosts with this host's shared memory."""
+        far: PointToPoint = self.gloo_over(ranks, inter_node_only=name != "gloo")
+        if name == "tcp":
+            assert self._links is not None
+            peers = [index for index, rank in enumerate(ranks) if rank in self._links.links]
+            far = transports.Tcp(ranks.index(self.rank), ranks, peers, self._links)
         if self._pages is None or len(far.peers) == len(ranks) - 1:
             return far
         if far.peers:
