@@ -13,13 +13,13 @@ from typing import Any
 from ..base.log import log_once
 from .batch import BATCH_KEYS, Batch, BatchRequest, solve
 from .fields import rows
-from .problems import AutoDecision, Problem, Problems, put
+from .problems import AutoDecision, Problem, Problems, Values, put
 from .raw_config import RawConfig
 from .schema import Config
 
 _ZERO = "zero_optimization."
 # Defaults of torch (for Lion and LAMB, of their papers). "" is every other optimizer.
-OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+OPTIMIZER_DEFAULTS: dict[str, Values] = {
     "": {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "betas": [0.9, 0.999], "momentum": 0.0},
     "adamw": {"weight_decay": 1e-2},
     "adagrad": {"lr": 1e-2, "eps": 1e-10},
@@ -111,7 +111,7 @@ class _Resolver:
             value: The value.
             why: The reason.
         """
-        values: dict[str, Any] = {}
+        values: Values = {}
         put(values, key, value)
         self.config = self.config.changed(values)
         self.open.discard(key)
@@ -125,12 +125,9 @@ class _Resolver:
         """Record the defaults of the remaining "auto" keys, and return the configuration."""
         table = {row.path: row.default for row in rows(Config)}
         for key in sorted(self.open):
-            if key in table:
-                self.decisions.append(AutoDecision(key, table[key], "the default of the key", True))
-            else:
-                self.decisions.append(
-                    AutoDecision(key, None, "not set: its owner's default is used", True)
-                )
+            is_ours = key in table
+            why = "the default of the key" if is_ours else "not set: its owner's default is used"
+            self.decisions.append(AutoDecision(key, table.get(key), why, True))
         self.problems.raise_if_any()
         return self.config.with_decisions(tuple(self.decisions))
 
@@ -142,40 +139,29 @@ def _precision(run: _Resolver) -> None:
     """Decide precision, fp16.enabled, bf16.enabled, and the keys that depend on them."""
     has_bf16 = run.facts.has_bf16
     hardware = f"the {run.facts.device_type} {'has' if has_bf16 else 'lacks'} bf16"
+    native = "bf16" if has_bf16 else "fp16"
     wanted = run.config.precision
     if wanted == "auto":
         if not (run.config.bf16.enabled or run.config.fp16.enabled):
-            run.decide(
-                f"{'bf16' if has_bf16 else 'fp16'}.enabled",
-                True,
-                f'precision is "auto": {hardware}',
-            )
+            run.decide(f"{native}.enabled", True, f'precision is "auto": {hardware}')
     elif wanted in ("bf16", "fp16"):
         run.decide(f"{wanted}.enabled", True, f"precision is {wanted}")
     _auto_sections(run, hardware)
     if run.silent("torch_autocast.dtype"):
-        dtype = "bf16" if has_bf16 else "fp16"
-        run.decide("torch_autocast.dtype", dtype, hardware)
+        run.decide("torch_autocast.dtype", native, hardware)
     if run.silent("fp16.auto_cast"):
         run.decide("fp16.auto_cast", run.config.auto_cast, "follows auto_cast")
 
 
 def _auto_sections(run: _Resolver, hardware: str) -> None:
     taken = next((key for key in _SWITCHES if run.get(key)), None)
-    fixed = run.config.precision == "fp32"
+    is_free = taken is None and run.config.precision != "fp32"
     if "bf16.enabled" in run.open:
-        on = run.facts.has_bf16 and taken is None and not fixed
         reason = hardware if taken is None else f"{taken} is on"
-        run.decide("bf16.enabled", on, reason)
+        run.decide("bf16.enabled", is_free and run.facts.has_bf16, reason)
     if "fp16.enabled" in run.open:
-        bf16 = run.config.bf16.enabled
-        on = (
-            run.facts.device_type == "cuda"
-            and not run.facts.has_bf16
-            and taken is None
-            and not fixed
-        )
-        why = "bf16.enabled is on" if bf16 else hardware
+        on = is_free and run.facts.device_type == "cuda" and not run.facts.has_bf16
+        why = "bf16.enabled is on" if run.config.bf16.enabled else hardware
         run.decide("fp16.enabled", on, why)
 
 

@@ -89,11 +89,7 @@ def _fill(request: BatchRequest) -> Batch:
         steps = steps or 1
         return Batch(micro * steps * ranks, micro, steps, ranks, _why_micro(request))
     if micro is None:
-        why = (
-            "micro-batch = train batch / ranks / accumulation"
-            if steps
-            else "micro-batch = train batch / ranks"
-        )
+        why = f"micro-batch = train batch / ranks{' / accumulation' if steps else ''}"
         return Batch(train, train // ranks // (steps or 1), steps or 1, ranks, why)
     if steps is None:
         return Batch(
@@ -124,15 +120,14 @@ def _check(batch: Batch) -> Batch | Problem:
                 f"multiple of {least}"
             )
             return Problem(key, f"{label}: {value} has to be greater than 0", fix, value)
-    ranks = batch.data_size
-    if batch.train == batch.micro * batch.accumulation * ranks:
+    product = batch.micro * batch.accumulation * batch.data_size
+    if batch.train == product:
         return batch
-    product = batch.micro * batch.accumulation * ranks
     return Problem(
         BATCH_KEYS[0],
         "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * "
         f"gradient_acc_step * world_size {batch.train} != {batch.micro} * {batch.accumulation} * "
-        f"{ranks}",
+        f"{batch.data_size}",
         f'set {BATCH_KEYS[0]} to {product}, or write "auto" for one of the three keys',
         batch.train,
     )

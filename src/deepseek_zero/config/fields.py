@@ -16,6 +16,8 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from .problems import Values
+
 AUTO = "auto"
 NO_INF = object()
 
@@ -80,14 +82,10 @@ class Section(BaseModel):
             return found.stated(rest, default)
         return found.get(rest, default) if isinstance(found, Mapping) else default
 
-    def stated_values(self) -> dict[str, Any]:
+    def stated_values(self) -> Values:
         """Return the keys that the user set and their values, sections as dicts."""
-        found: dict[str, Any] = {}
-        for name in type(self).model_fields:
-            if name in self.model_fields_set:
-                value = getattr(self, name)
-                found[name] = value.stated_values() if isinstance(value, Section) else value
-        return found
+        fields = type(self).model_fields
+        return {name: self.stated(name) for name in fields if name in self.model_fields_set}
 
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with new values for some keys.
@@ -95,7 +93,7 @@ class Section(BaseModel):
         Args:
             values: The new values by key. A section is a nested mapping.
         """
-        changes: dict[str, Any] = {}
+        changes: Values = {}
         for name, value in values.items():
             here = getattr(self, name)
             is_below = isinstance(value, Mapping)
@@ -107,9 +105,7 @@ class Section(BaseModel):
         return self.model_copy(update=changes)
 
 
-def _declare(
-    status: Status, default: Any, sentence: str, reason: str, facts: dict[str, Any]
-) -> Any:
+def _declare(status: Status, default: Any, sentence: str, reason: str, facts: Values) -> Any:
     given = {name: facts.pop(name) for name in _OF_PYDANTIC if name in facts}
     extra = {"status": status, "reason": reason, **facts}
     return Field(default=default, description=sentence, json_schema_extra=extra, **given)
@@ -218,12 +214,8 @@ def advice(model: type[Section], path: str) -> str:
 @cache
 def subsections(model: type[Section]) -> dict[str, type[Section]]:
     """Return the models of the fields that are sections, by name."""
-    found: dict[str, type[Section]] = {}
-    for name, info in model.model_fields.items():
-        inner = subsection(info)
-        if inner is not None:
-            found[name] = inner
-    return found
+    fields = model.model_fields.items()
+    return {name: inner for name, info in fields if (inner := subsection(info)) is not None}
 
 
 def subsection(info: FieldInfo) -> type[Section] | None:
@@ -234,7 +226,7 @@ def subsection(info: FieldInfo) -> type[Section] | None:
     )
 
 
-def declared(info: FieldInfo) -> dict[str, Any]:
+def declared(info: FieldInfo) -> Values:
     """Return the declaration of a key; empty for a section."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -24,7 +24,7 @@ from .fields import Section, Status, advice, rows
 from .layer_specs import check_layer_specs
 from .normalise import Normaliser
 from .not_built import refuse
-from .problems import Problem, Problems, lookup
+from .problems import Problem, Problems, Values, lookup
 from .raw_config import RawConfig
 from .schema import Config, OffloadOptimizer, OffloadParam
 from .text import Source, read
@@ -113,11 +113,12 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
             NONE_GIVEN,
             fix="pass config= (a dict or a path) to initialize, or the flag to the script",
         )
-    is_flag_dict = isinstance(flag, Mapping)
-    return (flag, "args" if is_flag_dict else None) if flag is not None else (given, None)
+    if flag is None:
+        return given, None
+    return flag, "args" if isinstance(flag, Mapping) else None
 
 
-def validate(values: dict[str, Any], problems: Problems) -> Config:
+def validate(values: Values, problems: Problems) -> Config:
     """Return the typed configuration for nested dicts.
 
     Keys that the model rejects are recorded as problems and have their defaults in the result, so
@@ -134,14 +135,15 @@ def validate(values: dict[str, Any], problems: Problems) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         for item in error.errors(include_url=False, include_context=False):
-            key = ".".join(str(step) for step in item["loc"])
+            path = [str(step) for step in item["loc"]]
+            key = ".".join(path)
             message = item["msg"].replace("Input should be", "must be", 1)
             problems.add(key, message, advice(Config, key), lookup(values, key))
-            _drop(values, [str(step) for step in item["loc"]])
+            _drop(values, path)
     return Config.model_validate(values)
 
 
-def _drop(values: dict[str, Any], path: Sequence[str]) -> None:
+def _drop(values: Values, path: Sequence[str]) -> None:
     """Remove a key from nested dicts. If its container is not a dict, remove that."""
     name, *rest = path
     inner = values.get(name)
@@ -276,11 +278,6 @@ def _optimizer(config: Config, problems: Problems) -> None:
 _OFFLOADS = {"offload_optimizer": 1, "offload_param": 3}
 
 
-def _offload_of(config: Config, name: str) -> OffloadOptimizer | OffloadParam:
-    found: OffloadOptimizer | OffloadParam = getattr(config.zero_optimization, name)
-    return found
-
-
 def _tiers(config: Config, problems: Problems) -> Config:
     """Check that there is a sharded state to offload, and a directory for a disk.
 
@@ -290,7 +287,7 @@ def _tiers(config: Config, problems: Problems) -> Config:
     paths = {}
     for name, least in _OFFLOADS.items():
         key = f"zero_optimization.{name}"
-        offload = _offload_of(config, name)
+        offload: OffloadOptimizer | OffloadParam = getattr(config.zero_optimization, name)
         if offload.device == "none":
             continue
         if offload.device == "auto":
@@ -334,7 +331,8 @@ def _tiers(config: Config, problems: Problems) -> Config:
 def _open_places(config: Config, problems: Problems) -> None:
     """Check keys that depend on whether the placement of a state is "auto"."""
     budget = config.memory_budget
-    offloads = [_offload_of(config, name) for name in _OFFLOADS]
+    states = config.zero_optimization.offload_optimizer
+    offloads = (states, config.zero_optimization.offload_param)
     is_open = any(offload.device == "auto" for offload in offloads)
     has_path = any(offload.nvme_path for offload in offloads)
     if is_open and not has_path and budget.disk is not None:
@@ -348,7 +346,6 @@ def _open_places(config: Config, problems: Problems) -> None:
         if not is_open and value is not None:
             fix = 'set "device": "auto" in offload_optimizer or offload_param, or remove it'
             problems.add(f"memory_budget.{name}", "has no effect: no device is auto", fix, value)
-    states = config.zero_optimization.offload_optimizer
     if states.ratio != 1.0 and states.device not in ("cpu", "nvme"):
         fix = 'set "device": "cpu" or "nvme" in offload_optimizer, or remove it'
         problems.add(

@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 from ..base.errors import article, shown
 from .fields import AUTO, NO_INF, Section, Status, advice, declared, rows, subsections
 from .not_built import NOT_BUILT, NotBuilt, kind_of, names_below, paths_not_built
-from .problems import Problems, lookup, put
+from .problems import Problems, Values, lookup, put
 from .schema import Config
 
 _NULLS = ("none", "null")
@@ -102,18 +102,18 @@ class Normaliser:
         self.problems = problems
         self.unknown_is_error = unknown_is_error
         self.autos: set[str] = set()
-        self.not_built: dict[str, Any] = {}
+        self.not_built: Values = {}
 
-    def walk(self, given: Mapping[Any, Any]) -> dict[str, Any]:
+    def walk(self, given: Mapping[Any, Any]) -> Values:
         """Return the known keys of `given`, in their types."""
         config = self._copied(given, "", _DEEPEST)
         config.pop(_SCHEMA, None)
         self._replace_aliases(config)
         return self._section(Config, config, "")
 
-    def _copied(self, given: Mapping[Any, Any], prefix: str, depth: int) -> dict[str, Any]:
+    def _copied(self, given: Mapping[Any, Any], prefix: str, depth: int) -> Values:
         """Copy nested objects and lists, so that the caller's are not changed."""
-        values: dict[str, Any] = {}
+        values: Values = {}
         for name, value in given.items():
             if isinstance(name, str):
                 values[name] = self._copied_value(value, prefix + name, depth)
@@ -142,10 +142,8 @@ class Normaliser:
         else:
             self.problems.warn(path, f"a key that is {article(name)} instead of a string, ignored")
 
-    def _section(
-        self, model: type[Section], given: Mapping[str, Any], prefix: str
-    ) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def _section(self, model: type[Section], given: Mapping[str, Any], prefix: str) -> Values:
+        values: Values = {}
         for name, value in given.items():
             info = model.model_fields.get(name)
             if info is None and prefix + name in NOT_BUILT:
@@ -175,7 +173,7 @@ class Normaliser:
         """
         if isinstance(value, Mapping):
             return value
-        if not (value is None or (isinstance(value, str) and value.lower() in (*_NULLS, AUTO))):
+        if value is not None and _word(value) not in (*_NULLS, AUTO):
             example = '{"enabled": true}' if has_switch else "{...}"
             self.problems.add(
                 path, "must be an object", f"write {example}, or null for its defaults", value
@@ -192,7 +190,7 @@ class Normaliser:
         inner = self._object(value, row.path, has_switch=row.switch == "enabled")
         if inner is None:
             return
-        stated: dict[str, Any] = {}
+        stated: Values = {}
         self.not_built[row.path] = stated
         for name, each in inner.items():
             if name not in row.defaults:
@@ -206,17 +204,13 @@ class Normaliser:
         """Return the value in its type, or _SILENT for null and "auto"."""
         may_be_null = default is None and path.rpartition(".")[2] not in row.strict
         words = (*_NULLS, AUTO) if may_be_null else (AUTO,)
-        if value is None or (isinstance(value, str) and value.strip().lower() in words):
+        if value is None or _word(value) in words:
             return _SILENT
         return self._coerced(value, row.kind or kind_of(default), NO_INF, path, row.fix)
 
     def _leaf(self, info: FieldInfo, value: Any, path: str) -> Any:
         about = declared(info)
-        is_auto = (
-            isinstance(value, str)
-            and value.strip().lower() == AUTO
-            and not about.get("auto_is_value")
-        )
+        is_auto = _word(value) == AUTO and not about.get("auto_is_value")
         if is_auto or (type(value) is int and value in about.get("means_auto", ())):
             self.autos.add(path)
             return _SILENT
@@ -242,12 +236,12 @@ class Normaliser:
             self.problems.warn(path, note)
         return found
 
-    def _open_object(self, given: dict[str, Any], path: str) -> dict[str, Any]:
+    def _open_object(self, given: Values, path: str) -> Values:
         """Convert arguments with arbitrary names: collect "auto", convert quoted numbers."""
-        values: dict[str, Any] = {}
+        values: Values = {}
         for name, value in given.items():
             number = quoted_number(value) if isinstance(value, str) else None
-            if isinstance(value, str) and value.strip().lower() == AUTO:
+            if _word(value) == AUTO:
                 self.autos.add(f"{path}.{name}")
             elif number is not None:
                 note = f"read the string {shown(value)} as a number; remove the quotes"
@@ -264,7 +258,7 @@ class Normaliser:
         else:
             self.problems.warn(prefix + name, f"no such key, ignored; {fix}")
 
-    def _replace_aliases(self, config: dict[str, Any]) -> None:
+    def _replace_aliases(self, config: Values) -> None:
         zero = config.get(_ZERO)
         if isinstance(zero, bool):
             self.problems.warn(_ZERO, f'{zero} is deprecated, write {{"stage": {int(zero)}}}')
@@ -272,7 +266,7 @@ class Normaliser:
         for alias in ALIASES:
             self._replace(config, alias)
 
-    def _replace(self, config: dict[str, Any], alias: Alias) -> None:
+    def _replace(self, config: Values, alias: Alias) -> None:
         section, _, old = alias.old.rpartition(".")
         holder = lookup(config, section) if section else config
         if not isinstance(holder, dict) or old not in holder:
@@ -316,12 +310,10 @@ def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
     """
     if len(name) > _LONGEST_NAME:
         return "remove it; docs/reference/config.md lists every key"
-    homes = _homes().get(name.rsplit(".", 1)[-1], ())
-    if "." in name and name in homes:
-        return (
-            f"a dot does not nest: put {name.rsplit('.', 1)[1]} inside the object "
-            f"{name.rsplit('.', 1)[0]}"
-        )
+    section, _, last = name.rpartition(".")
+    homes = _homes().get(last, ())
+    if section and name in homes:
+        return f"a dot does not nest: put {last} inside the object {section}"
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
     if close:
         return f"did you mean {prefix}{close[0]}?"
@@ -362,6 +354,11 @@ class Mismatch(Exception):
     """
 
 
+def _word(value: Any) -> str:
+    """Return a string in lower case and without blanks around it; "" for another value."""
+    return value.strip().lower() if isinstance(value, str) else ""
+
+
 def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
     """Return a value in the type of its key.
 
@@ -380,10 +377,10 @@ def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
         return value, ""
     if get_origin(kind) in (Union, UnionType):
         inner, *words = (option for option in get_args(kind) if option is not NoneType)
-        if value is None or (isinstance(value, str) and value.lower() in _NULLS):
+        if value is None or _word(value) in _NULLS:
             return None, ""
         for option in words:  # words that a key accepts in addition to its values
-            if isinstance(value, str) and value.strip().lower() in get_args(option):
+            if _word(value) in get_args(option):
                 return coerce(value, option, inf)
         return coerce(value, inner, inf)
     if get_origin(kind) is Literal:
@@ -409,36 +406,34 @@ def _number(value: Any, kind: type, inf: Any) -> tuple[Any, str]:
     note = ""
     article = "an integer" if kind is int else "a number"
     if isinstance(value, str):
-        number = math.inf if value.strip().lower() in ("inf", "infinity") else quoted_number(value)
+        number = math.inf if _word(value) in ("inf", "infinity") else quoted_number(value)
         if number is None:
             raise Mismatch(f"must be {article}, not the string {shown(value)}")
         note = f"read the string {shown(value)} as a number; remove the quotes"
         value = number
     if isinstance(value, bool) or not isinstance(value, Real):
         raise Mismatch(f"must be {article}, not {_called(value)}")
-    value = int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-        raise Mismatch("must be a number of at most 64 bits")
-    if math.isinf(value) and value > 0 and inf is not NO_INF:
-        return inf, note
-    if not math.isfinite(value):
-        raise Mismatch("must be finite")
-    if kind is float:
-        return float(value), note
-    if value != int(value):
-        raise Mismatch("must be a whole number")
+    if not isinstance(value, Integral):
+        value = float(value)
+        if value == math.inf and inf is not NO_INF:
+            return inf, note
+        if not math.isfinite(value):
+            raise Mismatch("must be finite")
+        if kind is float:
+            return value, note
+        if not value.is_integer():
+            raise Mismatch("must be a whole number")
     if not -_LARGEST <= value <= _LARGEST:
         raise Mismatch("must be a number of at most 64 bits")
-    return int(value), note
+    return kind(value), note
 
 
 def _bool(value: Any) -> tuple[bool, str]:
     if isinstance(value, bool):
         return value, ""
-    if isinstance(value, str) and value.strip().lower() in _BOOLS:
-        return _BOOLS[
-            value.strip().lower()
-        ], f"read the string {shown(value)} as a boolean; remove the quotes"
+    if _word(value) in _BOOLS:
+        note = f"read the string {shown(value)} as a boolean; remove the quotes"
+        return _BOOLS[_word(value)], note
     if isinstance(value, int) and value in (0, 1):
         return bool(value), f"read {value} as {str(bool(value)).lower()}"
     raise Mismatch(f"must be true or false, not {_called(value)}")
@@ -482,7 +477,7 @@ def _sequence(value: Any, kind: Any) -> tuple[tuple[Any, ...], str]:
     return tuple(item for item, _ in pairs), next((note for _, note in pairs if note), "")
 
 
-def _mapping(value: Any) -> tuple[dict[str, Any], str]:
+def _mapping(value: Any) -> tuple[Values, str]:
     if not isinstance(value, Mapping):
         raise Mismatch(f"must be an object {{...}}, not {_called(value)}")
     return dict(value), ""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ..base.errors import shown
 from .fields import Section
-from .problems import Problem, Problems
+from .problems import Problem, Problems, Values
 
 _Dtype = Literal["fp32", "fp16", "bf16"]
 
@@ -63,7 +63,7 @@ class NotBuilt:
     kind: Any = None
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> Values:
         """Return the defaults of a section's keys; null for keys that are not read."""
         switch = {self.switch: False} if self.switch else {}
         return {**dict.fromkeys(self.keys.split()), **switch, **self.strict}
@@ -371,7 +371,7 @@ def kind_of(default: Any) -> Any:
     if isinstance(default, tuple):
         return tuple[str, ...]
     if isinstance(default, dict):
-        return dict[str, Any]
+        return Values
     return type(default)
 
 
@@ -436,10 +436,7 @@ def _asks(default: Any, value: Any) -> bool:
 
 
 def _enables_anything(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    for name, inner in value.items():
-        is_on = bool(inner) if name.endswith("enabled") else _enables_anything(inner)
-        if is_on:
-            return True
-    return False
+    return isinstance(value, Mapping) and any(
+        inner if name.endswith("enabled") else _enables_anything(inner)
+        for name, inner in value.items()
+    )

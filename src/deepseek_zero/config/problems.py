@@ -12,6 +12,8 @@ from typing import Any
 
 from ..base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
 
+Values = dict[str, Any]  # the values of keys; a section is a nested mapping
+
 
 @dataclass(frozen=True)
 class AutoDecision:
@@ -89,10 +91,9 @@ class Problem:
 
     def describe(self, source: str) -> str:
         """Return two lines: the problem with its origin, and the fix."""
-        stated = f"{_cut(self.key)} = {shown(self.value)}" if self.key else shown(self.value)
-        return f"{stated} (from {source}): {self.what}" + (
-            f"\n     fix: {self.fix}" if self.fix else ""
-        )
+        stated = f"{readable(self.key)} = {shown(self.value)}" if self.key else shown(self.value)
+        fix = f"\n     fix: {self.fix}" if self.fix else ""
+        return f"{stated} (from {source}): {self.what}{fix}"
 
 
 @dataclass
@@ -131,7 +132,7 @@ class Problems:
             key: Dotted path of the key.
             note: Text of the warning.
         """
-        self.notes.append(f"config {self.source}: {_cut(key)}: {note}")
+        self.notes.append(f"config {self.source}: {readable(key)}: {note}")
 
     def without_effect(self, key: str, value: Any, reason: str) -> None:
         """Record a key with another value than its default that has no effect.
@@ -171,6 +172,6 @@ def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
     return kind(what)
 
 
-def _cut(key: str) -> str:
-    """Shorten a very long key for messages."""
-    return key if key.isprintable() and len(key) <= _LONGEST_KEY else shown(key, _LONGEST_KEY)
+def readable(text: str, longest: int = _LONGEST_KEY) -> str:
+    """Return a key, or another text, for a message: quoted and cut if it needs to be."""
+    return text if text.isprintable() and len(text) <= longest else shown(text, longest)

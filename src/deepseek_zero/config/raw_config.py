@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from .problems import Values
+
 if TYPE_CHECKING:  # importing pydantic takes longer than importing this package
     from .schema import Config
 
@@ -46,7 +48,7 @@ class RawConfig:
         return self.config.stated(key, default)
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Values:
         """Return the keys that the user set, as nested dicts."""
         return self.config.stated_values()
 

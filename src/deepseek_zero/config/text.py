@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, article, shown
+from .problems import Values, readable
 
 # Strings are matched first, so a comment sign inside of one is not a comment.
 _COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -88,7 +89,7 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
     """
     duplicates: list[str] = []
 
-    def keep_last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def keep_last(pairs: list[tuple[str, Any]]) -> Values:
         duplicates.extend(
             sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         )
@@ -99,7 +100,7 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
     except json.JSONDecodeError as error:
         if lenient and (found := _hjson(text, keep_last)) is not None:
             return Document(found, source, tuple(duplicates))
-        line = _printable(text.split("\n")[error.lineno - 1].strip())
+        line = readable(text.split("\n")[error.lineno - 1].strip(), _LONGEST_LINE)
         raise ConfigError(
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: "
             f"{line}",
@@ -124,7 +125,7 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
     return Document(values, source, tuple(duplicates))
 
 
-def _hjson(text: str, keep_last: Any) -> dict[str, Any] | None:
+def _hjson(text: str, keep_last: Any) -> Values | None:
     try:
         found = import_module("hjson").loads(text, object_pairs_hook=keep_last)
     except (
@@ -151,7 +152,7 @@ def _read_file_or_base64(
     source: str | os.PathLike[str], origin: str | None, lenient: bool
 ) -> Document:
     path = Path(source)
-    if _is_file(path):
+    if os.path.isfile(path):  # a long base64 text, which is not a valid file name, raises nothing
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -162,33 +163,14 @@ def _read_file_or_base64(
         return parse(decoded, origin or "base64", lenient)
     raise ConfigError(
         "Expected a string path to an existing deepspeed config, or a dictionary or a valid "
-        f"base64. Received: {_printable(str(source))}",
-        why=_why_not(path),
+        f"base64. Received: {readable(str(source), _LONGEST_LINE)}",
+        why=(
+            "that is a directory"
+            if os.path.isdir(path)
+            else "no such file, and the text is not base64 of a JSON object"
+        ),
         fix="check the path; relative paths start at the current directory",
     )
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() and len(text) <= _LONGEST_LINE else shown(text, _LONGEST_LINE)
-
-
-def _why_not(path: Path) -> str:
-    try:
-        is_folder = path.is_dir()
-    except OSError:
-        is_folder = False
-    return (
-        "that is a directory"
-        if is_folder
-        else "no such file, and the text is not base64 of a JSON object"
-    )
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a long base64 text is not a valid file name
-        return False
 
 
 def _decode(text: str) -> str | None:
